@@ -1,0 +1,169 @@
+"""Collectives along one mesh axis: the only callers of c10d in the library.
+
+Every function takes local tensors (no autograd), returns a new one and leaves its input alone
+unless it says so. On a dry mesh nothing moves: the result has the right shape, its content
+is undefined. On an axis of size 1 the input comes back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from espalier.comm.ledger import Entry
+from espalier.layout import chunk_bounds
+from espalier.mesh import Mesh
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+# torch 2.13 renamed both; 2.11 knows the old names only
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A collective under way; ``wait()`` ends it."""
+
+    def __init__(self, work: Any = None) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Return when the result is in place (on CUDA: when the stream may use it)."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+def all_reduce(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> torch.Tensor:
+    """The reduction of ``x`` over the axis, on every rank."""
+    if mesh.shape[axis] == 1:
+        return x
+    out = x.clone(memory_format=torch.contiguous_format)
+    all_reduce_(out, mesh, axis, op).wait()
+    return out
+
+
+def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> Pending:
+    """Start reducing contiguous ``x`` in place."""
+    n = mesh.shape[axis]
+    if n == 1:
+        return Pending()
+    _record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size())
+    if mesh.is_dry:
+        return Pending()
+    wire = x.view(torch.uint8) if x.dtype is torch.bool else x
+    return Pending(dist.all_reduce(wire, op=_OPS[op], group=mesh.group(axis), async_op=True))
+
+
+def all_gather(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> torch.Tensor:
+    """Put together, along ``dim``, the pieces that the ranks hold of a dim of ``size``."""
+    n = mesh.shape[axis]
+    if n == 1:
+        return x
+    piece = -(-size // n)
+    shape = [*x.shape[:dim], piece, *x.shape[dim + 1 :]]
+    _record(mesh, "all_gather", axis, (n - 1) * math.prod(shape) * x.element_size())
+    if mesh.is_dry:
+        return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
+    x = _pad(x, dim, piece)
+    out = x.new_empty([n * shape[0], *shape[1:]])
+    _gather_into(out, x, group=mesh.group(axis))
+    if dim == 0:
+        return out if size == n * piece else _join(out.view(n, *shape), 0, size, n)
+    return _join(out.view(n, *shape), dim, size, n)
+
+
+def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:
+    """This rank's piece, along ``dim``, of the sum of ``x`` over the axis."""
+    n = mesh.shape[axis]
+    if n == 1:
+        return x
+    size = x.shape[dim]
+    piece = -(-size // n)
+    own = chunk_bounds(size, n, mesh.coordinate[axis])[1]
+    shape = [*x.shape[:dim], piece, *x.shape[dim + 1 :]]
+    _record(mesh, "reduce_scatter", axis, (n - 1) * math.prod(shape) * x.element_size())
+    if mesh.is_dry:
+        return x.new_empty([*x.shape[:dim], own, *x.shape[dim + 1 :]])
+    if dim == 0:
+        wire = _pad(x, 0, n * piece)
+    else:
+        wire = torch.cat([_pad(x.narrow(dim, *chunk_bounds(size, n, i)), dim, piece) for i in range(n)])
+    out = x.new_empty(shape)
+    _scatter_from(out, wire, group=mesh.group(axis))
+    return out if own == piece else out.narrow(dim, 0, own).contiguous()
+
+
+def all_to_all(
+    x: torch.Tensor, mesh: Mesh, axis: int, split_dim: int, join_dim: int, join_size: int
+) -> torch.Tensor:
+    """Exchange: give away ``split_dim`` in pieces, put the pieces received together along ``join_dim``.
+
+    Args:
+        x: holds all of ``split_dim`` and this rank's piece of ``join_dim``.
+        join_size: the whole size of ``join_dim``.
+    """
+    n, here = mesh.shape[axis], mesh.coordinate[axis]
+    if n == 1:
+        return x
+    pieces = [x.narrow(split_dim, *chunk_bounds(x.shape[split_dim], n, i)) for i in range(n)]
+    _record(
+        mesh, "all_to_all", axis, sum(p.numel() for i, p in enumerate(pieces) if i != here) * x.element_size()
+    )
+    own = pieces[here].shape[split_dim]
+    shapes = []
+    for i in range(n):
+        shape = list(x.shape)
+        shape[split_dim], shape[join_dim] = own, chunk_bounds(join_size, n, i)[1]
+        shapes.append(shape)
+    if mesh.is_dry:
+        whole = list(x.shape)
+        whole[split_dim], whole[join_dim] = own, join_size
+        return x.new_empty(whole)
+    counts = [math.prod(shape) for shape in shapes]
+    out = x.new_empty(sum(counts))
+    wire = torch.cat([p.reshape(-1) for p in pieces])
+    dist.all_to_all_single(out, wire, counts, [p.numel() for p in pieces], group=mesh.group(axis))
+    return torch.cat([p.view(s) for p, s in zip(out.split(counts), shapes, strict=True)], join_dim)
+
+
+def broadcast(x: torch.Tensor, mesh: Mesh, axis: int) -> torch.Tensor:
+    """The value of the axis' coordinate 0, on every rank."""
+    n = mesh.shape[axis]
+    if n == 1:
+        return x
+    _record(mesh, "broadcast", axis, x.numel() * x.element_size())
+    if mesh.is_dry:
+        return x
+    out = x.clone(memory_format=torch.contiguous_format)
+    wire = out.view(torch.uint8) if out.dtype is torch.bool else out
+    dist.broadcast(wire, group_src=0, group=mesh.group(axis))
+    return out
+
+
+def _record(mesh: Mesh, op: str, axis: int, sent: int) -> None:
+    for book in mesh.ledgers:
+        book.entries.append(Entry(op, mesh.names[axis], sent))
+
+
+def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    if x.shape[dim] == size:
+        return x.contiguous()
+    out = x.new_zeros([*x.shape[:dim], size, *x.shape[dim + 1 :]])
+    out.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return out
+
+
+def _join(pieces: torch.Tensor, dim: int, size: int, n: int) -> torch.Tensor:
+    parts: Sequence[torch.Tensor] = pieces.unbind(0)
+    return torch.cat([p.narrow(dim, 0, chunk_bounds(size, n, i)[1]) for i, p in enumerate(parts)], dim)

@@ -1,0 +1,84 @@
+"""The ledger: what crossed which axis."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from espalier.mesh import Mesh
+from espalier.mesh.mesh import MeshLike, as_mesh
+
+
+class Entry(NamedTuple):
+    """One collective: its name, the mesh axis, and the bytes this rank sent (ring algorithms)."""
+
+    op: str
+    axis: str
+    bytes: int
+
+
+class Ledger:
+    """The collectives of a stretch of program, in order.
+
+    Two ledgers are equal if they hold the same entries in the same order; a real step's ledger
+    equals that of its dry run.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def by_axis(self) -> dict[str, int]:
+        """Bytes that this rank sent along each axis."""
+        total: Counter[str] = Counter()
+        for entry in self.entries:
+            total[entry.axis] += entry.bytes
+        return dict(total)
+
+    def by_op(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(axis, op) to (number of calls, bytes sent)."""
+        total: dict[tuple[str, str], tuple[int, int]] = {}
+        for op, axis, sent in self.entries:
+            calls, so_far = total.get((axis, op), (0, 0))
+            total[axis, op] = (calls + 1, so_far + sent)
+        return total
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        self.entries.clear()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ledger) and self.entries == other.entries
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        rows = [("axis", "op", "calls", "bytes sent")]
+        rows += [(axis, op, str(n), f"{sent:,}") for (axis, op), (n, sent) in sorted(self.by_op().items())]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        return "\n".join(
+            f"{a:<{widths[0]}}  {o:<{widths[1]}}  {n:>{widths[2]}}  {b:>{widths[3]}}" for a, o, n, b in rows
+        )
+
+    def __repr__(self) -> str:
+        return f"Ledger({len(self.entries)} entries, {sum(e.bytes for e in self.entries):,} bytes)"
+
+
+@contextmanager
+def ledger(mesh: MeshLike) -> Iterator[Ledger]:
+    """Record all traffic on ``mesh`` while the context is open.
+
+    >>> with espalier.ledger(engine.mesh) as led:      # doctest: +SKIP
+    ...     engine.train_step(batch)
+    >>> led.by_axis()                                  # doctest: +SKIP
+    {'data': 1234, 'tensor': 5678}
+    """
+    on: Mesh = as_mesh(mesh)
+    book = Ledger()
+    on.ledgers.append(book)
+    try:
+        yield book
+    finally:
+        # by identity: ledgers of equal content are equal
+        on.ledgers[:] = [other for other in on.ledgers if other is not book]

@@ -1,0 +1,25 @@
+"""How a global tensor lies on a mesh, and how to get from one way to another. Pure: no traffic."""
+
+from espalier.layout.layout import Layout, Partial, Placement, Replicate, Shard, same_data
+from espalier.layout.regions import Box, chunk_bounds, local_box, same_cuts
+from espalier.layout.routes import Route, Step, route
+from espalier.layout.transitions import TABLE, gradient_layout, operation
+
+__all__ = [
+    "TABLE",
+    "Box",
+    "Layout",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Route",
+    "Shard",
+    "Step",
+    "chunk_bounds",
+    "gradient_layout",
+    "local_box",
+    "operation",
+    "route",
+    "same_cuts",
+    "same_data",
+]

@@ -1,0 +1,262 @@
+"""The layout: mesh + one state per axis + global shape; immutable and interned.
+
+Inside, an axis' state is a small code, so that layouts are cheap to build, hash and compare:
+
+====================  ==============================================================
+``R``                 replicated; so is the gradient
+``V``                 replicated, *varied*: its gradient is left Partial (a sum over ranks)
+``0, 1, 2, ...``      sharded on that dim
+``"sum"``, ``"avg"``  Partial: the value is that reduction of what the ranks hold
+====================  ==============================================================
+
+``V`` is what design section 3.1 calls *varied* and, for parameters whose reduction an engine
+takes over, *deferred*: both say the same of the gradient, so they are one state.
+The distinction is that of Megatron's f operator and of ``pvary`` in JAX's shard_map.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from espalier.mesh import Mesh
+from espalier.mesh.mesh import MeshLike, as_mesh
+
+AxisState = int | str
+R: Final = "R"
+V: Final = "V"
+REDUCTIONS: Final = ("sum", "avg", "max", "min", "product")
+
+_interned: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
+
+
+class Layout:
+    """How one global tensor lies on a mesh. Equal layouts are one object.
+
+    Args:
+        mesh: an :class:`espalier.Mesh` or torch ``DeviceMesh``.
+        placements: one of ``Replicate()``, ``Shard(dim)``, ``Partial(op)`` for each mesh axis.
+        shape: the global shape.
+        order: the axes in the order in which they cut, outermost first, where two shard the same
+            dim; by default the mesh's own order.
+        varied: axes (index or name), replicated ones, whose gradient is left Partial.
+
+    Attributes:
+        axes: one state code per axis (see the module's docstring).
+        cuts: for each dim the axes that cut it, outermost first.
+        local_shape: the shape of what this rank holds.
+        padded_shape: the largest local shape on any rank.
+
+    Raises:
+        ValueError: wrong number of placements, a dim out of range, an unknown placement.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_placements",
+        "axes",
+        "cuts",
+        "is_plain",
+        "local_shape",
+        "mesh",
+        "padded_shape",
+        "shape",
+        "stride",
+    )
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    axes: tuple[AxisState, ...]
+    cuts: tuple[tuple[int, ...], ...]
+    local_shape: tuple[int, ...]
+    padded_shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_plain: bool
+
+    def __new__(
+        cls,
+        mesh: MeshLike,
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        *,
+        order: Sequence[int | str] | None = None,
+        varied: Sequence[int | str] = (),
+    ) -> Layout:
+        mesh = as_mesh(mesh)
+        shape = tuple(int(n) for n in shape)
+        axes = _states(mesh, placements, shape)
+        for axis in varied:
+            i = mesh.axis(axis)
+            if axes[i] != R:
+                raise ValueError(
+                    f"Axis {mesh.names[i]!r} cannot be varied: the tensor is {placements[i]} along it, "
+                    "and only a replicated value has a gradient that can be left Partial."
+                )
+            axes[i] = V
+        rank = {mesh.axis(a): i for i, a in enumerate(order)} if order is not None else {}
+        cutting: list[list[int]] = [[] for _ in shape]
+        for i, state in enumerate(axes):
+            if isinstance(state, int):
+                cutting[state].append(i)
+        cuts = tuple(tuple(sorted(c, key=lambda a: (rank.get(a, len(axes)), a))) for c in cutting)
+        return Layout.of(mesh, tuple(axes), cuts, shape)
+
+    @staticmethod
+    def of(
+        mesh: Mesh, axes: tuple[AxisState, ...], cuts: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
+    ) -> Layout:
+        """The layout with these state codes and cuts, which must agree (the library's own door)."""
+        shape = torch.Size(shape)
+        key = (id(mesh), axes, cuts, shape)
+        found = _interned.get(key)
+        if found is None:
+            found = _build(mesh, axes, cuts, shape)
+            _interned[key] = found
+        return found
+
+    @staticmethod
+    def replicated(mesh: Mesh, shape: Sequence[int]) -> Layout:
+        """The layout that holds everything everywhere."""
+        shape = tuple(shape)
+        return Layout.of(mesh, (R,) * mesh.ndim, ((),) * len(shape), shape)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Torch's placements, one per axis."""
+        return self._placements
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims of the tensor."""
+        return len(self.shape)
+
+    @property
+    def varied(self) -> tuple[int, ...]:
+        """The replicated axes along which the gradient is left Partial."""
+        return tuple(i for i, s in enumerate(self.axes) if s == V)
+
+    @property
+    def partial(self) -> tuple[int, ...]:
+        """The axes along which the value is a reduction still to be done."""
+        return tuple(i for i, s in enumerate(self.axes) if is_partial(s))
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The cutting axes, dim by dim, outermost first."""
+        return tuple(a for cut in self.cuts for a in cut)
+
+    def with_axis(self, axis: int, state: AxisState) -> Layout:
+        """This layout with one axis in another state; a new cut goes innermost."""
+        axes = (*self.axes[:axis], state, *self.axes[axis + 1 :])
+        cuts = tuple(tuple(a for a in cut if a != axis) for cut in self.cuts)
+        if isinstance(state, int):
+            cuts = (*cuts[:state], (*cuts[state], axis), *cuts[state + 1 :])
+        return Layout.of(self.mesh, axes, cuts, self.shape)
+
+    def with_varied(self, axes: Sequence[int]) -> Layout:
+        """This layout with the replicated ones among ``axes`` varied."""
+        states = tuple(V if i in axes and s == R else s for i, s in enumerate(self.axes))
+        return Layout.of(self.mesh, states, self.cuts, self.shape)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A Layout belongs to the processes of its mesh and cannot be pickled. "
+            "Save placements and shapes (layout.placements, layout.shape) instead."
+        )
+
+    def __copy__(self) -> Layout:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        return self
+
+    def __repr__(self) -> str:
+        parts = []
+        for name, n, state in zip(self.mesh.names, self.mesh.shape, self.axes, strict=True):
+            word = f"S({state})" if isinstance(state, int) else f"P({state})" if is_partial(state) else state
+            parts.append(f"{name}{n}:{word}")
+        swapped = [cut for cut in self.cuts if list(cut) != sorted(cut)]
+        if swapped:
+            parts.append("cut " + ", ".join(" then ".join(self.mesh.names[a] for a in cut) for cut in swapped))
+        return f"Layout({list(self.shape)} {' '.join(parts)})"
+
+
+def same_data(a: Layout, b: Layout) -> bool:
+    """Whether two layouts differ in nothing but axes of size 1, forward and backward."""
+    if a is b:
+        return True
+    sizes = a.mesh.shape
+    return all(n == 1 or s == t for n, s, t in zip(sizes, a.axes, b.axes, strict=True)) and all(
+        [x for x in cut if sizes[x] > 1] == [x for x in other if sizes[x] > 1]
+        for cut, other in zip(a.cuts, b.cuts, strict=True)
+    )
+
+
+def is_partial(state: AxisState) -> bool:
+    """Whether a state code says Partial."""
+    return state in REDUCTIONS
+
+
+def placement_of(state: AxisState) -> Placement:
+    """Torch's placement for a state code."""
+    if isinstance(state, int):
+        return Shard(state)
+    return Replicate() if state in (R, V) else Partial(state)
+
+
+def normal_dim(dim: int, ndim: int, what: str = "dim") -> int:
+    """A dim counted from the front.
+
+    Raises:
+        ValueError: the dim is out of range.
+    """
+    if not -ndim <= dim < max(ndim, 1):
+        raise ValueError(f"{what} {dim} is out of range for a tensor of {ndim} dims ({-ndim} to {ndim - 1}).")
+    return dim % ndim if ndim else 0
+
+
+def _states(mesh: Mesh, placements: Sequence[Placement], shape: tuple[int, ...]) -> list[AxisState]:
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"{len(placements)} placement(s) {list(placements)} given for {mesh!r}; expected {mesh.ndim}, "
+            f"one for each of the axes {', '.join(mesh.names)}."
+        )
+    states: list[AxisState] = []
+    for name, placement in zip(mesh.names, placements, strict=True):
+        if isinstance(placement, Shard):
+            if not shape:
+                raise ValueError(f"{placement} on axis {name!r}: a tensor without dims cannot be sharded.")
+            states.append(normal_dim(placement.dim, len(shape), f"{placement} on axis {name!r}: dim"))
+        elif isinstance(placement, Replicate):
+            states.append(R)
+        elif isinstance(placement, Partial) and placement.reduce_op in REDUCTIONS:
+            states.append(placement.reduce_op)
+        else:
+            raise ValueError(
+                f"Axis {name!r}: unknown placement {placement!r}; expected Replicate(), Shard(dim) or "
+                f"Partial(op) with op one of {', '.join(REDUCTIONS)}."
+            )
+    return states
+
+
+def _build(
+    mesh: Mesh, axes: tuple[AxisState, ...], cuts: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
+) -> Layout:
+    from espalier.layout.regions import local_sizes
+
+    self = object.__new__(Layout)
+    self.mesh, self.axes, self.cuts, self.shape = mesh, axes, cuts, shape
+    self.local_shape = local_sizes(shape, cuts, mesh.shape, mesh.coordinate)
+    self.padded_shape = local_sizes(shape, cuts, mesh.shape, (0,) * mesh.ndim)
+    self.is_plain = all(n == 1 or s == R for n, s in zip(mesh.shape, axes, strict=True))
+    self._placements = tuple(placement_of(s) for s in axes)
+    stride, step = [], 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= max(n, 1)
+    self.stride = tuple(reversed(stride))
+    return self

@@ -1,0 +1,82 @@
+"""Regions: which box of the global tensor each rank holds.
+
+A dim is cut as ``torch.chunk`` cuts it: pieces of ``ceil(size / n)``, the last ones smaller or
+empty. Where two axes cut one dim, the inner axis cuts each piece of the outer one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from espalier.layout.layout import Layout
+
+
+class Box(NamedTuple):
+    """A box of the global tensor: where it starts and how long it is along each dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes this box from the global tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+
+def chunk_bounds(size: int, n: int, index: int) -> tuple[int, int]:
+    """Start and length of piece ``index`` of ``n`` of a dim of ``size``, as ``torch.chunk`` cuts."""
+    piece = -(-size // n)
+    start = min(index * piece, size)
+    return start, min(piece, size - start)
+
+
+def bounds(
+    size: int, cut: tuple[int, ...], shape: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[int, int]:
+    """Start and length of a dim that the axes ``cut`` (outermost first) have cut."""
+    start = 0
+    for axis in cut:
+        begin, size = chunk_bounds(size, shape[axis], coordinate[axis])
+        start += begin
+    return start, size
+
+
+def local_sizes(
+    global_shape: tuple[int, ...],
+    cuts: tuple[tuple[int, ...], ...],
+    shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> tuple[int, ...]:
+    """The local shape at a coordinate of a mesh of that shape."""
+    return torch.Size(
+        bounds(n, cut, shape, coordinate)[1] if cut else n for n, cut in zip(global_shape, cuts, strict=True)
+    )
+
+
+def local_box(layout: Layout, coordinate: tuple[int, ...] | None = None) -> Box:
+    """The box that the rank at ``coordinate`` (by default this one) holds."""
+    where = layout.mesh.coordinate if coordinate is None else coordinate
+    pairs = [
+        bounds(n, cut, layout.mesh.shape, where) for n, cut in zip(layout.shape, layout.cuts, strict=True)
+    ]
+    return Box(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs))
+
+
+def same_cuts(size: int, factor: int, sizes: tuple[int, ...]) -> bool:
+    """Whether cutting ``size * factor`` by the axis sizes, one after another, cuts at multiples of factor.
+
+    True means that a dim may be split into (size, factor), or merged from it, with each rank on its own.
+    """
+    pieces = {size}
+    for n in sizes:
+        nxt = set()
+        for piece in pieces:
+            for index in range(n):
+                start, length = chunk_bounds(piece, n, index)
+                if (start * factor, length * factor) != chunk_bounds(piece * factor, n, index):
+                    return False
+                nxt.add(length)
+        pieces = nxt
+    return True

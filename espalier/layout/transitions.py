@@ -1,0 +1,83 @@
+"""The table of transitions: what one axis does, forward and backward, to change its state.
+
+The gradient of a value has a state that follows from the value's own:
+
+=========  ==========================================  ====================================
+value      what the ranks hold                         its gradient
+=========  ==========================================  ====================================
+``R``      the same value, on every rank               ``R``: every rank gets it whole
+``V``      the same value, used differently by each    ``P``: what each rank got is an addend
+``S(d)``   disjoint slices along dim d                 ``S(d)``
+``P``      addends                                     ``R``
+=========  ==========================================  ====================================
+
+``V`` (varied) differs from ``R`` in nothing but its gradient. Carrying the difference as a state
+makes the table closed: the backward of ``a -> b`` is the forward of ``grad(b) -> grad(a)``, so
+double backward needs nothing more, and a test derives the second column from the first.
+The same four types stand in JAX's shard_map (varying axes) and meta-pytorch/spmd_types.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+from espalier.layout.layout import AxisState, Layout, R, V, is_partial
+
+IDENTITY: Final = "identity"
+ALL_REDUCE: Final = "all_reduce"
+ALL_GATHER: Final = "all_gather"
+REDUCE_SCATTER: Final = "reduce_scatter"
+ALL_TO_ALL: Final = "all_to_all"
+SLICE: Final = "slice"
+PAD: Final = "pad"
+KEEP: Final = "keep"
+
+# (from, to): (forward, backward). SLICE: own slice. PAD: own slice among zeros. KEEP: coordinate 0
+# keeps its value, the others hold zeros.
+TABLE: Final = MappingProxyType(
+    {
+        ("R", "R"): (IDENTITY, IDENTITY),
+        ("P", "R"): (ALL_REDUCE, IDENTITY),
+        ("P", "S"): (REDUCE_SCATTER, ALL_GATHER),
+        ("S", "R"): (ALL_GATHER, SLICE),
+        ("R", "S"): (SLICE, ALL_GATHER),
+        ("S", "S"): (ALL_TO_ALL, ALL_TO_ALL),
+        ("R", "P"): (KEEP, IDENTITY),
+        ("R", "V"): (IDENTITY, ALL_REDUCE),  # vary: Megatron's f
+        ("S", "V"): (ALL_GATHER, REDUCE_SCATTER),  # gather and vary, fused
+        ("P", "V"): (ALL_REDUCE, ALL_REDUCE),
+        ("V", "V"): (IDENTITY, IDENTITY),
+        ("V", "R"): (IDENTITY, KEEP),
+        ("V", "S"): (SLICE, PAD),
+        ("V", "P"): (KEEP, KEEP),
+        ("S", "P"): (PAD, SLICE),
+        ("P", "P"): (IDENTITY, IDENTITY),
+    }
+)
+
+
+def kind(state: AxisState) -> str:
+    """The table's letter for a state code."""
+    if isinstance(state, int):
+        return "S"
+    return "P" if is_partial(state) else state
+
+
+def operation(src: AxisState, dst: AxisState) -> str:
+    """The forward operation that takes one axis from ``src`` to ``dst``."""
+    if src == dst:
+        return IDENTITY
+    return TABLE[kind(src), kind(dst)][0]
+
+
+def gradient_state(state: AxisState) -> AxisState:
+    """The state of the gradient of a value in ``state``."""
+    if state == V:
+        return "sum"
+    return R if is_partial(state) else state
+
+
+def gradient_layout(layout: Layout) -> Layout:
+    """The layout of the gradient of a value that lies as ``layout``."""
+    return Layout.of(layout.mesh, tuple(gradient_state(s) for s in layout.axes), layout.cuts, layout.shape)

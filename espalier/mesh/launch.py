@@ -1,0 +1,297 @@
+"""Run a program on several local ranks through torchrun's own elastic agent, and report failures well.
+
+The program's side is in ``espalier.mesh.process``. When a rank fails, :func:`launch` stops the others and
+raises one :class:`LaunchError` that says which rank was the cause and quotes its standard error.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from espalier.mesh.process import (
+    FOLDER,
+    Process,
+    finish,
+    first_line,
+    is_consequence,
+    note_file,
+    start,
+    use_loopback,
+)
+
+__all__ = ["LaunchError", "Process", "finish", "launch", "start"]
+
+_TAIL_LINES = 30
+
+
+class LaunchError(RuntimeError):
+    """A launch that failed. The message is the whole report.
+
+    ``rank`` is the first rank that failed and ``exit_code`` its status (negative: the signal that killed it);
+    both are None where no process had been started. ``folder`` holds the logs of all ranks.
+    """
+
+    def __init__(
+        self, message: str, rank: int | None = None, exit_code: int | None = None, folder: Path | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+        self.folder = folder
+
+
+def launch(
+    argv: Sequence[str],
+    nproc: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    port: int | None = None,
+) -> None:
+    """Run ``python *argv`` on ``nproc`` ranks of this machine and wait until all have ended well.
+
+    ``argv`` is what would follow ``python``: ``["train.py", "--fast"]`` or ``["-m", "package.module"]``.
+    The ranks get torchrun's environment, this process's, and ``env``; one thread each unless
+    ``OMP_NUM_THREADS`` says otherwise. They meet at ``port`` on the loopback, by default a free one.
+
+    Rank 0 writes to this process's standard output itself, so a terminal stays one; its standard error is
+    copied to ours as it comes. What the other ranks print goes to files.
+
+    Raises ``LaunchError`` as soon as a rank fails, with the last lines of standard error of the one to blame;
+    all others are stopped then, and the logs kept. Ctrl-C (``KeyboardInterrupt``) and SIGTERM stop them too,
+    and on Linux so does the death of this process, however it dies.
+    """
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _check_request(argv, nproc, port)
+    folder = Path(tempfile.mkdtemp(prefix="espalier-"))
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    settings = {name: value for name, value in settings.items() if name not in os.environ}
+    use_loopback(settings)
+    settings |= {**(env or {}), FOLDER: str(folder)}
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"127.0.0.1:{port or 0}",
+        rdzv_configs={"is_host": True},
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+        # SIGINT is left to Python: it stops the ranks with SIGTERM, which spares us their tracebacks.
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+        shutdown_timeout=5,
+    )
+    stopped: int | None = None
+    keep = False
+    try:
+        with _environment(settings), _quiet_agent(), _own_signals(), _follow(folder):
+            try:
+                elastic_launch(config, sys.executable)(*_guarded(argv, folder))
+            except ChildFailedError as error:
+                exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
+                keep = True
+                raise _explain(exits, nproc, folder) from None
+            except SignalException as error:
+                stopped = int(error.sigval)
+            except dist.DistError as error:
+                raise LaunchError(f"the ranks could not be started: {first_line(error)}") from error
+        if stopped is not None:
+            signal.raise_signal(stopped)  # the caller's own handler, or the end of this process
+            raise LaunchError(f"stopped by {signal.Signals(stopped).name}")
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_request(argv: Sequence[str], nproc: int, port: int | None) -> None:
+    if nproc < 1:
+        raise ValueError(f"nproc={nproc}: at least one process is needed")
+    if isinstance(argv, str) or not argv:
+        raise ValueError(f"argv={argv!r}: expected what follows `python`, such as ['train.py', '--fast']")
+    if not argv[0].startswith("-") and not Path(argv[0]).exists():
+        raise LaunchError(f"no such file: {argv[0]}")
+    if port is None:
+        return
+    if not 0 < port < 65536:
+        raise ValueError(f"port={port}: expected 1 to 65535")
+    # The agent would take the one who holds the port for its own rendezvous, and wait for an answer.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} cannot be used ({error.strerror}): choose another one, "
+                "or none to have a free one picked"
+            ) from error
+
+
+def _guarded(argv: Sequence[str], folder: Path) -> list[str]:
+    """The arguments of the Python that becomes a rank."""
+    guard = Path(__file__).with_name("_guard.py")
+    return ["-S", "-E", str(guard), str(folder), str(os.getpid()), sys.executable, *argv]
+
+
+def _stderr(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.stderr"
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Our own environment, changed for a while: the agent hands it on and lets nothing be added."""
+    before = dict(os.environ)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Keep the agent's log messages, which bury a rank's own error, off the terminal."""
+    loggers = [
+        logging.getLogger(name)
+        for name in list(logging.root.manager.loggerDict)
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher"))
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Put the caller's signal handlers back: the agent leaves its own behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = ("SIGTERM", "SIGHUP", "SIGQUIT")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _follow(folder: Path) -> Iterator[None]:
+    """Copy rank 0's standard error to ours, byte for byte as it comes, until any rank notes a failure.
+
+    What is said after that is the report's matter: it must stand there once, and alone.
+    """
+    done = threading.Event()
+    path = _stderr(folder, 0)
+
+    def copy() -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        offset = 0
+        while True:
+            last = done.is_set()
+            data = b""
+            with contextlib.suppress(FileNotFoundError), open(path, "rb") as source:
+                source.seek(offset)
+                data = source.read()
+                offset += len(data)
+            if _noted(folder):
+                return
+            if data:
+                sys.stderr.write(decoder.decode(data))
+                sys.stderr.flush()
+            if last:
+                return
+            done.wait(0.1)
+
+    thread = threading.Thread(target=copy, name="espalier-stderr", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _explain(exits: Mapping[int, int], nproc: int, folder: Path) -> LaunchError:
+    """One report for the failure of a launch, given the exit codes of the ranks that did not end well."""
+    rank = min(exits.keys() | _noted(folder), key=lambda rank: _blame(rank, exits, folder))
+    code = exits.get(rank, 1)
+    lines = [f"rank {rank} of {nproc} failed: {_exit_text(code)}"]
+    path = _stderr(folder, rank)
+    text = path.read_text(encoding="utf-8", errors="replace").rstrip() if path.exists() else ""
+    tail = text.splitlines()[-_TAIL_LINES:]
+    if tail:
+        lines.append("The last it wrote to standard error:")
+        lines += [f"    {line}" for line in tail]
+    else:
+        lines.append("It wrote nothing to standard error.")
+    # SIGTERM is what the agent sends to those that still run.
+    others = [
+        f"rank {other} ({_exit_text(status)})"
+        for other, status in sorted(exits.items())
+        if other != rank and status != -signal.SIGTERM
+    ]
+    if others:
+        lines.append(f"After it failed: {', '.join(others)}.")
+    lines.append(f"All ranks have been stopped. Their logs: {folder}")
+    return LaunchError("\n".join(lines), rank, code, folder)
+
+
+def _noted(folder: Path) -> set[int]:
+    """The ranks that have noted a failure."""
+    return {int(path.stem.removeprefix("rank")) for path in folder.glob("rank*.failure")}
+
+
+def _blame(rank: int, exits: Mapping[int, int], folder: Path) -> tuple[int, int]:
+    """Sort key: who is the cause of a failure comes first.
+
+    A rank that was killed from without or by a fault cannot be a consequence. Of exceptions the earliest is
+    to blame, but not one that speaks of a lost connection. An abort is what NCCL's watchdog and gloo's
+    threads do when a peer has gone, and SIGTERM comes from the agent.
+    """
+    code = exits.get(rank, 1)
+    if code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT):
+        return 0, rank
+    note = note_file(folder, rank)
+    if note.exists():
+        consequence = is_consequence(note.read_text(encoding="utf-8", errors="replace"))
+        return (4 if consequence else 1), note.stat().st_mtime_ns
+    if code == -signal.SIGABRT:
+        return 3, rank
+    return (5 if code < 0 else 2), rank
+
+
+def _exit_text(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        name = signal.Signals(-code).name
+        hint = " (as the kernel does when memory runs out)" if -code == signal.SIGKILL else ""
+        return f"killed by {name}{hint}"
+    return f"killed by signal {-code}"

@@ -1,0 +1,218 @@
+"""How a rank joins its world and leaves it.
+
+A rank calls :func:`start` before it communicates and :func:`finish` when it is done: under torchrun, under
+``espalier.mesh.launch`` or alone. The first rank to fail leaves at once, so that the others, which wait for
+it, fail within seconds too; under ``launch`` it notes when, which tells the cause from the consequences.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import socket
+import sys
+import time
+import traceback
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Names the folder of a launch, where the ranks leave their notes of failure.
+FOLDER = "ESPALIER_LAUNCH_FOLDER"
+STANDARD_TIMEOUT = 600.0
+
+# Errors that a rank sees because another one has gone, and how long such a rank lets that one die first.
+_CONSEQUENCE = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|remote process exited|NCCL.*(abort|remote error)",
+    re.IGNORECASE,
+)
+_PATIENCE = 1.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process's place in its world: rank of ``world_size``, ``local_rank`` on its node, its device."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+
+def start(device_type: str | None = None, timeout: float = STANDARD_TIMEOUT) -> Process:
+    """Join the world that torchrun's environment describes, or make a world of one where there is none.
+
+    ``device_type`` is ``"cpu"`` (gloo), ``"cuda"`` (NCCL, and gloo for tensors on the CPU) or None: CUDA if
+    every local rank can have a device of its own, else the CPU. ``timeout``, in seconds, is how long a
+    collective may wait for the other ranks. Torch computes with as many threads as ``OMP_NUM_THREADS`` says.
+
+    Where torch.distributed is initialized already, that world is kept and described. Raises ``ValueError``
+    where the environment is incomplete or lacks devices, ``RuntimeError`` where the ranks cannot meet.
+    """
+    place = _read_environment()
+    rank, world_size, local_rank, local_size = place or (0, 1, 0, 1)
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = _pick_device(device_type, local_rank, local_size)
+    if dist.is_initialized():
+        return Process(rank, world_size, local_rank, device)
+
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > 0:
+        torch.set_num_threads(int(threads))
+    if local_size == world_size:
+        use_loopback(os.environ)
+    options: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=timeout)}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        options |= {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    if place is None:
+        # A store inside the process: a world of one needs no port.
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    try:
+        dist.init_process_group(**options)
+    except dist.DistError as error:
+        meeting = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RuntimeError(
+            f"rank {rank} of {world_size} could not meet the others at {meeting}: {first_line(error)}\n"
+            "Is the port free on rank 0's machine, and reachable from here?"
+        ) from error
+    atexit.register(_leave_quietly)
+    if world_size > 1:
+        _die_fast(rank)
+    return Process(rank, world_size, local_rank, device)
+
+
+def finish() -> None:
+    """Wait for the other ranks, give the process group up and flush; nothing happens without a group.
+
+    In a ``finally`` block that an exception is passing through, the other ranks are not waited for: they may
+    never come. Gloo's threads must not outlive this: at interpreter exit they would abort the process.
+    """
+    if not dist.is_initialized():
+        return
+    error = sys.exc_info()[1]
+    try:
+        if error is None:
+            dist.barrier()
+        elif isinstance(error, Exception):
+            # Before the group goes, which makes the other ranks fail in their turn.
+            _note_failure(dist.get_rank(), error)
+    finally:
+        dist.destroy_process_group()
+        _flush()
+
+
+def _read_environment() -> tuple[int, int, int, int] | None:
+    """Rank, world size, local rank and local world size as torchrun sets them; None if it sets nothing."""
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return None
+    required = ["RANK", "WORLD_SIZE"]
+    if not dist.is_initialized():
+        required += ["MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in required if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"the environment has only a part of what torchrun sets: {', '.join(missing)} missing. "
+            "Start with `espalier run` or `torchrun`, or unset RANK and WORLD_SIZE for a single process."
+        )
+    values = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        text = os.environ.get(name)
+        if text is None:
+            continue
+        if not text.isdecimal():
+            raise ValueError(f"{name}={text!r} in the environment: expected a whole number")
+        values[name] = int(text)
+    if values["RANK"] >= values["WORLD_SIZE"]:
+        raise ValueError(f"RANK={values['RANK']} but WORLD_SIZE={values['WORLD_SIZE']}: ranks start at 0")
+    return values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"]
+
+
+def _pick_device(device_type: str | None, local_rank: int, local_size: int) -> torch.device:
+    if device_type not in (None, "cpu", "cuda"):
+        raise ValueError(f"device type {device_type!r}: expected 'cpu', 'cuda' or None")
+    if device_type == "cpu":
+        return torch.device("cpu")
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices >= max(local_size, local_rank + 1):
+        return torch.device("cuda", local_rank)
+    if device_type == "cuda":
+        raise ValueError(
+            f"{local_size} ranks on this machine need a CUDA device each, but {devices} "
+            f"{'is' if devices == 1 else 'are'} visible: start fewer ranks, or use device type 'cpu'"
+        )
+    return torch.device("cpu")
+
+
+def use_loopback(environment: MutableMapping[str, str]) -> None:
+    """Make gloo use the loopback: by itself it looks up the host's name, which need not resolve."""
+    if "GLOO_SOCKET_IFNAME" not in environment and sys.platform == "linux":
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+
+
+def _die_fast(rank: int) -> None:
+    """Let an uncaught exception end the process at once, by way of the hook that was there before.
+
+    The usual end of an interpreter may wait for gloo's threads, which wait for the other ranks.
+    """
+    report = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not dist.is_initialized():
+            report(kind, error, trace)
+            return
+        _note_failure(rank, error)
+        report(kind, error, trace)
+        _flush()
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = hook
+
+
+def _note_failure(rank: int, error: BaseException) -> None:
+    """Write down, for the launcher, what failed; the file's time says when. The first note stays."""
+    text = "".join(traceback.format_exception_only(error))
+    folder = os.environ.get(FOLDER)
+    if folder is None:
+        return
+    with contextlib.suppress(OSError), open(note_file(Path(folder), rank), "x", encoding="utf-8") as note:
+        note.write(text)
+    if is_consequence(text):
+        time.sleep(_PATIENCE)
+
+
+def _leave_quietly() -> None:
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def is_consequence(text: str) -> bool:
+    """Whether an error's text says no more than that another rank has gone."""
+    return _CONSEQUENCE.search(text) is not None
+
+
+def note_file(folder: Path, rank: int) -> Path:
+    """Where a rank notes its failure."""
+    return folder / f"rank{rank}.failure"
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message: torch appends C++ stacks to its own."""
+    return str(error).strip().partition("\n")[0]

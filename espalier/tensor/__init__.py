@@ -1,0 +1,45 @@
+"""DTensor: a typed local tensor above autograd, its dispatcher, rules and public functions."""
+
+from espalier.tensor import dispatch as _dispatch  # puts the dispatcher into DTensor
+from espalier.tensor.api import (
+    distribute_tensor,
+    empty,
+    full,
+    full_tensor,
+    lay_out,
+    local_map,
+    ones,
+    rand,
+    randn,
+    register_rule,
+    zeros,
+)
+from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, stamp
+from espalier.tensor.fallback import GatherWarning
+from espalier.tensor.guard import install as _install_guard
+from espalier.tensor.rules.spec import Operand, Spec
+
+_install_guard()
+assert _dispatch
+
+__all__ = [
+    "DTensor",
+    "GatherWarning",
+    "Operand",
+    "Spec",
+    "distribute_tensor",
+    "empty",
+    "full",
+    "full_tensor",
+    "lay_out",
+    "layout_of",
+    "local_map",
+    "ones",
+    "plain",
+    "rand",
+    "randn",
+    "redistribute",
+    "register_rule",
+    "stamp",
+    "zeros",
+]

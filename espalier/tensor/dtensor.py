@@ -1,0 +1,338 @@
+"""DTensor: a tensor whose data is the local tensor and which bears a layout.
+
+It sits above autograd: ``__torch_function__`` sees each public torch call before autograd does,
+so that the recorded graph is one of local operations, and the backward pass meets Python only
+where there is communication (design, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as raw
+
+from espalier.comm import move
+from espalier.layout import Layout, Placement, gradient_layout
+from espalier.layout.layout import R, V
+from espalier.mesh import Mesh
+from espalier.mesh.mesh import MeshLike, as_mesh
+
+_plain_call = torch._C._disabled_torch_function_impl
+_intercepted = torch._C._is_torch_function_enabled
+_shape = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+
+
+def _getter(name: str) -> property:
+    """An attribute that is the same for the local and the global tensor."""
+    get = getattr(torch.Tensor, name).__get__
+
+    def read(self: DTensor) -> Any:
+        return _plain_call(get, (), (self,), {})
+
+    return property(read)
+
+
+class DTensor(torch.Tensor):
+    """A global tensor of which this rank holds its part.
+
+    ``shape``, ``size``, ``numel``, ``stride`` and friends answer for the global tensor. Built by
+    :func:`distribute_tensor`, :meth:`from_local`, the factories (:func:`zeros`, ...) or by
+    operations on other DTensors; never by its constructor.
+    """
+
+    _layout: Layout
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
+        raise TypeError(
+            "DTensor(...) cannot be called. Use distribute_tensor(tensor, mesh, placements), "
+            "DTensor.from_local(local, mesh, placements) or a factory such as espalier.zeros."
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise AssertionError("espalier.tensor.dispatch puts the dispatcher here")
+
+    # ---- what is answered for the global tensor; where torch functions are not intercepted (in the
+    # ---- dispatcher and the runners of rules), the local tensor answers
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The global shape."""
+        if _intercepted():
+            return self._layout.shape  # type: ignore[return-value]
+        return _plain_call(_shape, (), (self,), {})  # type: ignore[no-any-return]
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Number of dims."""
+        return len(self._layout.shape)
+
+    def dim(self) -> int:
+        """Number of dims."""
+        return len(self._layout.shape)
+
+    ndimension = dim
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """The global size, of one dim or of all."""
+        shape = self.shape
+        return shape if dim is None else shape[dim]
+
+    def numel(self) -> int:
+        """Number of elements of the global tensor."""
+        return self.shape.numel()
+
+    nelement = numel
+
+    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """The strides of the global tensor, as if it were contiguous."""
+        if not _intercepted():
+            return _plain_call(torch.Tensor.stride, (), (self,) if dim is None else (self, dim), {})
+        stride = self._layout.stride
+        return stride if dim is None else stride[dim]
+
+    def __len__(self) -> int:
+        if not self._layout.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    # ---- what is the same for both (the getters are spared the dispatcher)
+
+    dtype = _getter("dtype")
+    device = _getter("device")
+    is_leaf = _getter("is_leaf")
+    grad_fn = _getter("grad_fn")
+    layout = _getter("layout")
+    is_sparse = _getter("is_sparse")
+    is_cuda = _getter("is_cuda")
+    is_meta = _getter("is_meta")
+    is_quantized = _getter("is_quantized")
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd records what happens to it."""
+        value: bool = _plain_call(_requires_grad.__get__, (), (self,), {})
+        return value
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        _plain_call(_requires_grad.__set__, (), (self, value), {})
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient, a DTensor; Partial along axes on which a reduction is still to come."""
+        grad = _plain_call(_grad.__get__, (), (self,), {})
+        if grad is not None and type(grad) is not DTensor:
+            stamp(grad, gradient_layout(self._layout))
+        return grad  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            wanted = gradient_layout(self._layout)
+            given = layout_of(value, self._layout.mesh)
+            if given.shape != wanted.shape:
+                raise ValueError(
+                    f"The gradient given has the global shape {list(given.shape)}, its tensor "
+                    f"{list(wanted.shape)}; they must be equal."
+                )
+            if given is not gradient_layout(self._layout) and given is not self._layout:
+                with raw():
+                    value = stamp(move(value.detach(), given, wanted), wanted)
+        _plain_call(_grad.__set__, (), (self, value), {})
+
+    @grad.deleter
+    def grad(self) -> None:
+        _plain_call(_grad.__set__, (), (self, None), {})
+
+    # ---- torch.distributed.tensor's own names
+
+    @property
+    def device_mesh(self) -> Mesh:
+        """The mesh it lies on."""
+        return self._layout.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement for each axis of the mesh."""
+        return self._layout.placements
+
+    @staticmethod
+    def from_local(
+        local: torch.Tensor,
+        device_mesh: MeshLike,
+        placements: Sequence[Placement],
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> DTensor:
+        """The DTensor of which each rank gives its part; gradients flow to ``local``.
+
+        Args:
+            local: this rank's part; on axes where it is replicated, equal on all ranks.
+            device_mesh: an :class:`espalier.Mesh` or torch ``DeviceMesh``.
+            placements: one for each axis.
+            shape: the global shape; by default every rank is taken to hold parts of equal size.
+
+        Raises:
+            ValueError: this rank's part does not have the shape that the layout gives it.
+        """
+        from espalier.tensor.api import from_local
+
+        return from_local(local, device_mesh, placements, shape=shape)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's part, a plain tensor; gradients flow back.
+
+        Args:
+            grad_placements: what the gradients of the local parts will be. Needed where a replicated
+                value needs a gradient: ``Replicate()`` if every rank computes the same from it,
+                ``Partial()`` if they compute different things, so that their gradients must be added.
+
+        Raises:
+            ValueError: ``grad_placements`` is needed and missing, or cannot be.
+        """
+        from espalier.tensor.api import to_local
+
+        return to_local(self, grad_placements)
+
+    def redistribute(
+        self, device_mesh: MeshLike | None = None, placements: Sequence[Placement] | None = None
+    ) -> DTensor:
+        """The same global value in another layout, by the cheapest route; differentiable.
+
+        Args:
+            device_mesh: must be this tensor's own.
+            placements: one for each axis.
+        """
+        mesh = self._layout.mesh
+        if device_mesh is not None and as_mesh(device_mesh) is not mesh:
+            raise ValueError(
+                f"redistribute to another mesh: the tensor lies on {mesh!r}, asked for {device_mesh!r}. "
+                "Give placements on the tensor's own mesh."
+            )
+        if placements is None:
+            raise ValueError("redistribute needs placements, one for each axis of the mesh.")
+        return redistribute(self, Layout(mesh, placements, self._layout.shape))
+
+    def full_tensor(self) -> torch.Tensor:
+        """The global tensor, plain, on every rank (a collective: call it on all ranks).
+
+        Differentiable; every rank is taken to compute the same from it.
+        """
+        replicated = Layout.replicated(self._layout.mesh, self._layout.shape)
+        with raw():
+            return plain(move(self, self._layout, replicated))
+
+    # ---- values, copies
+
+    def item(self) -> Any:
+        """The value of a one-element tensor (a collective unless it is replicated)."""
+        return self.full_tensor().item()
+
+    def tolist(self) -> Any:
+        """The global tensor as nested lists (a collective unless it is replicated)."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The global tensor as a NumPy array (a collective unless it is replicated)."""
+        return self.full_tensor().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        array = self.full_tensor().detach().numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __bool__(self) -> bool:
+        return bool(self.full_tensor())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __index__(self) -> int:
+        return self.full_tensor().__index__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        # never a collective: debuggers and tracebacks call it on one rank alone
+        with raw():
+            local = plain(self.detach())
+        return f"DTensor({'' if self._layout.is_plain else 'local='}{local!r}, {self._layout!r})"
+
+    def __str__(self) -> str:
+        return f"DTensor({self.full_tensor().detach()}, {self._layout!r})"
+
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if not self._layout.shape else repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only tensors that the user made (leaves) can be deep-copied: this one is the result of an "
+                "operation that autograd records. Copy x.detach() instead."
+            )
+        with raw():
+            copy = stamp(plain(self.detach()).clone(), self._layout)
+            grad = _plain_call(_grad.__get__, (), (self,), {})
+            needs = self.requires_grad
+            torch.Tensor.requires_grad_(copy, needs)
+            if grad is not None:
+                copy.grad = stamp(plain(grad).clone(), gradient_layout(self._layout))
+        for name, value in self.__dict__.items():
+            if name in ("_is_param", "_layout"):
+                copy.__dict__[name] = value
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A DTensor belongs to the processes of its mesh and cannot be pickled. "
+            "Save x.full_tensor() (or engine.full_state_dict()) instead."
+        )
+
+
+_requires_grad = torch.Tensor.requires_grad
+_grad = torch.Tensor.grad
+
+
+def stamp(x: torch.Tensor, layout: Layout) -> DTensor:
+    """Make a local tensor a DTensor in place; no copy, no new autograd node."""
+    x.__class__ = DTensor
+    x._layout = layout  # type: ignore[attr-defined]
+    return x  # type: ignore[return-value]
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """A plain tensor over the local data, connected by autograd."""
+    return x.as_subclass(torch.Tensor) if type(x) is DTensor else x
+
+
+def layout_of(x: torch.Tensor, mesh: Mesh | None = None) -> Layout:
+    """The layout of a DTensor; a plain tensor is replicated on ``mesh``."""
+    if type(x) is DTensor:
+        return x._layout
+    if mesh is None:
+        raise TypeError("layout_of expects a DTensor; a plain tensor has no layout.")
+    return Layout.replicated(mesh, tuple(x.shape))
+
+
+def redistribute(x: DTensor, layout: Layout) -> DTensor:
+    """``x`` in another layout of the same mesh and shape, differentiable."""
+    if x._layout is layout:
+        return x
+    with raw():
+        out = move(x, x._layout, layout)
+        if out is x:
+            out = x.view_as(x)
+        return stamp(out, layout)
+
+
+def is_replicated(layout: Layout, axis: int) -> bool:
+    """Whether the value is the same on all ranks of an axis."""
+    return layout.axes[axis] in (R, V) or layout.mesh.shape[axis] == 1

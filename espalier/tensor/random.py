@@ -1,0 +1,94 @@
+"""Random values that do not depend on the layout.
+
+Each random operation draws one 64-bit key from torch's default CPU generator, which all ranks
+hold in the same state; each element's value is a hash of that key and the element's *global*
+index. So values are the same under any layout and any number of ranks, on CPU and GPU alike, and
+``torch.manual_seed``, ``fork_rng``, ``get_rng_state`` and checkpointing's own care of the RNG work.
+
+The hash is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) over a Weyl sequence,
+with half of the key added between its rounds, so that the streams of two keys are not shifted
+copies of each other.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from espalier.layout import Layout, local_box
+
+
+def _signed(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_WEYL = _signed(0x9E3779B97F4A7C15)
+_MIX1 = _signed(0xBF58476D1CE4E5B9)
+_MIX2 = _signed(0x94D049BB133111EB)
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def draw_key(generator: torch.Generator | None = None) -> int:
+    """The key of one random operation, from torch's CPU generator."""
+    if generator is not None and generator.device.type != "cpu":
+        raise ValueError(
+            "DTensors draw their keys from a CPU generator, so that they are the same on every device; "
+            f"got one on {generator.device}. Pass torch.Generator('cpu') or none."
+        )
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+
+
+def element_index(layout: Layout, device: torch.device) -> torch.Tensor:
+    """The flat global index (row-major, int64) of each element of this rank's box."""
+    box = local_box(layout)
+    if all(n == full for n, full in zip(box.sizes[1:], layout.shape[1:], strict=True)):
+        start = box.offsets[0] * layout.stride[0] if box.offsets else 0
+        return torch.arange(start, start + math.prod(box.sizes), device=device).view(box.sizes)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for d, (start, n, step) in enumerate(zip(box.offsets, box.sizes, layout.stride, strict=True)):
+        along = torch.arange(start * step, (start + n) * step, step, device=device) if n else torch.empty(
+            0, dtype=torch.int64, device=device
+        )
+        total = total + along.view([-1 if i == d else 1 for i in range(len(box.sizes))])
+    return total.contiguous()
+
+
+def bits(index: torch.Tensor, key: int) -> torch.Tensor:
+    """64 random bits (as int64) for each index; ``index`` is overwritten."""
+    x = index.mul_(_WEYL).add_(_signed(key * 0x2545F4914F6CDD1D))
+    x = _xor_shift(x, 30).mul_(_MIX1).add_(_signed((key ^ 0x5851F42D4C957F2D) * 0xD1342543DE82EF95))
+    x = _xor_shift(x, 27).mul_(_MIX2)
+    return _xor_shift(x, 31)
+
+
+def uniform(layout: Layout, key: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """This rank's part of uniform values in [0, 1), multiples of the dtype's resolution."""
+    digits = _DIGITS.get(dtype, 24)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    top = _right(bits(element_index(layout, device), key), 64 - digits)
+    return top.to(wide).mul_(2.0**-digits).to(dtype)
+
+
+def normal(layout: Layout, key: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """This rank's part of standard normal values (Box and Muller, 1958)."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    index = element_index(layout, device)
+    radius = uniform_open(bits(index.clone(), key), wide).log_().mul_(-2).sqrt_()
+    angle = uniform_open(bits(index, key ^ 0x3C6EF372FE94F82B), wide).mul_(2 * math.pi)
+    return radius.mul_(angle.cos_()).to(dtype)
+
+
+def uniform_open(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Uniform values in (0, 1] from random bits."""
+    digits = _DIGITS[dtype]
+    return _right(raw, 64 - digits).add_(1).to(dtype).mul_(2.0**-digits)
+
+
+def _right(x: torch.Tensor, n: int) -> torch.Tensor:
+    return (x >> n).bitwise_and_((1 << (64 - n)) - 1)
+
+
+def _xor_shift(x: torch.Tensor, n: int) -> torch.Tensor:
+    return x.bitwise_xor_(_right(x, n))

@@ -1,0 +1,38 @@
+"""The rules, by kind of function. New functions are lines in these tables."""
+
+from espalier.tensor.rules import (
+    attention,
+    indexing,
+    joining,
+    loss,
+    matmul,
+    meta,
+    norm,
+    optim,
+    pointwise,
+    randomness,
+    reduction,
+    views,
+)
+from espalier.tensor.rules.spec import Rules
+
+RULES = Rules()
+for _part in (
+    pointwise,
+    matmul,
+    reduction,
+    views,
+    joining,
+    indexing,
+    norm,
+    attention,
+    loss,
+    randomness,
+    optim,
+    meta,
+):
+    _part.register(RULES)
+
+INDEXING = indexing.FUNCTIONS
+
+__all__ = ["INDEXING", "RULES"]

@@ -1,0 +1,88 @@
+"""cat, stack, and their inverses: the joined dim must be whole, the others may be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from espalier.layout.layout import normal_dim
+from espalier.tensor.rules.spec import Dims, Operand, Rules, Spec
+
+
+def cat(tensors: Sequence[Operand], dim: int = 0) -> Spec | None:
+    """Put together along a whole dim; jointly linear."""
+    if any(x.ndim != tensors[0].ndim for x in tensors):
+        return None  # torch skips legacy empty tensors
+    at = normal_dim(dim, tensors[0].ndim)
+    first = tensors[0]
+    dims = tuple(None if i == at else ("d", i) for i in range(first.ndim))
+    shape = tuple(sum(x.shape[at] for x in tensors) if i == at else n for i, n in enumerate(first.shape))
+    return Spec([dims] * len(tensors), [dims], [shape], linear=[tuple(range(len(tensors)))])
+
+
+def stack(tensors: Sequence[Operand], dim: int = 0) -> Spec:
+    """Put together along a new dim; jointly linear."""
+    first = tensors[0]
+    at = normal_dim(dim, first.ndim + 1)
+    dims = first.dims()
+    return Spec(
+        [dims] * len(tensors),
+        [(*dims[:at], None, *dims[at:])],
+        [(*first.shape[:at], len(tensors), *first.shape[at:])],
+        linear=[tuple(range(len(tensors)))],
+    )
+
+
+def _pieces(x: Operand, dim: int, lengths: Sequence[int]) -> Spec:
+    at = normal_dim(dim, x.ndim)
+    dims: Dims = tuple(None if i == at else d for i, d in enumerate(x.dims()))
+    shapes = [(*x.shape[:at], n, *x.shape[at + 1 :]) for n in lengths]
+    return Spec([dims], [dims] * len(lengths), shapes, linear=[(0,)])
+
+
+def split(x: Operand, split_size: Any, dim: int = 0) -> Spec:
+    """Pieces of a size, or of given sizes."""
+    total = x.shape[normal_dim(dim, x.ndim)]
+    if isinstance(split_size, int):
+        step = max(split_size, 1)
+        lengths = [min(step, total - i) for i in range(0, total, step)] or [0]
+    else:
+        lengths = list(split_size)
+    return _pieces(x, dim, lengths)
+
+
+def chunk(x: Operand, chunks: int, dim: int = 0) -> Spec:
+    """At most so many pieces."""
+    total = x.shape[normal_dim(dim, x.ndim)]
+    step = max(-(-total // chunks), 1)
+    return _pieces(x, dim, [min(step, total - i) for i in range(0, total, step)] or [0] * chunks)
+
+
+def tensor_split(x: Operand, indices_or_sections: Any, dim: int = 0) -> Spec | None:
+    """Pieces of nearly equal sizes, or between given indices."""
+    shape = torch.empty(x.shape, device="meta")
+    if isinstance(indices_or_sections, Operand):
+        return None
+    at = normal_dim(dim, x.ndim)
+    return _pieces(x, dim, [p.shape[at] for p in torch.tensor_split(shape, indices_or_sections, at)])
+
+
+def unbind(x: Operand, dim: int = 0) -> Spec:
+    """One tensor for each index of a whole dim."""
+    at = normal_dim(dim, x.ndim)
+    dims: Dims = tuple(None if i == at else d for i, d in enumerate(x.dims()))
+    out = dims[:at] + dims[at + 1 :]
+    n = x.shape[at]
+    return Spec([dims], [out] * n, [x.shape[:at] + x.shape[at + 1 :]] * n, linear=[(0,)])
+
+
+def register(rules: Rules) -> None:
+    """Put the rules of this file into the table."""
+    rules.name("cat", "concat", "concatenate")(cat)
+    rules.name("stack")(stack)
+    rules.name("split", "split_with_sizes")(split)
+    rules.name("chunk")(chunk)
+    rules.name("tensor_split")(tensor_split)
+    rules.name("unbind")(unbind)

@@ -1,0 +1,206 @@
+"""Products: linear layers, matrix products, embeddings, convolutions, einsum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from espalier.layout import local_box
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec
+
+
+def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Spec:
+    """x[..., k] · weight[n, k]ᵀ + bias[n]."""
+    batch: Dims = tuple(("b", i) for i in range(x.ndim - 1))
+    rows: Dims = ("n",) if weight.ndim == 2 else ()
+    ins = [(*batch, "k"), (*rows, "k")]
+    shape = (*x.shape[:-1], *weight.shape[:-1])
+    if bias is None:
+        return Spec(ins, [(*batch, *rows)], [shape], reduce={"k": "sum"}, linear=[(0,), (1,)])
+    return Spec(
+        [*ins, rows if bias.ndim else ()],
+        [(*batch, *rows)],
+        [shape],
+        reduce={"k": "sum"},
+        linear=[(0, 2), (1, 2)],
+        addends=(2,),
+    )
+
+
+def matmul(x: Operand, y: Operand) -> Spec:
+    """torch.matmul with all its broadcasting."""
+    a, b = x.shape, y.shape
+    depth = max(len(a), len(b)) - 2
+    lead = torch.broadcast_shapes(a[:-2], b[:-2])
+
+    def batch(shape: tuple[int, ...]) -> Dims:
+        skip = depth - len(shape[:-2])
+        return tuple(
+            ("b", i + skip) if n == lead[i + skip] else None for i, n in enumerate(shape[:-2])
+        )
+
+    left: Dims = (*batch(a), "m", "k") if len(a) > 1 else ("k",)
+    right: Dims = (*batch(b), "k", "n") if len(b) > 1 else ("k",)
+    out: Dims = tuple(("b", i) for i in range(len(lead)))
+    shape = tuple(lead)
+    if len(a) > 1:
+        out, shape = (*out, "m"), (*shape, a[-2])
+    if len(b) > 1:
+        out, shape = (*out, "n"), (*shape, b[-1])
+    first, second = (left, right) if x.index < y.index else (right, left)
+    return Spec([first, second], [out], [shape], reduce={"k": "sum"}, linear=[(0,), (1,)])
+
+
+def reverse_matmul(x: Operand, y: Operand) -> Spec:
+    """y @ x."""
+    return matmul(y, x)
+
+
+def addmm(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Spec | None:
+    """beta·bias + alpha·x[m, k]·y[k, n]; also addbmm's batched sister baddbmm."""
+    lead: Dims = ("z",) if x.ndim == 3 else ()
+    shape = (*x.shape[:-1], y.shape[-1])
+    out: Dims = (*lead, "m", "n")
+    skip = len(out) - bias.ndim
+    added = tuple(out[i + skip] if n == shape[i + skip] else None for i, n in enumerate(bias.shape))
+    return Spec(
+        [added, (*lead, "m", "k"), (*lead, "k", "n")],
+        [out],
+        [shape],
+        reduce={"k": "sum"},
+        linear=[(0, 1), (0, 2)],
+        addends=(0,),
+    )
+
+
+def outer(x: Operand, y: Operand) -> Spec:
+    """x[m] ⊗ y[n]."""
+    return Spec([("m",), ("n",)], [("m", "n")], [(*x.shape, *y.shape)], linear=[(0,), (1,)])
+
+
+def einsum(equation: str, *operands: Any) -> Spec | None:
+    """Any equation in letters, without ellipsis or repeated letters in one operand."""
+    tensors: list[Operand] = list(operands[0]) if isinstance(operands[0], list | tuple) else list(operands)
+    if "." in equation or not isinstance(equation, str):
+        return None
+    left, _, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if "->" not in equation:
+        right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
+    if any(len(set(t)) != len(t) for t in terms) or len(terms) != len(tensors):
+        return None
+    sizes: dict[str, int] = {}
+    for term, x in zip(terms, tensors, strict=True):
+        for c, n in zip(term, x.shape, strict=True):
+            sizes[c] = max(n, sizes.get(c, 1))
+    ins = [
+        tuple(c if n == sizes[c] else None for c, n in zip(term, x.shape, strict=True))
+        for term, x in zip(terms, tensors, strict=True)
+    ]
+    contracted = {c: "sum" for c in sizes if c not in right}
+    return Spec(
+        ins,
+        [tuple(right)],
+        [tuple(sizes[c] for c in right)],
+        reduce=contracted,
+        linear=[(i,) for i in range(len(tensors))],
+    )
+
+
+def embedding(
+    input: Operand,
+    weight: Operand,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Spec | None:
+    """weight[v, h] looked up at input[...]; over a sharded vocabulary each rank adds what it has."""
+    if max_norm is not None or sparse or scale_grad_by_freq:
+        return None
+    ids = input.dims("i")
+    ins: list[Dims] = [ids, ("v", "h")]
+    if input.index > weight.index:
+        ins.reverse()
+    return Spec(
+        ins,
+        [(*ids, "h")],
+        [(*input.shape, weight.shape[1])],
+        reduce={"v": "sum"},
+        linear=[(weight.index,)],
+        run=_lookup,
+    )
+
+
+def _lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+    bound = dict(zip(("input", "weight", "padding_idx"), args, strict=False)) | kwargs
+    ids, table, padding = bound["input"], bound["weight"], bound.get("padding_idx")
+    layout = next(lay for lay in placed.ins if lay.ndim == 2 and lay.local_shape == tuple(table.shape))
+    if not placed.axes_of(layout, (0,)):
+        return F.embedding(ids, table, padding)
+    if padding is not None:
+        padding %= layout.shape[0]
+    start, length = local_box(layout).offsets[0], table.shape[0]
+    if length == 0:
+        return table.new_zeros((*ids.shape, table.shape[1])) + table.sum() * 0
+    local = ids - start
+    elsewhere = (local < 0) | (local >= length)
+    inside = padding is not None and start <= padding < start + length
+    found = F.embedding(local.masked_fill(elsewhere, 0), table, padding - start if inside else None)  # type: ignore[operator]
+    return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def convolution(nd: int) -> Callable[..., Spec | None]:
+    """input[b, c, ...] with weight[o, c, ...]: batch and channels may be sharded, space may not."""
+
+    def rule(
+        input: Operand,
+        weight: Operand,
+        bias: Operand | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Spec | None:
+        if input.ndim != nd + 2:
+            return None
+        arguments = (stride, padding, dilation, groups)
+        shape = _conv_shape(nd, input.shape, weight.shape, arguments)
+        space: Dims = (None,) * nd
+        channel = "c" if groups == 1 else None
+        ins: list[Dims] = [("b", channel, *space), ("o" if groups == 1 else None, channel, *space)]
+        out: Dims = ("b", "o" if groups == 1 else None, *space)
+        linear_in: list[tuple[int, ...]] = [(0,), (1,)]
+        if bias is not None:
+            ins.append(("o" if groups == 1 else None,))
+            linear_in = [(0, 2), (1, 2)]
+        return Spec(ins, [out], [shape], reduce={"c": "sum"}, linear=linear_in, addends=(2,))
+
+    return rule
+
+
+def _conv_shape(
+    nd: int, x: tuple[int, ...], weight: tuple[int, ...], arguments: tuple[Any, ...]
+) -> tuple[int, ...]:
+    function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[nd]
+    out = function(torch.empty(x, device="meta"), torch.empty(weight, device="meta"), None, *arguments)
+    return tuple(out.shape)
+
+
+def register(rules: Rules) -> None:
+    """Put the rules of this file into the table."""
+    rules.name("linear")(linear)
+    rules.name("matmul", "mm", "bmm", "mv", "dot", "vdot")(matmul)
+    rules.add(torch.Tensor.__rmatmul__, reverse_matmul)
+    rules.name("addmm", "baddbmm")(addmm)
+    rules.name("outer", "ger")(outer)
+    for f in (torch.einsum, torch.functional.einsum):
+        rules.add(f, einsum)
+    rules.name("embedding")(embedding)
+    rules.name("conv1d")(convolution(1))
+    rules.name("conv2d")(convolution(2))
+    rules.name("conv3d")(convolution(3))

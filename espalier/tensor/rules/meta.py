@@ -1,0 +1,136 @@
+"""Calls that are no computation: metadata, hooks, backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as raw
+
+from espalier.comm import move
+from espalier.layout import Layout, gradient_layout
+from espalier.layout.layout import R, is_partial
+from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp
+from espalier.tensor.rules.spec import Rules, spellings
+
+# the same for the local and the global tensor, or about storage
+_ASIDE = """
+    requires_grad_ is_floating_point is_complex is_signed is_inference element_size get_device retain_grad
+    is_contiguous register_post_accumulate_grad_hook detach_ data_ptr untyped_storage storage_offset
+    is_set_to is_shared is_pinned is_conj is_neg is_distributed result_type is_coalesced
+    _is_view __hash__ __class__ dim_order
+""".split()
+
+_NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
+
+
+def aside(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Answered by the local tensor."""
+    with raw():
+        return func(*args, **kwargs)
+
+
+def same(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A tensor over the same data, in the same layout."""
+    with raw():
+        return stamp(func(*args, **kwargs), args[0]._layout)
+
+
+def set_data(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """x.data = y: the data and the layout of y."""
+    x, y = args
+    if type(x) is DTensor and type(y) is not DTensor and tuple(y.shape) != x._layout.local_shape:
+        raise ValueError(
+            f"x.data = y: x is a DTensor whose local shape is {list(x._layout.local_shape)}, y a plain "
+            f"tensor of the shape {list(y.shape)}. Assign a DTensor, or this rank's part."
+        )
+    with raw():
+        func(x, y)
+    if type(x) is DTensor and type(y) is DTensor:
+        x._layout = y._layout
+    return None
+
+
+def new(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """x.new_zeros(...) and its like: replicated on x's mesh."""
+    mesh = args[0]._layout.mesh
+    with raw():
+        out = func(*args, **kwargs)
+        return stamp(out, Layout.replicated(mesh, tuple(out.shape)))
+
+
+def backward(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """loss.backward(): each rank from its own addend, or from the replicated value."""
+    names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
+    bound = dict(zip(names, args, strict=False)) | kwargs
+    loss, gradient = bound.pop("self"), bound.pop("gradient", None)
+    own = loss._layout
+    axes = tuple(s if is_partial(s) else R for s in own.axes)
+    target = Layout.of(own.mesh, axes, ((),) * own.ndim, own.shape) if gradient is None else own
+    if gradient is None and loss.numel() != 1:
+        raise RuntimeError(
+            f"backward() without a gradient needs a loss of one element; this has the shape {list(own.shape)}."
+        )
+    with raw():
+        local = plain(move(loss, own, target))
+        if gradient is not None:
+            wanted = gradient_layout(target)
+            gradient = plain(move(gradient, layout_of(gradient, own.mesh), wanted))
+        torch.autograd.backward(local, gradient, **bound)
+
+
+def register_hook(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The hook sees and returns DTensors."""
+    x, hook = args
+    lay = gradient_layout(x._layout)
+
+    def wrapped(grad: torch.Tensor) -> torch.Tensor | None:
+        result = hook(stamp(grad.view_as(grad), lay))
+        if result is None:
+            return None
+        with raw():
+            return plain(move(result, layout_of(result, lay.mesh), lay))
+
+    with raw():
+        return func(x, wrapped)
+
+
+def same_size(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether two global shapes are equal."""
+    a, b = args
+    return bool(a.shape == b.shape)
+
+
+def register(rules: Rules) -> None:
+    """Put the handlers of this file into the table."""
+    for name in _ASIDE:
+        for f in spellings(name):
+            rules.add_special(f, aside)
+    own = set(vars(DTensor))
+    for name, attribute in vars(torch._C.TensorBase).items():
+        if type(attribute).__name__ == "getset_descriptor" and name not in own | {"T", "mT", "H", "mH", "data"}:
+            rules.add_special(attribute.__get__, aside)
+            rules.add_special(attribute.__set__, aside)
+    rules.add_special(torch.Tensor.data.__get__, same)  # type: ignore[attr-defined]
+    rules.add_special(torch.Tensor.data.__set__, set_data)  # type: ignore[attr-defined]
+    for name in _NEW:
+        rules.add_special(getattr(torch.Tensor, name), new)
+    rules.add_special(torch.Tensor.backward, backward)
+    rules.add_special(torch.Tensor.register_hook, register_hook)
+    for f in spellings("is_same_size"):
+        rules.add_special(f, same_size)

@@ -1,0 +1,184 @@
+"""Functions that work element by element, with broadcasting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from espalier.tensor.rules.spec import Dims, Operand, RuleFunction, Rules, Spec, spellings, writing
+
+# f(x) linear in x: a Partial passes through
+LINEAR = """
+    neg positive clone contiguous to type type_as float double half bfloat16 cpu cuda detach alias
+    resolve_conj resolve_neg
+""".split()
+
+NONLINEAR = """
+    abs absolute acos acosh angle arccos arcsin arctan asin asinh atan atanh bitwise_not ceil conj_physical
+    cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac isfinite isinf isnan
+    isneginf isposinf isreal lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num
+    polygamma rad2deg reciprocal round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square
+    tan tanh trunc bool int long short byte char i0 expit entr log_ndtr ndtr ndtri
+    relu relu6 elu selu celu gelu silu mish hardtanh hardsigmoid hardswish hardshrink softshrink
+    tanhshrink softsign softplus logsigmoid leaky_relu threshold clamp clamp_min clamp_max clip
+    invert abs
+""".split()
+
+# several tensors, no linearity used
+BROADCAST = """
+    pow float_power atan2 fmod remainder floor_divide maximum minimum fmax fmin hypot copysign nextafter
+    logaddexp logaddexp2 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
+    bitwise_left_shift bitwise_right_shift eq ne lt le gt ge equal_ greater greater_equal less less_equal
+    not_equal xlogy heaviside ldexp prelu isclose mod floordiv and or xor lshift rshift
+""".split()
+
+
+def letters(shape: Sequence[int], out: Sequence[int]) -> Dims:
+    """Letters of a shape broadcast to ``out``: one per output dim, none where it is stretched."""
+    skip = len(out) - len(shape)
+    return tuple(
+        ("d", i + skip) if n == out[i + skip] else None for i, n in enumerate(shape)
+    )
+
+
+def elementwise(
+    operands: Sequence[Operand], linear: Sequence[tuple[int, ...]] = (), run: Callable[..., Any] | None = None
+) -> Spec:
+    """The spec of a broadcasting function of these operands."""
+    shape = tuple(torch.broadcast_shapes(*(o.shape for o in operands)))
+    out = tuple(("d", i) for i in range(len(shape)))
+    return Spec([letters(o.shape, shape) for o in operands], [out], [shape], linear=linear, run=run)
+
+
+def found(*trees: Any) -> list[Operand]:
+    """All operands among arguments, in the order of their indices."""
+    flat: list[Operand] = []
+    for tree in trees:
+        if isinstance(tree, Operand):
+            flat.append(tree)
+        elif isinstance(tree, dict):
+            flat += found(*tree.values())
+        elif isinstance(tree, tuple | list):
+            flat += found(*tree)
+    return sorted(flat, key=lambda o: o.index)
+
+
+def nonlinear(*args: Any, **kwargs: Any) -> Spec:
+    """No linearity: a Partial is reduced first."""
+    return elementwise(found(args, kwargs))
+
+
+def linear(*args: Any, **kwargs: Any) -> Spec | None:
+    """Linear in the first operand; others only lend dtype or device."""
+    operands = found(args, kwargs)
+    if operands[0].dtype in (torch.bool, torch.uint8) or torch.bool in (*args[1:], *kwargs.values()):
+        return elementwise(operands[:1]) if len(operands) == 1 else None
+    if len(operands) == 2:  # type_as(other), to(other)
+        x, other = operands
+        return Spec([x.dims("x"), other.dims("o")], [x.dims("x")], [x.shape], linear=[(0,)])
+    return elementwise(operands, linear=[(0,)])
+
+
+def add(x: Any, other: Any, *, alpha: Any = 1) -> Spec:
+    """x + other: jointly linear in two tensors, affine (so not linear) in one and a number."""
+    operands = found(x, other)
+    return elementwise(operands, linear=[(0, 1)] if len(operands) == 2 else ())
+
+
+def mul(x: Any, other: Any) -> Spec:
+    """x * other: linear in each."""
+    operands = found(x, other)
+    return elementwise(operands, linear=[(i,) for i in range(len(operands))])
+
+
+def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Spec:
+    """x / other: linear in x."""
+    operands = found(x, other)
+    over = isinstance(x, Operand) and rounding_mode is None
+    return elementwise(operands, linear=[(x.index,)] if over else ())
+
+
+def reverse_div(x: Any, other: Any) -> Spec:
+    """other / x."""
+    return elementwise(found(x, other))
+
+
+def copy_(x: Operand, source: Any, non_blocking: bool = False) -> Spec:
+    """x takes the values of source, whatever it held."""
+    operands = found(x, source)
+    return elementwise(operands, linear=[(0, 1)] if len(operands) == 2 else ())
+
+
+def where(condition: Operand, x: Any = None, other: Any = None) -> Spec | None:
+    """Linear in the two values together."""
+    if x is None or other is None:
+        return None
+    operands = found(condition, x, other)
+    return elementwise(operands, linear=[(1, 2)] if len(operands) == 3 else ())
+
+
+def masked_fill(x: Operand, mask: Operand, value: Any) -> Spec:
+    """Where the mask is, value; not linear unless value is zero, which is not looked at."""
+    return elementwise(found(x, mask, value))
+
+
+def addcmul(x: Operand, t1: Operand, t2: Operand, *, value: Any = 1) -> Spec:
+    """x + value * t1 * t2."""
+    return elementwise([x, t1, t2], linear=[(0, 1), (0, 2)])
+
+
+def addcdiv(x: Operand, t1: Operand, t2: Operand, *, value: Any = 1) -> Spec:
+    """x + value * t1 / t2."""
+    return elementwise([x, t1, t2], linear=[(0, 1)])
+
+
+def lerp(x: Operand, end: Operand, weight: Any) -> Spec:
+    """x + weight * (end - x)."""
+    return elementwise(found(x, end, weight), linear=[(0, 1)])
+
+
+def zero_(x: Operand) -> Spec:
+    """Zeros are zeros in every layout, a Partial too."""
+    return elementwise([x], linear=[(0,)])
+
+
+def like(x: Operand, *args: Any, **kwargs: Any) -> Spec:
+    """zeros_like and friends: the layout of x, where it is Partial replicated."""
+    return elementwise([x])
+
+
+def register(rules: Rules) -> None:
+    """Put the rules of this file into the table."""
+    for name in LINEAR:
+        for f in spellings(name):
+            rules.add(f, linear)
+    for names, rule in ((NONLINEAR, nonlinear), (BROADCAST, nonlinear)):
+        for name in names:
+            for f in spellings(name):
+                rules.add(f, rule)
+            for f in spellings(name + "_", f"__i{name}__"):
+                rules.add(f, writing(rule))
+    named: list[tuple[RuleFunction, str]] = [
+        (add, "add sub subtract rsub"),
+        (mul, "mul multiply"),
+        (div, "div divide true_divide truediv"),
+        (where, "where"),
+        (masked_fill, "masked_fill"),
+        (addcmul, "addcmul"),
+        (addcdiv, "addcdiv"),
+        (lerp, "lerp"),
+    ]
+    for rule, names_ in named:
+        rules.name(*names_.split(), inplace=True)(rule)
+    rules.add(torch.Tensor.__itruediv__, writing(div))
+    rules.add(torch.Tensor.neg_, writing(linear))
+    rules.add(torch.Tensor.__rtruediv__, reverse_div)
+    rules.add(torch.Tensor.__rdiv__, reverse_div)
+    rules.add(torch.Tensor.copy_, writing(copy_))
+    rules.add(torch.Tensor.zero_, writing(zero_))
+    rules.add(torch.zero_, writing(zero_))
+    rules.add(torch.Tensor.fill_, writing(nonlinear))
+    for f in spellings("zeros_like", "ones_like", "empty_like", "full_like"):
+        rules.add(f, like)

@@ -1,0 +1,183 @@
+"""Reductions over dims, and functions that need some dims whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from espalier.comm import move
+from espalier.layout import Layout
+from espalier.layout.layout import R, normal_dim
+from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec
+
+DimsArgument = int | Sequence[int] | None
+
+
+def normal_dims(dim: DimsArgument, ndim: int) -> tuple[int, ...]:
+    """The dims of a ``dim`` argument, counted from the front; None and () are all."""
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return tuple(range(ndim))
+    return tuple(normal_dim(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim))
+
+
+def reduced(x: Operand, dims: tuple[int, ...], keepdim: bool) -> tuple[Dims, tuple[int, ...]]:
+    """Letters and shape of the result of reducing ``dims``."""
+    kept = [i for i in range(x.ndim) if i not in dims]
+    if keepdim:
+        return (
+            tuple(None if i in dims else ("d", i) for i in range(x.ndim)),
+            tuple(1 if i in dims else n for i, n in enumerate(x.shape)),
+        )
+    return tuple(("d", i) for i in kept), tuple(x.shape[i] for i in kept)
+
+
+def sum_(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Spec:
+    """The sum: Partial where a summed dim is sharded."""
+    dims = normal_dims(dim, x.ndim)
+    out, shape = reduced(x, dims, keepdim)
+    return Spec([x.dims()], [out], [shape], reduce={("d", i): "sum" for i in dims}, linear=[(0,)])
+
+
+def mean(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Spec:
+    """The mean: each rank divides its sum by the global count."""
+    spec = sum_(x, dim, keepdim)
+    dims = normal_dims(dim, x.ndim)
+    count = math.prod(x.shape[i] for i in dims)
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        if not placed.axes_of(placed.ins[0], dims):
+            return func(*args, **kwargs)  # type: ignore[no-any-return]
+        return torch.sum(args[0] if args else kwargs["input"], dims, keepdim, dtype=dtype) / count
+
+    spec.run = run
+    return spec
+
+
+def extreme(x: Operand, dim: DimsArgument = (), keepdim: bool = False) -> Spec:
+    """amax and amin: sharded dims are reduced by a collective that keeps ties' gradients right."""
+    dims = normal_dims(dim, x.ndim)
+    out, shape = reduced(x, dims, keepdim)
+    return Spec([x.dims()], [out], [shape], blocked=frozenset(("d", i) for i in dims))
+
+
+def whole(
+    x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, outs: int = 1, everything: bool = False
+) -> Spec:
+    """A reduction that needs the reduced dims whole; other dims may be sharded."""
+    dims = tuple(range(x.ndim)) if everything else normal_dims(dim, x.ndim)
+    out, shape = reduced(x, dims, keepdim)
+    return Spec(
+        [x.dims()], [out] * outs, [shape] * outs, blocked=frozenset(("d", i) for i in dims)
+    )
+
+
+def _along(outs: int, default: int = -1) -> Callable[..., Spec]:
+    """Same-shape functions along one dim (softmax, cumsum, sort): that dim must be whole."""
+
+    def rule(x: Operand, dim: Any = default, *args: Any, **kwargs: Any) -> Spec:
+        if x.ndim == 0:
+            return Spec([()], [()] * outs, [()] * outs)
+        at = normal_dim(default if dim is None else dim, x.ndim)
+        return Spec([x.dims()], [x.dims()] * outs, [x.shape] * outs, blocked=frozenset([("d", at)]))
+
+    return rule
+
+
+def cumsum(x: Operand, dim: int, *, dtype: Any = None) -> Spec:
+    """Linear in x; the dim must be whole."""
+    at = normal_dim(dim, x.ndim)
+    return Spec(
+        [x.dims()], [x.dims()], [x.shape], linear=[(0,)], blocked=frozenset([("d", at)] if x.ndim else [])
+    )
+
+
+def topk(x: Operand, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Spec:
+    """The k largest along a whole dim."""
+    at = normal_dim(dim, x.ndim)
+    out = tuple(None if i == at else ("d", i) for i in range(x.ndim))
+    shape = tuple(k if i == at else n for i, n in enumerate(x.shape))
+    return Spec([x.dims()], [out] * 2, [shape] * 2, blocked=frozenset([("d", at)]))
+
+
+def max_(x: Operand, dim: Any = None, keepdim: bool = False) -> Spec | None:
+    """max/min: of all elements, along a dim (values and indices), or of two tensors."""
+    if isinstance(dim, Operand):
+        from espalier.tensor.rules.pointwise import elementwise
+
+        return elementwise([x, dim])
+    return whole(x, dim, keepdim, outs=1 if dim is None else 2)
+
+
+def argmax(x: Operand, dim: int | None = None, keepdim: bool = False) -> Spec:
+    """Index of the largest."""
+    if dim is None and keepdim:
+        return Spec([x.dims()], [(None,) * x.ndim], [(1,) * x.ndim], blocked=frozenset(x.dims()))
+    return whole(x, dim, keepdim)
+
+
+def variance(x: Operand, dim: Any = None, unbiased: Any = None, keepdim: bool = False, **kw: Any) -> Spec:
+    """var and std: var(x, unbiased) and var(x, dim, unbiased, keepdim), or correction by keyword."""
+    if isinstance(dim, bool):
+        dim = None
+    return whole(x, dim, keepdim)
+
+
+def truth(x: Operand, dim: DimsArgument = None, keepdim: bool = False) -> Spec:
+    """all and any, over whole dims."""
+    return whole(x, dim, keepdim)
+
+
+def vector_norm(
+    x: Operand, ord: Any = 2, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None
+) -> Spec:
+    """The p-norm; over sharded dims each rank's part joins by one all-reduce of the result's size."""
+    dims = normal_dims(dim, x.ndim)
+    out, shape = reduced(x, dims, keepdim)
+    ok = isinstance(ord, int | float) and 0 < ord < math.inf
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        axes = placed.axes_of(placed.ins[0], dims)
+        local = torch.linalg.vector_norm(args[0], ord, dims, keepdim, dtype=dtype)
+        if not axes:
+            return local
+        lay = placed.outs[0]
+        part = Layout.of(
+            lay.mesh, tuple("sum" if a in axes else s for a, s in enumerate(lay.axes)), lay.cuts, lay.shape
+        )
+        done = Layout.of(
+            lay.mesh, tuple(R if a in axes else s for a, s in enumerate(lay.axes)), lay.cuts, lay.shape
+        )
+        return move(local.pow(ord), part, done).pow(1 / ord)
+
+    reduce = {("d", i): DONE for i in dims} if ok else {}
+    blocked = frozenset() if ok else frozenset(("d", i) for i in dims)
+    return Spec([x.dims()], [out], [shape], reduce=reduce, blocked=blocked, run=run)
+
+
+def triangle(x: Operand, diagonal: int = 0) -> Spec:
+    """tril and triu: the last two dims must be whole."""
+    return Spec(
+        [x.dims()], [x.dims()], [x.shape], linear=[(0,)], blocked=frozenset(x.dims()[-2:])
+    )
+
+
+def register(rules: Rules) -> None:
+    """Put the rules of this file into the table."""
+    rules.name("sum")(sum_)
+    rules.name("mean")(mean)
+    rules.name("amax", "amin")(extreme)
+    rules.name("max", "min")(max_)
+    rules.name("argmax", "argmin")(argmax)
+    rules.name("var", "std")(variance)
+    rules.name("all", "any")(truth)
+    rules.name("logsumexp", "prod", "count_nonzero")(whole)
+    rules.name("cumsum")(cumsum)
+    rules.name("cumprod", "logcumsumexp", "softmax", "log_softmax", "softmin")(_along(1))
+    rules.name("sort", "cummax", "cummin")(_along(2))
+    rules.name("argsort")(_along(1))
+    rules.name("topk")(topk)
+    rules.name("vector_norm")(vector_norm)
+    rules.name("tril", "triu", inplace=True)(triangle)

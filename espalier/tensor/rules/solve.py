@@ -1,0 +1,194 @@
+"""From letters to layouts: the one engine that all rules share.
+
+For one mesh axis, a spec allows these signatures:
+
+* all operands replicated, all outputs too;
+* for a letter: operands that have it are sharded on that dim, the others replicated; outputs that
+  have it are sharded, outputs that lack it are Partial (if the spec says how it is reduced);
+* for a group in which the function is linear: those operands Partial, the others replicated,
+  outputs Partial.
+
+Axis by axis the cheapest is taken: first by the elements that the operands' transitions send,
+then by the fewest new Partials, then by the fewest operands touched. A value is never sharded
+without need: a letter is considered only where some operand is sharded on it already; and where
+one is, no value stays Partial, for then the work can be shared. Turning a replicated operand into
+a Partial is charged as the reduction that it makes necessary later.
+
+Then *vary* is put in: along an axis where any output is sharded or Partial, or any operand is
+varied, each replicated operand must be varied, or its gradient would miss the other ranks' share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from espalier.layout import Layout, same_cuts
+from espalier.layout.layout import AxisState, R, V, is_partial
+from espalier.mesh import Mesh
+from espalier.tensor.rules.spec import DONE, Letter, Operand, Placed, Spec
+
+
+class _Candidate(NamedTuple):
+    ins: tuple[AxisState, ...]
+    outs: tuple[AxisState, ...]
+    letter: Letter | None
+
+
+def solve(spec: Spec, operands: list[Operand], mesh: Mesh) -> Placed | None:
+    """The layouts to bring the operands to, and those of the outputs.
+
+    Returns:
+        None if an operand that is written in place cannot keep its layout.
+    """
+    cuts: dict[Letter, list[int]] = {}
+    chosen: list[_Candidate] = []
+    for axis in range(mesh.ndim):
+        best: tuple[tuple[float, int, int], _Candidate] | None = None
+        for candidate in _candidates(spec, operands, axis, cuts, mesh):
+            if spec.inplace is not None and not _keeps(candidate, operands, spec.inplace, axis):
+                continue
+            price = _price(candidate, operands, axis, mesh)
+            if best is None or price < best[0]:
+                best = price, candidate
+        if best is None:
+            return None
+        chosen.append(best[1])
+        if best[1].letter is not None:
+            cuts.setdefault(best[1].letter, []).append(axis)
+    return _place(spec, operands, chosen, cuts, mesh)
+
+
+def _candidates(
+    spec: Spec, operands: list[Operand], axis: int, cuts: dict[Letter, list[int]], mesh: Mesh
+) -> Iterator[_Candidate]:
+    states = [o.layout.axes[axis] for o in operands]
+    replicated: tuple[AxisState, ...] = (R,) * len(operands)
+    yield _Candidate(replicated, (R,) * len(spec.outs), None)
+    if any(isinstance(s, int) for s in states):
+        tried: set[Letter] = set()
+        for dims, state in zip(spec.ins, states, strict=True):
+            letter = dims[state] if isinstance(state, int) else None
+            if letter is None or letter in tried or letter in spec.blocked:
+                continue
+            tried.add(letter)
+            if _fits(spec, letter, cuts, axis, mesh):
+                candidate = _sharded(spec, letter, len(operands))
+                if candidate is not None:
+                    yield candidate
+    ops = {s for s in states if is_partial(s)}
+    if len(ops) == 1 and ops <= {"sum", "avg"} and not any(isinstance(s, int) for s in states):
+        op = ops.pop()
+        for group in spec.linear:
+            if any(states[i] == op for i in group):
+                ins = tuple(op if i in group else R for i in range(len(operands)))
+                yield _Candidate(ins, (op,) * len(spec.outs), None)
+
+
+def _fits(spec: Spec, letter: Letter, cuts: dict[Letter, list[int]], axis: int, mesh: Mesh) -> bool:
+    sizes = tuple(mesh.shape[a] for a in (*cuts.get(letter, ()), axis))
+    return all(same_cuts(size, factor, sizes) for size, factor in spec.factors.get(letter, ()))
+
+
+def _sharded(spec: Spec, letter: Letter, n: int) -> _Candidate | None:
+    outs: list[AxisState] = []
+    contracted = False
+    for dims in spec.outs:
+        if letter in dims:
+            outs.append(dims.index(letter))
+        elif letter in spec.reduce:
+            op = spec.reduce[letter]
+            outs.append(R if op == DONE else op)
+            contracted = contracted or op != DONE
+        else:
+            return None
+    ins: list[AxisState] = []
+    for i, dims in enumerate(spec.ins):
+        if letter in dims:
+            ins.append(dims.index(letter))
+        else:
+            ins.append("sum" if contracted and i in spec.addends else R)
+    return _Candidate(tuple(ins), tuple(outs), letter)
+
+
+def _keeps(candidate: _Candidate, operands: list[Operand], written: int, axis: int) -> bool:
+    state = operands[written].layout.axes[axis]
+    state = R if state == V else state
+    return candidate.ins[written] == state and candidate.outs[0] == state
+
+
+def _price(
+    candidate: _Candidate, operands: list[Operand], axis: int, mesh: Mesh
+) -> tuple[float, int, int]:
+    n = mesh.shape[axis]
+    sent, touched = 0.0, 0
+    for operand, target in zip(operands, candidate.ins, strict=True):
+        state = operand.layout.axes[axis]
+        if state == target or (state == V and target == R):
+            continue
+        touched += 1
+        whole = math.prod(operand.layout.padded_shape) * (n if isinstance(state, int) else 1)
+        sent += whole * (n - 1) / n * _rounds(state, target)
+    return sent, sum(is_partial(s) for s in candidate.outs), touched
+
+
+def _rounds(state: AxisState, target: AxisState) -> float:
+    """Passes over the whole buffer that a transition takes; all-to-all moves one piece of n."""
+    if is_partial(state):
+        return 1.0 if isinstance(target, int) else 2.0
+    if isinstance(state, int):
+        return 0.5 if isinstance(target, int) else 2.0 if is_partial(target) else 1.0
+    return 2.0 if is_partial(target) else 0.0
+
+
+def _place(
+    spec: Spec, operands: list[Operand], chosen: list[_Candidate], cuts: dict[Letter, list[int]], mesh: Mesh
+) -> Placed:
+    order = _order(spec, operands, cuts)
+    varied = [
+        any(s != R for s in c.outs)
+        or c.letter is not None
+        or any(o.layout.axes[a] == V for o in operands)
+        for a, c in enumerate(chosen)
+    ]
+    if spec.inplace is not None:
+        # what is written keeps its layout, so replicated it stays as varied as it was
+        for a, state in enumerate(operands[spec.inplace].layout.axes):
+            if state in (R, V):
+                varied[a] = state == V
+
+    def layout(states: list[AxisState], shape: tuple[int, ...]) -> Layout:
+        states = [V if s == R and varied[a] else s for a, s in enumerate(states)]
+        dims = [
+            tuple(sorted((a for a, s in enumerate(states) if s == d), key=order.index))
+            for d in range(len(shape))
+        ]
+        return Layout.of(mesh, tuple(states), tuple(dims), shape)
+
+    ins = tuple(layout([c.ins[i] for c in chosen], o.shape) for i, o in enumerate(operands))
+    outs = []
+    for k, shape in enumerate(spec.shapes):
+        states = [c.outs[k] for c in chosen]
+        out = layout(states, tuple(shape))
+        # what a runner reduced itself is replicated in every sense
+        done = tuple(
+            R if s == V and c.letter is not None else s for s, c in zip(out.axes, chosen, strict=True)
+        )
+        outs.append(Layout.of(mesh, done, out.cuts, out.shape))
+    return Placed(mesh, ins, tuple(outs))
+
+
+def _order(spec: Spec, operands: list[Operand], cuts: dict[Letter, list[int]]) -> list[int]:
+    """The axes in cutting order: as an operand has it that is cut by all of a letter's axes."""
+    order = [a for a in range(operands[0].layout.mesh.ndim)]
+    for letter, axes in cuts.items():
+        for operand, dims in zip(operands, spec.ins, strict=True):
+            if len(axes) > 1 and letter in dims:
+                cut = operand.layout.cuts[dims.index(letter)]
+                if set(cut) == set(axes):
+                    slots = sorted(axes)
+                    for slot, axis in zip(slots, cut, strict=True):
+                        order[slot] = axis
+                    break
+    return order

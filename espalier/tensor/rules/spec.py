@@ -1,0 +1,205 @@
+"""What a rule says: how the dims of a function's inputs and outputs relate.
+
+A rule is a Python function with the parameters of the torch function it speaks for. Where the
+call has tensors it receives :class:`Operand` s; it returns a :class:`Spec`, in which *letters*
+(any hashable) name dims, as in einsum. It says nothing of meshes, axes or placements: from the
+letters ``espalier.tensor.rules.solve`` derives every legal layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from espalier.layout import Layout
+from espalier.mesh import Mesh
+
+Letter = Hashable
+Dims = tuple[Letter | None, ...]
+
+DONE = "done"
+
+
+class Operand:
+    """A tensor of the call as a rule sees it: global shape, dtype, and where it stands."""
+
+    __slots__ = ("dtype", "index", "layout", "path")
+
+    def __init__(self, index: int, layout: Layout, dtype: torch.dtype, path: tuple[Any, ...]) -> None:
+        self.index = index
+        self.layout = layout
+        self.dtype = dtype
+        self.path = path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return self.layout.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.layout.shape)
+
+    def dims(self, name: str = "d") -> Dims:
+        """A letter of its own for each dim."""
+        return tuple((name, i) for i in range(self.ndim))
+
+
+@dataclass(slots=True)
+class Placed:
+    """What a local runner is told: the layouts that its inputs have and its outputs will have."""
+
+    mesh: Mesh
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+
+    def axes_of(self, layout: Layout, dims: Iterable[int]) -> tuple[int, ...]:
+        """The mesh axes (of size > 1) that cut any of these dims."""
+        return tuple(a for d in dims for a in layout.cuts[d] if self.mesh.shape[a] > 1)
+
+
+Runner = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class Spec:
+    """How the dims of one call relate.
+
+    Attributes:
+        ins: for each operand, a letter per dim. ``None``: this dim cannot be sharded.
+        outs: for each output, likewise.
+        shapes: the outputs' global shapes.
+        reduce: letters missing from an output that may be sharded all the same: to the reduction
+            that the output then lacks (``"sum"``, ...), or ``DONE`` if the runner does it itself.
+        linear: groups of operands in which the function is jointly linear: if exactly those are
+            Partial, so is the output.
+        addends: operands added to a contraction's result (a bias): Partial where it is.
+        blocked: letters that may not be sharded.
+        factors: letter to (size, factor) pairs: some dim named by this letter counts ``factor``
+            elements for each of ``size``, and cuts must fall between them.
+        run: ``run(func, args, kwargs, placed)`` calls the function on local tensors; by default
+            ``func(*args, **kwargs)``.
+        tail: the arguments after the first for the local call, from the layouts (for views).
+        inplace: the operand that is written to; its layout stays.
+    """
+
+    ins: Sequence[Dims]
+    outs: Sequence[Dims]
+    shapes: Sequence[tuple[int, ...]]
+    reduce: Mapping[Letter, str] = field(default_factory=dict)
+    linear: Sequence[tuple[int, ...]] = ()
+    addends: Sequence[int] = ()
+    blocked: frozenset[Letter] = frozenset()
+    factors: Mapping[Letter, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    run: Runner | None = None
+    tail: Callable[[Placed], tuple[Any, ...]] | None = None
+    inplace: int | None = None
+
+
+RuleFunction = Callable[..., "Spec | None"]
+Special = Callable[[Callable[..., Any], Iterable[type], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Rules:
+    """A table from torch functions to rules."""
+
+    def __init__(self) -> None:
+        self._rules: dict[Any, RuleFunction] = {}
+        self._specials: dict[Any, Special] = {}
+
+    def add(self, function: Any, rule: RuleFunction) -> None:
+        """Let ``rule`` speak for ``function``."""
+        self._rules[function] = rule
+
+    def get(self, function: Any) -> RuleFunction | None:
+        """The rule for a function, if there is one."""
+        return self._rules.get(function)
+
+    def add_special(self, function: Any, handler: Special) -> None:
+        """Let ``handler(func, types, args, kwargs)`` take the whole call."""
+        self._specials[function] = handler
+
+    def special(self, function: Any) -> Special | None:
+        """The handler for a function that no rule can describe, if there is one."""
+        return self._specials.get(function)
+
+    def functions(self) -> tuple[Any, ...]:
+        """All functions that have a rule."""
+        return tuple(self._rules)
+
+    def name(self, *names: str, inplace: bool = False) -> Callable[[RuleFunction], RuleFunction]:
+        """Register a rule for every public spelling of these names (see :func:`spellings`).
+
+        With ``inplace``, also for the spellings that end in an underscore, writing operand 0.
+        """
+
+        def register(rule: RuleFunction) -> RuleFunction:
+            for name in names:
+                found = spellings(name)
+                assert found, f"torch has no {name}"
+                for function in found:
+                    self.add(function, rule)
+                if inplace:
+                    for function in spellings(name + "_", f"__i{name}__"):
+                        self.add(function, writing(rule))
+            return rule
+
+        return register
+
+
+def writing(rule: RuleFunction) -> RuleFunction:
+    """The rule of the in-place form: the output is operand 0."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Spec | None:
+        spec = rule(*args, **kwargs)
+        if spec is None or tuple(spec.shapes[0]) != args[0].shape:
+            return None
+        spec.inplace = args[0].index
+        return spec
+
+    return wrapped
+
+
+def spellings(*names: str) -> list[Any]:
+    """Every public torch callable of one of these names.
+
+    Looked for in torch, torch.Tensor (also as ``__name__`` and ``__rname__``), torch.nn.functional,
+    torch.special, torch.linalg and the bindings beneath them.
+    """
+    places = (
+        torch,
+        torch.Tensor,
+        torch.nn.functional,
+        torch.special,
+        torch.linalg,
+        torch.fft,
+        torch._C._nn,
+        torch._C._special,
+        torch._C._linalg,
+        torch._C._VariableFunctions,
+    )
+    found: list[Any] = []
+    for name in names:
+        for place in places:
+            function = getattr(place, name, None)
+            if callable(function) and not isinstance(function, type) and function not in found:
+                found.append(function)
+        for special in (f"__{name}__", f"__r{name}__"):
+            function = getattr(torch.Tensor, special, None)
+            if callable(function) and special in _OPERATORS and function not in found:
+                found.append(function)
+    return found
+
+
+_OPERATORS = frozenset(
+    f"__{prefix}{op}__"
+    for op in (
+        "add sub mul truediv div floordiv mod pow matmul and or xor lshift rshift eq ne lt le gt ge "
+        "neg pos abs invert"
+    ).split()
+    for prefix in ("", "r")
+)

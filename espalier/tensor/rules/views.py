@@ -1,0 +1,300 @@
+"""Views and reshapes: how the dims of the result stem from those of the input.
+
+Where a view splits a dim or merges several, a shard stays a shard if the cut falls between whole
+groups of the inner dims: then only the outermost dim of the group carries the letter, with a
+factor (see ``Spec.factors``). All of these functions are linear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from espalier.layout.layout import normal_dim
+from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec
+
+
+def linear_view(
+    x: Operand,
+    ins: Dims,
+    out: Dims,
+    shape: Sequence[int],
+    *,
+    tail: Callable[[Placed], tuple[Any, ...]] | None = None,
+    factors: dict[Letter, list[tuple[int, int]]] | None = None,
+) -> Spec:
+    """The spec of a view of one tensor."""
+    return Spec([ins], [out], [tuple(shape)], linear=[(0,)], tail=tail, factors=factors or {})
+
+
+def sizes(given: tuple[Any, ...]) -> tuple[int, ...]:
+    """The sizes of a ``*shape`` argument, given one by one or as one sequence."""
+    if len(given) == 1 and isinstance(given[0], tuple | list | torch.Size):
+        given = tuple(given[0])
+    return tuple(int(n) for n in given)
+
+
+def regroup(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Pair the dims of two shapes of equal numel into the smallest groups of equal product."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        left, right = ([i], [j]) if i < len(old) and j < len(new) else ([], [])
+        if not left:
+            # what is left over on one side are dims of size 1
+            groups.append((list(range(i, len(old))), list(range(j, len(new)))))
+            break
+        a, b = old[i], new[j]
+        i, j = i + 1, j + 1
+        while a != b:
+            if a < b:
+                a, i = a * old[i], i + 1
+                left.append(i - 1)
+            else:
+                b, j = b * new[j], j + 1
+                right.append(j - 1)
+        groups.append((left, right))
+    return groups
+
+
+def view(x: Operand, *shape: Any) -> Spec | None:
+    """view and reshape."""
+    if len(shape) == 1 and isinstance(shape[0], torch.dtype):
+        return None
+    wanted = list(sizes(shape))
+    total = math.prod(x.shape)
+    if -1 in wanted:
+        rest = math.prod(n for n in wanted if n != -1)
+        if rest == 0 or total % rest:
+            raise ValueError(f"A tensor of the shape {list(x.shape)} cannot be viewed as {wanted}.")
+        wanted[wanted.index(-1)] = total // rest
+    if math.prod(wanted) != total:
+        raise ValueError(f"A tensor of the shape {list(x.shape)} cannot be viewed as {wanted}.")
+    new = tuple(wanted)
+    if total == 0:
+        same = x.shape == new
+        return linear_view(x, x.dims() if same else (None,) * x.ndim, x.dims() if same else (None,) * len(new), new)
+    ins: list[Letter | None] = [None] * x.ndim
+    outs: list[Letter | None] = [None] * len(new)
+    factors: dict[Letter, list[tuple[int, int]]] = {}
+    for g, (left, right) in enumerate(regroup(x.shape, new)):
+        big_left = [i for i in left if x.shape[i] != 1]
+        big_right = [j for j in right if new[j] != 1]
+        if not big_left or not big_right:
+            continue
+        i, j = big_left[0], big_right[0]
+        base = math.gcd(x.shape[i], new[j])
+        if base not in (x.shape[i], new[j]):
+            continue
+        ins[i] = outs[j] = g
+        factors[g] = [(base, x.shape[i] // base), (base, new[j] // base)]
+    return linear_view(
+        x, tuple(ins), tuple(outs), new, tail=lambda p: (p.outs[0].local_shape,), factors=factors
+    )
+
+
+def view_as(x: Operand, other: Operand) -> Spec | None:
+    """view_as and reshape_as: the other tensor lends its global shape."""
+    spec = view(x, other.shape)
+    if spec is not None:
+        spec.ins = [spec.ins[0], (None,) * other.ndim]
+        spec.tail = None
+        spec.run = lambda func, args, kwargs, placed: args[0].reshape(placed.outs[0].local_shape)
+    return spec
+
+
+def flatten(x: Operand, start_dim: int = 0, end_dim: int = -1) -> Spec | None:
+    """Merge the dims from start to end."""
+    if x.ndim == 0:
+        spec = view(x, (1,))
+    else:
+        a, b = normal_dim(start_dim, x.ndim), normal_dim(end_dim, x.ndim)
+        spec = view(x, (*x.shape[:a], math.prod(x.shape[a : b + 1]), *x.shape[b + 1 :]))
+    return _reshaping(spec)
+
+
+def ravel(x: Operand) -> Spec | None:
+    """All dims merged."""
+    return _reshaping(view(x, (-1,)))
+
+
+def unflatten(x: Operand, dim: int, given: Any, *names: Any) -> Spec | None:
+    """Split one dim."""
+    at = normal_dim(dim, x.ndim)
+    return _reshaping(view(x, (*x.shape[:at], *_filled(x.shape[at], sizes((given,))), *x.shape[at + 1 :])))
+
+
+def _filled(total: int, parts: tuple[int, ...]) -> tuple[int, ...]:
+    rest = math.prod(n for n in parts if n != -1)
+    return tuple(total // rest if n == -1 else n for n in parts)
+
+
+def _reshaping(spec: Spec | None) -> Spec | None:
+    if spec is not None:
+        spec.tail = None
+        spec.run = lambda func, args, kwargs, placed: args[0].reshape(placed.outs[0].local_shape)
+    return spec
+
+
+def transpose(x: Operand, dim0: int, dim1: int) -> Spec:
+    """Swap two dims."""
+    order = list(range(x.ndim))
+    if order:
+        a, b = normal_dim(dim0, x.ndim), normal_dim(dim1, x.ndim)
+        order[a], order[b] = order[b], order[a]
+    return _permuted(x, order)
+
+
+def permute(x: Operand, *dims: Any) -> Spec:
+    """Any order of the dims."""
+    return _permuted(x, [normal_dim(d, x.ndim) for d in sizes(dims)])
+
+
+def movedim(x: Operand, source: Any, destination: Any) -> Spec:
+    """Dims moved, the rest in order."""
+    src = [normal_dim(d, x.ndim) for d in ([source] if isinstance(source, int) else source)]
+    dst = [normal_dim(d, x.ndim) for d in ([destination] if isinstance(destination, int) else destination)]
+    order: list[int] = [-1] * x.ndim
+    for s, d in zip(src, dst, strict=True):
+        order[d] = s
+    rest = iter(i for i in range(x.ndim) if i not in src)
+    return _permuted(x, [next(rest) if o == -1 else o for o in order])
+
+
+def t(x: Operand) -> Spec:
+    """A matrix transposed (also .T)."""
+    return _permuted(x, list(range(x.ndim))[::-1])
+
+
+def mt(x: Operand) -> Spec:
+    """The last two dims swapped (.mT)."""
+    return transpose(x, -2, -1)
+
+
+def _permuted(x: Operand, order: list[int]) -> Spec:
+    dims = x.dims()
+    return linear_view(x, dims, tuple(dims[i] for i in order), [x.shape[i] for i in order])
+
+
+def unsqueeze(x: Operand, dim: int) -> Spec:
+    """A new dim of size 1."""
+    at = normal_dim(dim, x.ndim + 1)
+    dims = x.dims()
+    return linear_view(
+        x, dims, (*dims[:at], None, *dims[at:]), (*x.shape[:at], 1, *x.shape[at:])
+    )
+
+
+def squeeze(x: Operand, *dim: Any) -> Spec:
+    """Dims of size 1 gone (such a dim cannot stay sharded)."""
+    given = range(x.ndim) if not dim else [normal_dim(d, x.ndim) for d in sizes(dim)]
+    gone = {d for d in given if x.shape[d] == 1} if x.ndim else set()
+    kept = [i for i in range(x.ndim) if i not in gone]
+    dims = tuple(None if i in gone else d for i, d in enumerate(x.dims()))
+    spec = linear_view(x, dims, tuple(dims[i] for i in kept), [x.shape[i] for i in kept])
+    # a local shard may have size 1 where the global dim has not
+    return _reshaping(spec) or spec
+
+
+def expand(x: Operand, *shape: Any) -> Spec:
+    """Dims of size 1 stretched, new ones in front."""
+    wanted = sizes(shape)
+    skip = len(wanted) - x.ndim
+    new = tuple(x.shape[i - skip] if n == -1 else n for i, n in enumerate(wanted))
+    dims = tuple(d if x.shape[i] == new[i + skip] else None for i, d in enumerate(x.dims()))
+    return linear_view(
+        x, dims, (*(None,) * skip, *dims), new, tail=lambda p: (p.outs[0].local_shape,)
+    )
+
+
+def expand_as(x: Operand, other: Operand) -> Spec:
+    """Stretched to the other's global shape."""
+    spec = expand(x, other.shape)
+    spec.ins = [spec.ins[0], (None,) * other.ndim]
+    spec.tail = None
+    spec.run = lambda func, args, kwargs, placed: args[0].expand(placed.outs[0].local_shape)
+    return spec
+
+
+def broadcast_to(x: Operand, shape: Any) -> Spec:
+    """torch.broadcast_to."""
+    return expand(x, shape)
+
+
+def repeat(x: Operand, *counts: Any) -> Spec:
+    """Tiled: dims repeated once may be sharded."""
+    times = sizes(counts)
+    skip = len(times) - x.ndim
+    dims = tuple(d if times[i + skip] == 1 else None for i, d in enumerate(x.dims()))
+    shape = [n * (x.shape[i - skip] if i >= skip else 1) for i, n in enumerate(times)]
+    return linear_view(x, dims, (*(None,) * skip, *dims), shape)
+
+
+def repeat_interleave(
+    x: Operand, repeats: Any, dim: int | None = None, *, output_size: int | None = None
+) -> Spec | None:
+    """Each element of a dim repeated in place: a shard of it gives the shard of the result."""
+    if not isinstance(repeats, int) or dim is None:
+        return None
+    at = normal_dim(dim, x.ndim)
+    shape = tuple(n * repeats if i == at else n for i, n in enumerate(x.shape))
+    spec = linear_view(x, x.dims(), x.dims(), shape)
+    spec.factors = {("d", at): [(x.shape[at], repeats)]}
+    spec.run = lambda func, args, kwargs, placed: torch.repeat_interleave(args[0], repeats, at)
+    return spec
+
+
+def flip(x: Operand, *dims: Any) -> Spec:
+    """Reversed along whole dims."""
+    given = {normal_dim(d, x.ndim) for d in sizes(dims)}
+    return _whole(x, given)
+
+
+def roll(x: Operand, shifts: Any, dims: Any = None) -> Spec:
+    """Rolled along whole dims."""
+    if dims is None:
+        return _whole(x, set(range(x.ndim)))
+    return _whole(x, {normal_dim(d, x.ndim) for d in ((dims,) if isinstance(dims, int) else dims)})
+
+
+def _whole(x: Operand, dims: set[int]) -> Spec:
+    letters = tuple(None if i in dims else d for i, d in enumerate(x.dims()))
+    return linear_view(x, letters, letters, x.shape)
+
+
+def pad(x: Operand, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Spec:
+    """Padded along whole dims; not linear, for what is padded need not be zero."""
+    count = len(pad) // 2
+    shape = list(x.shape)
+    for i in range(count):
+        shape[-1 - i] += pad[2 * i] + pad[2 * i + 1]
+    letters = tuple(None if i >= x.ndim - count else d for i, d in enumerate(x.dims()))
+    return Spec([letters], [letters], [tuple(shape)])
+
+
+def register(rules: Rules) -> None:
+    """Put the rules of this file into the table."""
+    rules.name("view", "reshape")(view)
+    rules.name("view_as", "reshape_as")(view_as)
+    rules.name("flatten")(flatten)
+    rules.name("ravel")(ravel)
+    rules.name("unflatten")(unflatten)
+    rules.name("transpose", "swapaxes", "swapdims")(transpose)
+    rules.name("permute")(permute)
+    rules.name("movedim", "moveaxis")(movedim)
+    rules.name("t")(t)
+    rules.add(torch.Tensor.T.__get__, t)  # type: ignore[attr-defined]
+    rules.add(torch.Tensor.mT.__get__, mt)  # type: ignore[attr-defined]
+    rules.name("unsqueeze")(unsqueeze)
+    rules.name("squeeze")(squeeze)
+    rules.name("expand")(expand)
+    rules.name("expand_as")(expand_as)
+    rules.name("broadcast_to")(broadcast_to)
+    rules.name("repeat")(repeat)
+    rules.name("repeat_interleave")(repeat_interleave)
+    rules.name("flip")(flip)
+    rules.name("roll")(roll)
+    rules.name("pad")(pad)

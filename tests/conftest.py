@@ -1,0 +1,71 @@
+"""Fixtures of the whole suite: ``ranks`` runs a function on a pool of gloo processes."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import Pool, Skip
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+TESTS = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the suite's markers."""
+    config.addinivalue_line("markers", "world(n): this test asks for n ranks; tests of equal n run together")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests/gpu without CUDA, and bring tests of the same number of ranks together."""
+    gpu = [item for item in items if item.path.is_relative_to(TESTS / "gpu")]
+    if gpu and not _has_cuda():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    items.sort(key=_world_size)
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _world_size(item: pytest.Item) -> int:
+    """The n of the marker ``world(n)``, else of a parameter named ``world``, else 0."""
+    marker = item.get_closest_marker("world")
+    if marker is not None:
+        return int(marker.args[0])
+    callspec = getattr(item, "callspec", None)
+    size = callspec.params.get("world", 0) if callspec is not None else 0
+    return size if isinstance(size, int) else 0
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[Pool]:
+    """The session's pool. Its processes start when a test first asks for them."""
+    pool = Pool()
+    # Should pytest itself break off, multiprocessing would wait for the workers for ever at exit.
+    atexit.register(pool.close)
+    yield pool
+    pool.close()
+    atexit.unregister(pool.close)
+
+
+@pytest.fixture
+def ranks(rank_pool: Pool) -> Callable[..., list[Any]]:
+    """``ranks(n, fn, *args, timeout=120.0)``: the results of ``fn(rank, n, *args)`` on n gloo ranks."""
+
+    def run(n: int, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        try:
+            return rank_pool(n, fn, *args, timeout=timeout)
+        except Skip as skip:
+            pytest.skip(str(skip))
+
+    return run

@@ -1,0 +1,297 @@
+"""The command line, with a stand-in of one rank for the engine: loops, results, messages, exit codes."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import espalier
+from espalier.cli import app
+from espalier.cli.doctor import Finding, tell
+from espalier.mesh import Mesh
+from espalier.train.memory import readable_bytes
+from espalier.train.metrics import Record
+from espalier.train.progress import Display, Lines, readable_time
+from espalier.train.verify import compare
+
+JOB = """
+[model]
+kind = "gpt2"
+vocab_size = 300
+layers = 1
+hidden = 16
+heads = 2
+max_positions = 16
+dropout = 0.1
+
+[data]
+source = "text"
+cache = "cache"
+val_fraction = 0.3
+
+[optimizer]
+lr = 1e-2
+
+[train]
+steps = 7
+batch_size = 3
+sequence = 8
+clip = 1.0
+eval_every = 4
+eval_batches = 2
+log_every = 3
+sample_tokens = 5
+prompt = "a"
+"""
+
+
+class OneRank:
+    """An engine without layouts; ``error`` is added to one gradient."""
+
+    error = 0.0
+
+    def __init__(self, model, optimizer, clip):
+        self.model, self.optimizer, self.clip = model, optimizer, clip
+        self.mesh = Mesh.single()
+        self.grad_norm = None
+
+    def batch_rows(self, size):
+        return slice(0, size)
+
+    def local_batch(self, rows, size):
+        return rows
+
+    def __call__(self, batch):
+        return self.model(**batch).loss
+
+    def backward(self, loss):
+        loss.backward()
+
+    def finish_gradients(self):
+        next(self.model.parameters()).grad[0, 0] += self.error
+
+    def step(self):
+        if self.clip is not None:
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def full_state_dict(self):
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    def initialize(model, optimizer, plan, *, max_grad_norm=None):
+        return OneRank(model, optimizer, max_grad_norm)
+
+    monkeypatch.setattr(espalier, "initialize", initialize)
+    monkeypatch.setattr(espalier, "full_tensor", lambda tensor: tensor)
+    monkeypatch.setattr("espalier.train.worker.start", lambda: None)
+    monkeypatch.setattr("espalier.train.worker.finish", lambda: None)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    for i in range(5):
+        (tmp_path / "text" / f"{i}.py").write_text(f"print({i}, 'some text to learn')\n" * 20)
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+def call(*args):
+    result = CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_train(job, tmp_path):
+    code, out, err = call("train", job)
+    assert code == 0, err
+    lines = (tmp_path / "runs/job/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [r["step"] for r in records] == [1, 3, 4, 6, 7]
+    assert [r["step"] for r in records if r["val_loss"] is not None] == [4, 7]
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert all(r["memory"][0] > 10**7 and r["grad_norm"] > 0 for r in records)
+    assert "step 7/7" in out and "unigram entropy" in out and "final loss" in out
+    assert (tmp_path / "runs/job/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "runs/job/sample.txt").read_text().startswith("a")
+    assert not list((tmp_path / "runs/job").glob(".*"))
+
+
+def test_the_saved_model_loads_into_the_plain_one(job, tmp_path):
+    from safetensors.torch import load_file
+
+    from espalier.models import build
+
+    call("train", job, "--set", "train.steps=1")
+    state = load_file(tmp_path / "runs/job/model.safetensors")
+    model = build("gpt2", {"vocab_size": 300, "layers": 1, "hidden": 16, "heads": 2, "max_positions": 16})
+    model.load_state_dict(state)
+
+
+def test_the_same_seed_trains_the_same(job, tmp_path):
+    losses = []
+    for out in ("a", "b"):
+        call("train", job, "--set", f"train.out={out}", "--set", "model.dropout=0.0")
+        lines = (tmp_path / out / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert losses[0] == losses[1]
+
+
+def test_a_loss_that_is_no_number_stops(job, monkeypatch):
+    honest = OneRank.__call__
+    calls = []
+
+    def poisoned(self, batch):
+        calls.append(1)
+        return honest(self, batch) * (float("nan") if len(calls) > 3 else 1.0)
+
+    monkeypatch.setattr(OneRank, "__call__", poisoned)
+    code, _, err = call("train", job)
+    assert code == 2
+    assert "the loss is nan at step 4 (it was" in err and "at step 3" in err
+    assert "optimizer.lr" in err and "Traceback" not in err
+
+
+def test_verify_passes(job):
+    code, out, err = call("verify", job)
+    assert code == 0, err
+    assert "PASS: largest difference 0.00e+00" in out
+    assert "dropout set to 0 (model.dropout)" in out
+
+
+def test_verify_finds_a_wrong_gradient(job, monkeypatch):
+    monkeypatch.setattr(OneRank, "error", 1e-7)
+    code, out, _ = call("verify", job)
+    assert code == 1
+    assert "FAIL" in out and "in embed.weight" in out
+    assert call("verify", job, "--set", "verify.tolerance=1.0")[0] == 0
+
+
+def test_compare():
+    a = {"x": torch.ones(2), "y": torch.zeros(2), "z": None}
+    assert compare(a, dict(a)).value == 0
+    assert compare(a, {**a, "y": torch.tensor([0.0, -0.5])}).where == "y"
+    assert compare(a, {**a, "z": torch.full((1,), 2.0)}).value == 2
+    assert compare(a, {**a, "x": None}).value == 1
+    for wrong in (torch.ones(3), torch.tensor([float("nan"), 1.0])):
+        assert compare(a, {**a, "x": wrong}).value == float("inf")
+    assert "w" in compare(a, {**a, "w": None}).where
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--set", "train.stepz=3"], "did you mean train.steps?"),
+        (["--set", "data.source=nowhere"], "data.source = 'nowhere' is neither a file nor a folder"),
+        (["--set", "model.vocab_size=100"], "at least 258 tokens"),
+        (["--set", "plan.tensor=4", "-n", "6"], "a multiple of 4, as 4 or 8"),
+        (["--set", "train.sequence=17"], "longer than the model's 16 positions"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_one_clear_message(job, command, args, expected):
+    code, _, err = call(command, job, *args)
+    assert code == 2
+    assert expected in err and "Traceback" not in err
+
+
+def test_debug_lets_the_error_through(job):
+    with pytest.raises(ValueError, match="did you mean train.steps"):
+        call("train", job, "--set", "train.stepz=3", "--debug")
+
+
+def test_missing_job_file(job, tmp_path):
+    code, _, err = call("train", tmp_path / "jop.toml")
+    assert code == 2 and f"did you mean {job}?" in err
+
+
+def test_the_data_axis_takes_the_remaining_ranks(job):
+    from espalier.cli.main import load
+
+    assert load(job, [], None).plan == {}
+    assert dict(load(job, [], 6).plan) == {"data": 6}
+    assert dict(load(job, ["plan.tensor=2"], 6).plan) == {"tensor": 2, "data": 3}
+
+
+def test_run_passes_arguments_and_exit_code(job, tmp_path, monkeypatch):
+    from espalier.mesh.launch import LaunchError
+
+    seen = []
+
+    def launch(argv, nproc, port=None):
+        seen.append((argv, nproc, port))
+        raise LaunchError("rank 1 of 2 failed: exit code 5", 1, 5)
+
+    monkeypatch.setattr("espalier.mesh.launch.launch", launch)
+    code, _, err = call("run", "-n", 2, "script.py", "--flag", "-n", "7", "x=1")
+    assert seen == [(["script.py", "--flag", "-n", "7", "x=1"], 2, None)]
+    assert code == 5 and "rank 1 of 2 failed" in err
+
+
+def test_help_names_every_command():
+    code, out, _ = call("--help")
+    assert code == 0
+    assert all(name in out for name in ("train", "verify", "dry", "run", "doctor"))
+
+
+def test_doctor_tells_the_remedy_beside_the_problem():
+    console = Console(width=120, file=io.StringIO())
+    tell(console, [Finding("torch", "2.9.0", "wrong", "pip install 'torch>=2.11'"), Finding("cores", "2")])
+    text = console.file.getvalue()
+    line = next(line for line in text.splitlines() if "torch" in line)
+    assert "wrong" in line and "pip install" in line
+    assert "1 problem to solve" in text
+
+
+def record(**changes):
+    values = {
+        "step": 10,
+        "loss": 2.5,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "tokens_per_second": 12_345.6,
+        "seconds": 20.0,
+        "memory": (10**8, 2 * 10**8),
+        "sent": {"data": 3_000_000, "tensor": 1500},
+    }
+    return Record(**{**values, **changes})
+
+
+def test_a_line_of_the_log(capsys):
+    Lines(100, Console(width=80)).show(record(val_loss=2.75))
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1
+    for part in (
+        "step  10/100",
+        "loss 2.5000",
+        "val 2.7500",
+        "grad norm 0.500",
+        "12,346 tokens/s",
+        "100 MB | 200 MB by rank",
+        "data 3 MB, tensor 1.5 KB",
+        "ETA 3:00",
+    ):
+        assert part in line
+
+
+def test_the_display_shows_the_same():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with Display(100, console, "demo") as display:
+        display.say("a message")
+        display.show(record(memory=(1,) * 9))
+    text = console.file.getvalue()
+    assert "10 of 100, ETA 3:00" in text and "on 9 ranks" in text and "a message" in text
+
+
+def test_units():
+    counts = (0, 999, 1500, 2.5e9, 3e12)
+    assert [readable_bytes(n) for n in counts] == ["0 B", "999 B", "1.5 KB", "2.5 GB", "3 TB"]
+    assert [readable_time(s) for s in (5, 65, 3665)] == ["0:05", "1:05", "1:01:05"]

@@ -1,0 +1,221 @@
+"""Launching real processes: success, and every way in which a rank can fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from espalier.mesh.launch import LaunchError, _blame, finish, launch, start
+
+# What every script of these tests begins with. A rank's process id is noted to see whether it has gone.
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from espalier.mesh.launch import finish, start
+here = Path(__file__).parent
+me = start()
+(here / f"pid{me.rank}").write_text(str(os.getpid()))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _logs_in_the_tests_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(body: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(HEAD + textwrap.dedent(body))
+        return path
+
+    return write
+
+
+def gone(folder: Path, within: float = 5.0) -> bool:
+    """No process that has noted its id in the folder runs any more."""
+    pids = [int(path.read_text()) for path in folder.glob("pid*")]
+    assert pids
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_ranks_meet_print_and_leave(script, capfd):
+    path = script(
+        """
+        value = torch.tensor([me.rank + 1.0])
+        dist.all_reduce(value)
+        print("sum", value.item(), sys.argv[1], os.environ["FLAVOUR"], torch.get_num_threads())
+        print("a word of rank", me.rank, file=sys.stderr)
+        finish()
+        """
+    )
+    environment = dict(os.environ)
+    handler = signal.getsignal(signal.SIGTERM)
+    launch([str(path), "fast"], 2, env={"FLAVOUR": "sour", "OMP_NUM_THREADS": "1"})
+    out, err = capfd.readouterr()
+    assert out == "sum 3.0 fast sour 1\n"
+    assert err == "a word of rank 0\n"
+    assert gone(path.parent)
+    assert dict(os.environ) == environment
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_rank_that_raises_is_named_and_quoted(script, capfd):
+    path = script(
+        """
+        if me.rank == 1:
+            raise ValueError("the roof leaks")
+        dist.barrier()
+        """
+    )
+    with pytest.raises(LaunchError) as caught:
+        launch([str(path)], 2)
+    report = str(caught.value)
+    assert report.startswith("rank 1 of 2 failed: exit code 1\n")
+    assert "ValueError: the roof leaks" in report
+    assert "script.py" in report
+    assert (caught.value.rank, caught.value.exit_code) == (1, 1)
+    assert caught.value.folder is not None and str(caught.value.folder) in report
+    assert (caught.value.folder / "rank1.stderr").exists()
+    # Rank 0's own error, that its peer has gone, would be no news.
+    assert capfd.readouterr() == ("", "")
+    assert gone(path.parent)
+
+
+def test_a_rank_that_exits_is_told_from_those_that_wait_for_it(script):
+    path = script(
+        """
+        if me.rank == 1:
+            sys.exit(3)
+        dist.barrier()
+        """
+    )
+    with pytest.raises(LaunchError, match="rank 1 of 2 failed: exit code 3"):
+        launch([str(path)], 2)
+
+
+def test_a_rank_that_is_killed_ends_the_others_soon(script, capfd):
+    path = script(
+        """
+        if me.rank == 1:
+            print("I feel faint", file=sys.stderr)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+        """
+    )
+    begin = time.monotonic()
+    with pytest.raises(LaunchError, match="rank 1 of 2 failed: killed by SIGKILL") as caught:
+        launch([str(path)], 2)
+    assert time.monotonic() - begin < 20
+    assert "I feel faint" in str(caught.value)
+    assert caught.value.exit_code == -signal.SIGKILL
+    assert capfd.readouterr() == ("", "")
+    assert gone(path.parent)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_ranks_go_when_the_launcher_goes(script, number):
+    path = script("time.sleep(60)")
+    code = "import sys; from espalier.mesh.launch import launch; launch(sys.argv[1:], 2)"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(path.parent.glob("pid*"))) < 2:
+            assert launcher.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        launcher.send_signal(number)
+        _, err = launcher.communicate(timeout=20)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert launcher.returncode == -number
+    assert b"terminate called" not in err
+    assert gone(path.parent)
+
+
+def test_a_port_in_use_is_said_before_anything_starts(script):
+    path = script("")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"port {port} cannot be used .*choose another"):
+            launch([str(path)], 2, port=port)
+
+
+def test_requests_that_make_no_sense():
+    with pytest.raises(ValueError, match="nproc=0"):
+        launch(["-c", "pass"], 0)
+    with pytest.raises(ValueError, match="expected what follows `python`"):
+        launch("train.py", 1)
+    with pytest.raises(LaunchError, match=r"no such file: nowhere\.py"):
+        launch(["nowhere.py"], 1)
+    with pytest.raises(ValueError, match="port=70000"):
+        launch(["-c", "pass"], 1, port=70000)
+
+
+def test_the_cause_is_told_from_the_consequences(tmp_path):
+    def first(exits: dict[int, int]) -> int:
+        return min(exits, key=lambda rank: _blame(rank, exits, tmp_path))
+
+    (tmp_path / "rank0.failure").write_text("RuntimeError: Connection closed by peer [127.0.0.1]:4711")
+    (tmp_path / "rank1.failure").write_text("ValueError: the roof leaks")
+    os.utime(tmp_path / "rank0.failure", ns=(1, 1))
+    terminated, aborted, killed = -signal.SIGTERM, -signal.SIGABRT, -signal.SIGKILL
+    assert first({0: 1, 1: 1, 2: terminated}) == 1
+    assert first({0: 1, 2: aborted, 3: terminated}) == 2
+    assert first({0: 1, 1: 1, 3: killed}) == 3
+    assert first({0: 1, 2: 7}) == 2
+
+
+def test_a_single_process_is_a_world_of_one(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    me = start("cpu")
+    try:
+        assert (me.rank, me.world_size, me.local_rank, me.device.type) == (0, 1, 0, "cpu")
+        assert start("cpu") == me
+        assert dist.get_world_size() == 1
+    finally:
+        finish()
+    assert not dist.is_initialized()
+    finish()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing"),
+        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK='one'"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=2 but WORLD_SIZE=2"),
+    ],
+)
+def test_an_environment_that_makes_no_sense(monkeypatch, environment, message):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        start("cpu")

@@ -1,0 +1,182 @@
+"""The plain models: shapes, causality, losses, configs and their errors."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import espalier.models
+from espalier.models import GPT, GPT2, ConfigError, GPT2Config, GPTConfig, build, kinds
+from espalier.models.gpt import rotary_tables, rotate
+
+SMALL = {"vocab_size": 37, "max_positions": 16, "layers": 2, "hidden": 24, "heads": 4}
+VARIANTS = [
+    ("gpt", {}),
+    ("gpt", {"kv_heads": 2, "bias": True, "tied": True}),
+    ("gpt", {"hidden": 22, "heads": 3, "kv_heads": 1, "head_dim": 6, "ffn": 19}),
+    ("gpt2", {}),
+    ("gpt2", {"bias": False, "tied": False}),
+]
+
+
+def make(kind, **changes):
+    torch.manual_seed(0)
+    return build(kind, {**SMALL, **changes}).double()
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(37, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("kind", "changes"), VARIANTS)
+def test_output_and_gradients(kind, changes):
+    model = make(kind, **changes)
+    ids, labels = tokens(3, 11), tokens(3, 11, seed=2)
+    labels[0, :4] = -100
+    out = model(ids, labels)
+    assert out.logits.shape == (3, 11, 37)
+    assert model(ids).loss is None
+    keep = labels != -100
+    expected = F.cross_entropy(out.logits[keep], labels[keep])
+    torch.testing.assert_close(out.loss, expected)
+    out.loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize(("kind", "changes"), VARIANTS)
+def test_no_position_sees_a_later_one(kind, changes):
+    model = make(kind, **changes)
+    ids = tokens(2, 12)
+    changed = ids.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 37
+    before, after = model(ids).logits, model(changed).logits
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    cos, sin = rotary_tables(32, 8, 10_000.0)
+    q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
+    turned_q, turned_k = (rotate(x.expand(1, 1, 32, 8), cos, sin) for x in (q, k))
+    scores = (turned_q @ turned_k.transpose(-1, -2))[0, 0]
+    torch.testing.assert_close(scores[3, 1], scores[20, 18])
+    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1).expand(1, 1, 32))
+
+
+def test_rotary_tables_are_not_saved():
+    assert not {"cos", "sin"} & set(make("gpt").state_dict())
+
+
+def test_residual_weights_start_smaller():
+    model = build("gpt", {"hidden": 128, "heads": 4, "layers": 8})
+    block = model.blocks[0]
+    assert block.mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.mlp.down_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+
+
+def test_tied_head_is_one_parameter():
+    model = make("gpt2")
+    assert model.head.weight is model.embed.weight
+    assert "head.weight" not in dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["gpt", "gpt2"])
+def test_dropout_only_while_training(kind):
+    model = make(kind, dropout=0.5)
+    ids = tokens(2, 8)
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    model.eval()
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "gpt2"])
+def test_generate(kind):
+    model = make(kind, dropout=0.1)
+    prompt = tokens(2, 3)
+
+    def draw(**options):
+        return model.generate(prompt, 20, generator=torch.Generator().manual_seed(3), **options)
+
+    ids = draw(top_k=5)
+    assert ids.shape == (2, 23)
+    assert torch.equal(ids[:, :3], prompt)
+    assert torch.equal(ids, draw(top_k=5))
+    assert model.training
+    assert torch.equal(draw(temperature=0.0), draw(top_k=1))
+    likeliest = model.eval()(prompt).logits[:, -1].argmax(-1)
+    assert torch.equal(draw(temperature=0.0)[:, 3], likeliest)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"temperature": -1.0}, "temperature must be 0"), ({"top_k": 0}, "top_k must be at least 1")],
+)
+def test_generate_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        make("gpt").generate(tokens(1, 2), 1, **options)
+
+
+def test_generate_needs_a_prompt():
+    with pytest.raises(ValueError, match="at least one token"):
+        make("gpt").generate(torch.empty(1, 0, dtype=torch.int64), 1)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "gpt2"])
+def test_too_long_a_sequence(kind):
+    with pytest.raises(ValueError, match="17 tokens is longer than max_positions = 16"):
+        make(kind)(tokens(1, 17))
+
+
+def test_build_on_meta():
+    with torch.device("meta"):
+        for kind in kinds():
+            assert all(p.is_meta for p in build(kind, {}).parameters())
+
+
+def test_every_mistake_at_once():
+    with pytest.raises(ConfigError) as caught:
+        build("gpt", {"hiddn": 3, "layers": "four", "dropout": 0.1, "biass": True})
+    text = str(caught.value)
+    assert "did you mean 'hidden'?" in text
+    assert "did you mean 'bias'?" in text
+    assert "layers = 'four': Input should be a valid integer" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": 25}, "hidden = 25 is not a multiple of heads = 4"),
+        ({"hidden": 12}, "the width of a head, 3, must be even"),
+        ({"kv_heads": 3}, "heads = 4 is not a multiple of kv_heads = 3"),
+        ({"layers": 0}, "layers = 0 must be at least 1"),
+        ({"dropout": 1.0}, "dropout = 1.0 must be"),
+    ],
+)
+def test_sizes_that_do_not_fit(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        build("gpt", {**SMALL, **changes})
+
+
+def test_gpt2_sizes_that_do_not_fit():
+    with pytest.raises(ConfigError, match="hidden = 25 is not a multiple of heads = 4; dropout = -1.0"):
+        build("gpt2", {**SMALL, "hidden": 25, "dropout": -1.0})
+
+
+def test_unknown_kind():
+    with pytest.raises(ConfigError, match="did you mean 'gpt2'"):
+        build("gtp2", {})
+
+
+def test_dataclasses_build_directly():
+    assert GPT(GPTConfig(layers=1, hidden=60)).config.size_of_ffn == 160
+    assert GPT2(GPT2Config(layers=1)).config.size_of_ffn == 768
+
+
+def test_models_know_nothing_of_the_rest():
+    folder = Path(espalier.models.__file__).parent
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("espalier"):
+                assert node.module.startswith("espalier.models"), path
