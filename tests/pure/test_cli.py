@@ -274,9 +274,9 @@ def test_a_line_of_the_log(capsys):
         "loss 2.5000",
         "val 2.7500",
         "grad norm 0.500",
-        "12,346 tokens/s",
-        "100 MB | 200 MB by rank",
-        "data 3 MB, tensor 1.5 KB",
+        "tokens/s 12,346",
+        "memory 100 MB | 200 MB",
+        "sent a step data 3 MB, tensor 1.5 KB",
         "ETA 3:00",
     ):
         assert part in line

@@ -1,0 +1,5 @@
+"""The command line: ``espalier train``, ``verify``, ``dry``, ``run``, ``doctor``."""
+
+from espalier.cli.main import app, main
+
+__all__ = ["app", "main"]

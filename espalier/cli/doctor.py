@@ -1,0 +1,234 @@
+"""``espalier doctor``: what this machine has, what will be used, what is wrong."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+State = Literal["good", "note", "wrong"]
+
+_GLOO_SECONDS = 60.0
+_NEEDED = ("numpy", "pydantic", "tokenizers", "matplotlib", "safetensors", "rich", "typer")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination.
+
+    Attributes:
+        what: what was looked at.
+        found: what is there.
+        state: "good"; "note" where something works less well; "wrong" where a run would fail.
+        remedy: what to do; empty where nothing need be done.
+    """
+
+    what: str
+    found: str
+    state: State = "good"
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at this machine; takes some seconds, for two processes are started to talk to each other."""
+    checks: list[Callable[[], list[Finding]]] = [
+        _python,
+        _torch,
+        _devices,
+        _machine,
+        _threads,
+        _environment,
+        _packages,
+        _gloo,
+    ]
+    findings = []
+    for check in checks:
+        try:
+            findings.extend(check())
+        # One broken part must not hide what is wrong with the others.
+        except Exception as error:
+            name = check.__name__.strip("_")
+            findings.append(Finding(name, f"{type(error).__name__}: {error}", "wrong", "see the error"))
+    return findings
+
+
+def tell(console: Console, findings: list[Finding]) -> None:
+    """Show the findings as a table, with a remedy beside each problem."""
+    table = Table(title="espalier doctor", show_lines=False)
+    for name in ("", "what", "found", "remedy"):
+        table.add_column(name, overflow="fold")
+    marks = {"good": "[green]good[/]", "note": "[yellow]note[/]", "wrong": "[bold red]wrong[/]"}
+    for finding in findings:
+        table.add_row(marks[finding.state], finding.what, finding.found, finding.remedy)
+    console.print(table, highlight=False)
+    wrong = sum(finding.state == "wrong" for finding in findings)
+    if wrong:
+        console.print(f"{wrong} problem{'s' if wrong > 1 else ''} to solve, see the remedies above")
+    else:
+        console.print("nothing stands in the way of a run")
+
+
+def _python() -> list[Finding]:
+    version = platform.python_version()
+    return [Finding("python", f"{version} at {sys.executable}")]
+
+
+def _torch() -> list[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdecimal())
+    old = release < (2, 11)
+    remedy = "pip install 'torch>=2.11'" if old else ""
+    findings = [Finding("torch", torch.__version__, "wrong" if old else "good", remedy)]
+    if not dist.is_available():
+        remedy = "install a build of torch that has torch.distributed"
+        return [*findings, Finding("torch.distributed", "not in this build", "wrong", remedy)]
+    backends = [
+        name
+        for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
+        if there
+    ]
+    if "gloo" not in backends:
+        remedy = "install a build of torch with gloo: CPU ranks talk through it"
+        return [*findings, Finding("backends", ", ".join(backends) or "none", "wrong", remedy)]
+    return [*findings, Finding("backends", ", ".join(backends))]
+
+
+def _devices() -> list[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return [Finding("devices", "CPU only; every rank is a process on the CPU, through gloo")]
+    names = ", ".join(
+        f"{torch.cuda.get_device_name(i)} ({torch.cuda.get_device_properties(i).total_memory / 1e9:.0f} GB)"
+        for i in range(count)
+    )
+    use = f"{count} CUDA: {names}; plans of up to {count} ranks use them, larger ones the CPU"
+    if not dist.is_nccl_available():
+        return [Finding("devices", use, "wrong", "install a build of torch with NCCL")]
+    return [Finding("devices", use)]
+
+
+def _machine() -> list[Finding]:
+    cores = _cores()
+    findings = [Finding("cores", f"{cores} usable of {os.cpu_count()}")]
+    try:
+        total = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _container_limit())
+        low = total < 4e9
+        remedy = "a rank takes some 0.3 GB before it holds a model; use few ranks" if low else ""
+        findings.append(Finding("memory", f"{total / 1e9:.1f} GB", "note" if low else "good", remedy))
+    except (ValueError, OSError, AttributeError):
+        findings.append(Finding("memory", "unknown on this system", "note"))
+    disk = shutil.disk_usage(".").free
+    full = disk < 1e9
+    remedy = "make room: data and results are written below the working folder" if full else ""
+    findings.append(Finding("disk", f"{disk / 1e9:.1f} GB free here", "note" if full else "good", remedy))
+    if not os.access(".", os.W_OK):
+        remedy = "change to a folder you may write to, or set train.out and data.cache"
+        findings.append(Finding("working folder", "not writable", "wrong", remedy))
+    return findings
+
+
+def _threads() -> list[Finding]:
+    import torch
+
+    given = os.environ.get("OMP_NUM_THREADS")
+    cores = _cores()
+    if given is None:
+        text = f"one a rank (OMP_NUM_THREADS is not set); {torch.get_num_threads()} for a single process"
+        return [Finding("threads", text)]
+    if not given.isdecimal() or int(given) < 1:
+        remedy = "unset OMP_NUM_THREADS or give a whole number"
+        return [Finding("threads", f"OMP_NUM_THREADS={given!r}", "wrong", remedy)]
+    if int(given) > max(cores // 2, 1):
+        remedy = "OMP_NUM_THREADS times the ranks should not exceed the cores; unset it for one a rank"
+        return [Finding("threads", f"{given} a rank (OMP_NUM_THREADS) on {cores} cores", "note", remedy)]
+    return [Finding("threads", f"{given} a rank (OMP_NUM_THREADS)")]
+
+
+def _environment() -> list[Finding]:
+    left = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    if not left:
+        return []
+    text = ", ".join(f"{name}={os.environ[name]}" for name in left)
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(left):
+        remedy = "right within torchrun; elsewhere unset them, or no ranks will be started"
+        return [Finding("environment", text, "note", remedy)]
+    return [Finding("environment", text, "wrong", f"unset {' '.join(left)}: torchrun sets all four or none")]
+
+
+def _packages() -> list[Finding]:
+    found = {name: _version(name) for name in _NEEDED}
+    missing = [name for name, version in found.items() if version is None]
+    there = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    findings = [Finding("packages", there)]
+    if missing:
+        remedy = f"pip install {' '.join(missing)}"
+        findings.append(Finding("packages", f"missing: {', '.join(missing)}", "wrong", remedy))
+    transformers = _version("transformers")
+    if transformers is None:
+        remedy = "pip install transformers, for jobs with model.kind = huggingface"
+        findings.append(Finding("transformers", "not installed", "note", remedy))
+    else:
+        findings.append(Finding("transformers", transformers))
+    return findings
+
+
+def _gloo() -> list[Finding]:
+    """Two processes add their ranks: the smallest real run."""
+    began = time.perf_counter()
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "espalier.cli.handshake"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_GLOO_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        remedy = "a firewall or proxy may stop local connections; try GLOO_SOCKET_IFNAME=lo"
+        return [Finding("two ranks", f"no answer within {_GLOO_SECONDS:.0f} s", "wrong", remedy)]
+    if done.returncode:
+        last = (done.stderr.strip() or "no message").splitlines()[-12:]
+        remedy = "local processes must reach each other; try GLOO_SOCKET_IFNAME=lo"
+        return [Finding("two ranks", "\n".join(last), "wrong", remedy)]
+    return [Finding("two ranks", f"started and added their ranks in {time.perf_counter() - began:.1f} s")]
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _container_limit() -> float:
+    """Bytes that a container's control group allows; infinite where there is none."""
+    try:
+        return float(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):
+        return float("inf")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

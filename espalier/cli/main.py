@@ -1,0 +1,203 @@
+"""The commands. They read their arguments, call `espalier.train`, and tell what came of it."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    help="Train single-device PyTorch models on a mesh of ranks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a value of the job, as in --set plan.tensor=2.",
+        show_default=False,
+    ),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "-n",
+        "--ranks",
+        min=1,
+        help="Ranks in all: the data axis takes what the other axes leave.",
+        show_default=False,
+    ),
+]
+Port = Annotated[
+    int | None, typer.Option(help="Where the ranks meet; a free port if not given.", show_default=False)
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+@app.command()
+def train(
+    job: JobFile, set_: Set = None, ranks: Ranks = None, port: Port = None, debug: Debug = False
+) -> None:
+    """Train the job's model, with live progress."""
+    with one_clear_message(debug):
+        from espalier.cli.tell import tell_summary
+        from espalier.train.run import run
+
+        console = Console()
+        loaded = load(job, set_ or [], ranks)
+        summary = run("train", loaded, port=port, debug=debug, report=console.print)
+        if summary is not None:
+            tell_summary(console, summary)
+
+
+@app.command()
+def verify(
+    job: JobFile, set_: Set = None, ranks: Ranks = None, port: Port = None, debug: Debug = False
+) -> None:
+    """Prove in float64 that the plan computes what one process computes.
+
+    Exit code 1 when a difference in loss, gradients or parameters is above the tolerance.
+    """
+    with one_clear_message(debug):
+        from espalier.cli.tell import tell_verification
+        from espalier.train.run import run
+
+        console = Console()
+        loaded = load(job, set_ or [], ranks)
+        found = run("verify", loaded, port=port, debug=debug, report=console.print)
+        if found is not None:
+            tell_verification(console, found)
+            if not found.passed:
+                raise typer.Exit(1)
+
+
+@app.command()
+def dry(job: JobFile, set_: Set = None, ranks: Ranks = None, debug: Debug = False) -> None:
+    """Predict one step on any number of ranks, without starting one: bytes per axis, peak memory."""
+    with one_clear_message(debug):
+        from espalier.train.dry import dry_step
+
+        Console().print(str(dry_step(load(job, set_ or [], ranks))), highlight=False, markup=False)
+
+
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    }
+)
+def run(
+    context: typer.Context,
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT.py", help="A script, or -m MODULE.", show_default=False)
+    ],
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks to start.")] = 1,
+    port: Port = None,
+    debug: Debug = False,
+) -> None:
+    """Run your own script on several ranks, torchrun beneath: espalier run -n 4 SCRIPT.py ARGUMENTS.
+
+    Exit code: that of the rank which failed first.
+    """
+    with one_clear_message(debug):
+        from espalier.mesh.launch import LaunchError, launch
+
+        try:
+            launch([script, *context.args], ranks, port=port)
+        except LaunchError as error:
+            code = error.exit_code
+            if code is None or debug:
+                raise
+            _complain(str(error))
+            raise typer.Exit(code if code > 0 else 128 - code) from None
+
+
+@app.command()
+def doctor(debug: Debug = False) -> None:
+    """Say what this machine has, what will be used, and what is wrong, with a remedy for each.
+
+    Exit code 1 when something stands in the way of a run.
+    """
+    with one_clear_message(debug):
+        from espalier.cli.doctor import examine, tell
+
+        findings = examine()
+        tell(Console(), findings)
+        if any(finding.state == "wrong" for finding in findings):
+            raise typer.Exit(1)
+
+
+def load(path: Path, overrides: list[str], ranks: int | None) -> Any:
+    """Load a job, its data axis sized so that the plan has ``ranks`` ranks, where a number is given.
+
+    Raises:
+        ValueError: when the job has mistakes or its other axes do not divide ``ranks``.
+    """
+    import espalier
+    from espalier.train.job import Job
+
+    job = Job.load(path, overrides)
+    plan = espalier.Plan.from_dict(dict(job.plan))
+    if ranks is None or ranks == plan.world_size:
+        return job
+    axes = dict(plan.axes)
+    others = plan.world_size // axes.get("data", 1)
+    if ranks % others:
+        rest = " × ".join(f"{name} {size}" for name, size in axes.items() if name != "data" and size > 1)
+        below = ranks - ranks % others
+        near = [str(n) for n in (below, below + others) if n]
+        raise ValueError(
+            f"-n {ranks} does not fit the plan of {path}: {rest} take {others} ranks, so the number must be "
+            f"a multiple of {others}, as {' or '.join(near)}; or change the plan, --set plan.<axis>=<size>"
+        )
+    return Job.load(path, [*overrides, f"plan.data={ranks // others}"])
+
+
+@contextmanager
+def one_clear_message(debug: bool) -> Iterator[None]:
+    """Turn every error into a message and exit code 2; with ``debug``, let it through."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        _complain("interrupted; all ranks have been stopped")
+        raise typer.Exit(130) from None
+    except Exception as error:
+        if debug:
+            raise
+        _complain(_message(error))
+        raise typer.Exit(2) from None
+
+
+def _message(error: Exception) -> str:
+    from espalier.mesh.launch import LaunchError
+    from espalier.train.run import RunError
+    from espalier.train.trainer import TrainingError
+
+    if isinstance(error, ValueError | LaunchError | RunError | TrainingError):
+        return str(error)
+    return f"{type(error).__name__}: {error}\nThis was not foreseen; --debug shows where it comes from."
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True).print(f"espalier: {message}", highlight=False, markup=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point of ``espalier``."""
+    # A block of code drawn with box characters must not fail on a terminal that cannot encode it.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    app(prog_name="espalier")

@@ -1,0 +1,75 @@
+"""How results are shown on the terminal."""
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from espalier.train.progress import readable_time
+from espalier.train.trainer import Summary
+from espalier.train.verify import Difference, Verification
+
+
+def tell_summary(console: Console, summary: Summary) -> None:
+    """Show how a training run ended."""
+    if summary.sample is not None:
+        console.print(Panel(Text(summary.sample), title="a sample of what it writes", expand=False))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    ranks = "rank" if summary.ranks == 1 else "ranks"
+    table.add_row(
+        "trained",
+        f"{summary.parameters:,} parameters, {summary.steps} steps, "
+        f"{readable_time(summary.seconds)} on {summary.ranks} {ranks}",
+    )
+    table.add_row("final loss", f"{summary.loss:.4f} nats, validation {summary.val_loss:.4f}")
+    if summary.entropy is not None:
+        gap = summary.entropy - summary.val_loss
+        side = "below" if gap >= 0 else "ABOVE"
+        table.add_row(
+            "unigram entropy",
+            f"{summary.entropy:.4f} nats: validation is {abs(gap):.4f} {side} what token counts alone give",
+        )
+    for name, path in summary.files.items():
+        table.add_row(name, path)
+    console.print(table, highlight=False)
+
+
+def tell_verification(console: Console, found: Verification) -> None:
+    """Show a comparison, step by step, and whether it passed."""
+    for notice in found.notices:
+        console.print(f"note: {notice}", highlight=False, markup=False)
+    axes = " × ".join(f"{axis} {size}" for axis, size in found.plan.items())
+    console.print(
+        f"{found.model}, {found.parameters:,} parameters, float64: {axes} against one process",
+        highlight=False,
+        markup=False,
+    )
+    table = Table()
+    for name in ("step", "loss", "Δ loss", "Δ grad norm", "Δ gradients", "Δ parameters"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for step in found.steps:
+        cells = (_cell(difference, found.tolerance) for difference in step.differences)
+        table.add_row(str(step.step), f"{step.reference_loss:.6f}", *cells)
+    console.print(table)
+    for kind in ("gradients", "parameters"):
+        worst = max(
+            (getattr(step, kind) for step in found.steps), key=lambda d: d.value, default=Difference()
+        )
+        if worst.where:
+            console.print(
+                f"largest difference in {kind}: {worst.value:.2e} in {worst.where}",
+                highlight=False,
+                markup=False,
+            )
+    verdict, style = ("PASS", "bold green") if found.passed else ("FAIL", "bold red")
+    console.print(
+        Text.assemble(
+            (verdict, style), f": largest difference {found.worst:.2e}, tolerance {found.tolerance:.0e}"
+        )
+    )
+
+
+def _cell(difference: Difference, tolerance: float) -> Text:
+    return Text(f"{difference.value:.2e}", style="" if difference.value <= tolerance else "bold red")

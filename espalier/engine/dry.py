@@ -1,0 +1,190 @@
+"""The dry run: one step of the very same engine on a dry mesh, and what it would cost.
+
+Parameters and activations live on the ``meta`` device; collectives move nothing. What is counted
+is therefore the program itself: each collective's bytes, each local operation's FLOPs, each
+storage from its first use to its release.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from espalier.comm import Ledger, ledger
+from espalier.engine.engine import initialize
+from espalier.mesh import Mesh
+from espalier.parallel import Plan
+from espalier.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class DryReport:
+    """What one step would cost one rank.
+
+    Attributes:
+        plan: the plan.
+        ledger: the collectives, in order.
+        flops: floating-point operations of forward and backward on this rank.
+        parameter_bytes: of this rank's parts.
+        state_bytes: of the optimizer's states.
+        peak_bytes: the most that lives at once: parameters, gradients, states, activations.
+        peak_at: ``"forward"``, ``"backward"`` or ``"step"``.
+        parameters: number of parameters of the whole model.
+    """
+
+    plan: Plan
+    ledger: Ledger
+    flops: int
+    parameter_bytes: int
+    state_bytes: int
+    peak_bytes: int
+    peak_at: str
+    parameters: int
+
+    def __str__(self) -> str:
+        rows = [
+            f"plan            {self.plan} ({self.plan.world_size:,} ranks)",
+            f"parameters      {self.parameters:,}",
+            "a rank:",
+            f"  parameters    {_size(self.parameter_bytes)}",
+            f"  states        {_size(self.state_bytes)}",
+            f"  peak memory   {_size(self.peak_bytes)} (in {self.peak_at})",
+            f"  FLOPs a step  {self.flops:.3e}",
+            "  bytes sent a step:",
+            *(f"    {axis:<8}  {_size(sent)}" for axis, sent in sorted(self.ledger.by_axis().items())),
+        ]
+        return "\n".join([*rows, "", str(self.ledger)])
+
+
+def dry_run(
+    model: nn.Module,
+    plan: Plan | Mapping[str, Any],
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    max_grad_norm: float | None = None,
+    layouts: Mapping[str, str] | None = None,
+    coordinate: tuple[int, ...] | None = None,
+) -> DryReport:
+    """One step of training as one rank of a plan would do it, without other processes or data.
+
+    Args:
+        model: on the ``meta`` device (``with torch.device("meta"): ...``); it is changed in place.
+        plan: a :class:`Plan` or a dict of its arguments.
+        batch: the global batch, as meta tensors.
+        optimizer: built on the model's parameters.
+        max_grad_norm, layouts: as for :func:`initialize`.
+        coordinate: which rank to play; by default the first, which holds the most.
+
+    Raises:
+        ValueError: a parameter is not on ``meta``.
+    """
+    real = [name for name, p in model.named_parameters() if p.device.type != "meta"]
+    if real:
+        raise ValueError(
+            f"dry_run needs a model on the meta device, but {real[0]} is on "
+            f"{model.get_parameter(real[0]).device}. Build it under `with torch.device('meta'):`."
+        )
+    plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
+    mesh = Mesh.dry(plan.axes, coordinate)
+    whole = sum(p.numel() for p in model.parameters())
+    engine = initialize(
+        model, optimizer, plan, mesh=mesh, layouts=layouts, max_grad_norm=max_grad_norm, example=batch
+    )
+    held = [p for p in model.parameters() if isinstance(p, DTensor)]
+    memory, flops = _Memory(), FlopCounterMode(display=False)
+    for p in (*held, *model.buffers()):
+        memory.hold(p)
+    with ledger(mesh) as book, memory, flops:
+        memory.phase = "forward"
+        loss = engine(batch)
+        memory.phase = "backward"
+        engine.backward(loss)
+        del loss
+        engine.finish_gradients()
+        memory.phase = "step"
+        if optimizer is not None:
+            engine.step()
+    return DryReport(
+        plan,
+        book,
+        int(flops.get_total_flops()),
+        sum(_bytes(p) for p in held),
+        _state_bytes(optimizer),
+        memory.peak,
+        memory.peak_at,
+        whole,
+    )
+
+
+@dataclass
+class _Live:
+    now: int = 0
+    sizes: dict[int, int] = field(default_factory=dict)
+
+
+class _Memory(TorchDispatchMode):
+    """Follows every storage from its first appearance to its release."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = ""
+        self.peak = 0
+        self.peak_at = ""
+        self._live = _Live()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.hold(x)
+        return out
+
+    def hold(self, x: torch.Tensor) -> None:
+        """Count a tensor's storage until it is released."""
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = x.untyped_storage()
+        live, key = self._live, storage._cdata
+        if key in live.sizes:
+            return
+        live.sizes[key] = storage.nbytes()
+        live.now += storage.nbytes()
+        weakref.finalize(storage, _release, live, key)
+        if live.now > self.peak:
+            self.peak, self.peak_at = live.now, self.phase
+
+
+def _release(live: _Live, key: int) -> None:
+    live.now -= live.sizes.pop(key, 0)
+
+
+def _bytes(x: torch.Tensor) -> int:
+    if isinstance(x, DTensor):
+        return x._layout.local_shape.numel() * x.element_size()  # type: ignore[attr-defined]
+    return x.numel() * x.element_size()
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    if optimizer is None:
+        return 0
+    return sum(
+        _bytes(x) for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)
+    )
+
+
+def _size(n: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if n < 1024 or unit == "TiB":
+            return f"{n:,.1f} {unit}" if unit != "B" else f"{n} B"
+        n /= 1024  # type: ignore[assignment]
+    raise AssertionError
+
+
+__all__ = ["DryReport", "dry_run"]

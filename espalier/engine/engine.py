@@ -1,0 +1,279 @@
+"""``initialize`` and the engine it gives: forward, backward, step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from espalier.comm import collectives as door
+from espalier.engine.norm import global_norm, scale_gradients
+from espalier.engine.update import update
+from espalier.layout import Layout, chunk_bounds
+from espalier.mesh import Mesh
+from espalier.mesh.mesh import MeshLike, as_mesh
+from espalier.parallel import Plan, arrange, lay_out_model
+from espalier.parallel.data.buckets import GradientBuckets
+from espalier.tensor import DTensor, full_tensor, plain, redistribute, stamp
+from espalier.tensor.fallback import tree_map
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    plan: Plan | Mapping[str, Any] | None = None,
+    *,
+    mesh: MeshLike | None = None,
+    loss_fn: LossFunction | None = None,
+    layouts: Mapping[str, str] | None = None,
+    max_grad_norm: float | None = None,
+    example: Any = None,
+) -> Engine:
+    """Lay a plain model on a mesh and give the engine that trains it there.
+
+    The model is changed in place: its parameters become DTensors, under the same names, in the
+    same objects, so that the optimizer goes on holding them.
+
+    Args:
+        model: written for one device; ``model(**batch)``, ``model(*batch)`` or ``model(batch)`` is called.
+        optimizer: built on ``model.parameters()``; None to evaluate only.
+        plan: a :class:`Plan` or a dict of its arguments; by default all ranks on the data axis.
+        mesh: where to lay it; by default the running world (torchrun's environment).
+        loss_fn: ``loss_fn(output, batch)``; by default the output's ``loss``, or the output itself.
+        layouts: name patterns of modules to ``"column"``, ``"row"``, ``"vocab"`` or ``"whole"`` on the
+            tensor axis; by default the model's table, or what a first run on a batch shows.
+        max_grad_norm: gradients are scaled down to this global 2-norm.
+        example: a batch to infer layouts from; by default the first batch is.
+
+    Raises:
+        ValueError: mesh and plan differ, a parameter of the optimizer is not the model's, ...
+    """
+    plan = _plan(plan)
+    on = as_mesh(mesh) if mesh is not None else Mesh.from_env(plan.axes)
+    if dict(zip(on.names, on.shape, strict=True)) != plan.axes:
+        raise ValueError(
+            f"The mesh is {on!r} but the plan asks for {plan}. Build the mesh from plan.axes, "
+            "or leave mesh= out."
+        )
+    if optimizer is not None:
+        own = {id(p) for p in model.parameters()}
+        foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+        if foreign:
+            raise ValueError(
+                f"The optimizer holds {foreign} parameter(s) that are not the model's. "
+                "Build it on model.parameters() of the very model given."
+            )
+    engine = Engine(model, optimizer, plan, on, loss_fn, layouts, max_grad_norm)
+    engine.lay_out(example)
+    return engine
+
+
+def _plan(plan: Plan | Mapping[str, Any] | None) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    if plan is not None:
+        return Plan.from_dict(plan)
+    running = torch.distributed.is_initialized()
+    return Plan(data=torch.distributed.get_world_size() if running else 1)
+
+
+class Engine:
+    """Trains one model under one plan. Made by :func:`initialize`.
+
+    Attributes:
+        module: the model given, its parameters now DTensors.
+        optimizer: the optimizer given.
+        plan: the plan.
+        mesh: the mesh.
+        grad_norm: the global gradient norm before clipping (a plain scalar tensor), after a step.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        plan: Plan,
+        mesh: Mesh,
+        loss_fn: LossFunction | None,
+        layouts: Mapping[str, str] | None,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.module, self.optimizer, self.plan, self.mesh = module, optimizer, plan, mesh
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm: torch.Tensor | None = None
+        self._loss_fn, self._table = loss_fn, layouts
+        self._buckets: GradientBuckets | None = None
+        self._syncing = True
+        _share_random_state(mesh)
+
+    def lay_out(self, batch: Any = None) -> None:
+        """Lay the parameters out; without a batch only if none is needed to know how."""
+        if self._buckets is not None:
+            return
+        sample = None if batch is None else tree_map(self._sample, batch)
+        layouts = arrange(self.module, self.plan, self.mesh, table=self._table, batch=sample)
+        if layouts is None:
+            return
+        lay_out_model(self.module, layouts, self.mesh)
+        trained = [p for p in self.module.parameters() if p.requires_grad and isinstance(p, DTensor)]
+        self._buckets = GradientBuckets(
+            trained, self.mesh, self.mesh.axis("data"), self.plan.bucket_megabytes
+        )
+
+    def _sample(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        device = next(self.module.parameters()).device
+        return full_tensor(x)[:1].to(device) if x.ndim else full_tensor(x).to(device)
+
+    # ---- batches
+
+    def batch_rows(self, size: int) -> slice:
+        """The rows of a global batch of ``size`` that this rank computes (and needs to load)."""
+        start, length = chunk_bounds(size, self.plan.data, self.mesh.coordinate[self.mesh.axis("data")])
+        return slice(start, start + length)
+
+    def local_batch(self, rows: Any, size: int) -> Any:
+        """This rank's rows (``batch_rows(size)``) of a global batch, typed as such.
+
+        Args:
+            rows: a tensor, or a dict, tuple or list of them, rows first.
+            size: rows of the global batch.
+        """
+
+        def wrap(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
+                return x
+            shape = (size, *x.shape[1:])
+            axes = tuple(0 if name == "data" else "R" for name in self.mesh.names)
+            cuts = ((self.mesh.axis("data"),), *((),) * (x.ndim - 1))
+            layout = Layout.of(self.mesh, axes, cuts, shape)
+            if tuple(x.shape) != layout.local_shape:
+                raise ValueError(
+                    f"Of a global batch of {size} this rank computes {layout.local_shape[0]} rows, "
+                    f"but {x.shape[0]} were given. Load the rows engine.batch_rows({size})."
+                )
+            return stamp(x.to(self.mesh.device()).view_as(x), layout)
+
+        return tree_map(wrap, rows)
+
+    def _typed(self, batch: Any) -> Any:
+        """A global batch, equal on all ranks, cut to this rank's rows."""
+
+        def cut(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or isinstance(x, DTensor) or x.ndim == 0:
+                return x
+            return self.local_batch(x[self.batch_rows(x.shape[0])], x.shape[0])
+
+        return tree_map(cut, dict(batch) if isinstance(batch, Mapping) else batch)
+
+    # ---- the three calls, and one for all
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """The loss of a batch: a scalar, the same on every rank (``loss.item()`` is no collective).
+
+        Args:
+            batch: plain tensors are the *global* batch, equal on all ranks, and are cut; what
+                :meth:`local_batch` gave is taken as it is.
+        """
+        self.lay_out(batch)
+        batch = self._typed(batch)
+        if isinstance(batch, Mapping):
+            output = self.module(**batch)
+        else:
+            output = self.module(*batch) if isinstance(batch, tuple | list) else self.module(batch)
+        loss = self._loss_fn(output, batch) if self._loss_fn is not None else _loss_of(output)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"The loss has the shape {list(loss.shape)}, expected one number. "
+                "Reduce it in the model, or pass loss_fn= to initialize."
+            )
+        if not isinstance(loss, DTensor):
+            return loss
+        return redistribute(loss, Layout.replicated(self.mesh, loss.shape))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of the loss; their reduction over the data axis goes on meanwhile."""
+        assert self._buckets is not None
+        if self._syncing:
+            self._buckets.begin()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here only accumulate; the next one outside reduces for all."""
+        assert self._buckets is not None
+        before = self._syncing
+        self._syncing = self._buckets.active = False
+        try:
+            yield
+        finally:
+            self._syncing = self._buckets.active = before
+
+    def finish_gradients(self) -> None:
+        """Wait until ``p.grad`` of every parameter is the gradient of the whole batch."""
+        assert self._buckets is not None, "call the engine on a batch first"
+        self._buckets.finish()
+
+    def step(self) -> None:
+        """Finish the gradients, clip, update, and forget the gradients.
+
+        Raises:
+            ValueError: there is no optimizer.
+        """
+        if self.optimizer is None:
+            raise ValueError("This engine has no optimizer: pass one to initialize(model, optimizer, ...).")
+        self.finish_gradients()
+        parameters = [p for p in self.module.parameters() if isinstance(p, DTensor) and p.grad is not None]
+        self.grad_norm = global_norm(parameters, self.mesh)
+        if self.max_grad_norm is not None:
+            scale_gradients(parameters, self.max_grad_norm, self.grad_norm)
+        update(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        assert self._buckets is not None
+        self._buckets.reduced = False
+
+    def train_step(self, batch: Any) -> torch.Tensor:
+        """Forward, backward, step; gives the loss, detached."""
+        loss = self(batch)
+        self.backward(loss)
+        self.step()
+        return loss.detach()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The model's state dict with plain whole tensors (a collective: every rank must call)."""
+        with torch.no_grad():
+            return {
+                name: full_tensor(x).detach() if isinstance(x, torch.Tensor) else x
+                for name, x in self.module.state_dict().items()
+            }
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    if isinstance(output, torch.Tensor):
+        return output
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(found, torch.Tensor):
+        return found
+    raise ValueError(
+        f"The model returned {type(output).__name__} without a loss. Give it labels, let it return the "
+        "loss, or pass loss_fn=lambda output, batch: ... to initialize."
+    )
+
+
+def _share_random_state(mesh: Mesh) -> None:
+    """All ranks go on from rank 0's random state: DTensors draw their keys from it."""
+    if mesh.is_dry or mesh.size == 1:
+        return
+    state = torch.get_rng_state().to(mesh.device())
+    for axis in range(mesh.ndim):
+        state = door.broadcast(state, mesh, axis)
+    torch.set_rng_state(plain(state).cpu())
+
+
+__all__ = ["Engine", "initialize"]

@@ -1,0 +1,45 @@
+"""The optimizer step on local tensors.
+
+An optimizer that works element by element gives the same result on each rank's part as on the
+whole, wherever gradients lie as their parameters do. So its step runs with torch functions left
+alone, at the speed of plain tensors. Other optimizers (norms, factorizations) step on DTensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as raw
+
+from espalier.tensor import DTensor, stamp
+
+ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``; its states lie as their parameters do."""
+    if type(optimizer) not in ELEMENTWISE:
+        optimizer.step()
+        return
+    with raw():
+        optimizer.step()
+    for p, state in optimizer.state.items():
+        if not isinstance(p, DTensor):
+            continue
+        for x in state.values():
+            if type(x) is torch.Tensor and x.ndim and x.shape == p._layout.local_shape:
+                stamp(x, p._layout)
+
+
+__all__ = ["ELEMENTWISE", "update"]

@@ -1,0 +1,224 @@
+"""A GPT of the modern kind: rotary positions, RMSNorm, SwiGLU, grouped-query attention."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from espalier.models.config import raise_if
+from espalier.models.generate import generate
+from espalier.models.initialize import initialize_weights
+from espalier.models.output import LanguageModelOutput, next_token_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Sizes of a `GPT`.
+
+    Attributes:
+        vocab_size: number of tokens.
+        max_positions: longest sequence.
+        layers: number of blocks.
+        hidden: width of the residual stream.
+        heads: number of query heads.
+        kv_heads: number of key and value heads, a divisor of ``heads``; as many when None.
+        head_dim: width of one head, even; ``hidden / heads`` when None.
+        ffn: inner width of the feed-forward layer; ``8/3 hidden`` rounded up to 8 when None.
+        dropout: probability, after the embedding, in attention and after each block's two halves.
+        bias: whether the Linear layers of the blocks have biases.
+        tied: whether the head's weight is the embedding's.
+        rope_base: base of the rotary angles.
+        norm_eps: added to the mean square in RMSNorm.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    vocab_size: int = 4096
+    max_positions: int = 1024
+    layers: int = 4
+    hidden: int = 192
+    heads: int = 6
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn: int | None = None
+    dropout: float = 0.0
+    bias: bool = False
+    tied: bool = False
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        raise_if("GPTConfig", self._mistakes())
+
+    def _mistakes(self) -> list[str]:
+        positive = ("vocab_size", "max_positions", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")
+        found = [
+            f"{name} = {value} must be at least 1"
+            for name in positive
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        if found:
+            return found
+        if self.head_dim is None and self.hidden % self.heads:
+            found.append(
+                f"hidden = {self.hidden} is not a multiple of heads = {self.heads}; "
+                "change one of them, or give head_dim"
+            )
+        elif self.size_of_head % 2:
+            found.append(f"the width of a head, {self.size_of_head}, must be even for rotary positions")
+        if self.heads % self.size_of_kv:
+            found.append(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
+        if not 0 <= self.dropout < 1:
+            found.append(f"dropout = {self.dropout} must be at least 0 and below 1")
+        return found
+
+    @property
+    def size_of_head(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def size_of_kv(self) -> int:
+        """Number of key and value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def size_of_ffn(self) -> int:
+        """Inner width of the feed-forward layer."""
+        return self.ffn or -(-8 * self.hidden // 24) * 8
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions: [b, s, hidden] to [b, s, hidden]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_dim = config.size_of_head
+        self.grouped = config.size_of_kv != config.heads
+        self.dropout = config.dropout
+        q, kv = config.heads * self.head_dim, config.size_of_kv * self.head_dim
+        self.q_proj = nn.Linear(config.hidden, q, bias=config.bias)
+        self.k_proj = nn.Linear(config.hidden, kv, bias=config.bias)
+        self.v_proj = nn.Linear(config.hidden, kv, bias=config.bias)
+        self.o_proj = nn.Linear(q, config.hidden, bias=config.bias)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        q = self.q_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
+        v = self.v_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
+        y = F.scaled_dot_product_attention(
+            rotate(q, cos, sin),
+            rotate(k, cos, sin),
+            v,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.grouped,
+        )
+        return self.o_proj(y.transpose(1, 2).reshape(b, s, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward: [b, s, hidden] to [b, s, hidden]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.size_of_ffn, bias=config.bias)
+        self.up_proj = nn.Linear(config.hidden, config.size_of_ffn, bias=config.bias)
+        self.down_proj = nn.Linear(config.size_of_ffn, config.hidden, bias=config.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on the normalized residual stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """A decoder-only language model for one device.
+
+    Called as ``model(input_ids, labels=None)``: ``input_ids`` [batch, sequence]
+    integers below ``vocab_size``; ``labels`` [batch, sequence] are already
+    shifted (``labels[:, t]`` follows position t), -100 where none counts.
+    Returns a `LanguageModelOutput`.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embed.weight
+        cos, sin = rotary_tables(config.max_positions, config.size_of_head, config.rope_base)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        initialize_weights(self, residual=("o_proj", "down_proj"), additions=2 * config.layers)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> LanguageModelOutput:
+        s = input_ids.shape[1]
+        if s > self.config.max_positions:
+            raise ValueError(
+                f"a sequence of {s} tokens is longer than max_positions = {self.config.max_positions}; "
+                "shorten it or build the model with more positions"
+            )
+        cos, sin = self.cos[:s], self.sin[:s]
+        x = self.dropout(self.embed(input_ids))
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits = self.head(self.norm(x))
+        return LanguageModelOutput(logits, None if labels is None else next_token_loss(logits, labels))
+
+    def generate(
+        self,
+        ids: torch.Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Continue ``ids`` [batch, sequence] by ``max_new_tokens``; see `espalier.models.generate`."""
+        return generate(
+            self,
+            ids,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            generator=generator,
+            max_positions=self.config.max_positions,
+        )
+
+
+def rotary_tables(positions: int, head_dim: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the rotary angles, each [positions, head_dim] (arXiv 2104.09864)."""
+    frequency = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle = torch.outer(torch.arange(positions, dtype=torch.float32), frequency)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn x [b, heads, s, head_dim] by the angles of its positions, cos and sin [s, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

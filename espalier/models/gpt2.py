@@ -1,0 +1,172 @@
+"""A GPT of GPT-2's kind: learned positions, LayerNorm, GELU, biases, a tied head."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from espalier.models.config import raise_if
+from espalier.models.generate import generate
+from espalier.models.initialize import initialize_weights
+from espalier.models.output import LanguageModelOutput, next_token_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config:
+    """Sizes of a `GPT2`.
+
+    Attributes:
+        vocab_size: number of tokens.
+        max_positions: longest sequence.
+        layers: number of blocks.
+        hidden: width of the residual stream, a multiple of ``heads``.
+        heads: number of attention heads.
+        ffn: inner width of the feed-forward layer; ``4 hidden`` when None.
+        dropout: probability, after the embeddings, in attention and after each block's two halves.
+        bias: whether Linear and LayerNorm have biases.
+        tied: whether the head's weight is the embedding's.
+        norm_eps: added to the variance in LayerNorm.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    vocab_size: int = 4096
+    max_positions: int = 1024
+    layers: int = 4
+    hidden: int = 192
+    heads: int = 6
+    ffn: int | None = None
+    dropout: float = 0.0
+    bias: bool = True
+    tied: bool = True
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        raise_if("GPT2Config", self._mistakes())
+
+    def _mistakes(self) -> list[str]:
+        positive = ("vocab_size", "max_positions", "layers", "hidden", "heads", "ffn")
+        found = [
+            f"{name} = {value} must be at least 1"
+            for name in positive
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        if not found and self.hidden % self.heads:
+            found.append(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
+        if not 0 <= self.dropout < 1:
+            found.append(f"dropout = {self.dropout} must be at least 0 and below 1")
+        return found
+
+    @property
+    def size_of_ffn(self) -> int:
+        """Inner width of the feed-forward layer."""
+        return self.ffn or 4 * self.hidden
+
+
+class Attention(nn.Module):
+    """Causal self-attention: [b, s, hidden] to [b, s, hidden]."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.head_dim = config.hidden // config.heads
+        self.dropout = config.dropout
+        self.q_proj = nn.Linear(config.hidden, config.hidden, bias=config.bias)
+        self.k_proj = nn.Linear(config.hidden, config.hidden, bias=config.bias)
+        self.v_proj = nn.Linear(config.hidden, config.hidden, bias=config.bias)
+        self.o_proj = nn.Linear(config.hidden, config.hidden, bias=config.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        q = self.q_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
+        v = self.v_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+        )
+        return self.o_proj(y.transpose(1, 2).reshape(b, s, -1))
+
+
+class MLP(nn.Module):
+    """GELU feed-forward: [b, s, hidden] to [b, s, hidden]."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden, config.size_of_ffn, bias=config.bias)
+        self.down_proj = nn.Linear(config.size_of_ffn, config.hidden, bias=config.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on the normalized residual stream."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT2(nn.Module):
+    """A decoder-only language model for one device.
+
+    Called as ``model(input_ids, labels=None)``: ``input_ids`` [batch, sequence]
+    integers below ``vocab_size``; ``labels`` [batch, sequence] are already
+    shifted (``labels[:, t]`` follows position t), -100 where none counts.
+    Returns a `LanguageModelOutput`.
+    """
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden)
+        self.position = nn.Embedding(config.max_positions, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
+        self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embed.weight
+        initialize_weights(self, residual=("o_proj", "down_proj"), additions=2 * config.layers)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> LanguageModelOutput:
+        s = input_ids.shape[1]
+        if s > self.config.max_positions:
+            raise ValueError(
+                f"a sequence of {s} tokens is longer than max_positions = {self.config.max_positions}; "
+                "shorten it or build the model with more positions"
+            )
+        positions = torch.arange(s, device=input_ids.device)
+        x = self.dropout(self.embed(input_ids) + self.position(positions))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return LanguageModelOutput(logits, None if labels is None else next_token_loss(logits, labels))
+
+    def generate(
+        self,
+        ids: torch.Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Continue ``ids`` [batch, sequence] by ``max_new_tokens``; see `espalier.models.generate`."""
+        return generate(
+            self,
+            ids,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            generator=generator,
+            max_positions=self.config.max_positions,
+        )

@@ -1,0 +1,30 @@
+"""What a language model returns."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class LanguageModelOutput(NamedTuple):
+    """Output of a language model.
+
+    Attributes:
+        logits: [batch, sequence, vocabulary], unnormalized log-probabilities.
+        loss: scalar mean cross-entropy in nats over the labels that are not
+            -100; None where no labels were given.
+    """
+
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats of aligned labels.
+
+    Args:
+        logits: [batch, sequence, vocabulary].
+        labels: [batch, sequence]; ``labels[:, t]`` is the token that follows
+            position t (already shifted), or -100 to leave the position out.
+    """
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)

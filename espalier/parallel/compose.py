@@ -1,0 +1,78 @@
+"""Where the strategies meet: from a plan to the layout of every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as raw
+
+from espalier.layout import Layout, Placement, Replicate, Shard
+from espalier.mesh import Mesh
+from espalier.parallel.plan import Plan
+from espalier.parallel.tensor.infer import infer
+from espalier.parallel.tensor.tables import Table, by_table, table_for
+from espalier.tensor import lay_out
+from espalier.tensor.dtensor import DTensor, stamp
+
+
+def arrange(
+    model: nn.Module, plan: Plan, mesh: Mesh, *, table: Table | None = None, batch: Any = None
+) -> dict[str, Layout] | None:
+    """The layout of every parameter of a model under a plan.
+
+    On the data axis parameters are replicated and varied: the engine reduces their gradients. On
+    the tensor axis they are cut by a table of name patterns (``table``, or the model's own), or,
+    for a model nobody described, by what a run on ``batch`` shows.
+
+    Returns:
+        name to layout; None if a batch is needed and missing.
+    """
+    table = table if table is not None else table_for(model)
+    if plan.tensor == 1:
+        cut: dict[str, int] = {}
+    elif table is not None:
+        cut = by_table(model, table)
+    elif batch is None:
+        return None
+    else:
+        cut = infer(model, batch, plan.tensor)
+    shared: dict[int, int] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if name in cut:
+            shared[id(p)] = cut[name]
+    layouts = {}
+    for name, p in model.named_parameters():
+        dim = shared.get(id(p))
+        on_tensor: Placement = Replicate() if dim is None else Shard(dim)
+        layouts[name] = Layout(mesh, [Replicate(), on_tensor], tuple(p.shape), varied=["data"])
+    return layouts
+
+
+def lay_out_model(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    """Make every parameter a DTensor, in place: who holds it (an optimizer, a tie) goes on holding it.
+
+    Rank 0's values are sent to all, so ranks that were seeded differently train one model all the
+    same. Buffers are sent too and stay plain tensors: every rank holds the same.
+
+    Raises:
+        ValueError: a parameter was laid out already.
+    """
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            raise ValueError(
+                f"The parameter {name} is a DTensor already. Give initialize() the plain model, once."
+            )
+        local = lay_out(p, layouts[name])
+        with raw():
+            p.grad = None
+            p.data = local.detach().as_subclass(torch.Tensor)
+        stamp(p, layouts[name])._is_param = True  # type: ignore[attr-defined]
+    for module in model.modules():
+        for name, b in module._buffers.items():
+            if b is not None:
+                whole = lay_out(b, Layout.replicated(mesh, tuple(b.shape)))
+                with raw():
+                    module._buffers[name] = whole.as_subclass(torch.Tensor)

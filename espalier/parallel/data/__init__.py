@@ -1,0 +1,1 @@
+"""The data axis: gradients reduced in flat buffers while the backward pass goes on."""

@@ -1,0 +1,77 @@
+"""The plan: which axes there are, how big, and what each is for. Data: printable, comparable, loadable."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Size = Annotated[int, Field(ge=1)]
+
+
+class Plan(BaseModel):
+    """A mix of parallelism. All mistakes in its arguments are told at once, as one ``ValueError``.
+
+    Attributes:
+        data: ranks that share the batch; each holds all parameters of its tensor coordinate.
+        tensor: ranks that share each layer (heads, hidden and vocabulary dims).
+        bucket_megabytes: gradients are reduced over the data axis in buffers of about this size,
+            each as soon as it is full, while the backward pass goes on.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    data: Size = 1
+    tensor: Size = 1
+    bucket_megabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 25.0
+
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            lines = [_mistake(dict(item), type(self)) for item in error.errors(include_url=False)]
+            raise ValueError("\n  ".join([f"Plan: {len(lines)} mistake(s)", *lines])) from None
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Plan:
+        """The plan of a dict such as ``{"data": 2, "tensor": 2}``."""
+        return cls(**given)
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Plan:
+        """The plan in a TOML file: its table ``[plan]``, or the whole file if it has none."""
+        try:
+            tables = tomllib.loads(Path(path).read_text("utf-8"))
+        except OSError as error:
+            raise ValueError(f"The plan {path} cannot be read: {error.strerror}.") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"The plan {path} is not valid TOML: {error}.") from None
+        return cls(**tables.get("plan", tables))
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh's axes, outermost first (the last has the closest neighbours)."""
+        return {"data": self.data, "tensor": self.tensor}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.axes.values())
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {n}" for name, n in self.axes.items())
+
+
+def _mistake(item: dict[str, Any], model: type[BaseModel]) -> str:
+    name = ".".join(map(str, item["loc"]))
+    if item["type"] == "extra_forbidden":
+        known = list(model.model_fields)
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
+        return f"{name} = {item['input']!r}: unknown key; {hint}"
+    return f"{name} = {item['input']!r}: {item['msg'].replace('Input should be', 'expected')}"

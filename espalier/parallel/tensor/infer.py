@@ -1,0 +1,231 @@
+"""Tensor-parallel layouts for a model that nobody described.
+
+The model runs once on a small batch while each torch call is watched, and the rules' own letters
+(``espalier.tensor.rules``) tell how dims relate. A parameter that brings a new dim into the
+activations (a Linear's output features, say) opens a *stream*; the stream follows that dim
+through pointwise functions, views, attention heads, until
+
+* it is contracted with another parameter (column then row), or reduced inside a loss over a
+  sharded vocabulary: the stream is *closed*, and can be cut with one reduction at its end; or
+* it *leaks*: into a norm, a residual sum, a slice, something that needs it whole.
+
+Every closed stream that does not leak is cut on the tensor axis, in all parameters it meets.
+Embeddings are cut over the vocabulary where that saves a real share of the model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from espalier.layout import Layout, same_cuts
+from espalier.mesh import Mesh
+from espalier.tensor.dispatch import tensors_in
+from espalier.tensor.fallback import _entrance, tree_map
+from espalier.tensor.rules import RULES
+from espalier.tensor.rules.spec import Letter, Operand, Spec
+
+# an embedding below this share of all parameters is not worth an all-reduce of activations
+_LARGE_SHARE = 0.02
+
+Stream = int
+Cut = tuple[str, int]  # a parameter's name and the dim
+
+
+class InferenceWarning(UserWarning):
+    """A model's tensor-parallel layouts could not be inferred; its parameters stay whole."""
+
+
+def infer(model: nn.Module, batch: Any, ranks: int) -> dict[str, int]:
+    """For each parameter worth cutting, the dim that a tensor axis of ``ranks`` cuts.
+
+    Args:
+        model: a plain module; it is run forward once on ``batch``, without gradients, and its
+            random state, buffers and modes are left as they were.
+        batch: arguments of the model: a dict, tuple or tensor.
+    """
+    watch = _Watch(model, ranks)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), watch:
+            if isinstance(batch, Mapping):
+                model(**batch)
+            else:
+                model(*(batch if isinstance(batch, tuple | list) else (batch,)))
+    except Exception as error:
+        warnings.warn(
+            f"The tensor-parallel layouts of {type(model).__name__} could not be inferred, so its parameters "
+            f"stay whole on the tensor axis: running it once failed with {type(error).__name__}: {error}. "
+            "Pass initialize(..., layouts={'*.up': 'column', '*.down': 'row'}).",
+            InferenceWarning,
+            stacklevel=3,
+        )
+        return {}
+    finally:
+        for name, b in model.named_buffers():
+            if name in buffers:
+                b.copy_(buffers[name])
+    return watch.result()
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, model: nn.Module, ranks: int) -> None:
+        super().__init__()
+        self.mesh = Mesh.dry({"tensor": ranks})
+        self.ranks = ranks
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.sizes = {name: p.numel() for name, p in model.named_parameters()}
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.parent: list[Stream] = []
+        self.cuts: dict[Cut, Stream] = {}
+        self.closed: set[Stream] = set()
+        self.leaked: set[Stream] = set()
+        self.tables: set[Cut] = set()
+        # tensors are kept alive so that an id never names two of them
+        self.tags: dict[int, tuple[torch.Tensor, dict[int, Stream]]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inner = _entrance(func) if RULES.get(func) is None and RULES.special(func) is None else None
+        if inner is not None:
+            with self:
+                return inner(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        known = any(id(t) in self.tags or id(t) in self.names for t in tensors)
+        # the rule is asked before the call, which may write in place
+        spec = self._spec(func, args, kwargs) if known and RULES.special(func) is None else None
+        out = func(*args, **kwargs)
+        if known and RULES.special(func) is None:
+            self._follow(spec, tensors, out)
+        return out
+
+    def _spec(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Spec | None:
+        rule = RULES.get(func)
+        if rule is None:
+            return None
+        count = iter(range(10**9))
+
+        def operand(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                return Operand(next(count), Layout.replicated(self.mesh, x.shape), x.dtype, ())
+            return x
+
+        if "input" in kwargs:
+            args, kwargs = (kwargs["input"], *args), {k: v for k, v in kwargs.items() if k != "input"}
+        try:
+            return rule(*tree_map(operand, args), **tree_map(operand, kwargs))
+        except TypeError:
+            return None
+
+    def _follow(self, spec: Spec | None, tensors: list[torch.Tensor], out: Any) -> None:
+        if spec is None or len(spec.ins) != len(tensors):
+            for t in tensors:
+                self._leak_all(t)
+            return
+        at = self._letters(spec, tensors)
+        results = [t for t in tensors_in(out)]
+        for letter, members in at.items():
+            stream = self._join(letter, members, spec, results)
+            if stream is None:
+                continue
+            for k, dims in enumerate(spec.outs):
+                if letter in dims and k < len(results):
+                    held = self.tags.setdefault(id(results[k]), (results[k], {}))[1]
+                    held[dims.index(letter)] = stream
+        for t, dims in zip(tensors, spec.ins, strict=True):
+            for dim, stream in self._tags(t).items():
+                if dims[dim] is None or dims[dim] in spec.blocked:
+                    self.leaked.add(self._root(stream))
+
+    def _letters(
+        self, spec: Spec, tensors: list[torch.Tensor]
+    ) -> dict[Letter, list[tuple[torch.Tensor, int]]]:
+        at: dict[Letter, list[tuple[torch.Tensor, int]]] = {}
+        for t, dims in zip(tensors, spec.ins, strict=True):
+            for dim, letter in enumerate(dims):
+                if letter is not None and letter not in spec.blocked:
+                    at.setdefault(letter, []).append((t, dim))
+        return at
+
+    def _join(
+        self, letter: Letter, members: list[tuple[torch.Tensor, int]], spec: Spec, results: list[torch.Tensor]
+    ) -> Stream | None:
+        """The stream that a letter of a call stands for, if any."""
+        named = [(self.names[id(t)], dim) for t, dim in members if id(t) in self.names]
+        others = [(t, dim) for t, dim in members if id(t) not in self.names]
+        streams = {self._root(s) for t, dim in others if (s := self._tags(t).get(dim)) is not None}
+        kept = any(letter in dims for dims in spec.outs)
+        if not streams:
+            if others or not named:
+                return None
+            if not kept:
+                # looked up, not multiplied: the rows of an embedding
+                self.tables.update(named)
+                return None
+            if len(named) == 1 and len(self.shapes[named[0][0]]) < 2 and len(members) == len(spec.ins):
+                return None  # a lone vector (a norm's weight, a bias alone) opens nothing
+        stream = self._union(streams)
+        for cut in named:
+            self._union({stream, self._root(self.cuts.setdefault(cut, stream))})
+        stream = self._root(stream)
+        if any(self._tags(t).get(dim) is None and not _small(t, members) for t, dim in others):
+            self.leaked.add(stream)  # met by something whole, as in a residual sum
+        if not all(same_cuts(size, factor, (self.ranks,)) for size, factor in spec.factors.get(letter, ())):
+            self.leaked.add(stream)
+        if not kept:
+            if letter in spec.reduce and (named or spec.reduce[letter] == "done"):
+                self.closed.add(stream)
+            else:
+                self.leaked.add(stream)
+        return stream
+
+    def _tags(self, t: torch.Tensor) -> dict[int, Stream]:
+        return self.tags[id(t)][1] if id(t) in self.tags else {}
+
+    def _leak_all(self, t: torch.Tensor) -> None:
+        self.leaked.update(self._root(s) for s in self._tags(t).values())
+        name = self.names.get(id(t))
+        self.leaked.update(self._root(s) for (other, _), s in self.cuts.items() if other == name)
+
+    def _root(self, stream: Stream) -> Stream:
+        while self.parent[stream] != stream:
+            stream = self.parent[stream]
+        return stream
+
+    def _union(self, streams: set[Stream]) -> Stream:
+        if not streams:
+            self.parent.append(len(self.parent))
+            return self.parent[-1]
+        first = min(streams)
+        for s in streams:
+            self.parent[s] = first
+        for group in (self.closed, self.leaked):
+            if group & streams:
+                group.add(first)
+        return first
+
+    def result(self) -> dict[str, int]:
+        closed = {self._root(s) for s in self.closed}
+        leaked = {self._root(s) for s in self.leaked}
+        found: dict[str, int] = {}
+        for (name, dim), stream in self.cuts.items():
+            root = self._root(stream)
+            if root in closed - leaked and self.shapes[name][dim] >= self.ranks:
+                found.setdefault(name, dim)
+        total = sum(self.sizes.values())
+        for name, dim in self.tables:
+            if self.sizes[name] >= _LARGE_SHARE * total:
+                found.setdefault(name, dim)
+        return found
+
+
+def _small(t: torch.Tensor, members: list[tuple[torch.Tensor, int]]) -> bool:
+    """Whether a whole tensor can follow a cut stream for free: a vector, mask or table, no activation."""
+    return t.ndim < max(m.ndim for m, _ in members)

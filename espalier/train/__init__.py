@@ -1,0 +1,1 @@
+"""The trainer behind the command line: job files, data, the loop, verification."""

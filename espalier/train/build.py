@@ -1,0 +1,58 @@
+"""The plain model, optimizer and learning-rate schedule of a job."""
+
+import math
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from espalier.train.job import Job, OptimizerSection
+from espalier.train.mistakes import MISSING, JobError, Mistake
+from espalier.train.specs import ModelSpec
+
+
+def build_model(spec: ModelSpec, seed: int, dtype: torch.dtype) -> nn.Module:
+    """Build the model; equal seeds give equal weights on every rank.
+
+    Args:
+        spec: which model.
+        seed: of torch's global random numbers, from which the weights are drawn.
+        dtype: of the weights.
+    """
+    torch.manual_seed(seed)
+    return spec.build().to(dtype).train()
+
+
+def build_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer over all of the model's parameters."""
+    return getattr(torch.optim, section.name)(model.parameters(), **section.arguments)
+
+
+def build_schedule(section: OptimizerSection, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+    """Linear warm-up to the full rate, then constant or a cosine to ``final_lr`` of it at ``steps``."""
+    return LambdaLR(optimizer, lambda step: rate(section, step, steps))
+
+
+def rate(section: OptimizerSection, step: int, steps: int) -> float:
+    """The share of ``lr`` used in optimizer step ``step``, counted from 0, of ``steps``."""
+    if step < section.warmup:
+        return (step + 1) / section.warmup
+    if section.schedule == "constant":
+        return 1.0
+    progress = min((step - section.warmup) / max(steps - 1 - section.warmup, 1), 1.0)
+    return section.final_lr + (1 - section.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def check_buildable(job: Job) -> int:
+    """Build the model on the meta device, where it takes no memory; return its parameter count.
+
+    Raises:
+        JobError: where the model cannot be built from its config.
+    """
+    try:
+        with torch.device("meta"):
+            model = job.model.build()
+    except (ValueError, TypeError, RuntimeError, AssertionError, ZeroDivisionError) as error:
+        message = f"the model cannot be built from this config: {error}"
+        raise JobError(job.source, [Mistake("model", MISSING, message)]) from error
+    return sum(p.numel() for p in model.parameters())

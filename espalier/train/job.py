@@ -1,0 +1,319 @@
+"""The job file: what to train, on what, in which layout. Strict, and validated as a whole.
+
+A job is a TOML file with the tables [model], [data], [plan], [optimizer],
+[train] and [verify]. Every mistake in it is told at once.
+"""
+
+import inspect
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from espalier.models import nearest
+from espalier.train.mistakes import MISSING, JobError, Mistake, read_section, unknown_key
+from espalier.train.overrides import apply_overrides
+from espalier.train.specs import Facts, ModelSpec, read_model
+
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A table of the job file: no unknown keys, no guessed types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class TextData(Section):
+    """Text, cut into tokens by a byte-pair tokenizer trained on it.
+
+    Attributes:
+        source: "stdlib" for the source of Python's standard library, or a file or folder.
+        pattern: which files of the folder are read.
+        cache: folder for the prepared tokens.
+        max_bytes: read no more than this many bytes of text.
+        val_fraction: share of the text kept for validation.
+    """
+
+    kind: Literal["text"] = "text"
+    source: str = "stdlib"
+    pattern: str = "*.py"
+    cache: str = ".espalier/data"
+    max_bytes: Count | None = None
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+
+
+class TokenData(Section):
+    """Random tokens and labels.
+
+    Attributes:
+        ignored: share of the labels that are -100, so that ranks count different numbers of them.
+    """
+
+    kind: Literal["tokens"]
+    ignored: Fraction = 0.1
+
+
+class ImageData(Section):
+    """Random images and classes."""
+
+    kind: Literal["images"]
+
+
+DataSection = TextData | TokenData | ImageData
+
+
+class OptimizerSection(Section):
+    """An optimizer of torch.optim by name, with its arguments, and the learning-rate schedule.
+
+    Attributes:
+        name: class in torch.optim.
+        lr: highest learning rate.
+        warmup: steps in which the rate rises linearly to ``lr``.
+        schedule: "constant", or "cosine" down to ``final_lr`` times ``lr`` at the last step.
+        final_lr: share of ``lr`` left at the end of the cosine.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    name: str = "AdamW"
+    lr: Positive = 1e-3
+    warmup: Natural = 0
+    schedule: Literal["constant", "cosine"] = "constant"
+    final_lr: Annotated[float, Field(ge=0, le=1)] = 0.1
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for the class, lists as tuples."""
+        extra = self.model_extra or {}
+        return {"lr": self.lr, **{k: tuple(v) if isinstance(v, list) else v for k, v in extra.items()}}
+
+
+class TrainSection(Section):
+    """How to train.
+
+    Attributes:
+        steps: optimizer steps.
+        batch_size: sequences (or images) of the global batch.
+        sequence: tokens of a sequence.
+        clip: largest norm of the gradient; no clipping when left out.
+        seed: of the weights, the batches and the sample.
+        eval_every: steps between validations; 0 for one at the end only.
+        eval_batches: global batches of a validation.
+        log_every: steps between two lines of the log.
+        dtype: of parameters and computation.
+        out: folder for the results; "runs/<name of the job>" when left out.
+        sample_tokens: tokens of text to write at the end; 0 for none.
+        prompt: start of that text.
+        temperature: of that text; 0 takes the likeliest token.
+    """
+
+    steps: Count = 100
+    batch_size: Count = 16
+    sequence: Count = 128
+    clip: Positive | None = None
+    seed: Natural = 0
+    eval_every: Natural = 0
+    eval_batches: Count = 4
+    log_every: Count = 10
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    out: str | None = None
+    sample_tokens: Natural = 120
+    prompt: Annotated[str, Field(min_length=1)] = "def "
+    temperature: Annotated[float, Field(ge=0)] = 0.7
+
+
+class VerifySection(Section):
+    """How to compare the plan with one process, in float64.
+
+    Attributes:
+        steps: optimizer steps compared.
+        seed: of weights and batches.
+        tolerance: largest absolute difference that passes.
+        batch_size: of the global batch; [train]'s when left out.
+        sequence: tokens of a sequence; [train]'s when left out.
+    """
+
+    steps: Count = 3
+    seed: Natural = 0
+    tolerance: Positive = 1e-9
+    batch_size: Count | None = None
+    sequence: Count | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A validated job.
+
+    Attributes:
+        source: file the job came from.
+        raw: the tables it was made from, overrides applied; `from_dict` of it gives the job again.
+        facts: what the model asks of the data.
+    """
+
+    source: str
+    raw: Mapping[str, Any]
+    model: ModelSpec
+    data: DataSection
+    plan: Mapping[str, Any]
+    optimizer: OptimizerSection
+    train: TrainSection
+    verify: VerifySection
+    facts: Facts
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> "Job":
+        """Read and validate the job file ``path``.
+
+        Args:
+            path: a TOML file.
+            overrides: texts such as ``plan.tensor=2``, applied on top.
+
+        Raises:
+            JobError: when the file is missing or no TOML, or listing all that is wrong in it.
+        """
+        try:
+            raw = tomllib.loads(Path(path).read_text("utf-8"))
+        except OSError as error:
+            raise JobError(
+                str(path), [Mistake("file", MISSING, f"cannot be read: {error.strerror}{_near(Path(path))}")]
+            ) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise JobError(str(path), [Mistake("file", MISSING, f"is not valid TOML: {error}")]) from None
+        mistakes: list[Mistake] = []
+        changed, overridden = apply_overrides(raw, overrides, mistakes)
+        return cls.from_dict(changed, source=str(path), mistakes=mistakes, overridden=overridden)
+
+    @classmethod
+    def from_dict(
+        cls,
+        raw: Mapping[str, Any],
+        *,
+        source: str = "job",
+        mistakes: Iterable[Mistake] = (),
+        overridden: frozenset[str] = frozenset(),
+    ) -> "Job":
+        """Validate the tables ``raw``.
+
+        Args:
+            raw: table name to table.
+            source: named in errors.
+            mistakes: ones already found, told together with those found here.
+            overridden: dotted keys that came from --set.
+
+        Raises:
+            JobError: listing all that is wrong.
+        """
+        found = list(mistakes)
+        known = ("model", "data", "plan", "optimizer", "train", "verify")
+        tables: dict[str, Mapping[str, Any]] = {}
+        for key, value in raw.items():
+            if key not in known:
+                found.append(unknown_key(key, value, known))
+            elif not isinstance(value, Mapping):
+                found.append(Mistake(key, value, f"expected a table, [{key}]"))
+            else:
+                tables[key] = value
+        model = read_model(tables.get("model", {}), found)
+        data = _read_data(tables.get("data", {}), found)
+        optimizer = read_section("optimizer", OptimizerSection, tables.get("optimizer", {}), found)
+        if optimizer:
+            found.extend(_optimizer_mistakes(optimizer))
+        train = read_section("train", TrainSection, tables.get("train", {}), found)
+        verify = read_section("verify", VerifySection, tables.get("verify", {}), found)
+        plan = tables.get("plan", {})
+        found.extend(_plan_mistakes(plan))
+        if model and data and train and verify:
+            found.extend(_fit_mistakes(model.facts, data, train, verify))
+        if found or not (model and data and optimizer and train and verify):
+            raise JobError(source, found, overridden)
+        return cls(source, dict(raw), model, data, plan, optimizer, train, verify, model.facts)
+
+    @property
+    def name(self) -> str:
+        """The job file's name without its ending."""
+        return Path(self.source).stem
+
+    @property
+    def out(self) -> Path:
+        """Folder for the results."""
+        return Path(self.train.out or f"runs/{self.name}")
+
+
+def _read_data(values: Mapping[str, Any], mistakes: list[Mistake]) -> DataSection | None:
+    choices: dict[str, type[DataSection]] = {"text": TextData, "tokens": TokenData, "images": ImageData}
+    kind = values.get("kind", "text")
+    if kind not in choices:
+        mistakes.append(Mistake("data.kind", kind, f"expected one of {', '.join(choices)}"))
+        return None
+    return read_section("data", choices[kind], values, mistakes)
+
+
+def _optimizer_mistakes(section: OptimizerSection) -> list[Mistake]:
+    names = {
+        name
+        for name, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
+    } - {"Optimizer", "LBFGS"}
+    if section.name not in names:
+        close = nearest(section.name, names)
+        hint = f"did you mean {close!r}?" if close else f"expected one of {', '.join(sorted(names))}"
+        return [Mistake("optimizer.name", section.name, f"torch.optim has none usable by this name; {hint}")]
+    chosen = getattr(torch.optim, section.name)
+    accepted = set(inspect.signature(chosen).parameters) - {"params"}
+    known = accepted | set(OptimizerSection.model_fields)
+    unknown = [
+        unknown_key(f"optimizer.{key}", value, known)
+        for key, value in section.arguments.items()
+        if key not in accepted
+    ]
+    if unknown:
+        return unknown
+    try:
+        chosen([torch.nn.Parameter(torch.zeros(1, 1))], **section.arguments)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return [Mistake("optimizer", section.arguments, f"torch.optim.{section.name} says: {error}")]
+    return []
+
+
+def _plan_mistakes(plan: Mapping[str, Any]) -> list[Mistake]:
+    from espalier import Plan
+
+    try:
+        Plan.from_dict(dict(plan))
+    except ValueError as error:
+        lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
+        return [Mistake("plan", dict(plan), " | ".join(lines))]
+    return []
+
+
+def _fit_mistakes(
+    facts: Facts, data: DataSection, train: TrainSection, verify: VerifySection
+) -> list[Mistake]:
+    images = isinstance(data, ImageData)
+    if images != (facts.labels == "classes"):
+        fitting = "images" if facts.labels == "classes" else "text or tokens"
+        return [Mistake("data.kind", data.kind, f"this model needs {fitting}")]
+    if images or facts.max_positions is None:
+        return []
+    lengths = {"train.sequence": train.sequence, "verify.sequence": verify.sequence or 0}
+    return [
+        Mistake(key, length, f"is longer than the model's {facts.max_positions} positions")
+        for key, length in lengths.items()
+        if length > facts.max_positions
+    ]
+
+
+def _near(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"; there is no folder {folder}"
+    close = nearest(path.name, [p.name for p in folder.glob("*.toml")])
+    return f"; did you mean {folder / close}?" if close else ""

@@ -1,0 +1,94 @@
+"""What a run leaves behind: metrics, a picture, the model."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Record:
+    """Measurements of one logged step.
+
+    Attributes:
+        step: optimizer steps done, so 1 after the first.
+        loss: mean training loss of the global batch, nats.
+        grad_norm: of the whole gradient before clipping; None where the engine did not tell.
+        lr: learning rate used.
+        tokens_per_second: of the global batch, since the last record (images for images).
+        seconds: since training began.
+        memory: bytes of each rank: peak device memory, or peak resident memory on the CPU.
+        sent: bytes that this rank sent in the step, by axis.
+        val_loss: mean validation loss, nats, where it was measured after this step.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    tokens_per_second: float
+    seconds: float
+    memory: tuple[int, ...]
+    sent: Mapping[str, int] = field(default_factory=dict)
+    val_loss: float | None = None
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one JSON object a line, on disk as soon as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.records: list[Record] = []
+        self._file = path.open("w", encoding="utf-8", buffering=1)
+
+    def write(self, record: Record) -> None:
+        """Append a record."""
+        self.records.append(record)
+        self._file.write(json.dumps(asdict(record)) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def draw_loss(path: Path, records: Sequence[Record], entropy: float | None, title: str) -> None:
+    """Draw training and validation loss against steps, with the unigram entropy as a dashed line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot([r.step for r in records], [r.loss for r in records], color="#2a6f4e", label="training")
+    measured = [(r.step, r.val_loss) for r in records if r.val_loss is not None]
+    if measured:
+        axes.plot(*zip(*measured, strict=True), "o-", color="#c2572b", markersize=4, label="validation")
+    if entropy is not None:
+        axes.axhline(entropy, linestyle="--", color="#777777", label=f"unigram entropy {entropy:.2f}")
+    axes.set(xlabel="step", ylabel="loss (nats)", title=title)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    canvas.print_png(str(path))
+
+
+def save_model(path: Path, state: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a state dict as safetensors; the file appears whole or not at all.
+
+    Args:
+        path: ``*.safetensors``.
+        state: name to full tensor; names may share a tensor.
+        metadata: kept in the file's header.
+    """
+    from safetensors.torch import save_file
+
+    # safetensors refuses tensors that share memory, as tied weights do.
+    own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        save_file(own, temporary, metadata=dict(metadata))
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,284 @@
+"""The training loop behind the command line; every rank runs it."""
+
+import json
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from espalier.comm import all_gather, ledger
+from espalier.mesh import Mesh
+from espalier.models import generate
+from espalier.train.build import build_model, build_optimizer, build_schedule
+from espalier.train.data import Batches, prepare, training_batches, validation_batches
+from espalier.train.job import Job
+from espalier.train.memory import peak_memory
+from espalier.train.metrics import MetricsFile, Record, draw_loss, save_model
+from espalier.train.progress import Progress, Silent
+from espalier.train.text import Text
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says why and what to try."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended.
+
+    Attributes:
+        loss: last training loss, nats.
+        val_loss: validation loss at the end, nats.
+        entropy: unigram entropy of the training tokens, nats; None for random data.
+        parameters: of the model.
+        steps: optimizer steps done.
+        seconds: of training, without preparation and the final report.
+        ranks: that trained.
+        sample: generated text; None where none was asked for.
+        files: what was written, by what it is.
+    """
+
+    loss: float
+    val_loss: float
+    entropy: float | None
+    parameters: int
+    steps: int
+    seconds: float
+    ranks: int
+    sample: str | None
+    files: dict[str, str]
+
+
+def train(job: Job, progress: Progress | None = None) -> Summary | None:
+    """Train the job's model on this rank.
+
+    Args:
+        job: what to train.
+        progress: told how it goes; only rank 0's is used.
+
+    Returns:
+        The summary on rank 0, None on the others.
+
+    Raises:
+        TrainingError: when the loss is no longer finite.
+    """
+    import espalier
+
+    dtype = getattr(torch, job.train.dtype)
+    text = prepare(job)
+    model = build_model(job.model, job.train.seed, dtype)
+    parameters = sum(p.numel() for p in model.parameters())
+    optimizer = build_optimizer(job.optimizer, model)
+    plan = espalier.Plan.from_dict(dict(job.plan))
+    engine = espalier.initialize(model, optimizer, plan, max_grad_norm=job.train.clip)
+    schedule = build_schedule(job.optimizer, optimizer, job.train.steps)
+    first = engine.mesh.rank == 0
+    loop = Loop(
+        job,
+        engine,
+        model,
+        schedule,
+        training_batches(
+            job,
+            text,
+            size=job.train.batch_size,
+            sequence=job.train.sequence,
+            seed=job.train.seed,
+            dtype=dtype,
+        ),
+        validation_batches(job, text, dtype=dtype),
+        (progress or Silent()) if first else Silent(),
+    )
+    records = loop.run()
+    state = engine.full_state_dict()
+    if not first:
+        return None
+    return _finish(job, text, records, state, parameters, engine.mesh.size)
+
+
+class Loop:
+    """The steps of a run on one rank.
+
+    Args:
+        job: what to train.
+        engine: from `espalier.initialize`.
+        model: the engine's model, to switch between training and evaluation.
+        schedule: learning-rate schedule, moved on once a step.
+        batches: to train on.
+        validation: to validate on.
+        progress: told how it goes.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        engine: Any,
+        model: nn.Module,
+        schedule: LambdaLR,
+        batches: Batches,
+        validation: Batches,
+        progress: Progress,
+    ) -> None:
+        self._job = job
+        self._engine = engine
+        self._model = model
+        self._schedule = schedule
+        self._batches = batches
+        self._validation = validation
+        self._progress = progress
+
+    def run(self) -> list[Record]:
+        """Do all steps; return the records, which rank 0 also writes to ``metrics.jsonl``."""
+        settings = self._job.train
+        metrics = None
+        if self._engine.mesh.rank == 0:
+            self._job.out.mkdir(parents=True, exist_ok=True)
+            metrics = MetricsFile(self._job.out / "metrics.jsonl")
+        records: list[Record] = []
+        seconds, marked, counted = 0.0, time.perf_counter(), 0
+        try:
+            with self._progress:
+                for step in range(1, settings.steps + 1):
+                    last = step == settings.steps
+                    evaluate = last or (settings.eval_every > 0 and step % settings.eval_every == 0)
+                    due = step == 1 or evaluate or step % settings.log_every == 0
+                    rate = float(self._schedule.get_last_lr()[0])
+                    loss, sent = self._step(step, due)
+                    counted += 1
+                    if not due:
+                        continue
+                    value = self._finite(loss, step, records)
+                    elapsed = time.perf_counter() - marked
+                    seconds += elapsed
+                    record = Record(
+                        step=step,
+                        loss=value,
+                        grad_norm=_number(self._engine.grad_norm),
+                        lr=rate,
+                        tokens_per_second=counted * self._tokens_per_batch() / elapsed,
+                        seconds=seconds,
+                        memory=gather_memory(self._engine.mesh),
+                        sent=sent,
+                        val_loss=self._evaluate() if evaluate else None,
+                    )
+                    records.append(record)
+                    if metrics:
+                        metrics.write(record)
+                    self._progress.show(record)
+                    marked, counted = time.perf_counter(), 0
+        finally:
+            if metrics:
+                metrics.close()
+        return records
+
+    def _step(self, step: int, count: bool) -> tuple[torch.Tensor, dict[str, int]]:
+        engine = self._engine
+        with ledger(engine.mesh) if count else nullcontext() as book:
+            loss = engine(self._load(self._batches, step))
+            engine.backward(loss)
+            engine.step()
+        self._schedule.step()
+        return loss.detach(), book.by_axis() if book is not None else {}
+
+    def _load(self, batches: Batches, step: int) -> Any:
+        rows = self._engine.batch_rows(batches.size)
+        return self._engine.local_batch(batches.batch(step, rows), batches.size)
+
+    def _evaluate(self) -> float:
+        count = self._job.train.eval_batches
+        self._model.eval()
+        with torch.no_grad():
+            total = sum(self._engine(self._load(self._validation, i)).item() for i in range(count))
+        self._model.train()
+        return float(total / count)
+
+    def _finite(self, loss: torch.Tensor, step: int, records: list[Record]) -> float:
+        value = float(loss.item())
+        if math.isfinite(value):
+            return value
+        before = f"it was {records[-1].loss:.4f} at step {records[-1].step}" if records else "from the start"
+        norm = _number(self._engine.grad_norm)
+        clip = self._job.train.clip
+        raise TrainingError(
+            f"the loss is {value} at step {step} ({before}; gradient norm now {norm}). "
+            f"Try a lower optimizer.lr (now {self._job.optimizer.lr:g}), a longer optimizer.warmup "
+            f"(now {self._job.optimizer.warmup} steps) or "
+            f"{'clipping, train.clip = 1.0' if clip is None else f'a lower train.clip (now {clip:g})'}. "
+            f"Metrics up to here are in {self._job.out}/metrics.jsonl"
+        )
+
+    def _tokens_per_batch(self) -> int:
+        images = self._job.facts.image is not None
+        return self._batches.size * (1 if images else self._job.train.sequence)
+
+
+def gather_memory(mesh: Mesh) -> tuple[int, ...]:
+    """Peak memory in bytes of every rank, in the order of ranks; every rank must call it."""
+    values = torch.tensor([peak_memory(mesh.device())], dtype=torch.int64, device=mesh.device())
+    for axis in reversed(range(mesh.ndim)):
+        values = all_gather(values, mesh, axis, 0, values.numel() * mesh.shape[axis])
+    return tuple(values.tolist())
+
+
+def _finish(
+    job: Job,
+    text: Text | None,
+    records: list[Record],
+    state: dict[str, torch.Tensor],
+    parameters: int,
+    ranks: int,
+) -> Summary:
+    """Write the results; on rank 0 only."""
+    out, last = job.out, records[-1]
+    assert last.val_loss is not None
+    entropy = None if text is None else text.entropy
+    files = {"metrics": str(out / "metrics.jsonl"), "loss": str(out / "loss.png")}
+    draw_loss(out / "loss.png", records, entropy, f"{job.name}, {_describe(job, ranks)}")
+    files["model"] = str(out / "model.safetensors")
+    save_model(out / "model.safetensors", state, {"job": json.dumps(job.raw, default=str)})
+    sample = None
+    if text is not None:
+        text.tokenizer.save(str(out / "tokenizer.json"))
+        files["tokenizer"] = str(out / "tokenizer.json")
+        if job.train.sample_tokens and job.facts.labels in ("next", "same"):
+            sample = _sample(job, text, state)
+            files["sample"] = str(out / "sample.txt")
+            Path(files["sample"]).write_text(sample, "utf-8")
+    summary = Summary(
+        last.loss, last.val_loss, entropy, parameters, last.step, last.seconds, ranks, sample, files
+    )
+    return summary
+
+
+def _sample(job: Job, text: Text, state: dict[str, torch.Tensor]) -> str:
+    """Text written by the plain model with the trained weights: the layout is gone from it."""
+    model = job.model.build()
+    model.load_state_dict({name: tensor.cpu() for name, tensor in state.items()})
+    tokenizer = text.tokenizer
+    prompt = torch.tensor([tokenizer.encode(job.train.prompt).ids])
+    ids = generate(
+        model,
+        prompt,
+        job.train.sample_tokens,
+        temperature=job.train.temperature,
+        top_k=50,
+        generator=torch.Generator().manual_seed(job.train.seed),
+        max_positions=job.train.sequence,
+    )
+    return str(tokenizer.decode(ids[0].tolist()))
+
+
+def _describe(job: Job, ranks: int) -> str:
+    axes = " × ".join(f"{axis} {size}" for axis, size in job.plan.items() if isinstance(size, int))
+    count = f"{ranks} rank{'' if ranks == 1 else 's'}"
+    return f"{count}: {axes}" if axes else count
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

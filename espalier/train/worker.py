@@ -1,0 +1,70 @@
+"""One rank of a run: ``python -m espalier.train.worker ACTION FOLDER``.
+
+The folder is the parent's: it holds ``job.json``, and takes rank 0's result or
+any rank's reason for giving up, so that the parent can tell it once and clearly.
+"""
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from rich.console import Console
+
+from espalier.mesh.process import finish, start
+from espalier.train.job import Job
+from espalier.train.progress import Display, Lines, Progress
+from espalier.train.trainer import TrainingError, train
+from espalier.train.verify import verify
+
+GAVE_UP = 3
+"""Exit code of a rank that left its reason in the folder."""
+
+
+def execute(action: str, job: Job) -> Any:
+    """Do ``action`` on this rank; its result on rank 0, None elsewhere.
+
+    Raises:
+        ValueError: when the job does not fit this world.
+        TrainingError: when training cannot go on.
+    """
+    start()
+    try:
+        return _ACTIONS[action](job)
+    finally:
+        finish()
+
+
+def _train(job: Job) -> Any:
+    console = Console()
+    progress: Progress = Lines(job.train.steps, console)
+    if console.is_terminal:
+        progress = Display(job.train.steps, console, job.name)
+    return train(job, progress)
+
+
+_ACTIONS: Mapping[str, Callable[[Job], Any]] = MappingProxyType({"train": _train, "verify": verify})
+
+
+def main(argv: list[str]) -> int:
+    """Run as a process; the exit code."""
+    action, folder = argv[0], Path(argv[1])
+    handed = json.loads((folder / "job.json").read_text("utf-8"))
+    try:
+        result = execute(action, Job.from_dict(handed["raw"], source=handed["source"]))
+    except (ValueError, TrainingError) as error:
+        if handed["debug"]:
+            raise
+        (folder / f"gave-up-{os.environ.get('RANK', '0')}").write_text(str(error), "utf-8")
+        return GAVE_UP
+    if result is not None:
+        (folder / "result").write_bytes(pickle.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,18 @@
+"""No rule without a case in the brute force."""
+
+from __future__ import annotations
+
+import torch
+
+from espalier.tensor.rules import RULES
+from tests.ranks.brute import name_of
+from tests.ranks.cases import CASES
+
+
+def test_every_ruled_function_has_a_case():
+    tried = {id(f): f for group in CASES.values() for of in group for f in of.functions}
+    functions = list(tried.values())
+    # moving to a GPU is tried in tests/gpu
+    functions.append(torch.Tensor.cuda)
+    missing = [name_of(f) for f in RULES.functions() if f not in functions]
+    assert not missing, f"give these a case in tests/ranks/cases: {', '.join(missing)}"

@@ -1,0 +1,417 @@
+"""Brute force over layouts: a torch call on DTensors against the same call on plain tensors.
+
+A :class:`Case` names functions and gives sample arguments, in which an :class:`X` stands for a tensor.
+:func:`check` runs on every rank: for each function, sample and layout of the tensors it compares the
+values and the gradients, and returns what went wrong as text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import espalier
+from espalier import DTensor, GatherWarning, Layout, Mesh
+from espalier.layout import gradient_layout, local_box
+from espalier.layout.layout import R, V, is_partial
+from espalier.tensor import stamp
+from espalier.tensor.rules import RULES
+from espalier.tensor.rules.spec import spellings
+
+# values and addends are multiples of this, so that sums of addends are exact
+GRAIN = 2.0**-10
+SEED = 1234
+# so many combinations of layouts are tried at most for what is no first spelling
+FEW = 5
+
+
+@dataclass(frozen=True)
+class X:
+    """A tensor in sample arguments: floats in [low, high), or integers, or booleans."""
+
+    shape: tuple[int, ...]
+    low: float = -2.0
+    high: float = 2.0
+    dtype: torch.dtype = torch.float64
+    grad: bool = True
+    values: tuple[Any, ...] | None = None
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether its gradient is compared."""
+        return self.grad and self.dtype.is_floating_point
+
+
+def ints(shape: tuple[int, ...], low: int, high: int) -> X:
+    """Integers in [low, high)."""
+    return X(shape, low, high, torch.int64)
+
+
+def bools(shape: tuple[int, ...]) -> X:
+    """Booleans."""
+    return X(shape, 0, 2, torch.bool)
+
+
+class A:
+    """Sample arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args, self.kwargs = args, kwargs
+
+    def __repr__(self) -> str:
+        words = [_short(a) for a in self.args] + [f"{k}={_short(v)}" for k, v in self.kwargs.items()]
+        return f"({', '.join(words)})"
+
+
+def _short(a: Any) -> str:
+    if isinstance(a, X):
+        return f"{str(a.dtype)[6:]}{list(a.shape)}"
+    if isinstance(a, list | tuple):
+        return "[" + ", ".join(map(_short, a)) + "]"
+    return repr(a)
+
+
+@dataclass
+class Case:
+    """Functions with sample arguments.
+
+    Attributes:
+        functions: what is called; every one of them at least once.
+        samples: the arguments to try; a spelling that cannot take one of them is skipped for it.
+        random: compared with the same call on one rank under the same seed, not with torch's.
+        gathers: may warn that it gathers, in these (documented) circumstances.
+        shape_only: the values are undefined (``empty_like``).
+    """
+
+    name: str
+    functions: list[Callable[..., Any]]
+    samples: Sequence[A]
+    random: bool = False
+    gathers: bool = False
+    shape_only: bool = False
+
+
+def case(names: str, *samples: A, also: Sequence[Callable[..., Any]] = (), **options: Any) -> Case:
+    """A case for all ruled spellings of the names, in place too."""
+    functions: list[Callable[..., Any]] = list(also)
+    for name in names.split():
+        for f in spellings(name) + spellings(name + "_", f"__i{name}__"):
+            if RULES.get(f) is not None and f not in functions:
+                functions.append(f)
+    assert functions, f"no rule for {names}"
+    return Case(names.split()[0] if names else name_of(also[0]), functions, samples, **options)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What to call a function in a report."""
+    owner = getattr(function, "__objclass__", None) or getattr(function, "__module__", None)
+    return f"{getattr(owner, '__name__', owner)}.{getattr(function, '__name__', function)}"
+
+
+def writes(function: Callable[..., Any]) -> bool:
+    """Whether the function writes to its first argument."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    return name.endswith("_")
+
+
+# ---- layouts
+
+
+def states(x: X, ndim: int | None = None) -> list[Any]:
+    """The states that a tensor can have along one axis."""
+    found: list[Any] = [R, *range(len(x.shape))]
+    if x.dtype.is_floating_point:
+        found.append("sum")
+        if x.differentiable:
+            found.append(V)
+    return found
+
+
+def axis_layouts(tensors: Sequence[X], mesh: Mesh, few: int | None, rng: random.Random) -> Iterator[Any]:
+    """Tuples of layouts on a mesh of one axis: all of them, or ``few`` drawn ones."""
+    choices = [states(x) for x in tensors]
+    total = math.prod(map(len, choices))
+    if few is None and total > 200:
+        # varied differs from replicated in the gradient only; drawn ones show that often enough
+        firm = [[s for s in c if s != V] for c in choices]
+        drawn = [tuple(rng.choice(c) for c in choices) for _ in range(60)]
+        combos: Any = itertools.chain(itertools.islice(itertools.product(*firm), 400), drawn)
+    elif few is not None and total > few:
+        combos = [tuple(rng.choice(c) for c in choices) for _ in range(few)]
+    else:
+        combos = itertools.product(*choices)
+    for combo in combos:
+        yield tuple(made((s,), x.shape, mesh, rng) for s, x in zip(combo, tensors, strict=True))
+
+
+def drawn_layouts(tensors: Sequence[X], mesh: Mesh, count: int, rng: random.Random) -> Iterator[Any]:
+    """Tuples of layouts on a mesh of any axes, drawn; shards are likelier than the rest."""
+    for _ in range(count):
+        yield tuple(
+            made(
+                tuple(rng.choice([*states(x), *range(len(x.shape))]) for _ in mesh.shape),
+                x.shape,
+                mesh,
+                rng,
+            )
+            for x in tensors
+        )
+
+
+def made(axes: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh, rng: random.Random) -> Layout:
+    """The layout with these states, its cuts in a drawn order."""
+    cuts = []
+    for d in range(len(shape)):
+        cut = [a for a, s in enumerate(axes) if s == d]
+        rng.shuffle(cut)
+        cuts.append(tuple(cut))
+    return Layout.of(mesh, axes, tuple(cuts), shape)
+
+
+def value_of(x: X, generator: torch.Generator) -> torch.Tensor:
+    """A plain tensor as described, the same on every rank."""
+    if x.values is not None:
+        return torch.tensor(x.values, dtype=x.dtype).view(x.shape)
+    if not x.dtype.is_floating_point:
+        return torch.randint(int(x.low), int(x.high), x.shape, generator=generator).to(x.dtype)
+    low, high = math.ceil(x.low / GRAIN), math.ceil(x.high / GRAIN)
+    return torch.randint(low, high, x.shape, generator=generator).to(x.dtype).mul_(GRAIN)
+
+
+def laid(value: torch.Tensor, layout: Layout, generator: torch.Generator) -> DTensor:
+    """A DTensor of that value; where it is Partial, made of random addends."""
+    mesh, own = layout.mesh, 0
+    partial = [a for a, s in enumerate(layout.axes) if is_partial(s)]
+    for a in partial:
+        own = own * mesh.shape[a] + mesh.coordinate[a]
+    n = math.prod(mesh.shape[a] for a in partial)
+    parts = [
+        torch.randint(-2048, 2048, value.shape, generator=generator).to(value.dtype).mul_(GRAIN)
+        for _ in range(n - 1)
+    ]
+    parts.append(value - sum(parts) if parts else value)
+    return stamp(parts[own][local_box(layout).slices].clone(), layout)
+
+
+# ---- one call
+
+
+def put(tree: Any, tensors: Iterator[Any]) -> Any:
+    """The arguments with the tensors in place of their descriptions."""
+    if isinstance(tree, X):
+        return next(tensors)
+    if isinstance(tree, dict):
+        return {k: put(v, tensors) for k, v in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(put(v, tensors) for v in tree)
+    return tree
+
+
+def described(tree: Any) -> list[X]:
+    """The tensors that arguments describe, in order."""
+    if isinstance(tree, X):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    return [x for v in tree for x in described(v)] if isinstance(tree, tuple | list) else []
+
+
+def called(function: Callable[..., Any], sample: A, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The tensors that come out; of a function that writes, what was written."""
+    queue = iter(tensors)
+    args, kwargs = put(sample.args, queue), put(sample.kwargs, queue)
+    if writes(function) or kwargs.get("inplace") is True:
+        # a leaf that needs a gradient cannot be written to
+        args = (args[0].clone(), *args[1:])
+        out = function(*args, **kwargs)
+        assert out is None or out is args[0], "an in-place function must return its first argument"
+        return [args[0]]
+    out = function(*args, **kwargs)
+    # the kind of sequence is part of what is compared
+    return [type(out).__name__, *out] if isinstance(out, tuple | list) else [out]
+
+
+@dataclass
+class Truth:
+    """What the plain call gives."""
+
+    outs: list[Any]
+    cotangents: list[torch.Tensor | None]
+    grads: list[torch.Tensor | None]
+
+
+def truth(
+    function: Callable[..., Any], sample: A, values: Sequence[torch.Tensor], of: Case, generator: torch.Generator
+) -> Truth:
+    """Outputs and gradients of the plain call (for random functions: of the call on one rank)."""
+    xs = described((sample.args, sample.kwargs))
+    leaves = [v.clone().requires_grad_(x.differentiable) for v, x in zip(values, xs, strict=True)]
+    inputs = leaves
+    if of.random:
+        torch.manual_seed(SEED)
+        single = Mesh.single()
+        inputs = [
+            espalier.DTensor.from_local(x, single, [espalier.Replicate()]) for x in leaves
+        ]
+    outs = [espalier.full_tensor(o) if isinstance(o, torch.Tensor) else o for o in called(function, sample, inputs)]
+    cotangents = [
+        torch.randint(-512, 512, o.shape, generator=generator).to(o.dtype).mul_(4 * GRAIN)
+        if isinstance(o, torch.Tensor) and o.requires_grad
+        else None
+        for o in outs
+    ]
+    _backward(outs, cotangents)
+    outs = [o.detach() if isinstance(o, torch.Tensor) else o for o in outs]
+    return Truth(outs, cotangents, [x.grad for x in leaves])
+
+
+def _backward(outs: Sequence[Any], cotangents: Sequence[torch.Tensor | None]) -> None:
+    pairs = [(o, c) for o, c in zip(outs, cotangents, strict=True) if c is not None]
+    if pairs:
+        torch.autograd.backward([o for o, _ in pairs], [c for _, c in pairs])
+
+
+def compare(
+    function: Callable[..., Any], sample: A, layouts: Sequence[Layout], values: Sequence[torch.Tensor],
+    wanted: Truth, of: Case, generator: torch.Generator,
+) -> None:  # fmt: skip
+    """One call on DTensors against the truth.
+
+    Raises:
+        AssertionError: it differs.
+    """
+    xs = described((sample.args, sample.kwargs))
+    leaves = []
+    for value, layout, x in zip(values, layouts, xs, strict=True):
+        leaf = laid(value, layout, generator)
+        leaf.requires_grad_(x.differentiable)
+        leaves.append(leaf)
+    if of.random:
+        torch.manual_seed(SEED)
+    outs = called(function, sample, leaves)
+    assert len(outs) == len(wanted.outs), f"{len(outs)} outputs, not {len(wanted.outs)}"
+    full: list[Any] = []
+    for k, (out, right) in enumerate(zip(outs, wanted.outs, strict=True)):
+        if not isinstance(right, torch.Tensor):
+            assert out == right, f"output {k}: {out!r} is not {right!r}"
+            full.append(None)
+            continue
+        assert isinstance(out, DTensor), f"output {k} is no DTensor"
+        held = tuple(out.as_subclass(torch.Tensor).shape)
+        assert out.shape == right.shape, f"output {k}: shape {tuple(out.shape)}, not {tuple(right.shape)}"
+        assert held == out._layout.local_shape, f"output {k}: holds {held}, which is not what {out._layout} says"
+        assert out.dtype == right.dtype, f"output {k}: {out.dtype}, not {right.dtype}"
+        needs = wanted.cotangents[k] is not None
+        assert out.requires_grad == needs, f"output {k}: requires_grad is {out.requires_grad}"
+        full.append(out.full_tensor())
+        if not of.shape_only:
+            close(full[-1].detach(), right, f"output {k} as {out._layout}")
+    if writes(function):
+        assert same_place(outs[0]._layout, layouts[0]), f"written {layouts[0]}, now {outs[0]._layout}"
+    _backward(full, wanted.cotangents)
+    for k, (leaf, right) in enumerate(zip(leaves, wanted.grads, strict=True)):
+        if not xs[k].differentiable:
+            continue
+        grad = leaf.grad
+        if right is None:
+            assert grad is None or not grad.full_tensor().any(), f"input {k} has a gradient, the plain one has none"
+            continue
+        assert grad is not None, f"input {k} as {layouts[k]} has no gradient"
+        assert grad._layout is gradient_layout(layouts[k])
+        close(grad.full_tensor(), right, f"gradient of input {k} as {layouts[k]}")
+
+
+def same_place(a: Layout, b: Layout) -> bool:
+    """Whether two layouts differ in nothing but what is varied."""
+    firm = [tuple(R if s == V else s for s in lay.axes) for lay in (a, b)]
+    return firm[0] == firm[1] and a.cuts == b.cuts
+
+
+def close(given: torch.Tensor, right: torch.Tensor, what: str) -> None:
+    """Equal but for rounding."""
+    try:
+        torch.testing.assert_close(given, right, rtol=1e-10, atol=1e-11, equal_nan=True)
+    except AssertionError as error:
+        text = str(error).splitlines()
+        raise AssertionError(f"{what} is wrong: {' '.join(text[:4])}") from None
+
+
+# ---- all calls of a case
+
+
+def check(rank: int, world: int, group: str, axes: dict[str, int], few: int | None = None) -> list[str]:
+    """All cases of a group on a mesh; the failures, one line each."""
+    from tests.ranks.cases import CASES
+
+    mesh = Mesh.from_env(axes)
+    failures: list[str] = []
+    for of in CASES[group]:
+        for line in check_case(of, mesh, few):
+            failures.append(line)
+    return failures
+
+
+def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
+    """One case: its first spelling (and its first in-place one) under all layouts, the others under some."""
+    generator = torch.Generator().manual_seed(SEED)
+    rng = random.Random(SEED)
+    seen = set()
+    for function in of.functions:
+        first = writes(function) not in seen
+        fitted = 0
+        for sample in of.samples:
+            xs = described((sample.args, sample.kwargs))
+            values = [value_of(x, generator) for x in xs]
+            try:
+                wanted = truth(function, sample, values, of, generator)
+            except (TypeError, RuntimeError, IndexError, AttributeError) as error:
+                reason = error
+                continue
+            fitted += 1
+            if mesh.ndim > 1:
+                combos = drawn_layouts(xs, mesh, few if first else 1, rng) if few else iter(())
+            else:
+                combos = axis_layouts(xs, mesh, None if first else FEW, rng)
+            for layouts in combos:
+                line = _tried(function, sample, layouts, values, wanted, of, generator)
+                if line:
+                    yield f"{name_of(function)}{sample} on {', '.join(map(repr, layouts))}: {line}"
+        seen.add(writes(function))
+        if not fitted:
+            yield f"{name_of(function)}: no sample fits: {reason}"
+
+
+def _tried(function: Callable[..., Any], sample: A, layouts: Any, values: Any, wanted: Truth, of: Case, generator: Any) -> str:
+    gathers = of.gathers or (writes(function) and bool(layouts[0].partial))
+    failure = ""
+    try:
+        if gathers:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", GatherWarning)
+                compare(function, sample, layouts, values, wanted, of, generator)
+        else:
+            compare(function, sample, layouts, values, wanted, of, generator)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    # all ranks fail together or not at all; a rank that failed alone would leave the others waiting
+    flags = torch.zeros(7, dtype=torch.int64)
+    flags[0] = bool(failure)
+    try:
+        dist.all_reduce(flags)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"ranks out of step in {name_of(function)}{sample} on {layouts}: {failure or error}"
+        ) from error
+    if 0 < flags[0] and not failure:
+        return f"another rank failed ({int(flags[0])} in all)"
+    return failure

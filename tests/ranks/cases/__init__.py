@@ -1,0 +1,17 @@
+"""The cases of the brute force, in groups of about equal cost."""
+
+from tests.ranks.cases import indexing, loss, matmul, pointwise, randomness, reduction, views
+
+CASES = {
+    "unary": pointwise.UNARY,
+    "binary": pointwise.BINARY,
+    "linear": pointwise.LINEAR,
+    "matmul": matmul.CASES,
+    "attention": matmul.ATTENTION,
+    "reduction": reduction.CASES,
+    "views": views.CASES,
+    "joining": views.JOINING,
+    "indexing": indexing.CASES,
+    "loss": loss.CASES,
+    "randomness": randomness.CASES,
+}

@@ -1,0 +1,53 @@
+"""Cases of products, normalisations and attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tests.ranks.brute import A, X, bools, case, ints
+
+CASES = [
+    case("linear", A(X((4, 6)), X((2, 6))), A(X((5, 3)), X((7, 3)), X((7,))), A(X((2, 5, 4)), X((3, 4)), bias=X((3,))),
+         A(input=X((5, 3)), weight=X((7, 3))), A(X((5,)), X((3, 5))), A(X((5, 3)), X((3,)))),
+    case("matmul", A(X((4, 6)), X((6, 2))), A(X((5, 3)), X((3, 7))), A(X((5,)), X((5,))), A(X((5,)), X((5, 2))),
+         A(X((2, 5)), X((5,))), A(X((3, 2, 5)), X((5, 4))), A(X((3, 1, 2, 5)), X((2, 5, 2))), A(X((5,)), X((3, 5, 2)))),
+    case("mm", A(X((4, 6)), X((6, 2))), A(X((5, 3)), X((3, 7)))),
+    case("bmm", A(X((4, 2, 6)), X((4, 6, 2))), A(X((5, 2, 3)), X((5, 3, 1)))),
+    case("mv", A(X((4, 6)), X((6,))), A(X((5, 2)), X((2,)))),
+    case("dot vdot", A(X((6,)), X((6,))), A(X((5,)), X((5,))), A(X((1,)), X((1,)))),
+    case("", A(X((5, 2)), X((3, 5))), also=[torch.Tensor.__rmatmul__]),
+    case("addmm", A(X((4, 2)), X((4, 6)), X((6, 2))), A(X((7,)), X((5, 3)), X((3, 7)), beta=2, alpha=3), A(X(()), X((5, 3)), X((3, 2)))),
+    case("baddbmm", A(X((5, 2, 1)), X((5, 2, 3)), X((5, 3, 1))), A(X((4, 1)), X((2, 4, 3)), X((2, 3, 4)))),
+    case("outer ger", A(X((4,)), X((6,))), A(X((5,)), X((2,)))),
+    case("einsum", A("ij,jk->ik", X((4, 6)), X((6, 2))), A("bij,bjk->bik", X((5, 2, 3)), X((5, 3, 2))),
+         A("ij->j", X((5, 2))), A("ij,jk", X((5, 3)), X((3, 2))), A("ij->", X((5, 2))), A("i,j->ij", X((5,)), X((2,))),
+         A("bhqd,bhkd->bhqk", X((2, 3, 2, 4)), X((2, 3, 5, 4))), A("ij,ij->i", X((5, 1)), X((5, 2))),
+         A("ij,jk,kl->il", X((4, 2)), X((2, 3)), X((3, 5))), also=[torch.functional.einsum]),
+    case("embedding", A(ints((5, 2), 0, 7), X((7, 3))), A(ints((4,), 0, 6), X((6, 4))), A(ints((4,), 0, 2), X((2, 5))),
+         A(ints((4, 3), 0, 7), X((7, 7)), 2), A(ints((7,), 0, 7), X((7, 2)), padding_idx=-1),
+         A(X((7, 3)), ints((5, 2), 0, 7)), A(X((7, 7)), ints((7, 7), 0, 7)), A(ints((), 0, 7), X((7, 2)))),
+    case("conv1d", A(X((4, 6, 5)), X((2, 6, 3)), X((2,))), A(X((5, 3, 6)), X((7, 3, 2)), None, 2, 1), A(X((2, 4, 6)), X((4, 2, 3)), X((4,)), groups=2)),
+    case("conv2d", A(X((2, 3, 5, 4)), X((5, 3, 2, 2)), X((5,))), A(X((2, 3, 4, 4)), X((2, 3, 2, 2)), stride=2, padding=1)),
+    case("conv3d", A(X((2, 3, 4, 3, 3)), X((2, 3, 2, 2, 2)), X((2,)))),
+    case("layer_norm", A(X((4, 6)), (6,)), A(X((5, 2, 3)), (3,), X((3,)), X((3,))), A(X((5, 2, 3)), (2, 3), X((2, 3)))),
+    case("rms_norm", A(X((4, 6)), (6,)), A(X((5, 2, 3)), (3,), X((3,)), 1e-3)),
+    case("group_norm", A(X((4, 6, 3)), 2), A(X((5, 4)), 2, X((4,)), X((4,)))),
+    case("normalize", A(X((4, 6))), A(X((5, 2, 3)), dim=-1), A(X((5, 2)), 1.0, 0)),
+]
+
+_QKV = (X((2, 4, 3, 5)), X((2, 4, 3, 5)), X((2, 4, 3, 5)))
+ATTENTION = [
+    case("scaled_dot_product_attention",
+         A(*_QKV),
+         A(X((1, 2, 5, 3)), X((1, 2, 4, 3)), X((1, 2, 4, 2)), scale=0.5),
+         A(*_QKV, is_causal=True),
+         A(X((3, 3, 2)), X((3, 4, 2)), X((3, 4, 2))),
+         A(X((1, 4, 3, 2)), X((1, 2, 3, 2)), X((1, 2, 3, 2)), enable_gqa=True),
+         A(X((1, 6, 3, 2)), X((1, 3, 3, 2)), X((1, 3, 3, 2)), enable_gqa=True, is_causal=True)),
+    case("scaled_dot_product_attention",
+         A(X((2, 3, 2)), X((2, 3, 2)), X((2, 3, 2)), X((2, 3, 3))),
+         A(X((2, 3, 2)), X((2, 3, 2)), X((2, 3, 2)), attn_mask=X((2, 3, 3), 0, 2, torch.bool, values=(True, False, True) * 6)),
+         A(X((1, 2, 3, 2)), X((1, 2, 3, 2)), X((1, 2, 3, 2)), attn_mask=X((3, 3), -1, 1, grad=False))),
+]
+assert F and bools

@@ -1,0 +1,33 @@
+"""Every rule under every layout: on axes of size 2 and 3, even and uneven, forward and gradient."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks.brute import check
+from tests.ranks.cases import CASES
+
+
+def report(results: list[list[str]]) -> None:
+    """Fail with what the ranks found: for each call a layout or two, and how many more there are."""
+    lines = list(dict.fromkeys(line for found in results for line in found if "another rank failed" not in line))
+    calls: dict[str, list[str]] = {}
+    for line in lines:
+        calls.setdefault(line.partition(" on Layout")[0], []).append(line)
+    text = [
+        "\n    ".join([*found[:2], *([f"... and {len(found) - 2} more"] if len(found) > 2 else [])])
+        for found in calls.values()
+    ]
+    assert not any(results), f"{len(lines)} calls went wrong:\n" + "\n".join(text)
+
+
+@pytest.mark.parametrize("group", CASES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_layouts_on_one_axis(ranks, world, group):
+    report(ranks(world, check, group, {"axis": world}, timeout=300))
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("group", CASES)
+def test_drawn_layouts_on_two_axes(ranks, group):
+    report(ranks(4, check, group, {"one": 2, "two": 2}, 6, timeout=300))
