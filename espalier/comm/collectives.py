@@ -77,7 +77,7 @@ def all_gather(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> t
         return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
     x = _pad(x, dim, piece)
     out = x.new_empty([n * shape[0], *shape[1:]])
-    _gather_into(out, x, group=mesh.group(axis))
+    _gather_into(_wire(out), _wire(x), group=mesh.group(axis))
     if dim == 0:
         return out if size == n * piece else _join(out.view(n, *shape), 0, size, n)
     return _join(out.view(n, *shape), dim, size, n)
@@ -133,7 +133,11 @@ def all_to_all(
     counts = [math.prod(shape) for shape in shapes]
     out = x.new_empty(sum(counts))
     wire = torch.cat([p.reshape(-1) for p in pieces])
-    dist.all_to_all_single(out, wire, counts, [p.numel() for p in pieces], group=mesh.group(axis))
+    scale = wire.element_size() // _wire(wire).element_size()
+    dist.all_to_all_single(
+        _wire(out), _wire(wire), [c * scale for c in counts], [p.numel() * scale for p in pieces],
+        group=mesh.group(axis),
+    )  # fmt: skip
     return torch.cat([p.view(s) for p, s in zip(out.split(counts), shapes, strict=True)], join_dim)
 
 
@@ -146,9 +150,19 @@ def broadcast(x: torch.Tensor, mesh: Mesh, axis: int) -> torch.Tensor:
     if mesh.is_dry:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
-    wire = out.view(torch.uint8) if out.dtype is torch.bool else out
-    dist.broadcast(wire, group_src=0, group=mesh.group(axis))
+    dist.broadcast(_wire(out), group_src=0, group=mesh.group(axis))
     return out
+
+
+# what every backend carries; the rest goes as bytes
+_CARRIED = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
+)
+
+
+def _wire(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous ``x`` as the network may carry it, where nothing is computed on the way."""
+    return x if x.dtype in _CARRIED else x.reshape(-1).view(torch.uint8)
 
 
 def _record(mesh: Mesh, op: str, axis: int, sent: int) -> None:

@@ -21,7 +21,7 @@ from espalier.layout.transitions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor, layout_of, stamp
 from espalier.tensor.fallback import enter_or_gather
-from espalier.tensor.rules import INDEXING, RULES
+from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
 from espalier.tensor.rules.spec import Operand, Placed, Spec
 from espalier.tensor.saved import saving_shards
@@ -111,6 +111,7 @@ _entries: dict[Any, Entry | None] = {}
 
 _NO_KWARGS: dict[str, Any] = {}
 _special = RULES.special
+_typed = RULES.typed
 
 
 def forget() -> None:
@@ -140,7 +141,7 @@ def dispatch(
             key.append(_key(a))
     else:
         kwargs = _NO_KWARGS
-    if func in INDEXING:
+    if func in _typed:
         key.append(tuple(a.dtype for a in args if type(a) is DTensor))
     frozen = tuple(key)
     try:

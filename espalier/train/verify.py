@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.train.double import Double
 from espalier.train.build import build_model, build_optimizer
 from espalier.train.data import prepare, training_batches
 from espalier.train.job import Job
@@ -123,7 +124,8 @@ def verify(job: Job) -> Verification | None:
     reports = []
     for step in range(1, settings.steps + 1):
         batch = batches.batch(step, engine.batch_rows(batches.size))
-        loss = engine(engine.local_batch(batch, batches.size))
+        with Double() as double:
+            loss = engine(engine.local_batch(batch, batches.size))
         engine.backward(loss)
         engine.finish_gradients()
         gradients = _gathered(espalier, model, gradient=True)
@@ -143,6 +145,8 @@ def verify(job: Job) -> Verification | None:
         reports.append(StepReport(step, plain_loss, of_loss, of_norm, of_gradients, of_parameters))
     if plain is None:
         return None
+    if double.kept:
+        notices.append(f"{double.kept} casts to float32 inside the model kept in float64, on both sides")
     count = sum(p.numel() for p in reference.parameters())
     return Verification(
         type(reference).__name__, dict(plan.axes), count, settings.tolerance, reports, notices
@@ -161,7 +165,8 @@ class PlainRun:
         """Compute the gradients of the global batch; return its loss in nats."""
         self._optimizer.zero_grad()
         device = next(self._model.parameters()).device
-        loss = self._model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+        with Double():
+            loss = self._model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
         loss.backward()
         return float(loss.item())
 

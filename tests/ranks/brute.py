@@ -12,14 +12,14 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import espalier
 from espalier import DTensor, GatherWarning, Layout, Mesh
+from espalier.comm.moves import carry_out
 from espalier.layout import gradient_layout, local_box
 from espalier.layout.layout import R, V, is_partial
 from espalier.tensor import stamp
@@ -196,7 +196,7 @@ def laid(value: torch.Tensor, layout: Layout, generator: torch.Generator) -> DTe
         own = own * mesh.shape[a] + mesh.coordinate[a]
     n = math.prod(mesh.shape[a] for a in partial)
     parts = [
-        torch.randint(-2048, 2048, value.shape, generator=generator).to(value.dtype).mul_(GRAIN)
+        torch.randint(-8, 8, value.shape, generator=generator).to(value.dtype).mul_(0.25)
         for _ in range(n - 1)
     ]
     parts.append(value - sum(parts) if parts else value)
@@ -224,6 +224,15 @@ def described(tree: Any) -> list[X]:
     if isinstance(tree, dict):
         tree = tuple(tree.values())
     return [x for v in tree for x in described(v)] if isinstance(tree, tuple | list) else []
+
+
+def without_gradient(tree: Any) -> Any:
+    """The arguments for a function that torch cannot differentiate."""
+    if isinstance(tree, X):
+        return replace(tree, grad=False)
+    if isinstance(tree, dict):
+        return {k: without_gradient(v) for k, v in tree.items()}
+    return type(tree)(map(without_gradient, tree)) if isinstance(tree, tuple | list) else tree
 
 
 def called(function: Callable[..., Any], sample: A, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -265,7 +274,7 @@ def truth(
         ]
     outs = [espalier.full_tensor(o) if isinstance(o, torch.Tensor) else o for o in called(function, sample, inputs)]
     cotangents = [
-        torch.randint(-512, 512, o.shape, generator=generator).to(o.dtype).mul_(4 * GRAIN)
+        torch.randint(-8, 8, o.shape, generator=generator).to(o.dtype).mul_(0.25)
         if isinstance(o, torch.Tensor) and o.requires_grad
         else None
         for o in outs
@@ -300,35 +309,46 @@ def compare(
         torch.manual_seed(SEED)
     outs = called(function, sample, leaves)
     assert len(outs) == len(wanted.outs), f"{len(outs)} outputs, not {len(wanted.outs)}"
-    full: list[Any] = []
+    reached: list[Any] = []
+    cotangents: list[Any] = []
     for k, (out, right) in enumerate(zip(outs, wanted.outs, strict=True)):
         if not isinstance(right, torch.Tensor):
             assert out == right, f"output {k}: {out!r} is not {right!r}"
-            full.append(None)
             continue
         assert isinstance(out, DTensor), f"output {k} is no DTensor"
-        held = tuple(out.as_subclass(torch.Tensor).shape)
+        local, layout = out.as_subclass(torch.Tensor), out._layout
         assert out.shape == right.shape, f"output {k}: shape {tuple(out.shape)}, not {tuple(right.shape)}"
-        assert held == out._layout.local_shape, f"output {k}: holds {held}, which is not what {out._layout} says"
         assert out.dtype == right.dtype, f"output {k}: {out.dtype}, not {right.dtype}"
-        needs = wanted.cotangents[k] is not None
-        assert out.requires_grad == needs, f"output {k}: requires_grad is {out.requires_grad}"
-        full.append(out.full_tensor())
         if not of.shape_only:
-            close(full[-1].detach(), right, f"output {k} as {out._layout}")
+            agree(local, layout, right, f"output {k} as {layout}")
+        cotangent = wanted.cotangents[k]
+        assert out.requires_grad == (cotangent is not None), f"output {k}: requires_grad is {out.requires_grad}"
+        if cotangent is not None:
+            reached.append(local)
+            cotangents.append(laid(cotangent, gradient_layout(layout), generator).as_subclass(torch.Tensor))
     if writes(function):
         assert same_place(outs[0]._layout, layouts[0]), f"written {layouts[0]}, now {outs[0]._layout}"
-    _backward(full, wanted.cotangents)
+    if reached:
+        torch.autograd.backward(reached, cotangents)
     for k, (leaf, right) in enumerate(zip(leaves, wanted.grads, strict=True)):
         if not xs[k].differentiable:
             continue
         grad = leaf.grad
-        if right is None:
-            assert grad is None or not grad.full_tensor().any(), f"input {k} has a gradient, the plain one has none"
+        if grad is not None:
+            assert grad._layout is gradient_layout(layouts[k])
+        elif right is not None:
+            raise AssertionError(f"input {k} as {layouts[k]} has no gradient")
+        else:
             continue
-        assert grad is not None, f"input {k} as {layouts[k]} has no gradient"
-        assert grad._layout is gradient_layout(layouts[k])
-        close(grad.full_tensor(), right, f"gradient of input {k} as {layouts[k]}")
+        right = torch.zeros(grad.shape, dtype=grad.dtype) if right is None else right
+        agree(grad.as_subclass(torch.Tensor), grad._layout, right, f"gradient of input {k} as {layouts[k]}")
+
+
+def agree(local: torch.Tensor, layout: Layout, right: torch.Tensor, what: str) -> None:
+    """What this rank holds is its part of ``right``; what is Partial is summed first."""
+    assert tuple(local.shape) == layout.local_shape, f"{what}: holds {tuple(local.shape)}"
+    firm = Layout.of(layout.mesh, tuple(R if is_partial(s) else s for s in layout.axes), layout.cuts, layout.shape)
+    close(carry_out(local.detach(), layout, firm), right[local_box(firm).slices], what)
 
 
 def same_place(a: Layout, b: Layout) -> bool:
@@ -339,6 +359,8 @@ def same_place(a: Layout, b: Layout) -> bool:
 
 def close(given: torch.Tensor, right: torch.Tensor, what: str) -> None:
     """Equal but for rounding."""
+    if torch.equal(given, right):
+        return
     try:
         torch.testing.assert_close(given, right, rtol=1e-10, atol=1e-11, equal_nan=True)
     except AssertionError as error:
@@ -358,6 +380,9 @@ def check(rank: int, world: int, group: str, axes: dict[str, int], few: int | No
     for of in CASES[group]:
         for line in check_case(of, mesh, few):
             failures.append(line)
+            if len(failures) > 500:
+                # perhaps one rank alone failed amid a collective, and nothing fits from there on
+                return failures
     return failures
 
 
@@ -376,7 +401,11 @@ def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
                 wanted = truth(function, sample, values, of, generator)
             except (TypeError, RuntimeError, IndexError, AttributeError) as error:
                 reason = error
-                continue
+                if "derivative" not in str(error):
+                    continue
+                sample = A(*without_gradient(sample.args), **without_gradient(sample.kwargs))
+                xs = described((sample.args, sample.kwargs))
+                wanted = truth(function, sample, values, of, generator)
             fitted += 1
             if mesh.ndim > 1:
                 combos = drawn_layouts(xs, mesh, few if first else 1, rng) if few else iter(())
@@ -403,15 +432,4 @@ def _tried(function: Callable[..., Any], sample: A, layouts: Any, values: Any, w
             compare(function, sample, layouts, values, wanted, of, generator)
     except Exception as error:
         failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    # all ranks fail together or not at all; a rank that failed alone would leave the others waiting
-    flags = torch.zeros(7, dtype=torch.int64)
-    flags[0] = bool(failure)
-    try:
-        dist.all_reduce(flags)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"ranks out of step in {name_of(function)}{sample} on {layouts}: {failure or error}"
-        ) from error
-    if 0 < flags[0] and not failure:
-        return f"another rank failed ({int(flags[0])} in all)"
     return failure

@@ -33,6 +33,4 @@ for _part in (
 ):
     _part.register(RULES)
 
-INDEXING = indexing.FUNCTIONS
-
-__all__ = ["INDEXING", "RULES"]
+__all__ = ["RULES"]

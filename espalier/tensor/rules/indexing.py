@@ -9,9 +9,6 @@ import torch
 from espalier.layout.layout import normal_dim
 from espalier.tensor.rules.spec import Dims, Letter, Operand, Rules, Spec
 
-# functions whose key must know the index tensors' dtypes (a mask is not an index)
-FUNCTIONS = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
-
 
 def getitem(x: Operand, index: Any) -> Spec | None:
     """x[index]: dims taken whole keep their shards; indexed ones must be whole.
@@ -185,8 +182,9 @@ def one_hot(x: Operand, num_classes: int = -1) -> Spec | None:
 
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
-    rules.add(torch.Tensor.__getitem__, getitem)
-    rules.add(torch.Tensor.__setitem__, setitem)
+    # a mask is not an index
+    rules.add(torch.Tensor.__getitem__, getitem, typed=True)
+    rules.add(torch.Tensor.__setitem__, setitem, typed=True)
     rules.name("index_select")(index_select)
     rules.name("gather")(gather)
     rules.name("take_along_dim")(take_along_dim)

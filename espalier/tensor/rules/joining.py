@@ -12,14 +12,16 @@ from espalier.tensor.rules.spec import Dims, Operand, Rules, Spec
 
 
 def cat(tensors: Sequence[Operand], dim: int = 0) -> Spec | None:
-    """Put together along a whole dim; jointly linear."""
-    if any(x.ndim != tensors[0].ndim for x in tensors):
-        return None  # torch skips legacy empty tensors
-    at = normal_dim(dim, tensors[0].ndim)
-    first = tensors[0]
-    dims = tuple(None if i == at else ("d", i) for i in range(first.ndim))
-    shape = tuple(sum(x.shape[at] for x in tensors) if i == at else n for i, n in enumerate(first.shape))
-    return Spec([dims] * len(tensors), [dims], [shape], linear=[tuple(range(len(tensors)))])
+    """Put together along a whole dim; jointly linear. Empty 1-d tensors join anything, as in torch."""
+    real = [x for x in tensors if x.shape != (0,)]
+    if not real or any(x.ndim != real[0].ndim for x in real):
+        return None
+    first = real[0]
+    at = normal_dim(dim, first.ndim)
+    dims: Dims = tuple(None if i == at else ("d", i) for i in range(first.ndim))
+    shape = tuple(sum(x.shape[at] for x in real) if i == at else n for i, n in enumerate(first.shape))
+    ins = [(None,) if x.shape == (0,) else dims for x in tensors]
+    return Spec(ins, [dims], [shape], linear=[tuple(range(len(tensors)))])
 
 
 def stack(tensors: Sequence[Operand], dim: int = 0) -> Spec:

@@ -11,8 +11,7 @@ from espalier.tensor.rules.spec import Dims, Operand, RuleFunction, Rules, Spec,
 
 # f(x) linear in x: a Partial passes through
 LINEAR = """
-    neg positive clone contiguous to type type_as float double half bfloat16 cpu cuda detach alias
-    resolve_conj resolve_neg
+    neg positive clone contiguous cpu cuda detach alias resolve_conj resolve_neg
 """.split()
 
 NONLINEAR = """
@@ -31,7 +30,7 @@ BROADCAST = """
     pow float_power atan2 fmod remainder floor_divide maximum minimum fmax fmin hypot copysign nextafter
     logaddexp logaddexp2 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
     bitwise_left_shift bitwise_right_shift eq ne lt le gt ge equal_ greater greater_equal less less_equal
-    not_equal xlogy heaviside ldexp prelu isclose mod floordiv and or xor lshift rshift
+    not_equal xlogy heaviside ldexp isclose mod floordiv and or xor lshift rshift
 """.split()
 
 
@@ -70,15 +69,33 @@ def nonlinear(*args: Any, **kwargs: Any) -> Spec:
     return elementwise(found(args, kwargs))
 
 
-def linear(*args: Any, **kwargs: Any) -> Spec | None:
-    """Linear in the first operand; others only lend dtype or device."""
-    operands = found(args, kwargs)
-    if operands[0].dtype in (torch.bool, torch.uint8) or torch.bool in (*args[1:], *kwargs.values()):
-        return elementwise(operands[:1]) if len(operands) == 1 else None
-    if len(operands) == 2:  # type_as(other), to(other)
-        x, other = operands
-        return Spec([x.dims("x"), other.dims("o")], [x.dims("x")], [x.shape], linear=[(0,)])
-    return elementwise(operands, linear=[(0,)])
+def linear(x: Operand, *args: Any, **kwargs: Any) -> Spec:
+    """Linear in its one operand."""
+    return elementwise([x], linear=[(0,)])
+
+
+def casting(default: torch.dtype | None = None) -> RuleFunction:
+    """The rule of a cast: linear where nothing is rounded away, as from float32 to float64."""
+
+    def rule(x: Operand, *args: Any, **kwargs: Any) -> Spec:
+        operands = found(x, args, kwargs)
+        words = (*args, *kwargs.values())
+        target = next((w for w in words if isinstance(w, torch.dtype)), default or x.dtype)
+        if len(operands) == 2:
+            target = operands[1].dtype
+        exact = not any(isinstance(w, str | type) and "Tensor" in str(w) for w in words)
+        linear = [(0,)] if exact and torch.promote_types(x.dtype, target) == target else []
+        ins: list[Dims] = [o.dims(("x", o.index)) for o in operands]
+        return Spec(ins, ins[:1], [x.shape], linear=linear)
+
+    return rule
+
+
+def prelu(x: Operand, weight: Operand) -> Spec:
+    """One slope for all, or one for each index of dim 1."""
+    dims = x.dims()
+    channel = dims[1] if x.ndim > 1 and weight.ndim and x.shape[1] == weight.shape[0] else None
+    return Spec([dims, (channel,) * weight.ndim], [dims], [x.shape])
 
 
 def add(x: Any, other: Any, *, alpha: Any = 1) -> Spec:
@@ -169,9 +186,18 @@ def register(rules: Rules) -> None:
         (addcmul, "addcmul"),
         (addcdiv, "addcdiv"),
         (lerp, "lerp"),
+        (prelu, "prelu"),
     ]
     for rule, names_ in named:
         rules.name(*names_.split(), inplace=True)(rule)
+    for rule, names_ in (
+        (casting(), "to type type_as"),
+        (casting(torch.float32), "float"),
+        (casting(torch.float64), "double"),
+        (casting(torch.float16), "half"),
+        (casting(torch.bfloat16), "bfloat16"),
+    ):
+        rules.name(*names_.split(), typed=True)(rule)
     rules.add(torch.Tensor.__itruediv__, writing(div))
     rules.add(torch.Tensor.neg_, writing(linear))
     rules.add(torch.Tensor.__rtruediv__, reverse_div)

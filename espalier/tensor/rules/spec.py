@@ -44,7 +44,7 @@ class Operand:
         """Number of dims."""
         return len(self.layout.shape)
 
-    def dims(self, name: str = "d") -> Dims:
+    def dims(self, name: Hashable = "d") -> Dims:
         """A letter of its own for each dim."""
         return tuple((name, i) for i in range(self.ndim))
 
@@ -110,10 +110,13 @@ class Rules:
     def __init__(self) -> None:
         self._rules: dict[Any, RuleFunction] = {}
         self._specials: dict[Any, Special] = {}
+        self.typed: set[Any] = set()
 
-    def add(self, function: Any, rule: RuleFunction) -> None:
-        """Let ``rule`` speak for ``function``."""
+    def add(self, function: Any, rule: RuleFunction, *, typed: bool = False) -> None:
+        """Let ``rule`` speak for ``function``; ``typed``: its answer hangs on the operands' dtypes."""
         self._rules[function] = rule
+        if typed:
+            self.typed.add(function)
 
     def get(self, function: Any) -> RuleFunction | None:
         """The rule for a function, if there is one."""
@@ -131,7 +134,7 @@ class Rules:
         """All functions that have a rule."""
         return tuple(self._rules)
 
-    def name(self, *names: str, inplace: bool = False) -> Callable[[RuleFunction], RuleFunction]:
+    def name(self, *names: str, inplace: bool = False, typed: bool = False) -> Callable[[RuleFunction], RuleFunction]:
         """Register a rule for every public spelling of these names (see :func:`spellings`).
 
         With ``inplace``, also for the spellings that end in an underscore, writing operand 0.
@@ -142,10 +145,10 @@ class Rules:
                 found = spellings(name)
                 assert found, f"torch has no {name}"
                 for function in found:
-                    self.add(function, rule)
+                    self.add(function, rule, typed=typed)
                 if inplace:
                     for function in spellings(name + "_", f"__i{name}__"):
-                        self.add(function, writing(rule))
+                        self.add(function, writing(rule), typed=typed)
             return rule
 
         return register
