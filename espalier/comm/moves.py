@@ -6,13 +6,15 @@ The backward of a move is the move of the gradient between the gradient layouts 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from espalier.comm import collectives as door
 from espalier.layout import Layout, Step, chunk_bounds, gradient_layout, route, same_data
-from espalier.layout.layout import AxisState, V
+from espalier.layout.layout import AxisState
 from espalier.layout.transitions import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -24,6 +26,53 @@ from espalier.layout.transitions import (
     SLICE,
 )
 
+LocalStep = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Itinerary:
+    """Everything about a move that its two layouts decide, worked out once.
+
+    Attributes:
+        forward: what to do to the local tensor, step by step.
+        idle: on this rank neither forward nor backward does anything.
+        summed: the axes, if forward is all-reduces of sums along them and backward does nothing.
+        unsummed: a reduction without gradient that the source still lacks.
+    """
+
+    __slots__ = ("_dst", "_src", "forward", "idle", "mesh", "scale", "summed", "unsummed")
+
+    def __init__(self, src: Layout, dst: Layout) -> None:
+        self.scale = _average_factor(src, dst)
+        if self.scale is not None:
+            # an average is a sum of parts already divided
+            src, dst = _as_sums(src), _as_sums(dst)
+        self._src, self._dst, self.mesh = src, dst, src.mesh
+        steps = () if same_data(src, dst) else route(src, dst).steps
+        self.forward = tuple(_compiled(step) for step in steps if not _idle(step))
+        back_src, back_dst = gradient_layout(dst), gradient_layout(src)
+        back = () if same_data(back_src, back_dst) else route(back_src, back_dst).steps
+        returns = any(not _idle(step) for step in back)
+        self.idle = not self.forward and not returns and self.scale is None
+        busy = [step for step in steps if not _idle(step)]
+        sums = not returns and all(s.operation == ALL_REDUCE and s.src.axes[s.axis] == "sum" for s in busy)
+        self.summed = tuple(s.axis for s in busy) if sums else ()
+        lacking = [s for s in src.axes if s in ("max", "min", "product")]
+        self.unsummed = lacking[0] if lacking else None
+
+    def back(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient taken the other way."""
+        return move(grad, gradient_layout(self._dst), gradient_layout(self._src))
+
+
+@lru_cache(maxsize=65536)
+def itinerary(src: Layout, dst: Layout) -> Itinerary:
+    """The (cached) itinerary between two layouts of one global shape on one mesh.
+
+    Raises:
+        ValueError: there is no route.
+    """
+    return Itinerary(src, dst)
+
 
 def move(x: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
     """Take a local tensor from one layout to another, recorded by autograd.
@@ -34,31 +83,43 @@ def move(x: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
     Raises:
         ValueError: there is no route, or a reduction other than sum and avg needs a gradient.
     """
-    if same_data(src, dst):
+    return x if src is dst else travel(x, itinerary(src, dst))
+
+
+def travel(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
+    """:func:`move` along an itinerary at hand."""
+    if way.idle:
         return x
-    scale = _average_factor(src, dst)
-    if scale is not None:
-        # an average is a sum of parts already divided
-        x = x * scale if x.is_floating_point() else x
-        src, dst = _as_sums(src), _as_sums(dst)
-        if src is dst:
-            return x
-    if torch.is_grad_enabled() and x.requires_grad:
-        unsummed = [s for s in src.axes if s in ("max", "min", "product")]
-        if unsummed:
-            raise ValueError(
-                f"A Partial({unsummed[0]}) value that needs a gradient cannot be reduced: only sums and "
-                "averages have one. Reduce over an unsharded dim, or redistribute before the operation."
-            )
-        out: torch.Tensor = _Move.apply(x, src, dst)  # type: ignore[no-untyped-call]
+    if way.scale is not None and x.is_floating_point():
+        x = x * way.scale
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        for step in way.forward:
+            x = step(x)
+        return x
+    if way.unsummed is not None:
+        raise ValueError(
+            f"A Partial({way.unsummed}) value that needs a gradient cannot be reduced: only sums and "
+            "averages have one. Reduce over an unsharded dim, or redistribute before the operation."
+        )
+    if way.summed:
+        # clone's backward is the identity, which is what the gradient of a sum needs
+        out = x.clone(memory_format=torch.contiguous_format)
+        inner = out.detach()
+        for axis in way.summed:
+            door.all_reduce_(inner, way.mesh, axis).wait()
         return out
-    return carry_out(x, src, dst)
+    moved: torch.Tensor = _apply(x, way)
+    return moved
 
 
 def carry_out(x: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
     """Take a local tensor from one layout to another, without autograd."""
-    for step in route(src, dst).steps:
-        x = _do(x, step)
+    return _carried(x, itinerary(src, dst))
+
+
+def _carried(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
+    for step in way.forward:
+        x = step(x)
     return x
 
 
@@ -66,45 +127,60 @@ class _Move(torch.autograd.Function):
     espalier = True
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
-        ctx.ends = src, dst
-        out = carry_out(x, src, dst)
-        return out.view_as(out) if out is x else out
+    def forward(ctx: Any, x: torch.Tensor, way: Itinerary) -> torch.Tensor:
+        ctx.way = way
+        out = _carried(x, way)
+        # not view_as: a view holds its base, which may remember the view (a cycle no collector sees);
+        # detach shares data and version counter alone
+        return out.detach() if out is x else out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        src, dst = ctx.ends
-        return move(grad, gradient_layout(dst), gradient_layout(src)), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.way.back(grad), None
 
 
-def _do(x: torch.Tensor, step: Step) -> torch.Tensor:
+# straight to C: the Python apply in between serves functorch and costs as much as the call
+_apply: Callable[[torch.Tensor, Itinerary], torch.Tensor] = super(torch.autograd.Function, _Move).apply  # type: ignore[misc]
+
+
+def _idle(step: Step) -> bool:
+    """Whether a step leaves the local tensor as it is on this rank."""
+    op, axis, src, _ = step
+    if src.mesh.shape[axis] == 1 or op == IDENTITY:
+        return True
+    return op == KEEP and src.mesh.coordinate[axis] == 0
+
+
+def _compiled(step: Step) -> LocalStep:
     op, axis, src, dst = step
-    mesh = src.mesh
-    if op == IDENTITY:
-        return x
-    old, new = src.axes[axis], dst.axes[axis]
+    mesh, old, new = src.mesh, src.axes[axis], dst.axes[axis]
     if op == ALL_REDUCE:
-        return door.all_reduce(x, mesh, axis, str(old))
+        return lambda x: door.all_reduce(x, mesh, axis, str(old))
     if op == ALL_GATHER:
         assert isinstance(old, int)
-        return door.all_gather(x, mesh, axis, old, dst.local_shape[old])
+        return lambda x: door.all_gather(x, mesh, axis, old, dst.local_shape[old])
     if op == REDUCE_SCATTER:
         assert isinstance(new, int)
-        return door.reduce_scatter(x, mesh, axis, new)
+        return lambda x: door.reduce_scatter(x, mesh, axis, new)
     if op == ALL_TO_ALL:
         assert isinstance(old, int) and isinstance(new, int)
-        return door.all_to_all(x, mesh, axis, new, old, dst.local_shape[old])
-    n, here = mesh.shape[axis], mesh.coordinate[axis]
+        return lambda x: door.all_to_all(x, mesh, axis, new, old, dst.local_shape[old])
     if op == SLICE:
         assert isinstance(new, int)
-        return x.narrow(new, *chunk_bounds(x.shape[new], n, here)).clone()
+        piece = chunk_bounds(src.local_shape[new], mesh.shape[axis], mesh.coordinate[axis])
+        return lambda x: x.narrow(new, *piece).clone()
     if op == PAD:
         assert isinstance(old, int)
-        out = x.new_zeros(dst.local_shape)
-        out.narrow(old, *chunk_bounds(dst.local_shape[old], n, here)).copy_(x)
-        return out
+        piece = chunk_bounds(dst.local_shape[old], mesh.shape[axis], mesh.coordinate[axis])
+        return lambda x: _among_zeros(x, dst, old, piece)
     assert op == KEEP
-    return x if here == 0 else torch.zeros_like(x)
+    return torch.zeros_like
+
+
+def _among_zeros(x: torch.Tensor, dst: Layout, dim: int, piece: tuple[int, int]) -> torch.Tensor:
+    out = x.new_zeros(dst.local_shape)
+    out.narrow(dim, *piece).copy_(x)
+    return out
 
 
 def _average_factor(src: Layout, dst: Layout) -> float | None:
@@ -119,10 +195,3 @@ def _average_factor(src: Layout, dst: Layout) -> float | None:
 def _as_sums(layout: Layout) -> Layout:
     axes: tuple[AxisState, ...] = tuple("sum" if s == "avg" else s for s in layout.axes)
     return Layout.of(layout.mesh, axes, layout.cuts, layout.shape)
-
-
-def vary(x: torch.Tensor, layout: Layout, axes: tuple[int, ...]) -> tuple[torch.Tensor, Layout]:
-    """Mark that ranks along ``axes`` will use a replicated value differently."""
-    varied = layout.with_varied(axes)
-    assert all(varied.axes[a] == V for a in axes)
-    return move(x, layout, varied), varied

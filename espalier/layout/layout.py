@@ -57,6 +57,7 @@ class Layout:
 
     __slots__ = (
         "__weakref__",
+        "_gradient",
         "_placements",
         "axes",
         "cuts",
@@ -76,6 +77,7 @@ class Layout:
     padded_shape: tuple[int, ...]
     stride: tuple[int, ...]
     is_plain: bool
+    _gradient: Layout | None
 
     def __new__(
         cls,
@@ -252,6 +254,7 @@ def _build(
     self.mesh, self.axes, self.cuts, self.shape = mesh, axes, cuts, shape
     self.local_shape = local_sizes(shape, cuts, mesh.shape, mesh.coordinate)
     self.padded_shape = local_sizes(shape, cuts, mesh.shape, (0,) * mesh.ndim)
+    self._gradient = None
     self.is_plain = all(n == 1 or s == R for n, s in zip(mesh.shape, axes, strict=True))
     self._placements = tuple(placement_of(s) for s in axes)
     stride, step = [], 1

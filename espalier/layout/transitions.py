@@ -80,4 +80,8 @@ def gradient_state(state: AxisState) -> AxisState:
 
 def gradient_layout(layout: Layout) -> Layout:
     """The layout of the gradient of a value that lies as ``layout``."""
-    return Layout.of(layout.mesh, tuple(gradient_state(s) for s in layout.axes), layout.cuts, layout.shape)
+    known = layout._gradient
+    if known is None:
+        states = tuple(gradient_state(s) for s in layout.axes)
+        known = layout._gradient = Layout.of(layout.mesh, states, layout.cuts, layout.shape)
+    return known

@@ -32,6 +32,7 @@ class Mesh:
         coordinate: this rank's position on each axis.
         device_type: where local tensors live (``"cpu"``, ``"cuda"``; ``"meta"`` on a dry mesh).
         ledgers: the open ledgers that traffic on this mesh is written to (see ``espalier.comm``).
+        lately: what was gathered last, for the next operation that wants the same (a cache of one).
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Mesh:
         self.device_type = device_type
         self.is_dry = is_dry
         self.ledgers: list[Any] = []
+        self.lately: Any = None
         self._device_mesh = device_mesh
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
         self._index = {name: i for i, name in enumerate(names)}

@@ -8,13 +8,14 @@ the inputs where they must be, call, stamp the outputs.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
-from espalier.comm import move
+from espalier.comm.moves import itinerary, travel
 from espalier.layout import Layout, route, same_data
 from espalier.layout.layout import R, V
 from espalier.layout.transitions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
@@ -24,10 +25,10 @@ from espalier.tensor.fallback import enter_or_gather
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
 from espalier.tensor.rules.spec import Operand, Placed, Spec
-from espalier.tensor.saved import saving_shards
+from espalier.tensor.saved import Shard, gather_before_backward, saving_shards
 
 _plain_call = torch._C._disabled_torch_function_impl
-_CACHE_LIMIT = 50_000
+_CACHE_LIMIT = 10_000  # entries of one function
 
 Path = tuple[Any, ...]
 
@@ -35,10 +36,11 @@ Path = tuple[Any, ...]
 class Move:
     """One input's way from the layout it has to the one the call needs."""
 
-    __slots__ = ("dst", "gathers", "only_varies", "path", "remember", "src")
+    __slots__ = ("dst", "gathers", "only_varies", "path", "remember", "src", "way")
 
     def __init__(self, path: Path, src: Layout, dst: Layout) -> None:
         self.path, self.src, self.dst = path, src, dst
+        self.way = itinerary(src, dst)
         self.only_varies = all(a == b or (a == R and b == V) for a, b in zip(src.axes, dst.axes, strict=True))
         ops = {step.operation for step in route(src, dst).steps}
         self.gathers = bool(ops & {ALL_GATHER, ALL_TO_ALL}) and ALL_REDUCE not in ops
@@ -48,7 +50,7 @@ class Move:
 class Entry:
     """How one kind of call is carried out."""
 
-    __slots__ = ("moves", "out", "outs", "placed", "run", "simple", "tail", "written")
+    __slots__ = ("moves", "out", "outs", "placed", "quick", "run", "simple", "tail", "writes", "written")
 
     def __init__(self, spec: Spec, placed: Placed, operands: list[Operand]) -> None:
         self.placed = placed
@@ -57,30 +59,39 @@ class Entry:
         self.outs = placed.outs
         self.out = placed.outs[0] if len(placed.outs) == 1 else None
         self.written = operands[spec.inplace].path if spec.inplace is not None else None
-        self.moves = tuple(
+        moves = (
             Move(o.path, o.layout, dst)
             for o, dst in zip(operands, placed.ins, strict=True)
             if o.path != self.written and not same_data(o.layout, dst)
         )
-        self.simple = not self.moves and self.run is None and self.tail is None and self.out is not None
+        self.moves = tuple(m for m in moves if not m.way.idle)
+        self.simple = self.quick = self.writes = False
+
+    def settle(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """After the first call: whether the next ones may take a short cut."""
+        if self.moves or self.run is not None or self.out is None or not isinstance(out, torch.Tensor):
+            return
+        if self.written is not None:
+            self.writes = type(_at(args, kwargs, self.written)) is DTensor
+        else:
+            self.simple, self.quick = self.tail is None, self.tail is not None
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry the call out; torch functions are not intercepted meanwhile."""
         with raw():
-            gathered: list[tuple[torch.Tensor, torch.Tensor, Move]] = []
+            shards: list[Shard] = []
             for m in self.moves:
                 x = _at(args, kwargs, m.path)
                 if m.only_varies and not (x.requires_grad and torch.is_grad_enabled()):
                     continue
                 moved = _moved(x, m)
-                if moved is x:
-                    continue
                 args, kwargs = _with(args, kwargs, m.path, moved)
                 if m.gathers and moved.requires_grad:
-                    gathered.append((x, moved, m))
-            if gathered:
-                with saving_shards([(x, moved, m.src, m.dst) for x, moved, m in gathered]):
+                    shards.append(_shard_of(x, moved, m))
+            if shards:
+                with saving_shards(shards):
                     out = self._local(func, args, kwargs)
+                gather_before_backward(out, shards)
             else:
                 out = self._local(func, args, kwargs)
         return self._stamped(out, args, kwargs)
@@ -107,56 +118,64 @@ class Entry:
         return out
 
 
-_entries: dict[Any, Entry | None] = {}
+class _Slot(dict[Any, "Entry | None"]):
+    """What is known of one function: its entries by the rest of the key, and how it is keyed."""
+
+    __slots__ = ("special", "typed")
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        super().__init__()
+        self.special = RULES.special(func)
+        self.typed = func in RULES.typed
+
+
+_slots: dict[Any, _Slot] = {}
 
 _NO_KWARGS: dict[str, Any] = {}
-_special = RULES.special
-_typed = RULES.typed
+_UNSEEN: Any = object()
+# NumPy's names, which torch takes too
+_ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 
 
 def forget() -> None:
     """Drop all cached entries (a rule was added)."""
-    _entries.clear()
+    _slots.clear()
 
 
 def dispatch(
     cls: type, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
     """``DTensor.__torch_function__``."""
-    special = _special(func)
-    if special is not None:
-        return special(func, types, args, kwargs or {})
-    key: list[Any] = [func]
-    for a in args:
-        t = type(a)
-        if t is DTensor:
-            key.append(a._layout)
-        elif t is int or t is str:
-            key.append(a)
-        else:
-            key.append(_key(a))
+    slot = _slots.get(func)
+    if slot is None:
+        slot = _slots[func] = _Slot(func)
+    if slot.special is not None:
+        return slot.special(func, types, args, kwargs or {})
+    # the way of every call, so written for speed: tensors stand for their layouts in the key
+    key: Any = tuple([a._layout if type(a) is DTensor else a if type(a) is int else _key(a) for a in args])
     if kwargs:
-        for name, a in kwargs.items():
-            key.append(name)
-            key.append(_key(a))
+        key = (key, *[(name, _key(a)) for name, a in kwargs.items()])
     else:
         kwargs = _NO_KWARGS
-    if func in _typed:
-        key.append(tuple(a.dtype for a in args if type(a) is DTensor))
-    frozen = tuple(key)
-    try:
-        entry = _entries[frozen]
-    except KeyError:
-        return _first(frozen, func, types, args, kwargs)
+    if slot.typed:
+        key = (key, *[a.dtype for a in args if type(a) is DTensor])
+    entry = slot.get(key, _UNSEEN)
+    if entry is _UNSEEN:
+        return _first(slot, key, func, args, kwargs)
     if entry is None:
         return _unruled(func, types, args, kwargs)
     if entry.simple:
         out = _plain_call(func, types, args, kwargs)
-        if isinstance(out, torch.Tensor) and entry.written is None:
-            out.__class__ = DTensor
-            out._layout = entry.out  # type: ignore[attr-defined]
-            return out
-        return entry._stamped(out, args, kwargs)
+        out.__class__ = DTensor
+        out._layout = entry.out
+        return out
+    if entry.quick:
+        out = _plain_call(func, types, (args[0], *entry.tail), _NO_KWARGS)  # type: ignore[misc]
+        out.__class__ = DTensor
+        out._layout = entry.out
+        return out
+    if entry.writes:
+        return _plain_call(func, types, args, kwargs)
     return entry.call(func, args, kwargs)
 
 
@@ -164,8 +183,10 @@ def _key(a: Any) -> Any:
     t = type(a)
     if t is DTensor:
         return (a._layout, a.dtype)
+    if t is bool:
+        return (bool, a)  # else True would be found for 1
     if t is float or t is complex:
-        return t  # a scalar's value never decides a layout
+        return t if a else 0.0  # of a scalar's value, no more than whether it is zero decides
     if isinstance(a, torch.Tensor):
         return (t, a.shape, a.dtype)
     if t is tuple or t is list or t is torch.Size:
@@ -182,13 +203,16 @@ def _key(a: Any) -> Any:
 
 
 def _first(
-    key: Any, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    slot: _Slot, key: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if len(_entries) >= _CACHE_LIMIT:
-        _entries.clear()
-    entry = _build(func, args, kwargs)
-    _entries[key] = entry
-    return _unruled(func, types, args, kwargs) if entry is None else entry.call(func, args, kwargs)
+    if len(slot) >= _CACHE_LIMIT:
+        slot.clear()
+    entry = slot[key] = _build(func, args, kwargs)
+    if entry is None:
+        return _unruled(func, (), args, kwargs)
+    out = entry.call(func, args, kwargs)
+    entry.settle(out, args, kwargs)
+    return out
 
 
 def _build(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
@@ -200,6 +224,9 @@ def _build(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     seen_args = tuple(_operands(a, mesh, operands, (i,)) for i, a in enumerate(args))
     seen_kwargs = {k: _operands(a, mesh, operands, (k,)) for k, a in kwargs.items()}
     with raw():
+        for other, name in _ALIASES.items():
+            if other in seen_kwargs:
+                seen_kwargs[name] = seen_kwargs.pop(other)
         if "input" in seen_kwargs and "input" not in inspect.signature(rule).parameters:
             seen_args = (seen_kwargs.pop("input"), *seen_args)
         spec = rule(*seen_args, **seen_kwargs)
@@ -279,12 +306,45 @@ def _moved(x: torch.Tensor, m: Move) -> torch.Tensor:
     step: its moved form would hold memory, and a reference cycle through its gradient accumulator.
     """
     if not m.remember or type(x) is not DTensor or (x.is_leaf and x.requires_grad):
-        return move(x, m.src, m.dst)
-    known = x.__dict__.setdefault("_moved", {})
+        return travel(x, m.way)
     tag = (m.dst, x._version, torch.is_grad_enabled())
-    if tag not in known:
-        known[tag] = move(x, m.src, m.dst)
-    return known[tag]  # type: ignore[no-any-return]
+    if m.gathers:
+        return _gathered(x, m, tag)
+    known = x.__dict__.get("_moved")
+    if known is None:
+        known = x._moved = {}  # type: ignore[attr-defined]
+    moved = known.get(tag)
+    if moved is None:
+        moved = known[tag] = travel(x, m.way)
+    return moved  # type: ignore[no-any-return]
+
+
+def _gathered(x: DTensor, m: Move, tag: Any) -> torch.Tensor:
+    """``x`` gathered; the mesh remembers the last one, as long as ``x`` lives.
+
+    Remembered on ``x`` itself it would stay as long as autograd keeps ``x`` for the backward pass.
+    """
+    mesh = m.src.mesh
+    if mesh.lately is not None:
+        owner, known, moved = mesh.lately
+        if owner() is x and known == tag:
+            return moved  # type: ignore[no-any-return]
+
+    def forget_it(owner: Any) -> None:
+        if mesh.lately is not None and mesh.lately[0] is owner:
+            mesh.lately = None
+
+    moved = travel(x, m.way)
+    mesh.lately = (weakref.ref(x, forget_it), tag, moved)
+    return moved
+
+
+def _shard_of(x: torch.Tensor, moved: torch.Tensor, m: Move) -> Shard:
+    """What stands for a gathered tensor until the backward pass; one for all operations that use it."""
+    known: Shard | None = moved.__dict__.get("_shard")
+    if known is None:
+        known = moved._shard = Shard(x, moved, m.src, m.dst)  # type: ignore[attr-defined]
+    return known
 
 
 DTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment, method-assign]

@@ -1,13 +1,18 @@
 """What the backward pass keeps (design, section 3.3).
 
 A gathered tensor is never saved for backward when its shard will do: while an operation runs on
-gathered inputs, each that autograd saves is replaced by its shard, and gathered again on demand.
+gathered inputs, each that autograd saves is replaced by its shard, and gathered again for the
+backward pass.
+
+When it is gathered again must not hang on what the local operation saved: on a rank whose shard is
+empty that may be nothing, and a collective that one rank leaves out stops them all. So the
+gathering is tied to the operation's place in the graph, which is the same on all ranks: a hook
+before the operation's node gathers, one before the node of the first gathering lets go.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,24 +20,58 @@ import torch
 from espalier.comm.moves import carry_out
 from espalier.layout import Layout
 
+_outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
 
-class _Regathered:
-    """A shard from which the gathered tensor can be had again; views of it are restored too."""
 
-    def __init__(self, shard: torch.Tensor, src: Layout, dst: Layout) -> None:
-        self.shard, self.src, self.dst = shard.detach().as_subclass(torch.Tensor), src, dst
-        self._alive: Any = None
+class Shard:
+    """A shard from which a gathered tensor can be had again."""
+
+    def __init__(self, shard: torch.Tensor, full: torch.Tensor, src: Layout, dst: Layout) -> None:
+        self.src, self.dst = src, dst
+        self.storage = full.untyped_storage()._cdata
+        self._version = shard._version
+        self._full: torch.Tensor | None = None
+        self._shard: Any = shard.detach().as_subclass(torch.Tensor)
+        self._outer: Callable[[Any], torch.Tensor] | None = None
+        # checkpointing and offloading have the last word on what is kept
+        outer = _outer_hooks(True)
+        if outer is not None:
+            self._shard, self._outer = outer[0](self._shard), outer[1]
+        assert full.grad_fn is not None
+        full.grad_fn.register_prehook(self._let_go)
+
+    def gather(self, *grads: Any) -> None:
+        """Have the gathered tensor at hand (as a hook before the operation's node)."""
+        if self._full is None:
+            self._full = self._gathered()
 
     def get(self) -> torch.Tensor:
-        known = self._alive() if self._alive is not None else None
-        if known is None:
-            known = carry_out(self.shard, self.src, self.dst)
-            self._alive = weakref.ref(known)
-        return known  # type: ignore[no-any-return]
+        """The gathered tensor."""
+        return self._gathered() if self._full is None else self._full
+
+    def _gathered(self) -> torch.Tensor:
+        if self._shard is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time. Specify retain_graph=True if you need to."
+            )
+        shard = self._shard if self._outer is None else self._outer(self._shard)
+        if self._outer is None and shard._version != self._version:
+            raise RuntimeError(
+                f"A tensor needed for the gradient has been modified by an in-place operation: it lies as "
+                f"{self.src!r}, is at version {shard._version}, expected version {self._version}."
+            )
+        with torch.no_grad():
+            return carry_out(shard, self.src, self.dst)
+
+    def _let_go(self, *grads: Any) -> None:
+        self._full = None
+        if not _graph_is_kept():
+            self._shard = None
 
 
 class _View:
-    def __init__(self, source: _Regathered, seen: torch.Tensor) -> None:
+    def __init__(self, source: Shard, seen: torch.Tensor) -> None:
         self.source = source
         self.geometry = (seen.shape, seen.stride(), seen.storage_offset())
 
@@ -41,21 +80,34 @@ class _View:
         return self.source.get().as_strided(shape, stride, offset)
 
 
-def saving_shards(
-    gathered: list[tuple[torch.Tensor, torch.Tensor, Layout, Layout]],
-) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context in which autograd saves shards in place of gathered tensors.
+class _Outer:
+    def __init__(self, held: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.held, self.unpack = held, unpack
 
-    Args:
-        gathered: (shard, gathered tensor, layout of the shard, layout of the gathered tensor).
-    """
-    sources = {
-        full.untyped_storage()._cdata: _Regathered(shard, src, dst) for shard, full, src, dst in gathered
-    }
+    def get(self) -> torch.Tensor:
+        return self.unpack(self.held)
 
-    def pack(x: torch.Tensor) -> torch.Tensor | _View:
+
+def saving_shards(shards: Sequence[Shard]) -> torch.autograd.graph.saved_tensors_hooks:
+    """A context in which autograd saves shards in place of gathered tensors."""
+    sources = {shard.storage: shard for shard in shards}
+    outer = _outer_hooks(True)
+
+    def pack(x: torch.Tensor) -> torch.Tensor | _View | _Outer:
         source = sources.get(x.untyped_storage()._cdata)
-        return x if source is None else _View(source, x)
+        if source is not None:
+            return _View(source, x)
+        return x if outer is None else _Outer(outer[0](x), outer[1])
 
-    unpack: Callable[[Any], torch.Tensor] = lambda x: x.get() if isinstance(x, _View) else x  # noqa: E731
+    def unpack(held: torch.Tensor | _View | _Outer) -> torch.Tensor:
+        return held if isinstance(held, torch.Tensor) else held.get()
+
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def gather_before_backward(out: Any, shards: Sequence[Shard]) -> None:
+    """Gather again when the backward pass reaches the operation that gave ``out``."""
+    for x in out if isinstance(out, tuple | list) else (out,):
+        if isinstance(x, torch.Tensor) and x.grad_fn is not None:
+            for shard in shards:
+                x.grad_fn.register_prehook(shard.gather)

@@ -31,7 +31,7 @@ from espalier.tensor.rules import RULES
 from espalier.tensor.rules.spec import Letter, Operand, Spec
 
 # an embedding below this share of all parameters is not worth an all-reduce of activations
-_LARGE_SHARE = 0.02
+_LARGE_SHARE = 0.005
 
 Stream = int
 Cut = tuple[str, int]  # a parameter's name and the dim
@@ -102,8 +102,9 @@ class _Watch(TorchFunctionMode):
         # the rule is asked before the call, which may write in place
         spec = self._spec(func, args, kwargs) if known and RULES.special(func) is None else None
         out = func(*args, **kwargs)
-        if known and RULES.special(func) is None:
-            self._follow(spec, tensors, out)
+        results = tensors_in(out)
+        if known and results and RULES.special(func) is None:
+            self._follow(spec, tensors, results)
         return out
 
     def _spec(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Spec | None:
@@ -124,13 +125,14 @@ class _Watch(TorchFunctionMode):
         except TypeError:
             return None
 
-    def _follow(self, spec: Spec | None, tensors: list[torch.Tensor], out: Any) -> None:
+    def _follow(
+        self, spec: Spec | None, tensors: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> None:
         if spec is None or len(spec.ins) != len(tensors):
             for t in tensors:
                 self._leak_all(t)
             return
         at = self._letters(spec, tensors)
-        results = [t for t in tensors_in(out)]
         for letter, members in at.items():
             stream = self._join(letter, members, spec, results)
             if stream is None:

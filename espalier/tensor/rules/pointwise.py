@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from espalier.tensor.rules.reduction import exact
 from espalier.tensor.rules.spec import Dims, Operand, RuleFunction, Rules, Spec, spellings, writing
 
 # f(x) linear in x: a Partial passes through
@@ -83,8 +84,8 @@ def casting(default: torch.dtype | None = None) -> RuleFunction:
         target = next((w for w in words if isinstance(w, torch.dtype)), default or x.dtype)
         if len(operands) == 2:
             target = operands[1].dtype
-        exact = not any(isinstance(w, str | type) and "Tensor" in str(w) for w in words)
-        linear = [(0,)] if exact and torch.promote_types(x.dtype, target) == target else []
+        named = any(isinstance(w, str | type) and "Tensor" in str(w) for w in words)
+        linear = [(0,)] if not named and exact(x.dtype, target) else []
         ins: list[Dims] = [o.dims(("x", o.index)) for o in operands]
         return Spec(ins, ins[:1], [x.shape], linear=linear)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from espalier.comm import move
-from espalier.layout import Layout
+from espalier.layout import Layout, local_box
 from espalier.layout.layout import R, normal_dim
 from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec
 
@@ -21,6 +21,11 @@ def normal_dims(dim: DimsArgument, ndim: int) -> tuple[int, ...]:
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(ndim))
     return tuple(normal_dim(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim))
+
+
+def exact(given: torch.dtype, wanted: torch.dtype | None) -> bool:
+    """Whether a cast rounds nothing away, so that it may be done to addends."""
+    return wanted is None or torch.promote_types(given, wanted) == wanted
 
 
 def reduced(x: Operand, dims: tuple[int, ...], keepdim: bool) -> tuple[Dims, tuple[int, ...]]:
@@ -38,7 +43,8 @@ def sum_(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: 
     """The sum: Partial where a summed dim is sharded."""
     dims = normal_dims(dim, x.ndim)
     out, shape = reduced(x, dims, keepdim)
-    return Spec([x.dims()], [out], [shape], reduce={("d", i): "sum" for i in dims}, linear=[(0,)])
+    reduce = {("d", i): "sum" for i in dims}
+    return Spec([x.dims()], [out], [shape], reduce=reduce, linear=[(0,)] if exact(x.dtype, dtype) else [])
 
 
 def mean(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Spec:
@@ -90,7 +96,11 @@ def cumsum(x: Operand, dim: int, *, dtype: Any = None) -> Spec:
     """Linear in x; the dim must be whole."""
     at = normal_dim(dim, x.ndim)
     return Spec(
-        [x.dims()], [x.dims()], [x.shape], linear=[(0,)], blocked=frozenset([("d", at)] if x.ndim else [])
+        [x.dims()],
+        [x.dims()],
+        [x.shape],
+        linear=[(0,)] if exact(x.dtype, dtype) else [],
+        blocked=frozenset([("d", at)] if x.ndim else []),
     )
 
 
@@ -158,23 +168,26 @@ def vector_norm(
 
 
 def triangle(x: Operand, diagonal: int = 0) -> Spec:
-    """tril and triu: the last two dims must be whole."""
-    return Spec(
-        [x.dims()], [x.dims()], [x.shape], linear=[(0,)], blocked=frozenset(x.dims()[-2:])
-    )
+    """tril and triu: each rank's diagonal starts where its box does."""
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        row, column = local_box(placed.ins[0]).offsets[-2:]
+        return func(args[0] if args else kwargs["input"], diagonal + row - column)  # type: ignore[no-any-return]
+
+    return Spec([x.dims()], [x.dims()], [x.shape], linear=[(0,)], run=run)
 
 
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
-    rules.name("sum")(sum_)
-    rules.name("mean")(mean)
+    rules.name("sum", typed=True)(sum_)
+    rules.name("mean", typed=True)(mean)
     rules.name("amax", "amin")(extreme)
     rules.name("max", "min")(max_)
     rules.name("argmax", "argmin")(argmax)
     rules.name("var", "std")(variance)
     rules.name("all", "any")(truth)
     rules.name("logsumexp", "prod", "count_nonzero")(whole)
-    rules.name("cumsum")(cumsum)
+    rules.name("cumsum", typed=True)(cumsum)
     rules.name("cumprod", "logcumsumexp", "softmax", "log_softmax", "softmin")(_along(1))
     rules.name("sort", "cummax", "cummin")(_along(2))
     rules.name("argsort")(_along(1))

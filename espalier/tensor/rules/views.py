@@ -60,8 +60,10 @@ def regroup(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
     return groups
 
 
-def view(x: Operand, *shape: Any) -> Spec | None:
+def view(x: Operand, *shape: Any, **by_name: Any) -> Spec | None:
     """view and reshape."""
+    # called shape, size or dtype
+    shape = shape or tuple(by_name.values())
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         return None
     wanted = list(sizes(shape))
@@ -121,10 +123,10 @@ def ravel(x: Operand) -> Spec | None:
     return _reshaping(view(x, (-1,)))
 
 
-def unflatten(x: Operand, dim: int, given: Any, *names: Any) -> Spec | None:
+def unflatten(x: Operand, dim: int, sizes: Any) -> Spec | None:
     """Split one dim."""
     at = normal_dim(dim, x.ndim)
-    return _reshaping(view(x, (*x.shape[:at], *_filled(x.shape[at], sizes((given,))), *x.shape[at + 1 :])))
+    return _reshaping(view(x, (*x.shape[:at], *_filled(x.shape[at], tuple(sizes)), *x.shape[at + 1 :])))
 
 
 def _filled(total: int, parts: tuple[int, ...]) -> tuple[int, ...]:
@@ -148,9 +150,9 @@ def transpose(x: Operand, dim0: int, dim1: int) -> Spec:
     return _permuted(x, order)
 
 
-def permute(x: Operand, *dims: Any) -> Spec:
+def permute(x: Operand, *order: Any, dims: Any = ()) -> Spec:
     """Any order of the dims."""
-    return _permuted(x, [normal_dim(d, x.ndim) for d in sizes(dims)])
+    return _permuted(x, [normal_dim(d, x.ndim) for d in sizes(order or dims)])
 
 
 def movedim(x: Operand, source: Any, destination: Any) -> Spec:
@@ -188,9 +190,10 @@ def unsqueeze(x: Operand, dim: int) -> Spec:
     )
 
 
-def squeeze(x: Operand, *dim: Any) -> Spec:
+def squeeze(x: Operand, dim: Any = None) -> Spec:
     """Dims of size 1 gone (such a dim cannot stay sharded)."""
-    given = range(x.ndim) if not dim else [normal_dim(d, x.ndim) for d in sizes(dim)]
+    some = (dim,) if isinstance(dim, int) else dim
+    given = range(x.ndim) if some is None else [normal_dim(d, x.ndim) for d in some]
     gone = {d for d in given if x.shape[d] == 1} if x.ndim else set()
     kept = [i for i in range(x.ndim) if i not in gone]
     dims = tuple(None if i in gone else d for i, d in enumerate(x.dims()))
@@ -199,9 +202,9 @@ def squeeze(x: Operand, *dim: Any) -> Spec:
     return _reshaping(spec) or spec
 
 
-def expand(x: Operand, *shape: Any) -> Spec:
+def expand(x: Operand, *shape: Any, size: Any = (), implicit: bool = False) -> Spec:
     """Dims of size 1 stretched, new ones in front."""
-    wanted = sizes(shape)
+    wanted = sizes(shape or size)
     skip = len(wanted) - x.ndim
     new = tuple(x.shape[i - skip] if n == -1 else n for i, n in enumerate(wanted))
     dims = tuple(d if x.shape[i] == new[i + skip] else None for i, d in enumerate(x.dims()))
@@ -219,14 +222,14 @@ def expand_as(x: Operand, other: Operand) -> Spec:
     return spec
 
 
-def broadcast_to(x: Operand, shape: Any) -> Spec:
+def broadcast_to(x: Operand, size: Any) -> Spec:
     """torch.broadcast_to."""
-    return expand(x, shape)
+    return expand(x, size)
 
 
-def repeat(x: Operand, *counts: Any) -> Spec:
+def repeat(x: Operand, *counts: Any, repeats: Any = ()) -> Spec:
     """Tiled: dims repeated once may be sharded."""
-    times = sizes(counts)
+    times = sizes(counts or repeats)
     skip = len(times) - x.ndim
     dims = tuple(d if times[i + skip] == 1 else None for i, d in enumerate(x.dims()))
     shape = [n * (x.shape[i - skip] if i >= skip else 1) for i, n in enumerate(times)]
@@ -247,9 +250,9 @@ def repeat_interleave(
     return spec
 
 
-def flip(x: Operand, *dims: Any) -> Spec:
+def flip(x: Operand, *some: Any, dims: Any = ()) -> Spec:
     """Reversed along whole dims."""
-    given = {normal_dim(d, x.ndim) for d in sizes(dims)}
+    given = {normal_dim(d, x.ndim) for d in sizes(some or (dims,) if isinstance(dims, int) else some or dims)}
     return _whole(x, given)
 
 

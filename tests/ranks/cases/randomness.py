@@ -29,5 +29,5 @@ CASES = [
          A(X((2, 3, 3, 2)), X((2, 3, 3, 2)), X((2, 3, 3, 2)), dropout_p=0.5),
          A(X((3, 5, 2)), X((3, 4, 2)), X((3, 4, 2)), None, 0.3),
          A(X((1, 4, 3, 2)), X((1, 2, 3, 2)), X((1, 2, 3, 2)), dropout_p=0.5, is_causal=True, enable_gqa=True),
-         random=True),
+         random=True, most=40),
 ]

@@ -17,16 +17,17 @@ CASES = [
     case("transpose swapaxes swapdims", A(X((4, 6)), 0, 1), A(X((2, 5, 3)), -1, 0)),
     case("permute", A(X((4, 6)), (1, 0)), A(X((2, 5, 3)), (2, 0, -2)), A(X((2, 5, 3)), 2, 0, 1), A(X((2, 5)), dims=(1, 0))),
     case("movedim moveaxis", A(X((2, 5, 3)), 0, 2), A(X((2, 5, 3)), (0, 1), (-1, 0))),
-    case("t", A(X((4, 6))), A(X((5,))), also=[torch.Tensor.T.__get__]),  # type: ignore[attr-defined]
+    case("t", A(X((4, 6))), A(X((5,)))),
+    case("", A(X((4, 6))), A(X((5, 2))), also=[torch.Tensor.T.__get__]),  # type: ignore[attr-defined]
     case("", A(X((4, 6))), A(X((2, 5, 3))), also=[torch.Tensor.mT.__get__]),  # type: ignore[attr-defined]
     case("unsqueeze", A(X((4, 6)), 0), A(X((5, 2)), -1), A(X(()), 0)),
-    case("squeeze", A(X((4, 1, 6))), A(X((1, 5, 2)), 0), A(X((2, 1)), -1), A(X((5, 2)), 1), A(X((1, 3, 1)), (0, 2)), A(X((2, 3)))),
-    case("expand", A(X((4, 1)), 4, 6), A(X((5, 1)), (2, 5, 3)), A(X((5, 2)), -1, 2), A(X((2,)), 5, -1), A(X(()), 3), A(X((1, 1)), 4, -1)),
+    case("squeeze", A(X((4, 1, 6))), A(X((1, 5, 2)), 0), A(X((2, 1)), -1), A(X((5, 2)), 1), A(X((1, 3, 1)), (0, 2)), A(X((3, 1)), dim=1), A(X((2, 3)))),
+    case("expand", A(X((4, 1)), 4, 6), A(X((5, 1)), (2, 5, 3)), A(X((5, 2)), -1, 2), A(X((2,)), 5, -1), A(X(()), 3), A(X((1, 1)), 4, -1), A(X((5, 1)), size=(5, 3))),
     case("expand_as", A(X((4, 1)), X((4, 6), grad=False)), A(X((2,)), X((5, 2), grad=False))),
     case("broadcast_to", A(X((4, 1)), (4, 6)), A(X((5, 2)), (3, 5, 2))),
     case("repeat", A(X((4, 6)), 1, 2), A(X((5, 2)), (3, 1, 1)), A(X((5, 2)), 2, 1)),
     case("repeat_interleave", A(X((4, 6)), 3, 1), A(X((5, 2)), 2, 0), A(X((5, 2)), repeats=2, dim=-1)),
-    case("flip", A(X((4, 6)), (0,)), A(X((5, 2)), (0, 1)), A(X((5, 2)), [1]), A(X((5, 2)), 0)),
+    case("flip", A(X((4, 6)), (0,)), A(X((5, 2)), (0, 1)), A(X((5, 2)), [1]), A(X((5, 2)), 0), A(X((5, 2)), dims=(1,))),
     case("roll", A(X((4, 6)), 1), A(X((5, 2)), 2, 0), A(X((5, 2)), (1, 1), (0, 1))),
     case("pad", A(X((4, 6)), (1, 2)), A(X((5, 2)), [0, 0, 1, 1], "constant", 3.0), A(X((2, 3, 4)), (1, 1), mode="reflect")),
 ]

@@ -1,0 +1,146 @@
+"""What the benchmarks share: timing in turns, ratios of paired timings, the table of bars."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Times = list[float]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the work that is compared.
+
+    Attributes:
+        run: the work itself; what it returns is dropped while the clock runs.
+        before: called before every timed stretch, untimed (dropping gradients, waiting for other ranks).
+    """
+
+    run: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+
+
+@dataclass
+class Bar:
+    """One claim: seconds of ``mine`` are at most ``limit`` times those of ``other``.
+
+    Without a limit it is shown for information and cannot fail.
+    """
+
+    work: str
+    mine: str
+    other: str
+    seconds: float
+    other_seconds: float
+    ratio: float
+    limit: float | None = None
+
+    @property
+    def missed(self) -> bool:
+        """Whether the claim does not hold."""
+        return self.limit is not None and self.ratio > self.limit
+
+
+@dataclass
+class Report:
+    """The bars of a run, printed as one table."""
+
+    bars: list[Bar] = field(default_factory=list)
+
+    def add(
+        self, work: str, times: Mapping[str, Times], mine: str, other: str, limit: float | None = None
+    ) -> None:
+        """Compare two contenders of :func:`in_turns`: the median over rounds of the ratio within a round.
+
+        Both timings of a round lie close together in time, so what else the machine does meanwhile
+        weighs on both; the median drops the rounds in which it weighed on one alone.
+        """
+        ratio = statistics.median(a / b for a, b in zip(times[mine], times[other], strict=True))
+        a, b = statistics.median(times[mine]), statistics.median(times[other])
+        self.bars.append(Bar(work, mine, other, a, b, ratio, limit))
+
+    def show(self) -> int:
+        """Print the table; gives the exit status: 1 if a bar was missed."""
+        rows = [("work", "", "time", "against", "its time", "ratio", "bar", "")]
+        rows += [_row(bar) for bar in self.bars]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        left = (0, 1, 3, 7)
+        for i, row in enumerate(rows):
+            cells = (c.ljust(w) if j in left else c.rjust(w) for j, (c, w) in enumerate(zip(row, widths, strict=True)))
+            print("  ".join(cells).rstrip())
+            if i == 0:
+                print("  ".join("-" * w for w in widths))
+        missed = sum(bar.missed for bar in self.bars)
+        bars = sum(bar.limit is not None for bar in self.bars)
+        print(f"\n{bars - missed} of {bars} bars hold" + (f", {missed} missed" if missed else ""))
+        return 1 if missed else 0
+
+
+def _row(bar: Bar) -> tuple[str, ...]:
+    limit = "" if bar.limit is None else f"<= {bar.limit:g}"
+    verdict = "" if bar.limit is None else "MISS" if bar.missed else "PASS"
+    return (
+        bar.work, bar.mine, _time(bar.seconds), bar.other, _time(bar.other_seconds), f"{bar.ratio:.2f}", limit, verdict
+    )  # fmt: skip
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
+
+
+def in_turns(
+    contenders: Mapping[str, Contender],
+    *,
+    rounds: int,
+    calls: int = 1,
+    warmup: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Times]:
+    """Seconds a call, for each contender and round.
+
+    In each round every contender makes ``calls`` calls under one clock; who begins moves on by one
+    from round to round. Garbage is collected between the timings and not during them.
+
+    Args:
+        rounds: how many times all have their turn.
+        calls: calls in a row under the clock; more than one for work of microseconds.
+        warmup: calls before anything is timed (caches fill, memory is had).
+        clock: seconds; ``time.process_time`` for work of one thread that waits for nothing, so that
+            what other programs take of the machine does not count.
+    """
+    times: dict[str, Times] = {name: [] for name in contenders}
+    for contender in contenders.values():
+        for _ in range(warmup):
+            contender.before()
+            contender.run()
+    names: Sequence[str] = list(contenders)
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()  # what lives already is not looked through again: collections in between take no time
+    gc.disable()
+    try:
+        for i in range(rounds):
+            if i % 10 == 0:
+                gc.collect()
+            for k in range(len(names)):
+                name = names[(i + k) % len(names)]
+                times[name].append(_timed(contenders[name], calls, clock))
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+    return times
+
+
+def _timed(contender: Contender, calls: int, clock: Callable[[], float]) -> float:
+    run = contender.run
+    contender.before()
+    repeat = range(calls)
+    start = clock()
+    for _ in repeat:
+        run()
+    return (clock() - start) / calls

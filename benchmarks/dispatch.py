@@ -1,0 +1,262 @@
+"""What a DTensor costs an operation: Espalier, torch's DTensor and plain tensors, in one run.
+
+No network counts. One process plays rank 0 of a world of two in torch's fake process group: its
+collectives return at once, so that what is measured is what the Python and C++ around the local
+operations cost. Both libraries get the very same ``DeviceMesh``, the same layouts and the same
+values; "plain" are ordinary tensors of the shapes that this rank holds, that is, what one would
+compute by hand. So "Espalier / plain" is its whole overhead, and no speed-up of sharding hides in it.
+
+Two meshes are shown:
+
+* ``1 rank``: an axis of one. Nothing needs to be moved and no arithmetic is repeated, so the
+  ratios are those of dispatch alone.
+* ``2 ranks``: tensor parallel (attention by heads, column then row in the MLP), so both libraries
+  also decide on, and call, the (fake) collectives of a real step; plain does none.
+
+The work:
+
+* *block*: the forward and backward pass of a pre-norm transformer block, batch 2, 16 tokens, width
+  64, 4 heads, MLP of 256. Attention is written out (matmul, softmax, matmul), for torch's DTensor
+  has no sharding strategy for ``scaled_dot_product_attention`` over sharded heads on the CPU; with
+  that function, Espalier is compared to plain alone. Gradients are dropped between calls, untimed.
+* *add, matmul, view*: the forward call alone, small tensors, recorded by autograd or not. With
+  autograd the operands are results of operations, as activations are.
+* *AdamW*: a step over 30 parameters of a small transformer, in all three forms that torch has. Plain
+  parameters have the local shapes. Both ways: ``optimizer.step()`` on DTensor parameters, and
+  ``espalier.engine.update``, which the engine's ``step()`` calls.
+
+    python benchmarks/dispatch.py
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _common import Contender, Report
+from _common import in_turns as in_turns_by
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import espalier
+from espalier.engine.update import update
+
+BATCH, TOKENS, WIDTH, HEADS, HIDDEN = 2, 16, 64, 4, 256
+# the parameters that a tensor axis cuts, and the dim
+CUTS = {
+    "q.weight": 0, "q.bias": 0, "k.weight": 0, "k.bias": 0, "v.weight": 0, "v.bias": 0, "o.weight": 1,
+    "up.weight": 0, "up.bias": 0, "down.weight": 1,
+}  # fmt: skip
+
+# one thread that waits for nothing: what other programs take of the machine does not count
+in_turns = partial(in_turns_by, clock=time.process_time)
+
+Distribute = Callable[[torch.Tensor, DeviceMesh, list[Placement]], torch.Tensor]
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block, written for one device.
+
+    Args:
+        share: of the heads and of the hidden features, 1/share are computed (2: what one rank of
+            two computes by hand).
+        fused: use ``scaled_dot_product_attention``, else attention is written out.
+    """
+
+    def __init__(self, share: int = 1, fused: bool = False) -> None:
+        super().__init__()
+        inner, hidden = WIDTH // share, HIDDEN // share
+        self.fused = fused
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, inner) for _ in range(3))
+        self.o = nn.Linear(inner, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [batch, tokens, width]."""
+        x = x + self.o(self.attend(self.norm1(x)))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        """The heads' outputs, side by side."""
+        size = WIDTH // HEADS
+        q, k, v = (f(x).view(BATCH, TOKENS, -1, size).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if self.fused:
+            out = F.scaled_dot_product_attention(q, k, v)
+        else:
+            out = torch.softmax(q @ k.transpose(-2, -1) * size**-0.5, dim=-1) @ v
+        return out.transpose(1, 2).reshape(BATCH, TOKENS, -1)
+
+
+def main() -> int:
+    """Run everything and print the table."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    warnings.filterwarnings("ignore", module="torch")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    meshes = [DeviceMesh("cpu", [0], mesh_dim_names=("tensor",)), init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))]
+    report = Report()
+    for mesh in meshes:
+        block(report, mesh)
+    for mesh in meshes:
+        single_operations(report, mesh)
+    adamw(report, meshes[1])
+    status = report.show()
+    dist.destroy_process_group()
+    return status
+
+
+# ---- a block, forward and backward
+
+
+def block(report: Report, mesh: DeviceMesh) -> None:
+    """Forward and backward of the block, with written-out attention and with the fused function."""
+    n = mesh.size()
+    name = f"block, {n} rank{'s' * (n > 1)}"
+    whole, x, upstream = Block(), torch.randn(BATCH, TOKENS, WIDTH), torch.randn(BATCH, TOKENS, WIDTH)
+    contenders = {
+        "plain": step(Block(share=n), x.clone(), upstream.clone()),
+        "Espalier": step(laid_out(whole, mesh, here), here(x, mesh, [Replicate()]), here(upstream, mesh, [Replicate()])),
+        "torch DTensor": step(laid_out(whole, mesh, there), there(x, mesh, [Replicate()]), there(upstream, mesh, [Replicate()])),
+    }
+    times = in_turns(contenders, rounds=300, warmup=10)
+    report.add(name, times, "Espalier", "plain", 2.0)
+    report.add(name, times, "Espalier", "torch DTensor", 0.25)
+    report.add(name, times, "torch DTensor", "plain")
+    fused = Block(fused=True)
+    contenders = {
+        "plain": step(Block(share=n, fused=True), x.clone(), upstream.clone()),
+        "Espalier": step(laid_out(fused, mesh, here), here(x, mesh, [Replicate()]), here(upstream, mesh, [Replicate()])),
+    }
+    report.add(name + ", fused attention", in_turns(contenders, rounds=300, warmup=10), "Espalier", "plain", 2.0)
+
+
+def step(module: nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> Contender:
+    """Forward, then backward from a given gradient of the output; the input needs one too."""
+    x.requires_grad_()
+
+    def run() -> None:
+        module(x).backward(upstream)
+
+    def before() -> None:
+        x.grad = None
+        module.zero_grad()
+
+    return Contender(run, before)
+
+
+def laid_out(block: Block, mesh: DeviceMesh, distribute: Distribute) -> Block:
+    """A copy of the block whose parameters lie on the mesh as ``CUTS`` says."""
+    copy = Block(fused=block.fused)
+    for name, parameter in block.named_parameters():
+        placement: Placement = Shard(CUTS[name]) if name in CUTS else Replicate()
+        owner, _, own = name.partition(".")
+        value = distribute(parameter.detach(), mesh, [placement])
+        setattr(copy.get_submodule(owner), own, nn.Parameter(value))
+    return copy
+
+
+def here(x: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> torch.Tensor:
+    """Espalier's DTensor."""
+    return espalier.distribute_tensor(x, mesh, placements, src_data_rank=None)
+
+
+def there(x: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> torch.Tensor:
+    """Torch's DTensor."""
+    return torch_distribute(x, mesh, placements, src_data_rank=None)
+
+
+# ---- single operations
+
+
+def single_operations(report: Report, mesh: DeviceMesh) -> None:
+    """add, matmul and view, forward only, recorded by autograd or not."""
+    rows, columns = torch.randn(16, WIDTH), torch.randn(WIDTH, WIDTH)
+    pairs: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[torch.Tensor, Placement]]]] = {
+        "add S(0) + S(0)": (torch.add, [(rows, Shard(0)), (rows, Shard(0))]),
+        "matmul R @ S(1)": (torch.matmul, [(rows, Replicate()), (columns, Shard(1))]),
+        "matmul S(1) @ S(0)": (torch.matmul, [(rows, Shard(1)), (columns, Shard(0))]),
+        "view of S(0)": (split_columns, [(rows, Shard(0))]),
+    }
+    n = mesh.size()
+    for name, (function, operands) in pairs.items():
+        for recorded in (False, True):
+            contenders = {"plain": Contender(partial(function, *[ready(local(x, p, mesh), recorded) for x, p in operands]))}
+            for library, distribute in (("Espalier", here), ("torch DTensor", there)):
+                inputs = [ready(distribute(x, mesh, [p]), recorded) for x, p in operands]
+                contenders[library] = Contender(partial(function, *inputs))
+            times = in_turns(contenders, rounds=60, calls=100, warmup=20)
+            work = f"{name}, {n} rank{'s' * (n > 1)}{', autograd' if recorded else ''}"
+            report.add(work, times, "Espalier", "torch DTensor", 0.6)
+
+
+def split_columns(x: torch.Tensor) -> torch.Tensor:
+    """A view of [rows, 64] as [rows, 4, 16]; a function so that all pay for the same Python."""
+    return x.view(-1, HEADS, WIDTH // HEADS)
+
+
+def ready(x: torch.Tensor, recorded: bool) -> torch.Tensor:
+    """An operand; if autograd is to record, the result of an operation on a leaf."""
+    return x.requires_grad_() * 1.0 if recorded else x
+
+
+def local(x: torch.Tensor, placement: Placement, mesh: DeviceMesh) -> torch.Tensor:
+    """What this rank holds of ``x``, plain."""
+    whole = there(x, mesh, [placement])
+    assert isinstance(whole, TorchDTensor)
+    return whole.to_local().clone()
+
+
+# ---- the optimizer
+
+
+def adamw(report: Report, mesh: DeviceMesh) -> None:
+    """AdamW over 30 parameters, half of them cut in two."""
+    forms: dict[str, dict[str, bool]] = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+    for name, options in forms.items():
+        contenders = {
+            "plain": Contender(optimizer(mesh, None, options).step),
+            "Espalier engine": Contender(partial(update, optimizer(mesh, here, options))),
+            "Espalier direct": Contender(optimizer(mesh, here, options).step),
+            "torch DTensor": Contender(optimizer(mesh, there, options).step),
+        }
+        times = in_turns(contenders, rounds=60, calls=2)
+        for mine in ("Espalier engine", "Espalier direct"):
+            report.add(f"AdamW {name}", times, mine, "plain", 1.3)
+        report.add(f"AdamW {name}", times, "torch DTensor", "plain")
+
+
+def optimizer(mesh: DeviceMesh, distribute: Distribute | None, options: dict[str, bool]) -> torch.optim.AdamW:
+    """AdamW over the matrices and vectors of three layers of a small transformer, with gradients.
+
+    Without ``distribute`` the parameters are plain, of the shapes that this rank holds.
+    """
+    shapes: list[tuple[tuple[int, ...], Placement]] = [
+        ((WIDTH,), Replicate()), ((WIDTH,), Replicate()),
+        ((3 * WIDTH, WIDTH), Shard(0)), ((3 * WIDTH,), Shard(0)), ((WIDTH, WIDTH), Shard(1)), ((WIDTH,), Replicate()),
+        ((HIDDEN, WIDTH), Shard(0)), ((HIDDEN,), Shard(0)), ((WIDTH, HIDDEN), Shard(1)), ((WIDTH,), Replicate()),
+    ]  # fmt: skip
+    parameters = []
+    for shape, placement in shapes * 3:
+        value, grad = torch.randn(shape), torch.randn(shape)
+        if distribute is None:
+            value, grad = local(value, placement, mesh), local(grad, placement, mesh)
+        else:
+            value, grad = (distribute(x, mesh, [placement]) for x in (value, grad))
+        parameters.append(nn.Parameter(value))
+        parameters[-1].grad = grad
+    return torch.optim.AdamW(parameters, **options)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

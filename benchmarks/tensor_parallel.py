@@ -1,0 +1,247 @@
+"""Tensor parallelism over two gloo ranks: Espalier, a block written by hand, ``parallelize_module``.
+
+The work is the forward and backward pass of one pre-norm transformer block: width 256, 8 heads, MLP
+of 1,024, batch 8, 128 tokens, float32, fused attention, one thread a rank. Its input needs a
+gradient, as that of any block but the first does. All three cut the same weights alike (attention
+by heads, the MLP's first matrix by columns, its second by rows) and so send the same: one
+all-reduce after attention, one after the MLP, and the same two backward.
+
+* *Megatron by hand*: two autograd functions, f (identity forward, all-reduce backward) and g (the
+  reverse), around linear layers of local size, as in Shoeybi et al. 2019. Plain tensors, and the
+  all-reduces are in place; no library between the code and c10d. This is what Espalier is held to.
+* *Espalier*: the plain block, ``espalier.initialize`` with ``layouts=``; nothing in the block is changed.
+* *parallelize_module*: torch's ``ColwiseParallel`` and ``RowwiseParallel``, as its users write them: local
+  tensors between the layers (``use_local_output``, the default), and a block that views its heads by ``-1``.
+
+Before anything is timed, outputs, the input's gradient and all parameters' gradients of the three
+are compared with those of the same block on one process.
+
+A timing begins when both ranks are ready and is that of the slower rank.
+
+    python benchmarks/tensor_parallel.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _common import Contender, Report, Times, in_turns
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import espalier
+from espalier.mesh.launch import LaunchError, finish, launch, start
+
+RANKS, ROUNDS = 2, 60
+BATCH, TOKENS, WIDTH, HEADS, HIDDEN = 8, 128, 256, 8, 1024
+TOLERANCE = 1e-5
+MISSED = 3  # the exit status of a rank that saw a bar missed
+COLUMN, ROW = ("q", "k", "v", "up"), ("o", "down")
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block, written for one device."""
+
+    def __init__(self, share: int = 1) -> None:
+        super().__init__()
+        inner, hidden = WIDTH // share, HIDDEN // share
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, inner) for _ in range(3))
+        self.o = nn.Linear(inner, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [batch, tokens, width]."""
+        x = x + self.o(self.attend(self.norm1(x)))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        """The heads' outputs, side by side."""
+        q, k, v = (f(x).view(BATCH, TOKENS, -1, WIDTH // HEADS).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(BATCH, TOKENS, -1)
+
+
+# ---- by hand
+
+
+class _Enter(torch.autograd.Function):
+    """Megatron's f: what follows differs from rank to rank, so its gradients must be added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad
+
+
+class _Leave(torch.autograd.Function):
+    """Megatron's g: the ranks hold addends."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Megatron(Block):
+    """The same block for one rank of two: local sizes, f and g, biases of row layers added after g."""
+
+    def __init__(self, whole: Block, rank: int) -> None:
+        super().__init__(share=RANKS)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(own_part(name, whole.get_parameter(name), rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [batch, tokens, width], equal on both ranks."""
+        inside = self.attend(_Enter.apply(self.norm1(x)))
+        x = x + (_Leave.apply(F.linear(inside, self.o.weight)) + self.o.bias)
+        inside = F.gelu(self.up(_Enter.apply(self.norm2(x))))
+        return x + (_Leave.apply(F.linear(inside, self.down.weight)) + self.down.bias)
+
+
+def own_part(name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """What a rank holds of a parameter."""
+    owner, _, own = name.partition(".")
+    if owner in COLUMN:
+        return whole.chunk(RANKS, 0)[rank]
+    return whole.chunk(RANKS, 1)[rank] if owner in ROW and own == "weight" else whole
+
+
+# ---- by libraries
+
+
+def by_espalier(whole: Block) -> tuple[nn.Module, espalier.Mesh]:
+    """The block laid out by ``espalier.initialize``, and the mesh on which it lies."""
+    block = Block()
+    block.load_state_dict(whole.state_dict())
+    layouts = dict.fromkeys(COLUMN, "column") | dict.fromkeys(ROW, "row")
+    engine = espalier.initialize(block, plan={"tensor": RANKS}, layouts=layouts)
+    return engine.module, engine.mesh
+
+
+def by_torch(whole: Block) -> nn.Module:
+    """The block given to ``parallelize_module``."""
+    block = Block()
+    block.load_state_dict(whole.state_dict())
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tensor",))
+    styles = {name: ColwiseParallel() for name in COLUMN} | {name: RowwiseParallel() for name in ROW}
+    return parallelize_module(block, mesh, styles)
+
+
+# ---- comparing
+
+
+def step(module: nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> Contender:
+    """Forward, then backward from a given gradient of the output."""
+    x.requires_grad_()
+
+    def run() -> torch.Tensor:
+        out: torch.Tensor = module(x)
+        out.backward(upstream)  # type: ignore[no-untyped-call]
+        return out
+
+    def before() -> None:
+        x.grad = None
+        module.zero_grad()
+        dist.barrier()
+
+    return Contender(run, before)
+
+
+def local(x: torch.Tensor | None) -> torch.Tensor:
+    """This rank's part of any kind of tensor."""
+    assert x is not None
+    return x.detach().to_local() if isinstance(x, espalier.DTensor | TorchDTensor) else x.detach()
+
+
+def check(name: str, module: nn.Module, x: torch.Tensor, upstream: torch.Tensor, whole: Block, rank: int) -> None:
+    """Compare one step with that of the whole block on one process."""
+    given = local(x).clone().requires_grad_()
+    expected = whole(given)
+    whole.zero_grad()
+    expected.backward(local(upstream))
+    contender = step(module, x, upstream)
+    contender.before()
+    pairs = {"the output": (contender.run(), expected), "the input's gradient": (x.grad, given.grad)}
+    for key, parameter in module.named_parameters():
+        grad = whole.get_parameter(key).grad
+        assert grad is not None
+        pairs[f"the gradient of {key}"] = (parameter.grad, own_part(key, grad, rank))
+    for what, (mine, other) in pairs.items():
+        # the gradient of k.bias is zero but for rounding, hence the floor
+        size = local(other).abs().max().clamp(min=1.0)
+        off = float((local(mine) - local(other)).abs().max() / size)
+        if off > TOLERANCE:
+            raise ValueError(f"{name}: {what} is off by {off:.1e} of its largest value; at most {TOLERANCE:g}")
+
+
+def compare() -> int:
+    """What each rank runs; rank 0 prints."""
+    process = start("cpu")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    whole, x, upstream = Block(), torch.randn(BATCH, TOKENS, WIDTH), torch.randn(BATCH, TOKENS, WIDTH)
+    laid_out, mesh = by_espalier(whole)
+    there = [espalier.Replicate()] * mesh.ndim
+    entrants = {
+        "Megatron by hand": (Megatron(whole, process.rank), x.clone(), upstream.clone()),
+        "Espalier": (
+            laid_out,
+            espalier.distribute_tensor(x, mesh, there),
+            espalier.distribute_tensor(upstream, mesh, there),
+        ),
+        "parallelize_module": (by_torch(whole), x.clone(), upstream.clone()),
+    }
+    for name, entrant in entrants.items():
+        check(name, *entrant, whole, process.rank)
+    times = in_turns({name: step(*entrant) for name, entrant in entrants.items()}, rounds=ROUNDS, warmup=3)
+    times = slower_rank(times)
+    status = 0
+    if process.rank == 0:
+        report = Report()
+        report.add("block of width 256", times, "Espalier", "Megatron by hand", 1.15)
+        report.add("block of width 256", times, "Espalier", "parallelize_module", 1.0)
+        report.add("block of width 256", times, "parallelize_module", "Megatron by hand")
+        print(f"outputs and gradients agree with one process to {TOLERANCE:g} of the largest value\n")
+        status = MISSED if report.show() else 0
+    finish()
+    return status
+
+
+def slower_rank(times: dict[str, Times]) -> dict[str, Times]:
+    """Each timing as the slower of the ranks took it."""
+    table = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    return dict(zip(times, table.tolist(), strict=True))
+
+
+def main() -> int:
+    """Start the ranks; the exit status is rank 0's."""
+    try:
+        launch([str(Path(__file__).resolve()), "--rank"], RANKS)
+    except LaunchError as error:
+        if error.exit_code != MISSED:
+            print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(compare() if "--rank" in sys.argv else main())
