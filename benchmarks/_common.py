@@ -65,12 +65,15 @@ class Report:
 
     def show(self) -> int:
         """Print the table; gives the exit status: 1 if a bar was missed."""
-        rows = [("work", "", "time", "against", "its time", "ratio", "bar", "")]
+        rows: list[tuple[str, ...]] = [("work", "", "time", "against", "its time", "ratio", "bar", "")]
         rows += [_row(bar) for bar in self.bars]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         left = (0, 1, 3, 7)
         for i, row in enumerate(rows):
-            cells = (c.ljust(w) if j in left else c.rjust(w) for j, (c, w) in enumerate(zip(row, widths, strict=True)))
+            cells = (
+                c.ljust(w) if j in left else c.rjust(w)
+                for j, (c, w) in enumerate(zip(row, widths, strict=True))
+            )
             print("  ".join(cells).rstrip())
             if i == 0:
                 print("  ".join("-" * w for w in widths))
@@ -83,9 +86,8 @@ class Report:
 def _row(bar: Bar) -> tuple[str, ...]:
     limit = "" if bar.limit is None else f"<= {bar.limit:g}"
     verdict = "" if bar.limit is None else "MISS" if bar.missed else "PASS"
-    return (
-        bar.work, bar.mine, _time(bar.seconds), bar.other, _time(bar.other_seconds), f"{bar.ratio:.2f}", limit, verdict
-    )  # fmt: skip
+    times = _time(bar.seconds), _time(bar.other_seconds)
+    return bar.work, bar.mine, times[0], bar.other, times[1], f"{bar.ratio:.2f}", limit, verdict
 
 
 def _time(seconds: float) -> str:

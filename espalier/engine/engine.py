@@ -11,7 +11,7 @@ from torch import nn
 
 from espalier.comm import collectives as door
 from espalier.engine.norm import global_norm, scale_gradients
-from espalier.engine.update import update
+from espalier.engine.update import lay_out_states, update
 from espalier.layout import Layout, chunk_bounds
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
@@ -120,6 +120,8 @@ class Engine:
         if layouts is None:
             return
         lay_out_model(self.module, layouts, self.mesh)
+        if self.optimizer is not None:
+            lay_out_states(self.optimizer)
         trained = [p for p in self.module.parameters() if p.requires_grad and isinstance(p, DTensor)]
         self._buckets = GradientBuckets(
             trained, self.mesh, self.mesh.axis("data"), self.plan.bucket_megabytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
-from espalier.tensor import DTensor, stamp
+from espalier.tensor import DTensor, lay_out, stamp
 
 ELEMENTWISE = (
     torch.optim.Adadelta,
@@ -25,6 +25,15 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+
+
+def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
+    """States that the optimizer held before its parameters were laid out lie as these do."""
+    for p, state in optimizer.state.items():
+        if isinstance(p, DTensor):
+            for name, x in state.items():
+                if isinstance(x, torch.Tensor) and x.ndim and x.shape == p.shape:
+                    state[name] = lay_out(x, p._layout)
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:
@@ -42,4 +51,4 @@ def update(optimizer: torch.optim.Optimizer) -> None:
                 stamp(x, p._layout)
 
 
-__all__ = ["ELEMENTWISE", "update"]
+__all__ = ["ELEMENTWISE", "lay_out_states", "update"]

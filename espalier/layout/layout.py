@@ -50,6 +50,8 @@ class Layout:
         cuts: for each dim the axes that cut it, outermost first.
         local_shape: the shape of what this rank holds.
         padded_shape: the largest local shape on any rank.
+        is_plain: every rank holds the whole value (axes of size 1 aside).
+        is_firm: no axis is Partial.
 
     Raises:
         ValueError: wrong number of placements, a dim out of range, an unknown placement.
@@ -61,6 +63,7 @@ class Layout:
         "_placements",
         "axes",
         "cuts",
+        "is_firm",
         "is_plain",
         "local_shape",
         "mesh",
@@ -77,6 +80,7 @@ class Layout:
     padded_shape: tuple[int, ...]
     stride: tuple[int, ...]
     is_plain: bool
+    is_firm: bool
     _gradient: Layout | None
 
     def __new__(
@@ -255,6 +259,7 @@ def _build(
     self.local_shape = local_sizes(shape, cuts, mesh.shape, mesh.coordinate)
     self.padded_shape = local_sizes(shape, cuts, mesh.shape, (0,) * mesh.ndim)
     self._gradient = None
+    self.is_firm = not any(is_partial(s) for s in axes)
     self.is_plain = all(n == 1 or s == R for n, s in zip(mesh.shape, axes, strict=True))
     self._placements = tuple(placement_of(s) for s in axes)
     stride, step = [], 1

@@ -80,6 +80,7 @@ class Entry:
         """Carry the call out; torch functions are not intercepted meanwhile."""
         with raw():
             shards: list[Shard] = []
+            gathered: list[torch.Tensor] = []
             for m in self.moves:
                 x = _at(args, kwargs, m.path)
                 if m.only_varies and not (x.requires_grad and torch.is_grad_enabled()):
@@ -88,10 +89,11 @@ class Entry:
                 args, kwargs = _with(args, kwargs, m.path, moved)
                 if m.gathers and moved.requires_grad:
                     shards.append(_shard_of(x, moved, m))
+                    gathered.append(moved)
             if shards:
                 with saving_shards(shards):
                     out = self._local(func, args, kwargs)
-                gather_before_backward(out, shards)
+                gather_before_backward(out, gathered, shards)
             else:
                 out = self._local(func, args, kwargs)
         return self._stamped(out, args, kwargs)
@@ -229,6 +231,11 @@ def _build(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
                 seen_kwargs[name] = seen_kwargs.pop(other)
         if "input" in seen_kwargs and "input" not in inspect.signature(rule).parameters:
             seen_args = (seen_kwargs.pop("input"), *seen_args)
+        try:
+            bound = inspect.signature(rule).bind(*seen_args, **seen_kwargs)
+        except TypeError:
+            return None  # an overload that the rule does not know
+        operands = _renumbered(bound.arguments)
         spec = rule(*seen_args, **seen_kwargs)
         if spec is None:
             return None
@@ -243,6 +250,20 @@ def _operands(a: Any, mesh: Mesh, found: list[Operand], path: Path) -> Any:
     if isinstance(a, tuple | list) and not isinstance(a, torch.Size):
         return type(a)(_operands(x, mesh, found, (*path, i)) for i, x in enumerate(a))
     return a
+
+
+def _renumbered(tree: Any) -> list[Operand]:
+    """The operands in the order of the rule's parameters, whatever the order of the keywords given."""
+    if isinstance(tree, Operand):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        return []
+    operands = [o for x in tree for o in _renumbered(x)]
+    for i, operand in enumerate(operands):
+        operand.index = i
+    return operands
 
 
 def mesh_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Mesh:

@@ -105,9 +105,11 @@ def saving_shards(shards: Sequence[Shard]) -> torch.autograd.graph.saved_tensors
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def gather_before_backward(out: Any, shards: Sequence[Shard]) -> None:
-    """Gather again when the backward pass reaches the operation that gave ``out``."""
+def gather_before_backward(out: Any, gathered: Sequence[torch.Tensor], shards: Sequence[Shard]) -> None:
+    """Gather again when the backward pass reaches the operation that made ``out`` of ``gathered``."""
     for x in out if isinstance(out, tuple | list) else (out,):
         if isinstance(x, torch.Tensor) and x.grad_fn is not None:
-            for shard in shards:
-                x.grad_fn.register_prehook(shard.gather)
+            for full, shard in zip(gathered, shards, strict=True):
+                # a function may give back what it was given
+                if x.grad_fn is not full.grad_fn:
+                    x.grad_fn.register_prehook(shard.gather)

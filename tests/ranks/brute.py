@@ -88,6 +88,7 @@ class Case:
         samples: the arguments to try; a spelling that cannot take one of them is skipped for it.
         random: compared with the same call on one rank under the same seed, not with torch's.
         gathers: may warn that it gathers, in these (documented) circumstances.
+        gathers_in_place: likewise, its in-place spellings.
         shape_only: the values are undefined (``empty_like``).
         most: of more combinations of layouts than this, so many are drawn.
     """
@@ -98,6 +99,7 @@ class Case:
     random: bool = False
     gathers: bool = False
     shape_only: bool = False
+    gathers_in_place: bool = False
     most: int = 130
 
 
@@ -428,7 +430,7 @@ def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
 
 
 def _tried(function: Callable[..., Any], sample: A, layouts: Any, values: Any, wanted: Truth, of: Case, generator: Any) -> str:
-    gathers = of.gathers or (writes(function) and bool(layouts[0].partial))
+    gathers = of.gathers or (writes(function) and (of.gathers_in_place or bool(layouts[0].partial)))
     failure = ""
     try:
         if gathers:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from espalier.layout import local_box
 from espalier.layout.layout import normal_dim
-from espalier.tensor.rules.spec import Dims, Letter, Operand, Rules, Spec
+from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec
 
 
 def getitem(x: Operand, index: Any) -> Spec | None:
@@ -26,13 +28,17 @@ def getitem(x: Operand, index: Any) -> Spec | None:
 
 
 def setitem(x: Operand, index: Any, value: Any) -> Spec | None:
-    """x[index] = value, where index takes sharded dims whole."""
+    """x[index] = value for integers and slices: each rank writes what falls into its box."""
     items = index if isinstance(index, tuple) else (index,)
     if any(_is_mask(i) or isinstance(i, list | Operand | bool) for i in items):
         return None
-    ins, out, shape, _ = _indexed(x, items)
-    if ins is None:
+    if any(i is None for i in items) and isinstance(value, Operand):
         return None
+    letters, out, shape, _ = _indexed(x, items)
+    if letters is None:
+        return None
+    # a dim that is not taken whole may be sharded: x has it alone
+    ins = tuple(("part", i) if d is None else d for i, d in enumerate(letters))
     operands: list[Dims] = [ins]
     if isinstance(value, Operand):
         skip = len(shape) - value.ndim
@@ -43,7 +49,37 @@ def setitem(x: Operand, index: Any, value: Any) -> Spec | None:
             )
         )
     linear = [(0, 1)] if len(operands) == 2 else []
-    return Spec(operands, [ins], [x.shape], linear=linear, inplace=0)
+    return Spec(operands, [ins], [x.shape], linear=linear, inplace=0, run=_set_part)
+
+
+def _set_part(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> None:
+    x, index, value = args
+    box = local_box(placed.ins[0])
+    full = placed.ins[0].shape
+    if box.sizes == full:
+        func(x, index, value)
+        return
+    given = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
+    at = next((k for k, i in enumerate(given) if i is Ellipsis), len(given))
+    rest = len(full) - sum(1 for i in given if i is not Ellipsis)
+    items = [*given[:at], *[slice(None)] * rest, *given[at + 1 :]]
+    here: list[slice] = []
+    for d in reversed(range(len(full))):
+        item, right = items[d], len(full) - 1 - d
+        if not isinstance(item, slice):
+            item = slice(int(item) % full[d], int(item) % full[d] + 1)
+            if isinstance(value, torch.Tensor) and value.ndim >= right:
+                value = value.unsqueeze(value.ndim - right)
+        start, stop, step = item.indices(full[d])
+        count = len(range(start, stop, step))
+        # those of the positions start + k * step that fall into the box
+        first = min(max(-((start - box.offsets[d]) // step), 0), count)
+        last = min(max(-((start - box.offsets[d] - box.sizes[d]) // step), first), count)
+        begin = start + first * step - box.offsets[d]
+        here.insert(0, slice(begin, begin + (last - first) * step, step) if last > first else slice(0, 0))
+        if isinstance(value, torch.Tensor) and value.ndim > right and value.shape[-1 - right] == count != 1:
+            value = value.narrow(-1 - right, first, last - first)
+    func(x, tuple(here), value)
 
 
 def _is_mask(i: Any) -> bool:
@@ -163,7 +199,9 @@ def narrow(x: Operand, dim: int, start: Any, length: int) -> Spec | None:
     """A stretch of a whole dim."""
     if isinstance(start, Operand):
         return None
-    return getitem(x, (*[slice(None)] * normal_dim(dim, x.ndim), slice(start, start + length)))
+    at = normal_dim(dim, x.ndim)
+    first = start % x.shape[at] if start < 0 else start
+    return getitem(x, (*[slice(None)] * at, slice(first, first + length)))
 
 
 def select(x: Operand, dim: int, index: Any) -> Spec | None:

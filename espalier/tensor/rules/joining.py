@@ -1,14 +1,17 @@
-"""cat, stack, and their inverses: the joined dim must be whole, the others may be sharded."""
+"""cat, stack: the joined dim must be whole. Their inverses: a sharded dim is exchanged."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from espalier.comm import collectives as door
+from espalier.layout import chunk_bounds
 from espalier.layout.layout import normal_dim
-from espalier.tensor.rules.spec import Dims, Operand, Rules, Spec
+from espalier.mesh import Mesh
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec
 
 
 def cat(tensors: Sequence[Operand], dim: int = 0) -> Spec | None:
@@ -38,10 +41,52 @@ def stack(tensors: Sequence[Operand], dim: int = 0) -> Spec:
 
 
 def _pieces(x: Operand, dim: int, lengths: Sequence[int]) -> Spec:
+    """Along a sharded dim the ranks exchange rows, so that each piece is sharded as the whole was.
+
+    A fused query-key-value projection is split so, and each rank gets its heads of all three.
+    """
     at = normal_dim(dim, x.ndim)
-    dims: Dims = tuple(None if i == at else d for i, d in enumerate(x.dims()))
+    dims = x.dims()
     shapes = [(*x.shape[:at], n, *x.shape[at + 1 :]) for n in lengths]
-    return Spec([dims], [dims] * len(lengths), shapes, linear=[(0,)])
+    nested = sum(x.layout.mesh.shape[a] > 1 for a in x.layout.cuts[at]) > 1
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
+        axes = placed.axes_of(placed.ins[0], (at,))
+        if not axes:
+            return func(*args, **kwargs)
+        rows = (args[0] if args else kwargs["input"]).movedim(at, 0)
+        n = placed.mesh.shape[axes[0]]
+        whole: tuple[door.Spans, ...] = tuple((_span(0, sum(lengths), n, i),) for i in range(n))
+        starts = [sum(lengths[:j]) for j in range(len(lengths))]
+        parts = tuple(tuple(_span(s, m, n, i) for s, m in zip(starts, lengths, strict=True)) for i in range(n))
+        got: torch.Tensor = _Exchange.apply(rows, placed.mesh, axes[0], whole, parts)  # type: ignore[no-untyped-call]
+        own = [end - start for start, end in parts[placed.mesh.coordinate[axes[0]]]]
+        return tuple(piece.movedim(0, at) for piece in got.split(own))
+
+    blocked = frozenset([dims[at]]) if nested else frozenset()
+    return Spec([dims], [dims] * len(lengths), shapes, linear=[(0,)], run=run, blocked=blocked)
+
+
+def _span(start: int, size: int, n: int, index: int) -> tuple[int, int]:
+    begin, length = chunk_bounds(size, n, index)
+    return start + begin, start + begin + length
+
+
+class _Exchange(torch.autograd.Function):
+    """``door.exchange``; its backward sends the gradients' rows back, by another of its kind."""
+
+    espalier = True
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, mesh: Mesh, axis: int, have: Any, want: Any
+    ) -> torch.Tensor:
+        ctx.way = mesh, axis, want, have
+        return door.exchange(rows, mesh, axis, have, want)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Exchange.apply(grad, *ctx.way), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 def split(x: Operand, split_size: Any, dim: int = 0) -> Spec:

@@ -18,8 +18,15 @@ from espalier.tensor.rules.pointwise import found, letters
 from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec
 
 
+def weighted_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    """As :func:`elementwise_loss`; with weights torch's own formula is entered, for its mean is another."""
+    if kwargs.get("weight") is not None:
+        return None
+    return elementwise_loss(input, target, *args, **kwargs)
+
+
 def elementwise_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    """Losses that compare element by element (mse, l1, bce, ...), reduced to mean, sum or not."""
+    """Losses that compare element by element (bce, ...), reduced to mean, sum or not."""
     reduction = kwargs.get("reduction", next((a for a in args if a in ("mean", "sum", "none")), "mean"))
     if reduction not in ("mean", "sum", "none") or any(
         kwargs.get(k) is not None for k in ("size_average", "reduce")
@@ -57,34 +64,52 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Spec | None:
-    """input [n.., c, d..] or [c] with target of classes; the class dim may be sharded."""
+    """input [n.., c, d..] or [c] with target of classes or of probabilities.
+
+    The class dim may be sharded if there are neither weights, nor smoothing, nor probabilities.
+    """
     if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
         return None
-    if target.shape == input.shape:  # probabilities
+    soft = target.shape == input.shape
+    whole = soft or weight is not None or label_smoothing != 0
+    return _of_classes(input, target, weight, reduction, None if whole else "c", soft, _cross_entropy)
+
+
+def nll_loss(
+    input: Operand,
+    target: Operand,
+    weight: Operand | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Spec | None:
+    """nll_loss of log-probabilities whose classes are whole."""
+    if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
         return None
+    return _of_classes(input, target, weight, reduction, None, False, _nll)
+
+
+def _of_classes(
+    input: Operand, target: Operand, weight: Operand | None, reduction: str, classes: str | None, soft: bool,
+    run: Callable[..., Any],
+) -> Spec:  # fmt: skip
     at = 0 if input.ndim == 1 else 1
-    names: Dims = tuple("c" if i == at else ("n", i) for i in range(input.ndim))
-    tokens = tuple(n for n in names if n != "c")
-    ins: list[Dims] = [names, tokens]
+    names: Dims = tuple(classes if i == at else ("n", i) for i in range(input.ndim))
+    tokens: Dims = tuple(("n", i) for i in range(input.ndim) if i != at)
+    ins: list[Dims] = [names, names if soft else tokens]
     if weight is not None:
         ins.append((None,))
-    special = weight is not None or label_smoothing != 0
-    shape = target.shape if reduction == "none" else ()
-    out = tokens if reduction == "none" else ()
-    reduced: dict[Any, str] = {"c": DONE} if not special else {}
-    if reduction != "none":
+    kept = reduction == "none"
+    shape = tuple(n for i, n in enumerate(input.shape) if i != at)
+    reduced: dict[Any, str] = {"c": DONE} if classes else {}
+    if not kept:
         reduced |= dict.fromkeys(tokens, "sum")
-    return Spec(
-        ins,
-        [out],
-        [shape],
-        reduce=reduced,
-        blocked=frozenset(["c"]) if special else frozenset(),
-        run=_cross_entropy,
-    )
+    return Spec(ins, [tokens if kept else ()], [shape if kept else ()], reduce=reduced, run=run)
 
 
 _SIGNATURE = inspect.signature(F.cross_entropy)
+_NLL_SIGNATURE = inspect.signature(F.nll_loss)
 
 
 def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
@@ -94,27 +119,44 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
     lay = placed.ins[0]
     at = 0 if lay.ndim == 1 else 1
     class_axes = placed.axes_of(lay, (at,))
-    token_axes = placed.axes_of(lay, [i for i in range(lay.ndim) if i != at])
     if class_axes:
         losses = _VocabularyParallel.apply(logits.movedim(at, -1), target, ignored, lay, at, class_axes)  # type: ignore[no-untyped-call]
-    elif not token_axes or reduction != "mean":
+        if reduction == "none":
+            return losses  # type: ignore[no-any-return]
+        total = losses.sum()
+        return total if reduction == "sum" else total / _weight_of(target, ignored, weight, total, placed)  # type: ignore[no-any-return]
+    if reduction != "mean" or not placed.axes_of(lay, range(lay.ndim)):
         return func(*args, **kwargs)  # type: ignore[no-any-return]
-    else:
-        losses = F.cross_entropy(
-            logits, target, weight, ignore_index=ignored, reduction="none",
-            label_smoothing=bound.get("label_smoothing", 0.0),
-        )  # fmt: skip
-    if reduction == "none":
-        return losses  # type: ignore[no-any-return]
-    if reduction == "sum":
-        return losses.sum()  # type: ignore[no-any-return]
+    total = F.cross_entropy(
+        logits, target, weight, ignore_index=ignored, reduction="sum",
+        label_smoothing=bound.get("label_smoothing", 0.0),
+    )  # fmt: skip
+    if placed.ins[1].shape == lay.shape:
+        return total / (math.prod(lay.shape) // lay.shape[at])
+    return total / _weight_of(target, ignored, weight, total, placed)
+
+
+def _nll(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+    bound = _NLL_SIGNATURE.bind(*args, **kwargs).arguments
+    if bound.get("reduction", "mean") != "mean" or not placed.axes_of(placed.ins[1], range(placed.ins[1].ndim)):
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+    input, target, weight = bound["input"], bound["target"], bound.get("weight")
+    ignored = bound.get("ignore_index", -100)
+    total = F.nll_loss(input, target, weight, ignore_index=ignored, reduction="sum")
+    return total / _weight_of(target, ignored, weight, total, placed)
+
+
+def _weight_of(
+    target: torch.Tensor, ignored: int, weight: torch.Tensor | None, like: torch.Tensor, placed: Placed
+) -> torch.Tensor:
+    """What a mean divides by: the number (or weights) of all tokens that count, on whatever rank."""
     valid = target != ignored
     counts = valid if weight is None else weight[target.masked_fill(~valid, 0)] * valid
-    # each rank's share of the global count: a sum over the axes that cut the tokens
-    count = counts.sum(dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    for axis in token_axes:
+    count = counts.sum(dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+    lay = placed.ins[1]
+    for axis in placed.axes_of(lay, range(lay.ndim)):
         count = door.all_reduce(count, lay.mesh, axis)
-    return losses.sum() / count  # type: ignore[no-any-return]
+    return count
 
 
 class _VocabularyParallel(torch.autograd.Function):
@@ -166,38 +208,6 @@ class _VocabularyParallel(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
-def nll_loss(
-    input: Operand,
-    target: Operand,
-    weight: Operand | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Spec | None:
-    """nll_loss of log-probabilities whose classes are whole."""
-    if size_average is not None or reduce is not None or weight is not None:
-        return None
-    at = 0 if input.ndim == 1 else 1
-    names: Dims = tuple(None if i == at else ("n", i) for i in range(input.ndim))
-    tokens = tuple(n for n in names if n is not None)
-    if reduction == "none":
-        return Spec([names, tokens], [tokens], [target.shape])
-    axes_run = _nll_mean if reduction == "mean" else None
-    return Spec([names, tokens], [()], [()], reduce=dict.fromkeys(tokens, "sum"), run=axes_run)
-
-
-def _nll_mean(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-    bound = inspect.signature(F.nll_loss).bind(*args, **kwargs).arguments
-    input, target, ignored = bound["input"], bound["target"], bound.get("ignore_index", -100)
-    lay = placed.ins[1]
-    total = F.nll_loss(input, target, ignore_index=ignored, reduction="sum")
-    count = (target != ignored).sum().to(total.dtype)
-    for axis in placed.axes_of(lay, range(lay.ndim)):
-        count = door.all_reduce(count, lay.mesh, axis)
-    return total / count
-
-
 def log_sum_exp(x: Operand, dim: Any, keepdim: bool = False) -> Spec | None:
     """logsumexp over a dim that may be sharded: an all-reduce of the maxima and one of the sums."""
     from espalier.tensor.rules.reduction import normal_dims, reduced
@@ -237,11 +247,10 @@ def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
     rules.add(F.cross_entropy, cross_entropy)
     rules.add(F.nll_loss, nll_loss)
+    for f in (F.mse_loss, F.l1_loss, F.huber_loss):
+        rules.add(f, weighted_loss)
     for f in (
-        F.mse_loss,
-        F.l1_loss,
         F.smooth_l1_loss,
-        F.huber_loss,
         F.binary_cross_entropy,
         F.binary_cross_entropy_with_logits,
         F.soft_margin_loss,

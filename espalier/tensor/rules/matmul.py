@@ -124,7 +124,7 @@ def embedding(
         return None
     ids = input.dims("i")
     ins: list[Dims] = [ids, ("v", "h")]
-    if input.index > weight.index:
+    if input.index > weight.index:  # torch.embedding
         ins.reverse()
     return Spec(
         ins,
@@ -136,10 +136,31 @@ def embedding(
     )
 
 
+def table_embedding(
+    weight: Operand,
+    indices: Operand,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Spec | None:
+    """torch.embedding: the same, the table first; -1 is no padding."""
+    spec = embedding(indices, weight, None, None, 2.0, scale_grad_by_freq, sparse)
+    if spec is not None:
+        spec.run = _table_lookup
+    return spec
+
+
+def _table_lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+    bound = dict(zip(("weight", "indices", "padding_idx"), args, strict=False)) | kwargs
+    padding = bound.get("padding_idx", -1)
+    ends = Placed(placed.mesh, placed.ins[::-1], placed.outs)
+    return _lookup(func, (bound["indices"], bound["weight"], None if padding < 0 else padding), {}, ends)
+
+
 def _lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
     bound = dict(zip(("input", "weight", "padding_idx"), args, strict=False)) | kwargs
     ids, table, padding = bound["input"], bound["weight"], bound.get("padding_idx")
-    layout = next(lay for lay in placed.ins if lay.ndim == 2 and lay.local_shape == tuple(table.shape))
+    layout = placed.ins[1]
     if not placed.axes_of(layout, (0,)):
         return F.embedding(ids, table, padding)
     if padding is not None:
@@ -200,7 +221,8 @@ def register(rules: Rules) -> None:
     rules.name("outer", "ger")(outer)
     for f in (torch.einsum, torch.functional.einsum):
         rules.add(f, einsum)
-    rules.name("embedding")(embedding)
+    rules.add(F.embedding, embedding)
+    rules.add(torch.embedding, table_embedding)
     rules.name("conv1d")(convolution(1))
     rules.name("conv2d")(convolution(2))
     rules.name("conv3d")(convolution(3))

@@ -15,27 +15,50 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm import collectives as door
 from espalier.comm import move
-from espalier.layout import Layout
+from espalier.layout import Layout, same_data
 from espalier.layout.layout import R
 from espalier.tensor.dtensor import DTensor, layout_of, stamp
 from espalier.tensor.rules.spec import Rules
+
+_plain_call = torch._C._disabled_torch_function_impl
 
 
 def foreach(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """An elementwise function over lists of tensors."""
-    layouts = [_firm(x._layout) if type(x) is DTensor else None for x in args[0]]
-    written = func.__name__.endswith("_")
-    with raw():
-        args = tuple(_aligned(a, layouts, written and i == 0) for i, a in enumerate(args))
-        kwargs = {k: _aligned(a, layouts, False) for k, a in kwargs.items()}
-        out = func(*args, **kwargs)
+    layouts = [x._layout if type(x) is DTensor else None for x in args[0]]
+    name = func.__name__
+    written = name.endswith("_")
+    if not _alike((*args, *kwargs.values()), layouts):
+        layouts = [None if lay is None else _firm(lay) for lay in layouts]
+        # fused optimizers write all lists but the gradients, the others only the first
+        fused = name.startswith("_fused_")
+        with raw():
+            args = tuple(
+                _aligned(a, layouts, written and (i == 0 or (fused and i != 1))) for i, a in enumerate(args)
+            )
+            kwargs = {k: _aligned(a, layouts, False) for k, a in kwargs.items()}
+    out = _plain_call(func, types, args, kwargs)
     if isinstance(out, tuple | list) and not written:
         for x, lay in zip(out, layouts, strict=False):
             if lay is not None:
                 stamp(x, lay)
     return out
+
+
+def _alike(lists: tuple[Any, ...], layouts: list[Layout | None]) -> bool:
+    """Whether nothing has to move: all lists of tensors lie as the first, none is Partial."""
+    if not all(lay is None or lay.is_firm for lay in layouts):
+        return False
+    for a in lists:
+        if isinstance(a, tuple | list) and len(a) == len(layouts) and a and isinstance(a[0], torch.Tensor):
+            own = [x._layout if type(x) is DTensor else None for x in a]
+            if own != layouts and not all(
+                lay is None and not x.ndim for lay, x in zip(own, a, strict=True)
+            ):
+                return False
+    return True
 
 
 def _firm(layout: Layout) -> Layout:
@@ -53,11 +76,11 @@ def _aligned(a: Any, layouts: list[Layout | None], written: bool) -> Any:
             out.append(x)
             continue
         own = layout_of(x, lay.mesh)
-        if own is not lay and own.axes != lay.axes and own.shape == lay.shape:
+        if own is not lay and own.shape == lay.shape and not same_data(own, lay):
             if written:
                 raise ValueError(
-                    f"An optimizer writes to a tensor that lies as {own!r}; a Partial cannot be updated "
-                    "element by element. Redistribute it first."
+                    f"An optimizer writes to a tensor that lies as {own!r} beside one that lies as {lay!r}; "
+                    "element by element both must lie alike, and none be Partial. Redistribute it first."
                 )
             x = move(x, own, lay)
         out.append(x)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from espalier.tensor.rules.reduction import exact
-from espalier.tensor.rules.spec import Dims, Operand, RuleFunction, Rules, Spec, spellings, writing
+from espalier.tensor.rules.spec import Dims, Operand, Placed, RuleFunction, Rules, Spec, spellings, writing
 
 # f(x) linear in x: a Partial passes through
 LINEAR = """
@@ -162,6 +162,27 @@ def zero_(x: Operand) -> Spec:
     return elementwise([x], linear=[(0,)])
 
 
+def fill_(x: Operand, value: Any) -> Spec:
+    """One value everywhere; where x is Partial, coordinate 0 takes it and the others zero."""
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        lay = placed.outs[0]
+        given = args[1] if len(args) > 1 else kwargs["value"]
+        away = any(lay.mesh.coordinate[a] for a in lay.partial)
+        return args[0].fill_(given * 0 if away else given)  # type: ignore[no-any-return]
+
+    averaged = any(x.layout.axes[a] != "sum" for a in x.layout.partial)
+    return elementwise(found(x, value), linear=[] if averaged else [(0,)], run=run)
+
+
+def broadcast_tensors(*tensors: Any) -> Spec:
+    """Each stretched to the shape of all: a shard of one is stretched to a shard."""
+    operands = found(tensors)
+    spec = elementwise(operands)
+    n = len(operands)
+    return Spec(spec.ins, [*spec.outs] * n, [*spec.shapes] * n)
+
+
 def like(x: Operand, *args: Any, **kwargs: Any) -> Spec:
     """zeros_like and friends: the layout of x, where it is Partial replicated."""
     return elementwise([x])
@@ -206,6 +227,7 @@ def register(rules: Rules) -> None:
     rules.add(torch.Tensor.copy_, writing(copy_))
     rules.add(torch.Tensor.zero_, writing(zero_))
     rules.add(torch.zero_, writing(zero_))
-    rules.add(torch.Tensor.fill_, writing(nonlinear))
+    rules.add(torch.Tensor.fill_, writing(fill_))
+    rules.add(torch.functional.broadcast_tensors, broadcast_tensors)
     for f in spellings("zeros_like", "ones_like", "empty_like", "full_like"):
         rules.add(f, like)

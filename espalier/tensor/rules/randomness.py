@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 
+from espalier.layout import Layout
 from espalier.tensor.random import bits, draw_key, element_index, normal, uniform
-from espalier.tensor.rules.spec import Operand, Placed, Rules, Spec, writing
+from espalier.tensor.rules.pointwise import found, letters
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, writing
 
 
 def dropout(input: Operand, p: float = 0.5, training: bool = True, inplace: bool = False) -> Spec:
     """The same mask under every layout."""
     dims = input.dims()
-    return Spec(
-        [dims], [dims], [input.shape], run=_drop, inplace=input.index if inplace is True else None
-    )
+    # a product with the mask, so linear
+    written = input.index if inplace is True else None
+    return Spec([dims], [dims], [input.shape], linear=[(0,)], run=_drop, inplace=written)
 
 
 def _drop(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
@@ -28,7 +30,7 @@ def _drop(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> t
     if not bound.get("training", bound.get("train", True)) or p == 0:
         return x  # type: ignore[no-any-return]
     mask = keep_mask(placed, p, x)
-    return x.mul_(mask) if bound.get("inplace") else x * mask
+    return x.mul_(mask) if bound.get("inplace") or func is torch.dropout_ else x * mask
 
 
 def keep_mask(placed: Placed, p: float, like: torch.Tensor) -> torch.Tensor:
@@ -39,14 +41,32 @@ def keep_mask(placed: Placed, p: float, like: torch.Tensor) -> torch.Tensor:
     return (uniform(lay, draw_key(), torch.float32, like.device) >= p).to(like.dtype).div_(1 - p)
 
 
+def as_addend(value: torch.Tensor, lay: Layout) -> torch.Tensor:
+    """A value as this rank's addend: on axes where the layout is Partial, coordinate 0 holds it."""
+    for axis in lay.partial:
+        if lay.mesh.coordinate[axis]:
+            return torch.zeros_like(value)
+        if lay.axes[axis] == "avg":
+            value = value * lay.mesh.shape[axis]
+    return value
+
+
+def letters_of_all(operands: list[Operand]) -> list[Dims]:
+    """Letters of operands that are broadcast to the first."""
+    return [letters(o.shape, operands[0].shape) for o in operands]
+
+
 def _filler(draw: Callable[..., torch.Tensor]) -> Callable[..., Spec]:
     """An in-place random function: operand 0 takes the values."""
 
     def rule(x: Operand, *args: Any, **kwargs: Any) -> Spec:
         def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-            return args[0].copy_(draw(placed, args[0], *args[1:], **kwargs))  # type: ignore[no-any-return]
+            drawn = draw(placed, args[0], *args[1:], **kwargs)
+            return args[0].copy_(as_addend(drawn, placed.outs[0]))  # type: ignore[no-any-return]
 
-        return Spec([x.dims()], [x.dims()], [x.shape], run=run, inplace=x.index)
+        others = found(args, kwargs)
+        full = letters_of_all([x, *others])
+        return Spec(full, full[:1], [x.shape], linear=[(0,)], run=run, inplace=x.index)
 
     return rule
 
@@ -65,7 +85,7 @@ def _normal(
 
 
 def _bernoulli(
-    placed: Placed, x: torch.Tensor, p: float = 0.5, *, generator: Any = None
+    placed: Placed, x: torch.Tensor, p: Any = 0.5, *, generator: Any = None
 ) -> torch.Tensor:
     return uniform(placed.outs[0], draw_key(generator), torch.float32, x.device) < p
 

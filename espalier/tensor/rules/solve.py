@@ -78,7 +78,9 @@ def _candidates(
                 if candidate is not None:
                     yield candidate
     ops = {s for s in states if is_partial(s)}
-    if len(ops) == 1 and ops <= {"sum", "avg"} and not any(isinstance(s, int) for s in states):
+    # where a shard could share the work no value stays Partial, unless it is written to
+    stays = spec.inplace is not None and states[spec.inplace] in ops
+    if len(ops) == 1 and ops <= {"sum", "avg"} and (stays or not any(isinstance(s, int) for s in states)):
         op = ops.pop()
         for group in spec.linear:
             if any(states[i] == op for i in group):

@@ -8,6 +8,7 @@ letters ``espalier.tensor.rules.solve`` derives every legal layout.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,6 +158,7 @@ class Rules:
 def writing(rule: RuleFunction) -> RuleFunction:
     """The rule of the in-place form: the output is operand 0."""
 
+    @functools.wraps(rule)
     def wrapped(*args: Any, **kwargs: Any) -> Spec | None:
         spec = rule(*args, **kwargs)
         if spec is None or tuple(spec.shapes[0]) != args[0].shape:

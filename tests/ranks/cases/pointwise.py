@@ -112,6 +112,7 @@ LINEAR = [
     case("addcdiv", A(X((4, 6)), X((4, 6)), X((4, 6), 0.5, 2)), A(X((5, 2)), X((5, 1)), X((2,), 0.5, 2), value=3)),
     case("lerp", A(X((4, 6)), X((4, 6)), 0.25), A(X((5, 2)), X((2,)), X((5, 2)))),
     case("", A(X((4, 6)), X((4, 6))), A(X((5, 2)), X((2,))), A(X((5, 2)), 1.5), A(X((5, 2)), ints((5, 2), 0, 3)), also=[torch.Tensor.copy_]),
+    case("", A(X((4, 1)), X((6,))), A(X((5, 2)), X((1, 2)), X(())), also=[torch.functional.broadcast_tensors]),
     case("zero_", *over(-2, 2)),
     case("fill_", *over(-2, 2, 3.5), A(X((5, 2)), X(()))),
 ]

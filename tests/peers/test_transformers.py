@@ -1,0 +1,80 @@
+"""Hugging Face's own models, unchanged: laid out by inference, equal to one process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from espalier.parallel.tensor.infer import infer
+from espalier.tensor import GatherWarning
+from tests.ranks.test_verify import PLANS, check, compared
+
+MODELS = ["hf-gpt2", "hf-llama", "hf-bert", "hf-vit"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_plan_equals_one_process(ranks: Any, name: str, plan: str) -> None:
+    check(ranks, name, plan)
+
+
+def gathers(rank: int, world: int, name: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compared(rank, world, name, 2, 2)
+    return [str(w.message) for w in caught if issubclass(w.category, GatherWarning)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_gathered_for_want_of_a_rule(ranks: Any, name: str) -> None:
+    assert ranks(4, gathers, name)[0] == []
+
+
+def small(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    import transformers as hf
+
+    ids = torch.randint(0, 96, (1, 8))
+    common = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    if name == "llama":
+        config = hf.LlamaConfig(vocab_size=96, num_key_value_heads=2, **common)
+        return hf.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+    if name == "bert":
+        return hf.BertForMaskedLM(hf.BertConfig(vocab_size=96, **common)), {"input_ids": ids, "labels": ids}
+    if name == "vit":
+        config = hf.ViTConfig(image_size=16, patch_size=4, num_labels=6, **common)
+        images = {"pixel_values": torch.randn(1, 3, 16, 16), "labels": torch.tensor([1])}
+        return hf.ViTForImageClassification(config), images
+    config = hf.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4)
+    return hf.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "row"),
+    [
+        ("llama", ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"], ["o_proj", "down_proj"]),
+        ("bert", ["query", "key", "value", "intermediate.dense"], ["attention.output.dense"]),
+        ("vit", ["q_proj", "k_proj", "v_proj", "fc1"], ["o_proj", "fc2"]),
+    ],
+)
+def test_inference_finds_megatrons_layouts(name: str, column: list[str], row: list[str]) -> None:
+    model, batch = small(name)
+    found = infer(model, batch, 2)
+    for parameter, _ in model.named_parameters():
+        if parameter.endswith(tuple(f"{c}.weight" for c in column)):
+            assert found[parameter] == 0, parameter
+        elif parameter.endswith(tuple(f"{r}.weight" for r in row)):
+            assert found[parameter] == 1, parameter
+        elif "norm" in parameter.lower():
+            assert parameter not in found, parameter
+
+
+def test_inference_leaves_the_model_as_it_was() -> None:
+    model, batch = small("bert")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = torch.get_rng_state()
+    infer(model, batch, 2)
+    assert model.training and torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())

@@ -1,0 +1,69 @@
+"""``espalier verify`` on the project's own job files: each plan against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import espalier
+from espalier.train.job import Job
+from espalier.train.verify import verify
+
+JOBS = Path(__file__).parents[2] / "jobs" / "verify"
+PLANS = {"data 4": (4, 1), "tensor 2": (1, 2), "tensor 4": (1, 4), "data 2 × tensor 2": (2, 2)}
+
+
+def compared(rank: int, world: int, name: str, data: int, tensor: int) -> Any:
+    job = Job.load(JOBS / f"{name}.toml", [f"plan.data={data}", f"plan.tensor={tensor}"])
+    found = verify(job)
+    if found is None:
+        return None
+    assert len(found.steps) >= 3
+    return found.passed, found.worst
+
+
+def check(ranks: Any, name: str, plan: str) -> None:
+    data, tensor = PLANS[plan]
+    passed, worst = ranks(data * tensor, compared, name, data, tensor, timeout=240)[0]
+    assert passed and worst < 1e-9, f"{name}, {plan}: largest difference {worst:.2e}"
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["gpt", "gpt2"])
+def test_plan_equals_one_process(ranks: Any, name: str, plan: str) -> None:
+    check(ranks, name, plan)
+
+
+def uneven(rank: int, world: int) -> tuple[bool, ...]:
+    job = Job.load(JOBS / "gpt.toml")
+    hidden, heads, vocabulary = (job.raw["model"][k] for k in ("hidden", "heads", "vocab_size"))
+    return tuple(n % 4 != 0 for n in (hidden, heads, vocabulary))
+
+
+def test_the_jobs_sizes_do_not_divide_by_four(ranks: Any) -> None:
+    assert all(ranks(1, uneven)[0])
+
+
+def broken(rank: int, world: int) -> Any:
+    """A plan whose gradients are not reduced must fail."""
+    from espalier.parallel.data.buckets import GradientBuckets
+
+    kept = GradientBuckets._send
+    try:
+        GradientBuckets._send = _forgetful  # type: ignore[method-assign]
+        found = verify(Job.load(JOBS / "gpt.toml", ["plan.data=2", "plan.tensor=1"]))
+    finally:
+        GradientBuckets._send = kept  # type: ignore[method-assign]
+    return None if found is None else found.passed
+
+
+def _forgetful(self: Any, bucket: Any) -> None:
+    bucket.flags.fill_(1)
+    bucket.pending = espalier.comm.Pending()
+    self._next += 1
+
+
+def test_verify_can_fail(ranks: Any) -> None:
+    assert ranks(2, broken)[0] is False
