@@ -198,7 +198,7 @@ def local(x: torch.Tensor | None) -> torch.Tensor:
     """This rank's part of any kind of tensor, without its history."""
     assert x is not None
     with torch.no_grad():
-        return x.to_local() if isinstance(x, espalier.DTensor | TorchDTensor) else x.detach()
+        return (x.to_local() if isinstance(x, espalier.DTensor | TorchDTensor) else x).detach()
 
 
 def check(

@@ -1,9 +1,11 @@
 """Espalier: write the model for one device; it is laid on a mesh of devices and trained there."""
 
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from espalier.comm import Ledger, ledger
 from espalier.engine import DryReport, Engine, dry_run, initialize
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard
-from espalier.mesh import Mesh
+from espalier.mesh import Mesh, spawn
 from espalier.parallel import Plan
 from espalier.tensor import (
     DTensor,
@@ -24,3 +26,37 @@ from espalier.tensor import (
 )
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "DryReport",
+    "Engine",
+    "GatherWarning",
+    "Layout",
+    "Ledger",
+    "Mesh",
+    "Operand",
+    "Partial",
+    "Placement",
+    "Plan",
+    "Replicate",
+    "Shard",
+    "Spec",
+    "distribute_tensor",
+    "dry_run",
+    "empty",
+    "full",
+    "full_tensor",
+    "init_device_mesh",
+    "initialize",
+    "layout_of",
+    "ledger",
+    "local_map",
+    "ones",
+    "rand",
+    "randn",
+    "register_rule",
+    "spawn",
+    "zeros",
+]

@@ -138,7 +138,8 @@ def all_to_all(
         _wire(out), _wire(wire), [c * scale for c in counts], [p.numel() * scale for p in pieces],
         group=mesh.group(axis),
     )  # fmt: skip
-    return torch.cat([p.view(s) for p, s in zip(out.split(counts), shapes, strict=True)], join_dim)
+    parts = torch.split(out, counts)
+    return torch.cat([p.view(s) for p, s in zip(parts, shapes, strict=True)], join_dim)
 
 
 Spans = tuple[tuple[int, int], ...]
@@ -170,7 +171,8 @@ def exchange(
     result = rows.new_empty((total, *rows.shape[1:]))
     if mesh.is_dry:
         return result
-    wire = torch.cat([rows[a : a + n].reshape(-1) for blocks in sends for a, _, n in blocks] or [rows[:0].reshape(-1)])
+    pieces = [rows[a : a + n].reshape(-1) for blocks in sends for a, _, n in blocks]
+    wire = torch.cat(pieces) if pieces else rows.new_empty(0)
     lengths = [sum(n for _, _, n in blocks) * width for blocks in gets]
     out = rows.new_empty(sum(lengths))
     dist.all_to_all_single(out, wire, lengths, counts, group=mesh.group(axis))

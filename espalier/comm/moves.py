@@ -140,7 +140,7 @@ class _Move(torch.autograd.Function):
 
 
 # straight to C: the Python apply in between serves functorch and costs as much as the call
-_apply: Callable[[torch.Tensor, Itinerary], torch.Tensor] = super(torch.autograd.Function, _Move).apply  # type: ignore[misc]
+_apply: Callable[[torch.Tensor, Itinerary], torch.Tensor] = super(torch.autograd.Function, _Move).apply
 
 
 def _idle(step: Step) -> bool:

@@ -204,7 +204,7 @@ class Engine:
         assert self._buckets is not None
         if self._syncing:
             self._buckets.begin()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

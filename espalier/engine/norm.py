@@ -28,8 +28,7 @@ def global_norm(parameters: Sequence[DTensor], mesh: Mesh) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64 if _wide(groups) else torch.float32, device=mesh.device())
         for axes, grads in sorted(groups.items()):
             norms = torch._foreach_norm([plain(g) for g in grads], 2)
-            part = torch.stack([n.to(total.device, torch.promote_types(n.dtype, torch.float32)) for n in norms])
-            squares = part.square().sum()
+            squares = torch.stack([n.to(total.device, total.dtype) for n in norms]).square().sum()
             for axis in axes:
                 squares = door.all_reduce(squares, mesh, axis)
             total = total + squares

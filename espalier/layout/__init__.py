@@ -1,6 +1,8 @@
 """How a global tensor lies on a mesh, and how to get from one way to another. Pure: no traffic."""
 
-from espalier.layout.layout import Layout, Partial, Placement, Replicate, Shard, same_data
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from espalier.layout.layout import Layout, same_data
 from espalier.layout.regions import Box, chunk_bounds, local_box, same_cuts
 from espalier.layout.routes import Route, Step, route
 from espalier.layout.transitions import TABLE, gradient_layout, operation

@@ -82,6 +82,7 @@ class Layout:
     is_plain: bool
     is_firm: bool
     _gradient: Layout | None
+    _placements: tuple[Placement, ...]
 
     def __new__(
         cls,
@@ -187,7 +188,8 @@ class Layout:
             parts.append(f"{name}{n}:{word}")
         swapped = [cut for cut in self.cuts if list(cut) != sorted(cut)]
         if swapped:
-            parts.append("cut " + ", ".join(" then ".join(self.mesh.names[a] for a in cut) for cut in swapped))
+            names = self.mesh.names
+            parts.append("cut " + ", ".join(" then ".join(names[a] for a in cut) for cut in swapped))
         return f"Layout({list(self.shape)} {' '.join(parts)})"
 
 

@@ -69,7 +69,7 @@ def lay_out_model(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -
         with raw():
             p.grad = None
             p.data = local.detach().as_subclass(torch.Tensor)
-        stamp(p, layouts[name])._is_param = True  # type: ignore[attr-defined]
+        stamp(p, layouts[name])._is_param = True
     for module in model.modules():
         for name, b in module._buffers.items():
             if b is not None:

@@ -11,7 +11,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm import collectives as door
 from espalier.comm import move
-from espalier.layout import Layout, Placement, Replicate, gradient_layout, local_box
+from espalier.layout import Layout, Placement, Replicate, Shard, gradient_layout, local_box
 from espalier.layout.layout import R, is_partial
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
@@ -75,26 +75,28 @@ def lay_out(tensor: torch.Tensor, layout: Layout, *, send: bool = True) -> DTens
     with raw():
         torch.Tensor.requires_grad_(out, tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
-        out._is_param = True  # type: ignore[attr-defined]
+        out._is_param = True
     return out
 
 
 def from_local(
     local: torch.Tensor,
     device_mesh: MeshLike,
-    placements: Sequence[Placement],
+    placements: Sequence[Placement] | None = None,
     *,
+    run_check: bool = False,
     shape: Sequence[int] | None = None,
 ) -> DTensor:
     """See :meth:`DTensor.from_local`."""
     mesh = as_mesh(device_mesh)
+    placements = placements if placements is not None else [Replicate()] * mesh.ndim
     if isinstance(local, DTensor):
         raise TypeError("from_local expects this rank's plain part, got a DTensor already.")
     if shape is None:
         grown = list(local.shape)
         for n, placement in zip(mesh.shape, placements, strict=False):
-            if placement.is_shard():
-                grown[placement.dim] *= n  # type: ignore[attr-defined]
+            if isinstance(placement, Shard):
+                grown[placement.dim] *= n
         shape = grown
     layout = Layout(mesh, placements, shape)
     if tuple(local.shape) != layout.local_shape:
@@ -102,7 +104,26 @@ def from_local(
             f"from_local: rank {mesh.rank} gave a part of the shape {list(local.shape)}, but {layout!r} "
             f"gives it {list(layout.local_shape)}. Pieces are cut as torch.chunk does; pass the right shape=."
         )
+    if run_check:
+        _check_replicas(local.detach(), layout)
     return stamp(local.view_as(local), layout)
+
+
+def _check_replicas(local: torch.Tensor, layout: Layout) -> None:
+    mesh = layout.mesh
+    differs = []
+    for axis, state in enumerate(layout.axes):
+        if state == R:
+            first = door.broadcast(local, mesh, axis)
+            flag = torch.tensor(float(not torch.equal(first, local)), device=local.device)
+            if mesh.is_dry or not door.all_reduce(flag, mesh, axis, "max"):
+                continue
+            differs.append(mesh.names[axis])
+    if differs:
+        raise ValueError(
+            f"from_local: the parts are said to be replicated along {', '.join(differs)}, but differ between "
+            "ranks. Give the same values on all, or say Shard or Partial."
+        )
 
 
 def to_local(x: DTensor, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -162,7 +183,7 @@ def local_map(
         ValueError: an input does not lie as stated.
     """
     if func is None:
-        return functools.partial(  # type: ignore[return-value]
+        return functools.partial(
             local_map,
             out_placements=out_placements,
             in_placements=in_placements,

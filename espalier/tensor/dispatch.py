@@ -172,7 +172,7 @@ def dispatch(
         out._layout = entry.out
         return out
     if entry.quick:
-        out = _plain_call(func, types, (args[0], *entry.tail), _NO_KWARGS)  # type: ignore[misc]
+        out = _plain_call(func, types, (args[0], *entry.tail), _NO_KWARGS)
         out.__class__ = DTensor
         out._layout = entry.out
         return out
@@ -337,7 +337,7 @@ def _moved(x: torch.Tensor, m: Move) -> torch.Tensor:
     moved = known.get(tag)
     if moved is None:
         moved = known[tag] = travel(x, m.way)
-    return moved  # type: ignore[no-any-return]
+    return moved
 
 
 def _gathered(x: DTensor, m: Move, tag: Any) -> torch.Tensor:
@@ -349,7 +349,7 @@ def _gathered(x: DTensor, m: Move, tag: Any) -> torch.Tensor:
     if mesh.lately is not None:
         owner, known, moved = mesh.lately
         if owner() is x and known == tag:
-            return moved  # type: ignore[no-any-return]
+            return moved
 
     def forget_it(owner: Any) -> None:
         if mesh.lately is not None and mesh.lately[0] is owner:

@@ -64,7 +64,7 @@ class DTensor(torch.Tensor):
         """The global shape."""
         if _intercepted():
             return self._layout.shape  # type: ignore[return-value]
-        return _plain_call(_shape, (), (self,), {})  # type: ignore[no-any-return]
+        return _plain_call(_shape, (), (self,), {})
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
@@ -77,7 +77,7 @@ class DTensor(torch.Tensor):
 
     ndimension = dim
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         """The global size, of one dim or of all."""
         shape = self.shape
         return shape if dim is None else shape[dim]
@@ -88,7 +88,7 @@ class DTensor(torch.Tensor):
 
     nelement = numel
 
-    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def stride(self, dim: int | None = None) -> Any:
         """The strides of the global tensor, as if it were contiguous."""
         if not _intercepted():
             return _plain_call(torch.Tensor.stride, (), (self,) if dim is None else (self, dim), {})
@@ -123,12 +123,12 @@ class DTensor(torch.Tensor):
         _plain_call(_requires_grad.__set__, (), (self, value), {})
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """The gradient, a DTensor; Partial along axes on which a reduction is still to come."""
         grad = _plain_call(_grad.__get__, (), (self,), {})
         if grad is not None and type(grad) is not DTensor:
             stamp(grad, gradient_layout(self._layout))
-        return grad  # type: ignore[no-any-return]
+        return grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -163,26 +163,31 @@ class DTensor(torch.Tensor):
 
     @staticmethod
     def from_local(
-        local: torch.Tensor,
+        local_tensor: torch.Tensor,
         device_mesh: MeshLike,
-        placements: Sequence[Placement],
+        placements: Sequence[Placement] | None = None,
         *,
+        run_check: bool = False,
         shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
     ) -> DTensor:
-        """The DTensor of which each rank gives its part; gradients flow to ``local``.
+        """The DTensor of which each rank gives its part; gradients flow to ``local_tensor``.
 
         Args:
-            local: this rank's part; on axes where it is replicated, equal on all ranks.
+            local_tensor: this rank's part; on axes where it is replicated, equal on all ranks.
             device_mesh: an :class:`espalier.Mesh` or torch ``DeviceMesh``.
-            placements: one for each axis.
+            placements: one for each axis; replicated by default.
+            run_check: compare what should be equal across ranks (a collective on each axis).
             shape: the global shape; by default every rank is taken to hold parts of equal size.
+            stride: taken for torch's sake; a DTensor's strides are those of a contiguous tensor.
 
         Raises:
-            ValueError: this rank's part does not have the shape that the layout gives it.
+            ValueError: this rank's part does not have the shape that the layout gives it, or the check
+                found ranks that differ.
         """
         from espalier.tensor.api import from_local
 
-        return from_local(local, device_mesh, placements, shape=shape)
+        return from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, a plain tensor; gradients flow back.
@@ -200,11 +205,16 @@ class DTensor(torch.Tensor):
         return to_local(self, grad_placements)
 
     def redistribute(
-        self, device_mesh: MeshLike | None = None, placements: Sequence[Placement] | None = None
+        self,
+        device_mesh: MeshLike | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
     ) -> DTensor:
         """The same global value in another layout, by the cheapest route; differentiable.
 
         Args:
+            async_op: taken for torch's sake; the result is always ready.
             device_mesh: must be this tensor's own.
             placements: one for each axis.
         """
@@ -218,14 +228,19 @@ class DTensor(torch.Tensor):
             raise ValueError("redistribute needs placements, one for each axis of the mesh.")
         return redistribute(self, Layout(mesh, placements, self._layout.shape))
 
-    def full_tensor(self) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The global tensor, plain, on every rank (a collective: call it on all ranks).
 
-        Differentiable; every rank is taken to compute the same from it.
+        Args:
+            grad_placements: what its gradients will be; by default every rank is taken to compute the
+                same from it. ``Partial()`` on axes where they compute different things.
         """
-        replicated = Layout.replicated(self._layout.mesh, self._layout.shape)
+        lay = self._layout
+        if grad_placements is not None:
+            whole = redistribute(self, Layout.replicated(lay.mesh, lay.shape))
+            return whole.to_local(grad_placements=grad_placements)
         with raw():
-            return plain(move(self, self._layout, replicated))
+            return plain(move(self, lay, Layout.replicated(lay.mesh, lay.shape)))
 
     # ---- values, copies
 
@@ -257,7 +272,7 @@ class DTensor(torch.Tensor):
     def __index__(self) -> int:
         return self.full_tensor().__index__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # never a collective: debuggers and tracebacks call it on one rank alone
         with raw():
             local = plain(self.detach())
@@ -271,7 +286,7 @@ class DTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
+            return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError(
                 "Only tensors that the user made (leaves) can be deep-copied: this one is the result of an "
@@ -297,8 +312,8 @@ class DTensor(torch.Tensor):
         )
 
 
-_requires_grad = torch.Tensor.requires_grad
-_grad = torch.Tensor.grad
+_requires_grad: Any = torch.Tensor.requires_grad
+_grad: Any = torch.Tensor.grad
 
 
 def stamp(x: torch.Tensor, layout: Layout) -> DTensor:

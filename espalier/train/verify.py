@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from espalier.train.double import Double
 from espalier.train.build import build_model, build_optimizer
 from espalier.train.data import prepare, training_batches
+from espalier.train.double import Double
 from espalier.train.job import Job
 
 

@@ -21,7 +21,7 @@ from espalier.layout.layout import R
 from espalier.mesh import Mesh
 from espalier.tensor import DTensor, plain, stamp
 
-_grad = torch.Tensor.grad
+_grad: Any = torch.Tensor.grad
 
 
 class _Bucket:
@@ -73,7 +73,7 @@ class GradientBuckets:
                             own = plain(grad)
                             if self.mesh.coordinate[self.axis]:
                                 own.zero_()
-                            _grad.__set__(p, stamp(own, gradient_layout(p._layout)))  # type: ignore[attr-defined]
+                            _grad.__set__(p, stamp(own, gradient_layout(p._layout)))
         self.reduced = False
         self._next = 0
         for bucket in self.buckets:
@@ -87,7 +87,7 @@ class GradientBuckets:
         if i not in bucket.missing:
             return
         with raw():
-            grad = _grad.__get__(parameter)  # type: ignore[attr-defined]
+            grad = _grad.__get__(parameter)
             view = bucket.views[i]
             if grad.data_ptr() != view.data_ptr() or self.mesh.is_dry:
                 view.copy_(grad)
@@ -126,7 +126,7 @@ class GradientBuckets:
                     if used is not None and not used[i]:
                         continue
                     done = stamp(bucket.views[i].view_as(bucket.views[i]), _finished(p._layout, self.axis))
-                    _grad.__set__(p, done)  # type: ignore[attr-defined]
+                    _grad.__set__(p, done)
         self.reduced = True
 
     def _gather_late(self, bucket: _Bucket) -> None:

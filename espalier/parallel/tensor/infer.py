@@ -125,9 +125,7 @@ class _Watch(TorchFunctionMode):
         except TypeError:
             return None
 
-    def _follow(
-        self, spec: Spec | None, tensors: list[torch.Tensor], results: list[torch.Tensor]
-    ) -> None:
+    def _follow(self, spec: Spec | None, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         if spec is None or len(spec.ins) != len(tensors):
             for t in tensors:
                 self._leak_all(t)

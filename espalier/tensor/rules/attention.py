@@ -84,7 +84,7 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     bound |= {"query": q, "key": k, "value": v}
     if bound.get("dropout_p", 0.0) > 0:
         return _with_dropout(bound, placed)
-    return func(**bound)  # type: ignore[no-any-return]
+    return func(**bound)
 
 
 def _with_dropout(bound: dict[str, Any], placed: Placed) -> torch.Tensor:

@@ -58,8 +58,9 @@ def _pieces(x: Operand, dim: int, lengths: Sequence[int]) -> Spec:
         n = placed.mesh.shape[axes[0]]
         whole: tuple[door.Spans, ...] = tuple((_span(0, sum(lengths), n, i),) for i in range(n))
         starts = [sum(lengths[:j]) for j in range(len(lengths))]
-        parts = tuple(tuple(_span(s, m, n, i) for s, m in zip(starts, lengths, strict=True)) for i in range(n))
-        got: torch.Tensor = _Exchange.apply(rows, placed.mesh, axes[0], whole, parts)  # type: ignore[no-untyped-call]
+        bounds = list(zip(starts, lengths, strict=True))
+        parts = tuple(tuple(_span(start, size, n, i) for start, size in bounds) for i in range(n))
+        got: torch.Tensor = _Exchange.apply(rows, placed.mesh, axes[0], whole, parts)
         own = [end - start for start, end in parts[placed.mesh.coordinate[axes[0]]]]
         return tuple(piece.movedim(0, at) for piece in got.split(own))
 
@@ -86,7 +87,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Exchange.apply(grad, *ctx.way), None, None, None, None  # type: ignore[no-untyped-call]
+        return _Exchange.apply(grad, *ctx.way), None, None, None, None
 
 
 def split(x: Operand, split_size: Any, dim: int = 0) -> Spec:

@@ -42,10 +42,10 @@ def elementwise_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any)
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         if reduction == "sum":
-            return func(*args, **kwargs)  # type: ignore[no-any-return]
+            return func(*args, **kwargs)
         args = tuple("sum" if a == "mean" else a for a in args) if "mean" in _words(args) else args
         total = func(*args, **({**kwargs, "reduction": "sum"} if "sum" not in _words(args) else kwargs))
-        return total / count  # type: ignore[no-any-return]
+        return total / count
 
     return Spec(ins, [()], [()], reduce=dict.fromkeys(names, "sum"), run=run)
 
@@ -120,13 +120,13 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
     at = 0 if lay.ndim == 1 else 1
     class_axes = placed.axes_of(lay, (at,))
     if class_axes:
-        losses = _VocabularyParallel.apply(logits.movedim(at, -1), target, ignored, lay, at, class_axes)  # type: ignore[no-untyped-call]
+        losses = _VocabularyParallel.apply(logits.movedim(at, -1), target, ignored, lay, at, class_axes)
         if reduction == "none":
-            return losses  # type: ignore[no-any-return]
+            return losses
         total = losses.sum()
-        return total if reduction == "sum" else total / _weight_of(target, ignored, weight, total, placed)  # type: ignore[no-any-return]
+        return total if reduction == "sum" else total / _weight_of(target, ignored, weight, total, placed)
     if reduction != "mean" or not placed.axes_of(lay, range(lay.ndim)):
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
+        return func(*args, **kwargs)
     total = F.cross_entropy(
         logits, target, weight, ignore_index=ignored, reduction="sum",
         label_smoothing=bound.get("label_smoothing", 0.0),
@@ -139,7 +139,7 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
 def _nll(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
     bound = _NLL_SIGNATURE.bind(*args, **kwargs).arguments
     if bound.get("reduction", "mean") != "mean" or not placed.axes_of(placed.ins[1], range(placed.ins[1].ndim)):
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
+        return func(*args, **kwargs)
     input, target, weight = bound["input"], bound["target"], bound.get("weight")
     ignored = bound.get("ignore_index", -100)
     total = F.nll_loss(input, target, weight, ignore_index=ignored, reduction="sum")

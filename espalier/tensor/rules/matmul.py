@@ -171,7 +171,7 @@ def _lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     local = ids - start
     elsewhere = (local < 0) | (local >= length)
     inside = padding is not None and start <= padding < start + length
-    found = F.embedding(local.masked_fill(elsewhere, 0), table, padding - start if inside else None)  # type: ignore[operator]
+    found = F.embedding(local.masked_fill(elsewhere, 0), table, padding - start if inside else None)
     return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 

@@ -169,7 +169,7 @@ def fill_(x: Operand, value: Any) -> Spec:
         lay = placed.outs[0]
         given = args[1] if len(args) > 1 else kwargs["value"]
         away = any(lay.mesh.coordinate[a] for a in lay.partial)
-        return args[0].fill_(given * 0 if away else given)  # type: ignore[no-any-return]
+        return args[0].fill_(given * 0 if away else given)
 
     averaged = any(x.layout.axes[a] != "sum" for a in x.layout.partial)
     return elementwise(found(x, value), linear=[] if averaged else [(0,)], run=run)

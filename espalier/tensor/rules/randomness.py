@@ -28,7 +28,7 @@ def _drop(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> t
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not bound.get("training", bound.get("train", True)) or p == 0:
-        return x  # type: ignore[no-any-return]
+        return x
     mask = keep_mask(placed, p, x)
     return x.mul_(mask) if bound.get("inplace") or func is torch.dropout_ else x * mask
 
@@ -62,7 +62,7 @@ def _filler(draw: Callable[..., torch.Tensor]) -> Callable[..., Spec]:
     def rule(x: Operand, *args: Any, **kwargs: Any) -> Spec:
         def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
             drawn = draw(placed, args[0], *args[1:], **kwargs)
-            return args[0].copy_(as_addend(drawn, placed.outs[0]))  # type: ignore[no-any-return]
+            return args[0].copy_(as_addend(drawn, placed.outs[0]))
 
         others = found(args, kwargs)
         full = letters_of_all([x, *others])

@@ -91,11 +91,11 @@ class Spec:
     ins: Sequence[Dims]
     outs: Sequence[Dims]
     shapes: Sequence[tuple[int, ...]]
-    reduce: Mapping[Letter, str] = field(default_factory=dict)
+    reduce: Mapping[Any, str] = field(default_factory=dict)
     linear: Sequence[tuple[int, ...]] = ()
     addends: Sequence[int] = ()
     blocked: frozenset[Letter] = frozenset()
-    factors: Mapping[Letter, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    factors: Mapping[Any, Sequence[tuple[int, int]]] = field(default_factory=dict)
     run: Runner | None = None
     tail: Callable[[Placed], tuple[Any, ...]] | None = None
     inplace: int | None = None

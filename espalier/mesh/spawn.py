@@ -1,0 +1,73 @@
+"""Local ranks from inside a program: a function on a mesh, without a launcher."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing
+
+from espalier.mesh.mesh import Mesh
+from espalier.mesh.process import finish, start, use_loopback
+
+
+def spawn(
+    fn: Callable[..., Any], axes: Mapping[str, int], *args: Any, device_type: str | None = None
+) -> list[Any]:
+    """Run ``fn(mesh, *args)`` on new local processes, one for each rank of a mesh.
+
+    Args:
+        fn: a function that other processes can import (defined at the top of a module).
+        axes: name to size, as for :meth:`Mesh.from_env`.
+        args: passed on, pickled.
+        device_type: ``"cpu"`` or ``"cuda"``; by default what the machine has.
+
+    Returns:
+        What each rank returned, in the order of the ranks (plain, picklable values).
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank raised; the message holds its traceback,
+            and the other ranks have been stopped.
+    """
+    n = math.prod(axes.values())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="espalier-") as folder:
+        work = (fn, dict(axes), args, n, port, folder, device_type)
+        torch.multiprocessing.spawn(_rank, work, nprocs=n)  # type: ignore[no-untyped-call]
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(n)]
+
+
+def _rank(
+    rank: int,
+    fn: Callable[..., Any],
+    axes: dict[str, int],
+    args: tuple[Any, ...],
+    n: int,
+    port: int,
+    folder: str,
+    device_type: str | None,
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    use_loopback(os.environ)
+    start(device_type)
+    try:
+        result = fn(Mesh.from_env(axes), *args)
+        Path(folder, str(rank)).write_bytes(pickle.dumps(result))
+    finally:
+        finish()
