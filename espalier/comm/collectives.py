@@ -26,6 +26,14 @@ _OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
+def _all_reduce_options(op: Any) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return options
+
+
+_ALL_REDUCE = {name: _all_reduce_options(op) for name, op in _OPS.items()}
+
 # torch 2.13 renamed both; 2.11 knows the old names only
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -58,11 +66,13 @@ def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> Pend
     n = mesh.shape[axis]
     if n == 1:
         return Pending()
-    _record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size())
+    if mesh.ledgers:
+        _record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size())
     if mesh.is_dry:
         return Pending()
     wire = x.view(torch.uint8) if x.dtype is torch.bool else x
-    return Pending(dist.all_reduce(wire, op=_OPS[op], group=mesh.group(axis), async_op=True))
+    # the group's own method: dist.all_reduce costs as much again in checks, on the hottest collective
+    return Pending(mesh.group(axis).allreduce([wire], _ALL_REDUCE[op]))
 
 
 def all_gather(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> torch.Tensor:

@@ -36,10 +36,13 @@ class Itinerary:
         forward: what to do to the local tensor, step by step.
         idle: on this rank neither forward nor backward does anything.
         summed: the axes, if forward is all-reduces of sums along them and backward does nothing.
+        cleared: forward leaves zeros here, backward does nothing.
         unsummed: a reduction without gradient that the source still lacks.
     """
 
-    __slots__ = ("_dst", "_src", "forward", "idle", "mesh", "scale", "summed", "unsummed")
+    __slots__ = (
+        "_back", "_dst", "_src", "cleared", "forward", "idle", "mesh", "scale", "summed", "unsummed"
+    )  # fmt: skip
 
     def __init__(self, src: Layout, dst: Layout) -> None:
         self.scale = _average_factor(src, dst)
@@ -56,12 +59,16 @@ class Itinerary:
         busy = [step for step in steps if not _idle(step)]
         sums = not returns and all(s.operation == ALL_REDUCE and s.src.axes[s.axis] == "sum" for s in busy)
         self.summed = tuple(s.axis for s in busy) if sums else ()
+        self.cleared = bool(busy) and not returns and all(s.operation == KEEP for s in busy)
+        self._back: Itinerary | None = None
         lacking = [s for s in src.axes if s in ("max", "min", "product")]
         self.unsummed = lacking[0] if lacking else None
 
     def back(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient taken the other way."""
-        return move(grad, gradient_layout(self._dst), gradient_layout(self._src))
+        if self._back is None:
+            self._back = itinerary(gradient_layout(self._dst), gradient_layout(self._src))
+        return travel(grad, self._back)
 
 
 @lru_cache(maxsize=65536)
@@ -107,6 +114,10 @@ def travel(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
         inner = out.detach()
         for axis in way.summed:
             door.all_reduce_(inner, way.mesh, axis).wait()
+        return out
+    if way.cleared:
+        out = x.clone()
+        out.detach().zero_()
         return out
     moved: torch.Tensor = _apply(x, way)
     return moved

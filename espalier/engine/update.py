@@ -8,6 +8,7 @@ alone, at the speed of plain tensors. Other optimizers (norms, factorizations) s
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.tensor import DTensor, lay_out, stamp
@@ -41,12 +42,19 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer) not in ELEMENTWISE:
         optimizer.step()
         return
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if type(p) is DTensor]
     with raw():
-        optimizer.step()
-    for p, state in optimizer.state.items():
-        if not isinstance(p, DTensor):
-            continue
-        for x in state.values():
+        # as plain parameters they are spared DTensor's Python getters, and on CUDA torch's choice of
+        # the foreach implementation, which goes by class, falls as for any other model
+        for p in parameters:
+            p.__class__ = nn.Parameter  # type: ignore[assignment]
+        try:
+            optimizer.step()
+        finally:
+            for p in parameters:
+                p.__class__ = DTensor
+    for p in parameters:
+        for x in optimizer.state.get(p, {}).values():
             if type(x) is torch.Tensor and x.ndim and x.shape == p._layout.local_shape:
                 stamp(x, p._layout)
 

@@ -28,6 +28,9 @@ from espalier.tensor.rules.spec import Operand, Placed, Spec
 from espalier.tensor.saved import Shard, gather_before_backward, saving_shards
 
 _plain_call = torch._C._disabled_torch_function_impl
+# the C getters themselves: to be called where torch functions are not intercepted
+_requires_grad = vars(torch._C.TensorBase)["requires_grad"].__get__
+_is_leaf = vars(torch._C.TensorBase)["is_leaf"].__get__
 _CACHE_LIMIT = 10_000  # entries of one function
 
 Path = tuple[Any, ...]
@@ -50,7 +53,9 @@ class Move:
 class Entry:
     """How one kind of call is carried out."""
 
-    __slots__ = ("moves", "out", "outs", "placed", "quick", "run", "simple", "tail", "writes", "written")
+    __slots__ = (
+        "flat", "moves", "out", "outs", "placed", "quick", "run", "simple", "tail", "writes", "written"
+    )  # fmt: skip
 
     def __init__(self, spec: Spec, placed: Placed, operands: list[Operand]) -> None:
         self.placed = placed
@@ -65,13 +70,17 @@ class Entry:
             if o.path != self.written and not same_data(o.layout, dst)
         )
         self.moves = tuple(m for m in moves if not m.way.idle)
-        self.simple = self.quick = self.writes = False
+        self.simple = self.quick = self.writes = self.flat = False
 
     def settle(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """After the first call: whether the next ones may take a short cut."""
-        if self.moves or self.run is not None or self.out is None or not isinstance(out, torch.Tensor):
+        if self.run is not None or self.out is None or not isinstance(out, torch.Tensor):
             return
-        if self.written is not None:
+        if self.moves:
+            plain_paths = all(len(m.path) == 1 and type(m.path[0]) is int for m in self.moves)
+            kept = self.written is None and self.tail is None
+            self.flat = kept and plain_paths and not any(m.gathers for m in self.moves)
+        elif self.written is not None:
             self.writes = type(_at(args, kwargs, self.written)) is DTensor
         else:
             self.simple, self.quick = self.tail is None, self.tail is not None
@@ -98,6 +107,25 @@ class Entry:
                 out = self._local(func, args, kwargs)
         return self._stamped(out, args, kwargs)
 
+    def call_flat(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """:meth:`call`, for moves of positional arguments that gather nothing."""
+        with raw():
+            recorded = torch.is_grad_enabled()
+            moved = None
+            for m in self.moves:
+                i = m.path[0]
+                x = args[i]
+                if not m.only_varies or (recorded and _requires_grad(x)):
+                    if moved is None:
+                        moved = list(args)
+                    moved[i] = _moved(x, m)
+            out = func(*(moved or args), **kwargs)
+        if type(out) is DTensor:
+            return _stamp(out, self.outs[0])
+        out.__class__ = DTensor
+        out._layout = self.out
+        return out
+
     def _local(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.tail is not None:
             return func(args[0], *self.tail)
@@ -110,14 +138,24 @@ class Entry:
             return out
         if self.out is not None:
             if isinstance(out, torch.Tensor):
-                return stamp(out, self.out)
+                return _stamp(out, self.out)
             if isinstance(out, tuple | list) and len(out) == 1:
                 stamp(out[0], self.out)
             return out
+        if any(type(x) is DTensor for x in out):
+            return type(out)(_stamp(x, layout) for x, layout in zip(out, self.outs, strict=True))
         for x, layout in zip(out, self.outs, strict=True):
             if isinstance(x, torch.Tensor):
                 stamp(x, layout)
         return out
+
+
+def _stamp(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Stamp an output; one that is an input itself, and lies otherwise, stays what it was."""
+    if type(x) is DTensor and x._layout is not layout:
+        with raw():
+            x = x.view_as(x)
+    return stamp(x, layout)
 
 
 class _Slot(dict[Any, "Entry | None"]):
@@ -176,6 +214,8 @@ def dispatch(
         out.__class__ = DTensor
         out._layout = entry.out
         return out
+    if entry.flat:
+        return entry.call_flat(func, args, kwargs)
     if entry.writes:
         return _plain_call(func, types, args, kwargs)
     return entry.call(func, args, kwargs)
@@ -326,17 +366,17 @@ def _moved(x: torch.Tensor, m: Move) -> torch.Tensor:
     So that Q, K and V share one gather and one backward all-reduce. A leaf lives longer than a
     step: its moved form would hold memory, and a reference cycle through its gradient accumulator.
     """
-    if not m.remember or type(x) is not DTensor or (x.is_leaf and x.requires_grad):
+    if not m.remember or type(x) is not DTensor or (_is_leaf(x) and _requires_grad(x)):
         return travel(x, m.way)
-    tag = (m.dst, x._version, torch.is_grad_enabled())
+    # inference tensors count no versions
+    tag = (m.dst, -1 if x.is_inference() else x._version, torch.is_grad_enabled())
     if m.gathers:
         return _gathered(x, m, tag)
     known = x.__dict__.get("_moved")
-    if known is None:
-        known = x._moved = {}  # type: ignore[attr-defined]
-    moved = known.get(tag)
-    if moved is None:
-        moved = known[tag] = travel(x, m.way)
+    if known is not None and known[0] == tag:
+        return known[1]  # type: ignore[no-any-return]
+    moved = travel(x, m.way)
+    x._moved = (tag, moved)  # type: ignore[attr-defined]
     return moved
 
 

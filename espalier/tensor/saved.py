@@ -43,7 +43,8 @@ class Shard:
 
     def gather(self, *grads: Any) -> None:
         """Have the gathered tensor at hand (as a hook before the operation's node)."""
-        if self._full is None:
+        # of several outputs the last may come when all that used the gathered tensor are done
+        if self._full is None and self._shard is not None:
             self._full = self._gathered()
 
     def get(self) -> torch.Tensor:

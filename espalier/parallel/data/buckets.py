@@ -54,7 +54,9 @@ class GradientBuckets:
         self.mesh, self.axis = mesh, axis
         self.active = True
         self.reduced = False
-        self.buckets = [_Bucket(group) for group in _grouped(parameters, megabytes)]
+        # along an axis of size 1 there is nothing to reduce
+        groups = _grouped(parameters, megabytes) if mesh.shape[axis] > 1 else []
+        self.buckets = [_Bucket(group) for group in groups]
         self._next = 0
         self._place: dict[int, tuple[_Bucket, int]] = {}
         for bucket in self.buckets:

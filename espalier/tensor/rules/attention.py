@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from espalier.layout import Layout, local_box, same_cuts
 from espalier.tensor.rules.randomness import keep_mask
-from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec
+from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, of_nothing
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -66,8 +66,9 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     bound = dict(zip(_NAMES, args, strict=False)) | kwargs
     q, k, v = bound["query"], bound["key"], bound["value"]
     if q.numel() == 0:
-        # kernels differ on empty heads; zero times everything keeps the gradients' shapes
-        return q.new_zeros(placed.outs[0].local_shape) + (q.sum() + k.sum() + v.sum()) * 0
+        # kernels differ on empty heads
+        mask = bound.get("attn_mask")
+        return of_nothing(placed, q, k, v, *([mask] if mask is not None and mask.is_floating_point() else []))
     whole_q, whole_k = placed.ins[0], placed.ins[1]
     heads, kv = whole_q.shape[-3], whole_k.shape[-3]
     if heads != kv:

@@ -218,10 +218,11 @@ def log_sum_exp(x: Operand, dim: Any, keepdim: bool = False) -> Spec | None:
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         local = args[0] if args else kwargs["input"]
         axes = placed.axes_of(placed.ins[0], dims)
-        if not axes or 0 in local.shape:
-            assert not axes, "empty shards of a reduced dim are gathered by the rule"
+        if not axes:
             return torch.logsumexp(local, dims, keepdim)
-        top = local.detach().amax(dims, keepdim=True)
+        kept = [1 if d in dims else n for d, n in enumerate(local.shape)]
+        empty = any(local.shape[d] == 0 for d in dims)
+        top = local.new_full(kept, -math.inf) if empty else local.detach().amax(dims, keepdim=True)
         for axis in axes:
             top = door.all_reduce(top, placed.mesh, axis, "max")
         top = top.masked_fill(~top.isfinite(), 0)
@@ -235,12 +236,8 @@ def log_sum_exp(x: Operand, dim: Any, keepdim: bool = False) -> Spec | None:
         )
         return move(part, partial, done).log() + (top if keepdim else top.squeeze(dims))
 
-    empty = any(
-        x.layout.shape[d] < math.prod(x.layout.mesh.shape[a] for a in x.layout.cuts[d]) for d in dims
-    )
-    reduce = {} if empty else {("d", i): DONE for i in dims}
-    blocked = frozenset(("d", i) for i in dims) if empty else frozenset()
-    return Spec([x.dims()], [out], [shape], reduce=reduce, blocked=blocked, run=run)
+    reduce = {("d", i): DONE for i in dims}
+    return Spec([x.dims()], [out], [shape], reduce=reduce, run=run)
 
 
 def register(rules: Rules) -> None:

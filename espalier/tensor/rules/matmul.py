@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from espalier.layout import local_box
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, of_nothing
 
 
 def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Spec:
@@ -167,7 +167,7 @@ def _lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
         padding %= layout.shape[0]
     start, length = local_box(layout).offsets[0], table.shape[0]
     if length == 0:
-        return table.new_zeros((*ids.shape, table.shape[1])) + table.sum() * 0
+        return of_nothing(placed, table)
     local = ids - start
     elsewhere = (local < 0) | (local >= length)
     inside = padding is not None and start <= padding < start + length
@@ -199,9 +199,19 @@ def convolution(nd: int) -> Callable[..., Spec | None]:
         if bias is not None:
             ins.append(("o" if groups == 1 else None,))
             linear_in = [(0, 2), (1, 2)]
-        return Spec(ins, [out], [shape], reduce={"c": "sum"}, linear=linear_in, addends=(2,))
+        return Spec(ins, [out], [shape], reduce={"c": "sum"}, linear=linear_in, addends=(2,), run=_convolved)
 
     return rule
+
+
+def _convolved(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+    bound = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
+    if x.numel() and weight.numel():
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+    # torch convolves no empty tensors
+    out = of_nothing(placed, x, weight)
+    return out if bias is None else out + bias.view(-1, *[1] * (x.ndim - 2))
 
 
 def _conv_shape(

@@ -14,6 +14,8 @@ from espalier.layout.layout import R, is_partial
 from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp
 from espalier.tensor.rules.spec import Rules, spellings
 
+_plain_call = torch._C._disabled_torch_function_impl
+
 # the same for the local and the global tensor, or about storage
 _ASIDE = """
     requires_grad_ is_floating_point is_complex is_signed is_inference element_size get_device retain_grad
@@ -29,8 +31,7 @@ def aside(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answered by the local tensor."""
-    with raw():
-        return func(*args, **kwargs)
+    return _plain_call(func, types, args, kwargs)
 
 
 def same(

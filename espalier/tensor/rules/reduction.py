@@ -11,7 +11,7 @@ import torch
 from espalier.comm import move
 from espalier.layout import Layout, local_box
 from espalier.layout.layout import R, normal_dim
-from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec
+from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, of_nothing
 
 DimsArgument = int | Sequence[int] | None
 
@@ -130,9 +130,15 @@ def argmax(x: Operand, dim: int | None = None, keepdim: bool = False) -> Spec:
 
 def variance(x: Operand, dim: Any = None, unbiased: Any = None, keepdim: bool = False, **kw: Any) -> Spec:
     """var and std: var(x, unbiased) and var(x, dim, unbiased, keepdim), or correction by keyword."""
-    if isinstance(dim, bool):
-        dim = None
-    return whole(x, dim, keepdim)
+    spec = whole(x, None if isinstance(dim, bool) else dim, keepdim)
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        local = args[0] if args else kwargs["input"]
+        # of nothing torch warns that it has too few degrees of freedom
+        return func(*args, **kwargs) if local.numel() else of_nothing(placed, local)  # type: ignore[no-any-return]
+
+    spec.run = run
+    return spec
 
 
 def truth(x: Operand, dim: DimsArgument = None, keepdim: bool = False) -> Spec:

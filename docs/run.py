@@ -1,0 +1,60 @@
+"""Run the Python blocks of a page, in order, as one script: every example in the documentation works.
+
+    espalier run -n 4 docs/run.py docs/layouts-and-rules.md
+
+A block whose first line is ``# examples/NAME.py`` is a file of the repository: it must be the same,
+and is not run here. Lines after ``# prints:`` say what a block prints on rank 0; that is compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PRINTS = "# prints:\n"
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """The page's Python blocks, each with the number of its first line."""
+    text = page.read_text("utf-8")
+    return [(text.count("\n", 0, found.start()) + 2, found[1]) for found in _BLOCK.finditer(text)]
+
+
+def expected(block: str) -> list[str]:
+    """What the block says that it prints."""
+    after = block.partition(_PRINTS)[2]
+    return [line.removeprefix("#").strip() for line in after.splitlines() if line.startswith("#")]
+
+
+def main() -> None:
+    """Run one page."""
+    page = Path(sys.argv[1])
+    names = {"__name__": "__page__"}
+    count = 0
+    for line, block in blocks(page):
+        first = block.partition("\n")[0]
+        if first.startswith("# examples/"):
+            same = (ROOT / first.removeprefix("# ")).read_text("utf-8")
+            if same.strip() != block.partition("\n")[2].strip():
+                sys.exit(f"{page}:{line}: this block differs from {first.removeprefix('# ')}")
+            continue
+        written = io.StringIO()
+        with contextlib.redirect_stdout(written):
+            # leading newlines, so that a traceback tells the line of the page
+            exec(compile("\n" * (line - 1) + block, str(page), "exec"), names)
+        printed = [text.strip() for text in written.getvalue().splitlines() if text.strip()]
+        if os.environ.get("RANK", "0") == "0" and printed != expected(block):
+            sys.exit(f"{page}:{line}: printed\n  " + "\n  ".join(printed) + "\nbut says\n  " + "\n  ".join(expected(block)))
+        count += 1
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{page}: {count} blocks")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The documentation tells the truth: its examples run, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN = [page for page in PAGES if "```python" in page.read_text("utf-8")]
+
+
+def espalier(*arguments: str) -> str:
+    """What a command prints; it must end well."""
+    done = subprocess.run(
+        [sys.executable, "-m", "espalier.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_the_examples_of_a_page_run(page: Path) -> None:
+    """Every Python block works, and prints what the page says."""
+    assert "blocks" in espalier("run", "-n", "4", "docs/run.py", str(page.relative_to(ROOT)))
+
+
+def test_the_plain_loop_prints_the_same_losses_under_every_layout() -> None:
+    """One process against data 2 × tensor 2."""
+    alone, spread = (
+        espalier("run", "-n", ranks, "examples/plain_loop.py", "--tensor", tensor)
+        for ranks, tensor in (("1", "1"), ("4", "2"))
+    )
+
+    def losses(printed: str) -> list[str]:
+        return [line for line in printed.splitlines() if line.startswith("step")]
+
+    assert len(losses(alone)) == 4
+    assert losses(alone) == losses(spread)
+    assert "S(0)" in spread and "S(1)" in spread, "the two layers are column and row"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    """Links to files and to headings of the repository; the web is left alone."""
+    text = page.read_text("utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("http"):
+            continue
+        name, _, heading = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), f"{page.name} links to {target}"
+        if heading:
+            found = {anchor(line) for line in re.findall(r"^#+ (.*)$", path.read_text("utf-8"), re.MULTILINE)}
+            assert heading in found, f"{page.name} links to {target}"
+
+
+def anchor(heading: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
