@@ -113,7 +113,7 @@ def layouts() -> Figure:
 
 
 def _one_layout(axes, left, bottom, cell, shape, title, use, placements) -> None:
-    rows, columns = shape
+    rows = shape[0]
     pitch_x, pitch_y = 1.45, 1.08
     write(axes, left + 1.52, bottom + 2.98, title, 9.5, weight="bold", family="DejaVu Sans Mono")
     write(axes, left + 1.52, bottom + 2.74, use, 8.2, FAINT)
@@ -127,26 +127,41 @@ def _one_layout(axes, left, bottom, cell, shape, title, use, placements) -> None
             mesh = Mesh.dry({"data": 2, "tensor": 2}, coordinate=(d, t))
             layout = Layout(mesh, placements, shape)
             held = local_box(layout)
-            box(axes, x - 0.16, top - rows * cell - 0.22, 6 * cell + 0.32, rows * cell + 0.4, SOFT_GREY, "none")
-            _grid(axes, x, top, cell, (0, 0), shape, facecolor=PAPER, edgecolor="#d5dad7")
+            box(
+                axes,
+                x - 0.16,
+                top - rows * cell - 0.22,
+                6 * cell + 0.32,
+                rows * cell + 0.4,
+                SOFT_GREY,
+                "none",
+            )
+            _grid(axes, x, top, cell, (0, 0), shape, facecolor=PAPER, edgecolor="#d5dad7", zorder=2)
             _grid(
                 axes, x, top, cell, held.offsets, held.sizes, facecolor=_RANK_FACES[rank],
-                edgecolor=_RANK_EDGES[rank], hatch="////" if layout.partial else None,
+                edgecolor=_RANK_EDGES[rank], hatch="////" if layout.partial else None, zorder=3,
             )  # fmt: skip
             write(axes, x + 3 * cell, top - rows * cell - 0.11, f"rank {rank}", 7, _RANK_EDGES[rank])
     if any(p.is_partial() for p in placements):
-        write(axes, left + 1.52, bottom + 0.02, "hatched: an addend; the value is the sum over tensor", 7.6, FAINT)
+        write(
+            axes,
+            left + 1.52,
+            bottom + 0.02,
+            "hatched: an addend; the value is the sum over tensor",
+            7.6,
+            FAINT,
+        )
 
 
-def _grid(axes, x, top, cell, offsets, sizes, edgecolor, **look) -> None:
+def _grid(axes, x, top, cell, offsets, sizes, edgecolor, zorder, **look) -> None:
     """A box of a matrix whose upper left corner is (x, top), with lines between its elements."""
     (r, c), (rows, columns) = offsets, sizes
     left, bottom = x + c * cell, top - (r + rows) * cell
     w, h = columns * cell, rows * cell
-    axes.add_patch(Rectangle((left, bottom), w, h, edgecolor=edgecolor, linewidth=1, **look))
+    axes.add_patch(Rectangle((left, bottom), w, h, edgecolor=edgecolor, linewidth=1, zorder=zorder, **look))
     lines = [((left + i * cell, bottom), (left + i * cell, bottom + h)) for i in range(1, columns)]
     lines += [((left, bottom + i * cell), (left + w, bottom + i * cell)) for i in range(1, rows)]
-    axes.add_collection(LineCollection(lines, colors=edgecolor, linewidths=0.6))
+    axes.add_collection(LineCollection(lines, colors=edgecolor, linewidths=0.6, zorder=zorder))
 
 
 # ---- the table of transitions
@@ -232,7 +247,15 @@ def _loop(axes, x, y) -> None:
     center = x - _RADIUS * math.cos(math.radians(toward)), y - _RADIUS * math.sin(math.radians(toward))
     reach = math.degrees(math.acos(radius / (2 * _RADIUS)))  # where the two circles meet
     axes.add_patch(
-        Arc(center, 2 * radius, 2 * radius, theta1=toward + reach, theta2=350 + toward - reach, color=INK, linewidth=2.4)
+        Arc(
+            center,
+            2 * radius,
+            2 * radius,
+            theta1=toward + reach,
+            theta2=350 + toward - reach,
+            color=INK,
+            linewidth=2.4,
+        )
     )
     tail, tip = (
         (center[0] + radius * math.cos(a), center[1] + radius * math.sin(a))
@@ -294,8 +317,8 @@ def megatron() -> Figure:
         axes,
         5.7,
         0.34,
-        "Neither box stands in the model. vary is put in because the first layer's output differs along the axis and x\n"
-        "does not; P → R because what follows (a norm, a residual sum) needs the value and not an addend.",
+        "Neither box stands in the model. vary is put in because the first layer's output differs\n"
+        "along the axis and x does not; P → R because what follows (a norm, say) needs the value.",
         8.6,
     )
     return figure
@@ -319,7 +342,9 @@ def _matrix(axes, x, y, columns, rows, edge, face, label, cut=None, hatch=False)
         )
     )  # fmt: skip
     back = {"facecolor": face, "edgecolor": "none", "pad": 0.8} if hatch else None
-    write(axes, left + w / 2, bottom + h / 2, label, 8, edge if face != SOFT_GREY else INK, zorder=4, bbox=back)
+    write(
+        axes, left + w / 2, bottom + h / 2, label, 8, edge if face != SOFT_GREY else INK, zorder=4, bbox=back
+    )
 
 
 # ---- the house
@@ -370,9 +395,24 @@ def house() -> Figure:
             write(axes, x, y + step / 2, name, 10.5, GREEN if built else FAINT, ha="left", weight="bold")
             text = _LIVES.get(name, "") if built else "not built yet"
             x += 1.35 if len(rooms) == 1 else 1.2
-            write(axes, x, y + step / 2, text, 8.4 if len(rooms) == 1 else 7.6, INK if built else FAINT, ha="left")
+            write(
+                axes,
+                x,
+                y + step / 2,
+                text,
+                8.4 if len(rooms) == 1 else 7.6,
+                INK if built else FAINT,
+                ha="left",
+            )
     axes.plot([left - 0.35, left + width + 0.35], [base - 0.02] * 2, color=INK, linewidth=2.2)
-    write(axes, left + width / 2, 0.3, "Each storey imports only from those below it; rooms side by side do not know each other.", 9, FAINT)
+    write(
+        axes,
+        left + width / 2,
+        0.3,
+        "Each storey imports only from those below it; rooms side by side do not know each other.",
+        9,
+        FAINT,
+    )
     return figure
 
 
@@ -397,7 +437,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="write PNGs there instead")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a picture is stale")
-    parser.add_argument("only", nargs="*", metavar="PICTURE", help=f"of {', '.join(DRAWINGS)}; by default all")
+    parser.add_argument(
+        "only", nargs="*", metavar="PICTURE", help=f"of {', '.join(DRAWINGS)}; by default all"
+    )
     options = parser.parse_args()
     matplotlib.rcParams.update({"svg.hashsalt": "espalier", "svg.fonttype": "path", "hatch.linewidth": 0.6})
     stale = []

@@ -36,23 +36,24 @@ def main() -> None:
     """Run one page."""
     page = Path(sys.argv[1])
     names = {"__name__": "__page__"}
-    count = 0
+    count, first = 0, os.environ.get("RANK", "0") == "0"
     for line, block in blocks(page):
-        first = block.partition("\n")[0]
-        if first.startswith("# examples/"):
-            same = (ROOT / first.removeprefix("# ")).read_text("utf-8")
-            if same.strip() != block.partition("\n")[2].strip():
-                sys.exit(f"{page}:{line}: this block differs from {first.removeprefix('# ')}")
+        title, _, body = block.partition("\n")
+        if title.startswith("# examples/"):
+            name = title.removeprefix("# ")
+            if (ROOT / name).read_text("utf-8").strip() != body.strip():
+                sys.exit(f"{page}:{line}: this block differs from {name}")
             continue
         written = io.StringIO()
         with contextlib.redirect_stdout(written):
             # leading newlines, so that a traceback tells the line of the page
             exec(compile("\n" * (line - 1) + block, str(page), "exec"), names)
         printed = [text.strip() for text in written.getvalue().splitlines() if text.strip()]
-        if os.environ.get("RANK", "0") == "0" and printed != expected(block):
-            sys.exit(f"{page}:{line}: printed\n  " + "\n  ".join(printed) + "\nbut says\n  " + "\n  ".join(expected(block)))
+        says = expected(block)
+        if first and printed != says:
+            sys.exit("\n  ".join([f"{page}:{line}: printed", *printed, "but the page says", *says]))
         count += 1
-    if os.environ.get("RANK", "0") == "0":
+    if first:
         print(f"{page}: {count} blocks")
 
 

@@ -22,6 +22,7 @@ from espalier.tensor import (
     rand,
     randn,
     register_rule,
+    strict,
     zeros,
 )
 
@@ -58,5 +59,6 @@ __all__ = [
     "randn",
     "register_rule",
     "spawn",
+    "strict",
     "zeros",
 ]

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +42,21 @@ Port = Annotated[
     int | None, typer.Option(help="Where the ranks meet; a free port if not given.", show_default=False)
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"espalier {version('espalier')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    show: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train single-device PyTorch models on a mesh of ranks."""
 
 
 @app.command()
@@ -157,7 +173,7 @@ def load(path: Path, overrides: list[str], ranks: int | None) -> Any:
         below = ranks - ranks % others
         near = [str(n) for n in (below, below + others) if n]
         raise ValueError(
-            f"-n {ranks} does not fit the plan of {path}: {rest} take {others} ranks, so the number must be "
+            f"-n {ranks} does not fit the plan of {path}: its other axes ({rest}) multiply to {others}, so the number must be "
             f"a multiple of {others}, as {' or '.join(near)}; or change the plan, --set plan.<axis>=<size>"
         )
     return Job.load(path, [*overrides, f"plan.data={ranks // others}"])

@@ -73,7 +73,9 @@ def dry_run(
     layouts: Mapping[str, str] | None = None,
     coordinate: tuple[int, ...] | None = None,
 ) -> DryReport:
-    """One step of training as one rank of a plan would do it, without other processes or data.
+    """A step of training as one rank of a plan would do it, without other processes or data.
+
+    It is the second step that is measured: the first has made the optimizer's states.
 
     Args:
         model: on the ``meta`` device (``with torch.device("meta"): ...``); it is changed in place.
@@ -102,6 +104,15 @@ def dry_run(
     memory, flops = _Memory(), FlopCounterMode(display=False)
     for p in (*held, *model.buffers()):
         memory.hold(p)
+    with memory:
+        # a first step, so that the optimizer's states exist and are counted
+        engine.backward(engine(batch))
+        engine.finish_gradients()
+        if optimizer is not None:
+            engine.step()
+        else:
+            model.zero_grad()
+    memory.peak = 0
     with ledger(mesh) as book, memory, flops:
         memory.phase = "forward"
         loss = engine(batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -44,7 +46,8 @@ def initialize(
         optimizer: built on ``model.parameters()``; None to evaluate only.
         plan: a :class:`Plan` or a dict of its arguments; by default all ranks on the data axis.
         mesh: where to lay it; by default the running world (torchrun's environment).
-        loss_fn: ``loss_fn(output, batch)``; by default the output's ``loss``, or the output itself.
+        loss_fn: ``loss_fn(output, batch)``, or, where the batch is a pair ``(inputs, targets)``,
+            ``loss_fn(model(inputs), targets)``; by default the output's ``loss``, or the output itself.
         layouts: name patterns of modules to ``"column"``, ``"row"``, ``"vocab"`` or ``"whole"`` on the
             tensor axis; by default the model's table, or what a first run on a batch shows.
         max_grad_norm: gradients are scaled down to this global 2-norm.
@@ -78,8 +81,9 @@ def _plan(plan: Plan | Mapping[str, Any] | None) -> Plan:
         return plan
     if plan is not None:
         return Plan.from_dict(plan)
-    running = torch.distributed.is_initialized()
-    return Plan(data=torch.distributed.get_world_size() if running else 1)
+    if torch.distributed.is_initialized():
+        return Plan(data=torch.distributed.get_world_size())
+    return Plan(data=int(os.environ.get("WORLD_SIZE", "1")))
 
 
 class Engine:
@@ -115,7 +119,7 @@ class Engine:
         """Lay the parameters out; without a batch only if none is needed to know how."""
         if self._buckets is not None:
             return
-        sample = None if batch is None else tree_map(self._sample, batch)
+        sample = None if batch is None else tree_map(self._sample, self._parted(batch)[0])
         layouts = arrange(self.module, self.plan, self.mesh, table=self._table, batch=sample)
         if layouts is None:
             return
@@ -151,6 +155,12 @@ class Engine:
         def wrap(x: Any) -> Any:
             if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
                 return x
+            if size < self.plan.data:
+                warnings.warn(
+                    f"A global batch of {size} rows leaves {self.plan.data - size} of {self.plan.data} ranks of "
+                    "the data axis without work: use a larger batch or a smaller plan.data.",
+                    stacklevel=2,
+                )
             shape = (size, *x.shape[1:])
             axes = tuple(0 if name == "data" else "R" for name in self.mesh.names)
             cuts = ((self.mesh.axis("data"),), *((),) * (x.ndim - 1))
@@ -174,6 +184,12 @@ class Engine:
 
         return tree_map(cut, dict(batch) if isinstance(batch, Mapping) else batch)
 
+    def _parted(self, batch: Any) -> tuple[Any, Any]:
+        """What the model is called on, and what the loss function gets beside its output."""
+        if self._loss_fn is not None and isinstance(batch, tuple | list) and len(batch) == 2:
+            return batch[0], batch[1]
+        return batch, batch
+
     # ---- the three calls, and one for all
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -185,11 +201,12 @@ class Engine:
         """
         self.lay_out(batch)
         batch = self._typed(batch)
-        if isinstance(batch, Mapping):
-            output = self.module(**batch)
+        inputs, targets = self._parted(batch)
+        if isinstance(inputs, Mapping):
+            output = self.module(**inputs)
         else:
-            output = self.module(*batch) if isinstance(batch, tuple | list) else self.module(batch)
-        loss = self._loss_fn(output, batch) if self._loss_fn is not None else _loss_of(output)
+            output = self.module(*inputs) if isinstance(inputs, tuple | list) else self.module(inputs)
+        loss = self._loss_fn(output, targets) if self._loss_fn is not None else _loss_of(output)
         if loss.numel() != 1:
             raise ValueError(
                 f"The loss has the shape {list(loss.shape)}, expected one number. "

@@ -98,7 +98,7 @@ class Layout:
         axes = _states(mesh, placements, shape)
         for axis in varied:
             i = mesh.axis(axis)
-            if axes[i] != R:
+            if axes[i] not in (R, V):
                 raise ValueError(
                     f"Axis {mesh.names[i]!r} cannot be varied: the tensor is {placements[i]} along it, "
                     "and only a replicated value has a gradient that can be left Partial."

@@ -4,6 +4,10 @@ Each step changes one axis by one operation of the table. The costs are those of
 algorithms (Thakur, Rabenseifner, Gropp 2005): with n ranks and a buffer of B elements,
 all-gather, reduce-scatter and all-to-all send (n-1)/n·B, all-reduce twice that. The search is
 Dijkstra's over layouts; among routes of equal bytes the one with fewest steps wins.
+
+A value that is whole is never split into addends on the way (padded with zeros and summed again),
+though that can send less where two axes change one dim: a move then carries every bit of every
+dtype as it is, a negative zero, a bool or a float8 too, and adds nothing up.
 """
 
 from __future__ import annotations

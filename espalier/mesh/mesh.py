@@ -11,12 +11,15 @@ A mesh is one of three things to the code above it, and all three look the same:
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from espalier.mesh.process import start
 
 MAX_AXES = 8
 
@@ -63,6 +66,8 @@ class Mesh:
     def from_env(axes: Mapping[str, int], device_type: str | None = None) -> Mesh:
         """A mesh over all ranks of the running world, the last axis varying fastest.
 
+        Under torchrun (or ``espalier run``) the world is joined first, if the program has not done so.
+
         Args:
             axes: name to size; their product must be the world's size.
             device_type: ``"cpu"`` or ``"cuda"``; by default what the process group runs on.
@@ -72,7 +77,9 @@ class Mesh:
         """
         names, shape = tuple(axes), tuple(int(n) for n in axes.values())
         _check_axes(names, shape)
-        running = dist.is_available() and dist.is_initialized()
+        if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            start(device_type)
+        running = dist.is_initialized()
         world = dist.get_world_size() if running else 1
         needed = math.prod(shape)
         if needed != world:
@@ -154,7 +161,9 @@ class Mesh:
             if axis not in self._index:
                 raise ValueError(f"The mesh has no axis {axis!r}; its axes are {', '.join(self.names)}.")
             return self._index[axis]
-        return axis
+        if not -self.ndim <= axis < self.ndim:
+            raise ValueError(f"The mesh has no axis {axis}; it has {self.ndim}: {', '.join(self.names)}.")
+        return axis % self.ndim
 
     def group(self, axis: int | str) -> dist.ProcessGroup:
         """The process group of the ranks that differ from this one along ``axis`` only."""

@@ -34,7 +34,8 @@ _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote process exited|NCCL.*(abort|remote error)",
     re.IGNORECASE,
 )
-_PATIENCE = 1.0
+# a rank that leaves closes its connections a while before its process ends: longer on a busy machine
+_PATIENCE = 3.0
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,8 +34,8 @@ class Plan(BaseModel):
         try:
             super().__init__(**given)
         except ValidationError as error:
-            lines = [_mistake(dict(item), type(self)) for item in error.errors(include_url=False)]
-            raise ValueError("\n  ".join([f"Plan: {len(lines)} mistake(s)", *lines])) from None
+            found = [_mistake(dict(item), type(self)) for item in error.errors(include_url=False)]
+            raise PlanError(found) from None
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Plan:
@@ -67,11 +67,24 @@ class Plan(BaseModel):
         return " × ".join(f"{name} {n}" for name, n in self.axes.items())
 
 
-def _mistake(item: dict[str, Any], model: type[BaseModel]) -> str:
+class PlanError(ValueError):
+    """A plan that cannot be.
+
+    Attributes:
+        mistakes: (key, what was given, what is expected) for each mistake.
+    """
+
+    def __init__(self, mistakes: Sequence[tuple[str, Any, str]]) -> None:
+        self.mistakes = tuple(mistakes)
+        lines = [f"{key} = {given!r}: {expected}" for key, given, expected in mistakes]
+        super().__init__("\n  ".join([f"Plan: {len(lines)} mistake(s)", *lines]))
+
+
+def _mistake(item: dict[str, Any], model: type[BaseModel]) -> tuple[str, Any, str]:
     name = ".".join(map(str, item["loc"]))
     if item["type"] == "extra_forbidden":
         known = list(model.model_fields)
         close = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
-        return f"{name} = {item['input']!r}: unknown key; {hint}"
-    return f"{name} = {item['input']!r}: {item['msg'].replace('Input should be', 'expected')}"
+        return name, item["input"], f"unknown key; {hint}"
+    return name, item["input"], item["msg"].replace("Input should be", "expected")

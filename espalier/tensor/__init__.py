@@ -18,6 +18,7 @@ from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, sta
 from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.guard import install as _install_guard
 from espalier.tensor.rules.spec import Operand, Spec
+from espalier.tensor.strictness import strict
 
 _install_guard()
 assert _dispatch
@@ -41,5 +42,6 @@ __all__ = [
     "redistribute",
     "register_rule",
     "stamp",
+    "strict",
     "zeros",
 ]

@@ -26,6 +26,7 @@ from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
 from espalier.tensor.rules.spec import Operand, Placed, Spec
 from espalier.tensor.saved import Shard, gather_before_backward, saving_shards
+from espalier.tensor.strictness import is_strict, refuse_plain
 
 _plain_call = torch._C._disabled_torch_function_impl
 # the C getters themselves: to be called where torch functions are not intercepted
@@ -44,7 +45,9 @@ class Move:
     def __init__(self, path: Path, src: Layout, dst: Layout) -> None:
         self.path, self.src, self.dst = path, src, dst
         self.way = itinerary(src, dst)
-        self.only_varies = all(a == b or (a == R and b == V) for a, b in zip(src.axes, dst.axes, strict=True))
+        self.only_varies = src.cuts == dst.cuts and all(
+            a == b or (a == R and b == V) for a, b in zip(src.axes, dst.axes, strict=True)
+        )
         ops = {step.operation for step in route(src, dst).steps}
         self.gathers = bool(ops & {ALL_GATHER, ALL_TO_ALL}) and ALL_REDUCE not in ops
         self.remember = self.only_varies or bool(ops & {ALL_GATHER, ALL_TO_ALL, ALL_REDUCE})
@@ -143,7 +146,7 @@ class Entry:
                 stamp(out[0], self.out)
             return out
         if any(type(x) is DTensor for x in out):
-            return type(out)(_stamp(x, layout) for x, layout in zip(out, self.outs, strict=True))
+            return type(out)([_stamp(x, layout) for x, layout in zip(out, self.outs, strict=True)])
         for x, layout in zip(out, self.outs, strict=True):
             if isinstance(x, torch.Tensor):
                 stamp(x, layout)
@@ -230,7 +233,7 @@ def _key(a: Any) -> Any:
     if t is float or t is complex:
         return t if a else 0.0  # of a scalar's value, no more than whether it is zero decides
     if isinstance(a, torch.Tensor):
-        return (t, a.shape, a.dtype)
+        return (t, a.shape, a.dtype, is_strict.get()) if a.ndim else (t, a.dtype)
     if t is tuple or t is list or t is torch.Size:
         return (t, *[_key(x) for x in a])
     if t is slice:
@@ -258,6 +261,8 @@ def _first(
 
 
 def _build(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+    if is_strict.get():
+        refuse_plain(func, tensors_in((args, kwargs)))
     rule = RULES.get(func)
     if rule is None or kwargs.get("out") is not None:
         return None

@@ -55,6 +55,8 @@ def _entrance(func: Callable[..., Any]) -> Callable[..., Any] | None:
     if not wrapped and not set(_QUESTIONS) & set(func.__code__.co_names):
         return None
     names = {**func.__globals__, **dict.fromkeys(_QUESTIONS, _no)}
+    if names.get("torch") is torch and "overrides" in func.__code__.co_names:
+        names["torch"] = _Unasking(torch)
     body = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
     return body
@@ -62,6 +64,19 @@ def _entrance(func: Callable[..., Any]) -> Callable[..., Any] | None:
 
 def _no(*args: Any) -> bool:
     return False
+
+
+class _Unasking:
+    """A module in which ``overrides`` says of everything that it has no override."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _QUESTIONS:
+            return _no
+        value = getattr(self._module, name)
+        return _Unasking(value) if value is torch.overrides else value
 
 
 def _into(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from espalier.models import nearest
+from espalier.parallel import Plan, PlanError
 from espalier.train.mistakes import MISSING, JobError, Mistake, read_section, unknown_key
 from espalier.train.overrides import apply_overrides
 from espalier.train.specs import Facts, ModelSpec, read_model
@@ -284,13 +285,10 @@ def _optimizer_mistakes(section: OptimizerSection) -> list[Mistake]:
 
 
 def _plan_mistakes(plan: Mapping[str, Any]) -> list[Mistake]:
-    from espalier import Plan
-
     try:
         Plan.from_dict(dict(plan))
-    except ValueError as error:
-        lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
-        return [Mistake("plan", dict(plan), " | ".join(lines))]
+    except PlanError as error:
+        return [Mistake(f"plan.{key}", given, expected) for key, given, expected in error.mistakes]
     return []
 
 

@@ -17,7 +17,11 @@ RUN = [page for page in PAGES if "```python" in page.read_text("utf-8")]
 def espalier(*arguments: str) -> str:
     """What a command prints; it must end well."""
     done = subprocess.run(
-        [sys.executable, "-m", "espalier.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "espalier.cli", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

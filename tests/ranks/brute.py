@@ -30,7 +30,7 @@ from espalier.tensor.rules.spec import spellings
 GRAIN = 2.0**-10
 SEED = 1234
 # so many combinations of layouts are tried at most for what is no first spelling
-FEW = 5
+FEW = 1
 
 
 @dataclass(frozen=True)
@@ -419,7 +419,7 @@ def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
             if mesh.ndim > 1:
                 combos = drawn_layouts(xs, mesh, few if first else 1, rng) if few else iter(())
             else:
-                combos = axis_layouts(xs, mesh, None if first else FEW, of.most, rng)
+                combos = axis_layouts(xs, mesh, None if first else FEW, of.most if mesh.size == 2 else of.most // 3, rng)
             for layouts in combos:
                 line = _tried(function, sample, layouts, values, wanted, of, generator)
                 if line:

@@ -30,4 +30,4 @@ def test_all_layouts_on_one_axis(ranks, world, group):
 @pytest.mark.world(4)
 @pytest.mark.parametrize("group", CASES)
 def test_drawn_layouts_on_two_axes(ranks, group):
-    report(ranks(4, check, group, {"one": 2, "two": 2}, 6, timeout=300))
+    report(ranks(4, check, group, {"one": 2, "two": 2}, 4, timeout=300))

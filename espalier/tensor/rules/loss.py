@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from espalier.comm import collectives as door
-from espalier.comm import move
 from espalier.layout import Layout, local_box
-from espalier.layout.layout import R
 from espalier.tensor.rules.pointwise import found, letters
 from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec
 
@@ -227,14 +225,7 @@ def log_sum_exp(x: Operand, dim: Any, keepdim: bool = False) -> Spec | None:
             top = door.all_reduce(top, placed.mesh, axis, "max")
         top = top.masked_fill(~top.isfinite(), 0)
         part = (local - top).exp().sum(dims, keepdim)
-        lay = placed.outs[0]
-        partial = Layout.of(
-            lay.mesh, tuple("sum" if a in axes else s for a, s in enumerate(lay.axes)), lay.cuts, lay.shape
-        )
-        done = Layout.of(
-            lay.mesh, tuple(R if a in axes else s for a, s in enumerate(lay.axes)), lay.cuts, lay.shape
-        )
-        return move(part, partial, done).log() + (top if keepdim else top.squeeze(dims))
+        return placed.total(part, axes).log() + (top if keepdim else top.squeeze(dims))
 
     reduce = {("d", i): DONE for i in dims}
     return Spec([x.dims()], [out], [shape], reduce=reduce, run=run)

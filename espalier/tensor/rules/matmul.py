@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from espalier.layout import local_box
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, of_nothing
+from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, of_nothing
 
 
 def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Spec:
@@ -130,7 +130,7 @@ def embedding(
         ins,
         [(*ids, "h")],
         [(*input.shape, weight.shape[1])],
-        reduce={"v": "sum"},
+        reduce={"v": DONE},
         linear=[(weight.index,)],
         run=_lookup,
     )
@@ -167,12 +167,15 @@ def _lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
         padding %= layout.shape[0]
     start, length = local_box(layout).offsets[0], table.shape[0]
     if length == 0:
-        return of_nothing(placed, table)
-    local = ids - start
-    elsewhere = (local < 0) | (local >= length)
-    inside = padding is not None and start <= padding < start + length
-    found = F.embedding(local.masked_fill(elsewhere, 0), table, padding - start if inside else None)
-    return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        found = of_nothing(placed, table)
+    else:
+        local = ids - start
+        elsewhere = (local < 0) | (local >= length)
+        inside = padding is not None and start <= padding < start + length
+        found = F.embedding(local.masked_fill(elsewhere, 0), table, padding - start if inside else None)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+    # summed at once: left Partial, it would flow down the residual stream, and every norm sum it again
+    return placed.total(found, placed.axes_of(layout, (0,)))
 
 
 def convolution(nd: int) -> Callable[..., Spec | None]:

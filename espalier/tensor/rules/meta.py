@@ -76,19 +76,43 @@ def backward(
     names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
     bound = dict(zip(names, args, strict=False)) | kwargs
     loss, gradient = bound.pop("self"), bound.pop("gradient", None)
-    own = loss._layout
-    axes = tuple(s if is_partial(s) else R for s in own.axes)
-    target = Layout.of(own.mesh, axes, ((),) * own.ndim, own.shape) if gradient is None else own
-    if gradient is None and loss.numel() != 1:
-        raise RuntimeError(
-            f"backward() without a gradient needs a loss of one element; this has the shape {list(own.shape)}."
-        )
     with raw():
-        local = plain(move(loss, own, target))
-        if gradient is not None:
-            wanted = gradient_layout(target)
-            gradient = plain(move(gradient, layout_of(gradient, own.mesh), wanted))
+        local, gradient = _seeded(loss, gradient)
         torch.autograd.backward(local, gradient, **bound)
+
+
+def gradients(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """torch.autograd.grad: gradients that lie as those of their inputs do."""
+    names = ("outputs", "inputs", "grad_outputs")
+    bound = dict(zip(names, args, strict=False)) | kwargs
+    if bound.get("is_grads_batched"):
+        raise ValueError("torch.autograd.grad(..., is_grads_batched=True) does not take DTensors: call it in a loop.")
+    outputs, inputs = (x if isinstance(x, tuple | list) else (x,) for x in (bound.pop("outputs"), bound.pop("inputs")))
+    given = bound.pop("grad_outputs", None)
+    given = given if isinstance(given, tuple | list) else (given,) * len(outputs)
+    with raw():
+        ends = [_seeded(x, g) if type(x) is DTensor else (x, g) for x, g in zip(outputs, given, strict=True)]
+        found = torch.autograd.grad([x for x, _ in ends], inputs, [g for _, g in ends], **bound)
+        return tuple(
+            stamp(g.view_as(g), gradient_layout(x._layout)) if g is not None and type(x) is DTensor else g
+            for x, g in zip(inputs, found, strict=True)
+        )
+
+
+def _seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where backward starts on this rank, and the local gradient it starts from."""
+    own = x._layout
+    if gradient is not None:
+        return plain(x), plain(move(gradient, layout_of(gradient, own.mesh), gradient_layout(own)))
+    if own.shape.numel() != 1:
+        raise RuntimeError(
+            f"Gradients without a given start need a loss of one element; this has the shape {list(own.shape)}."
+        )
+    # an addend's gradient is one on every rank, as is that of a replicated value
+    axes = tuple(s if is_partial(s) else R for s in own.axes)
+    return plain(move(x, own, Layout.of(own.mesh, axes, ((),) * own.ndim, own.shape))), None
 
 
 def register_hook(
@@ -132,6 +156,7 @@ def register(rules: Rules) -> None:
     for name in _NEW:
         rules.add_special(getattr(torch.Tensor, name), new)
     rules.add_special(torch.Tensor.backward, backward)
+    rules.add_special(torch.autograd.grad, gradients)
     rules.add_special(torch.Tensor.register_hook, register_hook)
     for f in spellings("is_same_size"):
         rules.add_special(f, same_size)

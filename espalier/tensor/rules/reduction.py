@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from espalier.comm import move
-from espalier.layout import Layout, local_box
-from espalier.layout.layout import R, normal_dim
+from espalier.layout import local_box
+from espalier.layout.layout import normal_dim
 from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, of_nothing
 
 DimsArgument = int | Sequence[int] | None
@@ -159,14 +158,7 @@ def vector_norm(
         local = torch.linalg.vector_norm(args[0], ord, dims, keepdim, dtype=dtype)
         if not axes:
             return local
-        lay = placed.outs[0]
-        part = Layout.of(
-            lay.mesh, tuple("sum" if a in axes else s for a, s in enumerate(lay.axes)), lay.cuts, lay.shape
-        )
-        done = Layout.of(
-            lay.mesh, tuple(R if a in axes else s for a, s in enumerate(lay.axes)), lay.cuts, lay.shape
-        )
-        return move(local.pow(ord), part, done).pow(1 / ord)
+        return placed.total(local.pow(ord), axes).pow(1 / ord)
 
     reduce = {("d", i): DONE for i in dims} if ok else {}
     blocked = frozenset() if ok else frozenset(("d", i) for i in dims)

@@ -182,10 +182,16 @@ def _place(
 
 
 def _order(spec: Spec, operands: list[Operand], cuts: dict[Letter, list[int]]) -> list[int]:
-    """The axes in cutting order: as an operand has it that is cut by all of a letter's axes."""
+    """The axes in cutting order: as an operand has it that is cut by all of a letter's axes.
+
+    What is written to has the first word, for its layout stays.
+    """
     order = [a for a in range(operands[0].layout.mesh.ndim)]
+    pairs = list(zip(operands, spec.ins, strict=True))
+    if spec.inplace is not None:
+        pairs.insert(0, pairs.pop(spec.inplace))
     for letter, axes in cuts.items():
-        for operand, dims in zip(operands, spec.ins, strict=True):
+        for operand, dims in pairs:
             if len(axes) > 1 and letter in dims:
                 cut = operand.layout.cuts[dims.index(letter)]
                 if set(cut) == set(axes):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from espalier.comm import move
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 
@@ -61,6 +62,13 @@ class Placed:
     def axes_of(self, layout: Layout, dims: Iterable[int]) -> tuple[int, ...]:
         """The mesh axes (of size > 1) that cut any of these dims."""
         return tuple(a for d in dims for a in layout.cuts[d] if self.mesh.shape[a] > 1)
+
+    def total(self, x: torch.Tensor, axes: Iterable[int]) -> torch.Tensor:
+        """The first output, of which ``x`` is this rank's addend along ``axes``; differentiable."""
+        done = self.outs[0]
+        summed = set(axes)
+        states = tuple("sum" if a in summed else s for a, s in enumerate(done.axes))
+        return move(x, Layout.of(done.mesh, states, done.cuts, done.shape), done)
 
 
 Runner = Callable[..., Any]
