@@ -1,4 +1,4 @@
-"""Run the Python blocks of a page, in order, as one script: every example in the documentation works.
+"""Run the Python blocks of pages, each page as one script: every example in the documentation works.
 
     espalier run -n 4 docs/run.py docs/layouts-and-rules.md
 
@@ -33,8 +33,13 @@ def expected(block: str) -> list[str]:
 
 
 def main() -> None:
-    """Run one page."""
-    page = Path(sys.argv[1])
+    """Run the pages that the arguments name."""
+    for name in sys.argv[1:]:
+        run(Path(name))
+
+
+def run(page: Path) -> None:
+    """Run one page; the process ends if it does not do what it says."""
     names = {"__name__": "__page__"}
     count, first = 0, os.environ.get("RANK", "0") == "0"
     for line, block in blocks(page):

@@ -9,12 +9,13 @@ All four print the same losses.
 """
 
 import argparse
+import os
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import espalier
-from espalier.mesh.process import start
 
 
 class Model(nn.Module):
@@ -28,26 +29,27 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(32)
         self.out = nn.Linear(32, 1)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.enter(x)
-        x = x + self.down(nn.functional.gelu(self.up(x)))
-        return nn.functional.mse_loss(self.out(self.norm(x)), y)
+        x = x + self.down(F.gelu(self.up(x)))
+        return self.out(self.norm(x))
 
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--tensor", type=int, default=1)
 tensor = parser.parse_args().tensor
 
-ranks = start().world_size  # join the world of `espalier run` or torchrun; alone: a world of one
+ranks = int(os.environ.get("WORLD_SIZE", "1"))  # as `espalier run` and torchrun say; alone: one
 torch.manual_seed(0)
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-engine = espalier.initialize(model, optimizer, {"data": ranks // tensor, "tensor": tensor})
+plan = espalier.Plan(data=ranks // tensor, tensor=tensor)
+engine = espalier.initialize(model, optimizer, plan, loss_fn=F.mse_loss)
 
 for step in range(1, 201):
     x = torch.randn(256, 2)  # the global batch, equal on all ranks; each computes its rows
     y = x.sin().sum(-1, keepdim=True)
-    loss = engine((x, y))
+    loss = engine((x, y))  # F.mse_loss(model(x), y)
     engine.backward(loss)
     engine.step()
     if step % 50 == 0 and engine.mesh.rank == 0:

@@ -26,6 +26,7 @@ _OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
+
 def _all_reduce_options(op: Any) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = op
@@ -70,7 +71,7 @@ def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> Pend
         _record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size())
     if mesh.is_dry:
         return Pending()
-    wire = x.view(torch.uint8) if x.dtype is torch.bool else x
+    wire, op = _summable(x, op)
     # the group's own method: dist.all_reduce costs as much again in checks, on the hottest collective
     return Pending(mesh.group(axis).allreduce([wire], _ALL_REDUCE[op]))
 
@@ -110,7 +111,8 @@ def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Te
     else:
         wire = torch.cat([_pad(x.narrow(dim, *chunk_bounds(size, n, i)), dim, piece) for i in range(n)])
     out = x.new_empty(shape)
-    _scatter_from(out, wire, group=mesh.group(axis))
+    wire, op = _summable(wire.resolve_conj(), "sum")
+    _scatter_from(_summable(out, "sum")[0], wire, _OPS[op], group=mesh.group(axis))
     return out if own == piece else out.narrow(dim, 0, own).contiguous()
 
 
@@ -141,15 +143,20 @@ def all_to_all(
         whole[split_dim], whole[join_dim] = own, join_size
         return x.new_empty(whole)
     counts = [math.prod(shape) for shape in shapes]
-    out = x.new_empty(sum(counts))
     wire = torch.cat([p.reshape(-1) for p in pieces])
-    scale = wire.element_size() // _wire(wire).element_size()
-    dist.all_to_all_single(
-        _wire(out), _wire(wire), [c * scale for c in counts], [p.numel() * scale for p in pieces],
-        group=mesh.group(axis),
-    )  # fmt: skip
+    out = _exchanged(wire, mesh, axis, counts, [p.numel() for p in pieces])
     parts = torch.split(out, counts)
     return torch.cat([p.view(s) for p, s in zip(parts, shapes, strict=True)], join_dim)
+
+
+def _exchanged(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list[int]) -> torch.Tensor:
+    """What the ranks send this one of flat ``wire``, so many elements from and to each."""
+    wire = wire.resolve_conj()
+    out = wire.new_empty(sum(gets))
+    scale = wire.element_size() // _wire(wire).element_size()
+    into, outof = ([n * scale for n in given] for given in (gets, gives))
+    dist.all_to_all_single(_wire(out), _wire(wire), into, outof, group=mesh.group(axis))
+    return out
 
 
 Spans = tuple[tuple[int, int], ...]
@@ -171,21 +178,21 @@ def exchange(
     here = mesh.coordinate[axis]
     width = math.prod(rows.shape[1:])
     total = sum(end - start for start, end in want[here])
-    if mesh.shape[axis] == 1:
+    if have == want:
         return rows
     sends = [_overlaps(have[here], spans) for spans in want]
     gets = [_overlaps(spans, want[here]) for spans in have]
     counts = [sum(n for _, _, n in blocks) * width for blocks in sends]
     sent = sum(n for i, n in enumerate(counts) if i != here) * rows.element_size()
-    _record(mesh, "all_to_all", axis, sent)
+    if mesh.shape[axis] > 1:
+        _record(mesh, "all_to_all", axis, sent)
     result = rows.new_empty((total, *rows.shape[1:]))
     if mesh.is_dry:
         return result
     pieces = [rows[a : a + n].reshape(-1) for blocks in sends for a, _, n in blocks]
     wire = torch.cat(pieces) if pieces else rows.new_empty(0)
     lengths = [sum(n for _, _, n in blocks) * width for blocks in gets]
-    out = rows.new_empty(sum(lengths))
-    dist.all_to_all_single(out, wire, lengths, counts, group=mesh.group(axis))
+    out = _exchanged(wire, mesh, axis, lengths, counts) if mesh.shape[axis] > 1 else wire
     at = 0
     for blocks in gets:
         for _, place, n in blocks:
@@ -233,6 +240,16 @@ def _wire(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype in _CARRIED else x.reshape(-1).view(torch.uint8)
 
 
+def _summable(x: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
+    """The same memory in a dtype that every backend reduces, and the operation to do on it."""
+    if x.dtype is torch.bool:
+        # True and True are True: bytes must stay 0 or 1
+        return x.view(torch.uint8), {"sum": "max", "product": "min"}.get(op, op)
+    if x.dtype.is_complex and op in ("sum", "avg"):
+        return torch.view_as_real(x.conj() if x.is_conj() else x), op
+    return x, op
+
+
 def _record(mesh: Mesh, op: str, axis: int, sent: int) -> None:
     for book in mesh.ledgers:
         book.entries.append(Entry(op, mesh.names[axis], sent))
@@ -240,7 +257,7 @@ def _record(mesh: Mesh, op: str, axis: int, sent: int) -> None:
 
 def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     if x.shape[dim] == size:
-        return x.contiguous()
+        return x.contiguous().resolve_conj()
     out = x.new_zeros([*x.shape[:dim], size, *x.shape[dim + 1 :]])
     out.narrow(dim, 0, x.shape[dim]).copy_(x)
     return out

@@ -97,7 +97,12 @@ def travel(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
     """:func:`move` along an itinerary at hand."""
     if way.idle:
         return x
-    if way.scale is not None and x.is_floating_point():
+    if way.scale is not None and way.scale != 1:
+        if not (x.is_floating_point() or x.is_complex()):
+            raise ValueError(
+                f"A Partial(avg) value of {x.dtype} cannot be moved: an average needs a floating-point "
+                "dtype. Convert it first (x.float()), or use Partial(sum)."
+            )
         x = x * way.scale
     if not (x.requires_grad and torch.is_grad_enabled()):
         for step in way.forward:

@@ -157,8 +157,8 @@ class Engine:
                 return x
             if size < self.plan.data:
                 warnings.warn(
-                    f"A global batch of {size} rows leaves {self.plan.data - size} of {self.plan.data} ranks of "
-                    "the data axis without work: use a larger batch or a smaller plan.data.",
+                    f"A global batch of {size} rows leaves {self.plan.data - size} of the data axis' "
+                    f"{self.plan.data} ranks without work: use a larger batch or a smaller plan.data.",
                     stacklevel=2,
                 )
             shape = (size, *x.shape[1:])

@@ -241,7 +241,8 @@ def _states(mesh: Mesh, placements: Sequence[Placement], shape: tuple[int, ...])
             states.append(normal_dim(placement.dim, len(shape), f"{placement} on axis {name!r}: dim"))
         elif isinstance(placement, Replicate):
             states.append(R)
-        elif isinstance(placement, Partial) and placement.reduce_op in REDUCTIONS:
+        # not isinstance: torch's private kinds of Partial reduce otherwise than their reduce_op says
+        elif type(placement) is Partial and placement.reduce_op in REDUCTIONS:
             states.append(placement.reduce_op)
         else:
             raise ValueError(

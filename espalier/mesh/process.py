@@ -35,7 +35,7 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 # a rank that leaves closes its connections a while before its process ends: longer on a busy machine
-_PATIENCE = 3.0
+PATIENCE = 3.0
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _note_failure(rank: int, error: BaseException) -> None:
     with contextlib.suppress(OSError), open(note_file(Path(folder), rank), "x", encoding="utf-8") as note:
         note.write(text)
     if is_consequence(text):
-        time.sleep(_PATIENCE)
+        time.sleep(PATIENCE)
 
 
 def _leave_quietly() -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch.multiprocessing
 
 from espalier.mesh.mesh import Mesh
-from espalier.mesh.process import finish, start, use_loopback
+from espalier.mesh.process import PATIENCE, finish, is_consequence, start, use_loopback
 
 
 def spawn(
@@ -67,7 +68,13 @@ def _rank(
     use_loopback(os.environ)
     start(device_type)
     try:
-        result = fn(Mesh.from_env(axes), *args)
-        Path(folder, str(rank)).write_bytes(pickle.dumps(result))
-    finally:
-        finish()
+        try:
+            result = fn(Mesh.from_env(axes), *args)
+            Path(folder, str(rank)).write_bytes(pickle.dumps(result))
+        finally:
+            finish()
+    except Exception as error:
+        if is_consequence(str(error)):
+            # let the rank that is the cause be seen to fail first
+            time.sleep(PATIENCE)
+        raise

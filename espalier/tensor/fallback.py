@@ -83,7 +83,9 @@ def _into(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     out = kwargs.pop("out")
     result = func(*args, **kwargs)
     with torch.no_grad():
-        for target, value in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (out, result)), strict=True):
+        for target, value in zip(
+            *((x,) if isinstance(x, torch.Tensor) else x for x in (out, result)), strict=True
+        ):
             target.copy_(value)
     return out
 
@@ -96,10 +98,11 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     def whole(x: Any) -> Any:
         if type(x) is DTensor:
-            held.append(x._layout)
-            full = Layout.replicated(mesh, x._layout.shape)
-            moved = move(x, x._layout, full)
-            if x is target and x._layout is not full:
+            own = x._layout
+            held.append(own)
+            full = Layout.replicated(mesh, own.shape)
+            moved = move(x, own, full)
+            if x is target and own is not full:
                 return moved.as_subclass(torch.Tensor).clone()
             return moved if x is target else moved.as_subclass(torch.Tensor)
         return x
@@ -109,7 +112,7 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if any(lay is not Layout.replicated(mesh, lay.shape) for lay in held):
             _warn(name, tuple(held))
         out = func(*local_args, **local_kwargs)
-        if type(target) is DTensor:
+        if isinstance(target, DTensor):
             written = local_args[0]
             if written is not target:
                 home = target._layout
@@ -125,8 +128,14 @@ def _stamp_whole(x: Any, mesh: Mesh) -> Any:
 
 
 def _writes(func: Callable[..., Any], name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__") or (
-        name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__")
+    return (
+        (name.endswith("_") and not name.endswith("__"))
+        or name in ("__setitem__", "__set__")
+        or (
+            name.startswith("__i")
+            and name.endswith("__")
+            and name not in ("__invert__", "__index__", "__int__")
+        )
     )
 
 

@@ -48,7 +48,7 @@ def _closed(door: Callable[..., Any]) -> Callable[..., Any]:
         for a in args:
             if type(a) is DTensor:
                 raise TypeError(
-                    f"torch.vmap and torch.func's transforms would compute on local data alone; got a DTensor "
+                    "torch.vmap and torch.func's transforms would compute on local data alone; got a DTensor "
                     f"({a._layout!r}). Use torch.autograd.grad, write the batch dim out, or wrap the call in "
                     "espalier.local_map, which states the layouts at its edges."
                 )

@@ -48,8 +48,10 @@ def element_index(layout: Layout, device: torch.device) -> torch.Tensor:
         return torch.arange(start, start + math.prod(box.sizes), device=device).view(box.sizes)
     total = torch.zeros((), dtype=torch.int64, device=device)
     for d, (start, n, step) in enumerate(zip(box.offsets, box.sizes, layout.stride, strict=True)):
-        along = torch.arange(start * step, (start + n) * step, step, device=device) if n else torch.empty(
-            0, dtype=torch.int64, device=device
+        along = (
+            torch.arange(start * step, (start + n) * step, step, device=device)
+            if n
+            else torch.empty(0, dtype=torch.int64, device=device)
         )
         total = total + along.view([-1 if i == d else 1 for i in range(len(box.sizes))])
     return total.contiguous()

@@ -54,7 +54,7 @@ class Shard:
     def _gathered(self) -> torch.Tensor:
         if self._shard is None:
             raise RuntimeError(
-                "Trying to backward through the graph a second time. Specify retain_graph=True if you need to."
+                "Trying to backward through the graph a second time: pass retain_graph=True to the first."
             )
         shard = self._shard if self._outer is None else self._outer(self._shard)
         if self._outer is None and shard._version != self._version:

@@ -37,7 +37,7 @@ def refuse_plain(func: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> N
     for i, x in enumerate(tensors):
         if x.ndim and not isinstance(x, DTensor):
             raise TypeError(
-                f"{getattr(func, '__name__', func)}: tensor argument {i} is plain (shape {list(x.shape)}) among "
-                "DTensors, which espalier.strict() refuses. Say how it lies: espalier.distribute_tensor or "
+                f"{getattr(func, '__name__', func)}: tensor argument {i} (shape {list(x.shape)}) is plain "
+                "among DTensors, which espalier.strict() refuses. Say how it lies: distribute_tensor or "
                 "DTensor.from_local."
             )

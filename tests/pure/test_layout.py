@@ -123,8 +123,8 @@ def special_placements() -> list[Any]:
     found: list[Any] = []
     if hasattr(torch_types, "_StridedShard"):
         found.append(torch_types._StridedShard(0, split_factor=2))
-    if hasattr(torch_types, "MaskPartial"):
-        found.append(torch_types.MaskPartial(offset_shape=torch.Size((4, 6))))
+    if hasattr(torch_types, "_MaskPartial"):
+        found.append(torch_types._MaskPartial(offset_shape=torch.Size((4, 6))))
     return found
 
 

@@ -266,7 +266,11 @@ class Truth:
 
 
 def truth(
-    function: Callable[..., Any], sample: A, values: Sequence[torch.Tensor], of: Case, generator: torch.Generator
+    function: Callable[..., Any],
+    sample: A,
+    values: Sequence[torch.Tensor],
+    of: Case,
+    generator: torch.Generator,
 ) -> Truth:
     """Outputs and gradients of the plain call (for random functions: of the call on one rank)."""
     xs = described((sample.args, sample.kwargs))
@@ -275,10 +279,11 @@ def truth(
     if of.random:
         torch.manual_seed(SEED)
         single = Mesh.single()
-        inputs = [
-            espalier.DTensor.from_local(x, single, [espalier.Replicate()]) for x in leaves
-        ]
-    outs = [espalier.full_tensor(o) if isinstance(o, torch.Tensor) else o for o in called(function, sample, inputs)]
+        inputs = [espalier.DTensor.from_local(x, single, [espalier.Replicate()]) for x in leaves]
+    outs = [
+        espalier.full_tensor(o) if isinstance(o, torch.Tensor) else o
+        for o in called(function, sample, inputs)
+    ]
     cotangents = [
         torch.randint(-8, 8, o.shape, generator=generator).to(o.dtype).mul_(0.25)
         if isinstance(o, torch.Tensor) and o.requires_grad
@@ -328,7 +333,9 @@ def compare(
         if not of.shape_only:
             agree(local, layout, right, f"output {k} as {layout}", right.dtype)
         cotangent = wanted.cotangents[k]
-        assert out.requires_grad == (cotangent is not None), f"output {k}: requires_grad is {out.requires_grad}"
+        assert out.requires_grad == (cotangent is not None), (
+            f"output {k}: requires_grad is {out.requires_grad}"
+        )
         if cotangent is not None:
             reached.append(local)
             cotangents.append(laid(cotangent, gradient_layout(layout), generator).as_subclass(torch.Tensor))
@@ -349,13 +356,21 @@ def compare(
         else:
             continue
         right = torch.zeros(grad.shape, dtype=grad.dtype) if right is None else right
-        agree(grad.as_subclass(torch.Tensor), grad._layout, right, f"gradient of input {k} as {layouts[k]}", dtype)
+        agree(
+            grad.as_subclass(torch.Tensor),
+            grad._layout,
+            right,
+            f"gradient of input {k} as {layouts[k]}",
+            dtype,
+        )
 
 
 def agree(local: torch.Tensor, layout: Layout, right: torch.Tensor, what: str, dtype: torch.dtype) -> None:
     """What this rank holds is its part of ``right``; what is Partial is summed first."""
     assert tuple(local.shape) == layout.local_shape, f"{what}: holds {tuple(local.shape)}"
-    firm = Layout.of(layout.mesh, tuple(R if is_partial(s) else s for s in layout.axes), layout.cuts, layout.shape)
+    firm = Layout.of(
+        layout.mesh, tuple(R if is_partial(s) else s for s in layout.axes), layout.cuts, layout.shape
+    )
     close(carry_out(local.detach(), layout, firm), right[local_box(firm).slices], what, dtype)
 
 
@@ -419,7 +434,9 @@ def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
             if mesh.ndim > 1:
                 combos = drawn_layouts(xs, mesh, few if first else 1, rng) if few else iter(())
             else:
-                combos = axis_layouts(xs, mesh, None if first else FEW, of.most if mesh.size == 2 else of.most // 3, rng)
+                combos = axis_layouts(
+                    xs, mesh, None if first else FEW, of.most if mesh.size == 2 else of.most // 3, rng
+                )
             for layouts in combos:
                 line = _tried(function, sample, layouts, values, wanted, of, generator)
                 if line:
@@ -429,7 +446,15 @@ def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
             yield f"{name_of(function)}: no sample fits: {reason}"
 
 
-def _tried(function: Callable[..., Any], sample: A, layouts: Any, values: Any, wanted: Truth, of: Case, generator: Any) -> str:
+def _tried(
+    function: Callable[..., Any],
+    sample: A,
+    layouts: Any,
+    values: Any,
+    wanted: Truth,
+    of: Case,
+    generator: Any,
+) -> str:
     gathers = of.gathers or (writes(function) and (of.gathers_in_place or bool(layouts[0].partial)))
     failure = ""
     try:

@@ -350,6 +350,29 @@ def test_dtypes(ranks: Any, name: str) -> None:
         assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:10])
 
 
+def reduced(rank: int, world: int) -> None:
+    mesh = Mesh.from_env({"a": world})
+    src = Layout(mesh, [Partial()], (2, 2))
+    goals = [Layout(mesh, [p], (2, 2)) for p in (Replicate(), Shard(0), Shard(1))]
+    bits = torch.tensor([[True, rank == 0], [rank == 1, False]])
+    for goal in goals:
+        # as + does it: True and True are True
+        found = move(move(bits, src, goal), goal, goals[0])
+        assert found.view(torch.uint8).tolist() == [[1, 1], [1, 0]]
+    for lazy in (torch.tensor([[1 + 2j, rank], [0, 3j]]).conj(), torch._neg_view(torch.rand(2, 2))):
+        expected = collectives.all_reduce(lazy.resolve_conj().resolve_neg(), mesh, 0)
+        for goal in goals:
+            torch.testing.assert_close(move(move(lazy, src, goal), goal, goals[0]), expected)
+        for a, b in itertools.product(goals, repeat=2):
+            part = move(lazy + 0, goals[0], a)
+            kept = part.conj().resolve_conj().conj() if lazy.is_complex() else torch._neg_view(-part)
+            torch.testing.assert_close(move(kept, a, b), move(part, a, b))
+
+
+def test_bools_are_added_as_bools_and_lazy_views_are_resolved(ranks: Any) -> None:
+    ranks(2, reduced)
+
+
 def averages(rank: int, world: int) -> None:
     mesh = Mesh.from_env({"a": world})
     src, dst = Layout(mesh, [Partial("avg")], (2,)), Layout(mesh, [Replicate()], (2,))
@@ -388,7 +411,7 @@ def exchanges(rank: int, world: int, cases: int) -> None:
         have, want = random_spans(chance, total, world), random_spans(chance, total, world)
         if case % 3 == 0:
             # a row may be wanted twice, or by nobody
-            want = tuple(((0, total // 2), (total // 3, total)) for _ in range(world - 1)) + ((),)
+            want = (*[((0, total // 2), (total // 3, total))] * (world - 1), ())
         width = chance.choice([(), (3,), (2, 2), (0,)])
         values = torch.arange(total * math.prod(width)).view(total, *width)
         values = values % 2 == 0 if case % 4 == 0 else values.to(chance.choice([torch.float32, torch.int64]))

@@ -18,7 +18,7 @@ def getitem(x: Operand, index: Any) -> Spec | None:
     Index tensors may be sharded: the result is, too.
     """
     items = index if isinstance(index, tuple) else (index,)
-    if any(_is_mask(i) or isinstance(i, list) or (isinstance(i, bool)) for i in items):
+    if any(_is_mask(i) or isinstance(i, list | bool) for i in items):
         return None
     ins, out, shape, ops = _indexed(x, items)
     if ins is None:

@@ -79,9 +79,7 @@ class _Exchange(torch.autograd.Function):
     espalier = True
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, mesh: Mesh, axis: int, have: Any, want: Any
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, mesh: Mesh, axis: int, have: Any, want: Any) -> torch.Tensor:
         ctx.way = mesh, axis, want, have
         return door.exchange(rows, mesh, axis, have, want)
 

@@ -136,7 +136,9 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
 
 def _nll(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
     bound = _NLL_SIGNATURE.bind(*args, **kwargs).arguments
-    if bound.get("reduction", "mean") != "mean" or not placed.axes_of(placed.ins[1], range(placed.ins[1].ndim)):
+    if bound.get("reduction", "mean") != "mean" or not placed.axes_of(
+        placed.ins[1], range(placed.ins[1].ndim)
+    ):
         return func(*args, **kwargs)
     input, target, weight = bound["input"], bound["target"], bound.get("weight")
     ignored = bound.get("ignore_index", -100)
@@ -235,8 +237,8 @@ def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
     rules.add(F.cross_entropy, cross_entropy)
     rules.add(F.nll_loss, nll_loss)
-    for f in (F.mse_loss, F.l1_loss, F.huber_loss):
-        rules.add(f, weighted_loss)
+    for weighted in (F.mse_loss, F.l1_loss, F.huber_loss):
+        rules.add(weighted, weighted_loss)
     for f in (
         F.smooth_l1_loss,
         F.binary_cross_entropy,

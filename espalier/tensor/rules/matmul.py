@@ -38,9 +38,7 @@ def matmul(x: Operand, y: Operand) -> Spec:
 
     def batch(shape: tuple[int, ...]) -> Dims:
         skip = depth - len(shape[:-2])
-        return tuple(
-            ("b", i + skip) if n == lead[i + skip] else None for i, n in enumerate(shape[:-2])
-        )
+        return tuple(("b", i + skip) if n == lead[i + skip] else None for i, n in enumerate(shape[:-2]))
 
     left: Dims = (*batch(a), "m", "k") if len(a) > 1 else ("k",)
     right: Dims = (*batch(b), "k", "n") if len(b) > 1 else ("k",)
@@ -211,7 +209,7 @@ def _convolved(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed)
     bound = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
     if x.numel() and weight.numel():
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
+        return func(*args, **kwargs)
     # torch convolves no empty tensors
     out = of_nothing(placed, x, weight)
     return out if bias is None else out + bias.view(-1, *[1] * (x.ndim - 2))

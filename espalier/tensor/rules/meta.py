@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -88,8 +89,12 @@ def gradients(
     names = ("outputs", "inputs", "grad_outputs")
     bound = dict(zip(names, args, strict=False)) | kwargs
     if bound.get("is_grads_batched"):
-        raise ValueError("torch.autograd.grad(..., is_grads_batched=True) does not take DTensors: call it in a loop.")
-    outputs, inputs = (x if isinstance(x, tuple | list) else (x,) for x in (bound.pop("outputs"), bound.pop("inputs")))
+        raise ValueError(
+            "torch.autograd.grad(..., is_grads_batched=True) does not take DTensors: call it in a loop."
+        )
+    outputs, inputs = (
+        x if isinstance(x, tuple | list) else (x,) for x in (bound.pop("outputs"), bound.pop("inputs"))
+    )
     given = bound.pop("grad_outputs", None)
     given = given if isinstance(given, tuple | list) else (given,) * len(outputs)
     with raw():
@@ -106,9 +111,9 @@ def _seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, to
     own = x._layout
     if gradient is not None:
         return plain(x), plain(move(gradient, layout_of(gradient, own.mesh), gradient_layout(own)))
-    if own.shape.numel() != 1:
+    if math.prod(own.shape) != 1:
         raise RuntimeError(
-            f"Gradients without a given start need a loss of one element; this has the shape {list(own.shape)}."
+            f"Gradients without a given start need a loss of one element; its shape is {list(own.shape)}."
         )
     # an addend's gradient is one on every rank, as is that of a replicated value
     axes = tuple(s if is_partial(s) else R for s in own.axes)
@@ -148,7 +153,13 @@ def register(rules: Rules) -> None:
             rules.add_special(f, aside)
     own = set(vars(DTensor))
     for name, attribute in vars(torch._C.TensorBase).items():
-        if type(attribute).__name__ == "getset_descriptor" and name not in own | {"T", "mT", "H", "mH", "data"}:
+        if type(attribute).__name__ == "getset_descriptor" and name not in own | {
+            "T",
+            "mT",
+            "H",
+            "mH",
+            "data",
+        }:
             rules.add_special(attribute.__get__, aside)
             rules.add_special(attribute.__set__, aside)
     rules.add_special(torch.Tensor.data.__get__, same)  # type: ignore[attr-defined]

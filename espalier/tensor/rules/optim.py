@@ -54,9 +54,7 @@ def _alike(lists: tuple[Any, ...], layouts: list[Layout | None]) -> bool:
     for a in lists:
         if isinstance(a, tuple | list) and len(a) == len(layouts) and a and isinstance(a[0], torch.Tensor):
             own = [x._layout if type(x) is DTensor else None for x in a]
-            if own != layouts and not all(
-                lay is None and not x.ndim for lay, x in zip(own, a, strict=True)
-            ):
+            if own != layouts and not all(lay is None and not x.ndim for lay, x in zip(own, a, strict=True)):
                 return False
     return True
 

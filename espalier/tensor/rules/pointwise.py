@@ -37,9 +37,7 @@ BROADCAST = """
 def letters(shape: Sequence[int], out: Sequence[int]) -> Dims:
     """Letters of a shape broadcast to ``out``: one per output dim, none where it is stretched."""
     skip = len(out) - len(shape)
-    return tuple(
-        ("d", i + skip) if n == out[i + skip] else None for i, n in enumerate(shape)
-    )
+    return tuple(("d", i + skip) if n == out[i + skip] else None for i, n in enumerate(shape))
 
 
 def elementwise(
@@ -193,12 +191,12 @@ def register(rules: Rules) -> None:
     for name in LINEAR:
         for f in spellings(name):
             rules.add(f, linear)
-    for names, rule in ((NONLINEAR, nonlinear), (BROADCAST, nonlinear)):
+    for names in (NONLINEAR, BROADCAST):
         for name in names:
             for f in spellings(name):
-                rules.add(f, rule)
+                rules.add(f, nonlinear)
             for f in spellings(name + "_", f"__i{name}__"):
-                rules.add(f, writing(rule))
+                rules.add(f, writing(nonlinear))
     named: list[tuple[RuleFunction, str]] = [
         (add, "add sub subtract rsub"),
         (mul, "mul multiply"),
@@ -212,14 +210,15 @@ def register(rules: Rules) -> None:
     ]
     for rule, names_ in named:
         rules.name(*names_.split(), inplace=True)(rule)
-    for rule, names_ in (
+    casts: list[tuple[RuleFunction, str]] = [
         (casting(), "to type type_as"),
         (casting(torch.float32), "float"),
         (casting(torch.float64), "double"),
         (casting(torch.float16), "half"),
         (casting(torch.bfloat16), "bfloat16"),
-    ):
-        rules.name(*names_.split(), typed=True)(rule)
+    ]
+    for cast, names_ in casts:
+        rules.name(*names_.split(), typed=True)(cast)
     rules.add(torch.Tensor.__itruediv__, writing(div))
     rules.add(torch.Tensor.neg_, writing(linear))
     rules.add(torch.Tensor.__rtruediv__, reverse_div)

@@ -84,9 +84,7 @@ def _normal(
     return normal(placed.outs[0], draw_key(generator), x.dtype, x.device) * std + mean
 
 
-def _bernoulli(
-    placed: Placed, x: torch.Tensor, p: Any = 0.5, *, generator: Any = None
-) -> torch.Tensor:
+def _bernoulli(placed: Placed, x: torch.Tensor, p: Any = 0.5, *, generator: Any = None) -> torch.Tensor:
     return uniform(placed.outs[0], draw_key(generator), torch.float32, x.device) < p
 
 
@@ -138,7 +136,7 @@ def register(rules: Rules) -> None:
     rules.add(torch.nn.functional.dropout, dropout)
     rules.add(torch.dropout, dropout)
     rules.add(torch.dropout_, writing(dropout))
-    fillers = {
+    fillers: dict[str, Callable[..., torch.Tensor]] = {
         "uniform_": _uniform,
         "normal_": _normal,
         "bernoulli_": _bernoulli,

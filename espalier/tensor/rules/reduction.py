@@ -74,9 +74,7 @@ def whole(
     """A reduction that needs the reduced dims whole; other dims may be sharded."""
     dims = tuple(range(x.ndim)) if everything else normal_dims(dim, x.ndim)
     out, shape = reduced(x, dims, keepdim)
-    return Spec(
-        [x.dims()], [out] * outs, [shape] * outs, blocked=frozenset(("d", i) for i in dims)
-    )
+    return Spec([x.dims()], [out] * outs, [shape] * outs, blocked=frozenset(("d", i) for i in dims))
 
 
 def _along(outs: int, default: int = -1) -> Callable[..., Spec]:
@@ -134,7 +132,7 @@ def variance(x: Operand, dim: Any = None, unbiased: Any = None, keepdim: bool = 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         local = args[0] if args else kwargs["input"]
         # of nothing torch warns that it has too few degrees of freedom
-        return func(*args, **kwargs) if local.numel() else of_nothing(placed, local)  # type: ignore[no-any-return]
+        return func(*args, **kwargs) if local.numel() else of_nothing(placed, local)
 
     spec.run = run
     return spec

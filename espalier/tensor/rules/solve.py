@@ -120,9 +120,7 @@ def _keeps(candidate: _Candidate, operands: list[Operand], written: int, axis: i
     return candidate.ins[written] == state and candidate.outs[0] == state
 
 
-def _price(
-    candidate: _Candidate, operands: list[Operand], axis: int, mesh: Mesh
-) -> tuple[float, int, int]:
+def _price(candidate: _Candidate, operands: list[Operand], axis: int, mesh: Mesh) -> tuple[float, int, int]:
     n = mesh.shape[axis]
     sent, touched = 0.0, 0
     for operand, target in zip(operands, candidate.ins, strict=True):
@@ -149,9 +147,7 @@ def _place(
 ) -> Placed:
     order = _order(spec, operands, cuts)
     varied = [
-        any(s != R for s in c.outs)
-        or c.letter is not None
-        or any(o.layout.axes[a] == V for o in operands)
+        any(s != R for s in c.outs) or c.letter is not None or any(o.layout.axes[a] == V for o in operands)
         for a, c in enumerate(chosen)
     ]
     if spec.inplace is not None:
@@ -186,7 +182,7 @@ def _order(spec: Spec, operands: list[Operand], cuts: dict[Letter, list[int]]) -
 
     What is written to has the first word, for its layout stays.
     """
-    order = [a for a in range(operands[0].layout.mesh.ndim)]
+    order = list(range(operands[0].layout.mesh.ndim))
     pairs = list(zip(operands, spec.ins, strict=True))
     if spec.inplace is not None:
         pairs.insert(0, pairs.pop(spec.inplace))

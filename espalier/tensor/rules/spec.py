@@ -152,7 +152,9 @@ class Rules:
         """All functions that have a rule."""
         return tuple(self._rules)
 
-    def name(self, *names: str, inplace: bool = False, typed: bool = False) -> Callable[[RuleFunction], RuleFunction]:
+    def name(
+        self, *names: str, inplace: bool = False, typed: bool = False
+    ) -> Callable[[RuleFunction], RuleFunction]:
         """Register a rule for every public spelling of these names (see :func:`spellings`).
 
         With ``inplace``, also for the spellings that end in an underscore, writing operand 0.
@@ -200,8 +202,8 @@ def spellings(*names: str) -> list[Any]:
         torch.linalg,
         torch.fft,
         torch._C._nn,
-        torch._C._special,
-        torch._C._linalg,
+        getattr(torch._C, "_special"),  # noqa: B009 (unknown to the stubs)
+        getattr(torch._C, "_linalg"),  # noqa: B009
         torch._C._VariableFunctions,
     )
     found: list[Any] = []

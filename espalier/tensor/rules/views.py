@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from espalier.layout.layout import normal_dim
-from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec
+from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, of_nothing
 
 
 def linear_view(
@@ -78,7 +78,9 @@ def view(x: Operand, *shape: Any, **by_name: Any) -> Spec | None:
     new = tuple(wanted)
     if total == 0:
         same = x.shape == new
-        return linear_view(x, x.dims() if same else (None,) * x.ndim, x.dims() if same else (None,) * len(new), new)
+        return linear_view(
+            x, x.dims() if same else (None,) * x.ndim, x.dims() if same else (None,) * len(new), new
+        )
     ins: list[Letter | None] = [None] * x.ndim
     outs: list[Letter | None] = [None] * len(new)
     factors: dict[Letter, list[tuple[int, int]]] = {}
@@ -185,9 +187,7 @@ def unsqueeze(x: Operand, dim: int) -> Spec:
     """A new dim of size 1."""
     at = normal_dim(dim, x.ndim + 1)
     dims = x.dims()
-    return linear_view(
-        x, dims, (*dims[:at], None, *dims[at:]), (*x.shape[:at], 1, *x.shape[at:])
-    )
+    return linear_view(x, dims, (*dims[:at], None, *dims[at:]), (*x.shape[:at], 1, *x.shape[at:]))
 
 
 def squeeze(x: Operand, dim: Any = None) -> Spec:
@@ -208,9 +208,7 @@ def expand(x: Operand, *shape: Any, size: Any = (), implicit: bool = False) -> S
     skip = len(wanted) - x.ndim
     new = tuple(x.shape[i - skip] if n == -1 else n for i, n in enumerate(wanted))
     dims = tuple(d if x.shape[i] == new[i + skip] else None for i, d in enumerate(x.dims()))
-    return linear_view(
-        x, dims, (*(None,) * skip, *dims), new, tail=lambda p: (p.outs[0].local_shape,)
-    )
+    return linear_view(x, dims, (*(None,) * skip, *dims), new, tail=lambda p: (p.outs[0].local_shape,))
 
 
 def expand_as(x: Operand, other: Operand) -> Spec:
@@ -275,7 +273,13 @@ def pad(x: Operand, pad: Sequence[int], mode: str = "constant", value: float | N
     for i in range(count):
         shape[-1 - i] += pad[2 * i] + pad[2 * i + 1]
     letters = tuple(None if i >= x.ndim - count else d for i, d in enumerate(x.dims()))
-    return Spec([letters], [letters], [tuple(shape)])
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        local = args[0] if args else kwargs["input"]
+        # reflect and its like take no empty tensors
+        return func(*args, **kwargs) if local.numel() else of_nothing(placed, local)
+
+    return Spec([letters], [letters], [tuple(shape)], run=run)
 
 
 def register(rules: Rules) -> None:

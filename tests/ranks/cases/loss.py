@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.ranks.brute import A, X, bools, case, ints
+from tests.ranks.brute import A, X, case, ints
 
 _TARGETS = X((5,), dtype=torch.int64, values=(-100, 3, 0, -100, 6))
 # with the tokens sharded, rank 0 has nothing to count
@@ -34,25 +34,42 @@ _PAIRS = [
 ]
 
 CASES = [
-    case("", *_NLL,
-         A(X((5, 3)), ints((5,), 0, 3), label_smoothing=0.1),
-         A(X((6, 2)), _FRONT, label_smoothing=0.1),
-         A(X((5, 3)), ints((5,), 0, 3), X((3,), 0.5, 2, grad=False), label_smoothing=0.1),
-         A(X((5, 7)), _TARGETS, label_smoothing=0.1, reduction="none"),
-         A(X((5, 3)), ints((5,), 0, 3), label_smoothing=0.1, reduction="sum"),
-         A(X((5, 3)), X((5, 3), 0, 1)),
-         A(X((5, 3)), X((5, 3), 0, 1), reduction="sum"),
-         A(X((2, 3, 4)), X((2, 3, 4), 0, 1), reduction="none"),
-         A(X((5, 3)), X((5, 3), 0, 1), weight=X((3,), 0.5, 2, grad=False), label_smoothing=0.1),
-         A(X((3,)), X((3,), 0, 1)),
-         also=[F.cross_entropy]),
+    case(
+        "",
+        *_NLL,
+        A(X((5, 3)), ints((5,), 0, 3), label_smoothing=0.1),
+        A(X((6, 2)), _FRONT, label_smoothing=0.1),
+        A(X((5, 3)), ints((5,), 0, 3), X((3,), 0.5, 2, grad=False), label_smoothing=0.1),
+        A(X((5, 7)), _TARGETS, label_smoothing=0.1, reduction="none"),
+        A(X((5, 3)), ints((5,), 0, 3), label_smoothing=0.1, reduction="sum"),
+        A(X((5, 3)), X((5, 3), 0, 1)),
+        A(X((5, 3)), X((5, 3), 0, 1), reduction="sum"),
+        A(X((2, 3, 4)), X((2, 3, 4), 0, 1), reduction="none"),
+        A(X((5, 3)), X((5, 3), 0, 1), weight=X((3,), 0.5, 2, grad=False), label_smoothing=0.1),
+        A(X((3,)), X((3,), 0, 1)),
+        also=[F.cross_entropy],
+    ),
     case("", *_NLL, also=[F.nll_loss]),
     *[case("", *_PAIRS, also=[f]) for f in (F.l1_loss, F.smooth_l1_loss, F.huber_loss)],
     case("", *_PAIRS, A(X((5, 2)), X((5, 2)), weight=X((5, 2), 0.5, 2)), also=[F.mse_loss]),
-    case("", A(X((4, 6), 0.1, 0.9), X((4, 6), 0, 1)), A(X((5, 2), 0.1, 0.9), X((5, 2), 0, 1), X((2,), 0.5, 2, grad=False)),
-         A(X((5, 2), 0.1, 0.9), X((5, 2), 0, 1), reduction="none"), also=[F.binary_cross_entropy]),
-    case("", A(X((4, 6)), X((4, 6), 0, 1)), A(X((5, 2)), X((5, 2), 0, 1), pos_weight=X((2,), 0.5, 2, grad=False)),
-         A(X((5, 2)), X((5, 2), 0, 1), X((2,), 0.5, 2, grad=False), reduction="sum"), also=[F.binary_cross_entropy_with_logits]),
-    case("", A(X((4, 6)), X((4, 6), grad=False)), A(X((5, 2)), X((5, 2), grad=False), reduction="none"), also=[F.soft_margin_loss]),
+    case(
+        "",
+        A(X((4, 6), 0.1, 0.9), X((4, 6), 0, 1)),
+        A(X((5, 2), 0.1, 0.9), X((5, 2), 0, 1), X((2,), 0.5, 2, grad=False)),
+        A(X((5, 2), 0.1, 0.9), X((5, 2), 0, 1), reduction="none"),
+        also=[F.binary_cross_entropy],
+    ),
+    case(
+        "",
+        A(X((4, 6)), X((4, 6), 0, 1)),
+        A(X((5, 2)), X((5, 2), 0, 1), pos_weight=X((2,), 0.5, 2, grad=False)),
+        A(X((5, 2)), X((5, 2), 0, 1), X((2,), 0.5, 2, grad=False), reduction="sum"),
+        also=[F.binary_cross_entropy_with_logits],
+    ),
+    case(
+        "",
+        A(X((4, 6)), X((4, 6), grad=False)),
+        A(X((5, 2)), X((5, 2), grad=False), reduction="none"),
+        also=[F.soft_margin_loss],
+    ),
 ]
-assert bools

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from tests.ranks.brute import A, Case, X, bools, case, ints
 
@@ -76,45 +75,120 @@ def _two(low: float, high: float) -> tuple[A, ...]:
 
 
 BINARY = [
-    case("pow float_power", A(X((4, 6), 0.1, 2), X((4, 6))), A(X((5, 2), 0.1, 2), X((2,))), A(X((5, 2), 0.1, 2), 2), A(2, X((5, 2)))),
-    *[case(n, *_TWO) for n in "maximum minimum fmax fmin logaddexp logaddexp2 isclose".split()],
-    *[case(n, *_TWO) for n in "eq ne lt le gt ge greater greater_equal less less_equal not_equal".split()],
-    *[case(n, *_two(0.5, 2)) for n in "atan2 fmod remainder floor_divide hypot copysign mod floordiv".split()],
-    case("nextafter", A(X((4, 6), grad=False), X((4, 6), grad=False)), A(X((5, 2), grad=False), X((2,), grad=False))),
+    case(
+        "pow float_power",
+        A(X((4, 6), 0.1, 2), X((4, 6))),
+        A(X((5, 2), 0.1, 2), X((2,))),
+        A(X((5, 2), 0.1, 2), 2),
+        A(2, X((5, 2))),
+    ),
+    *[case(n, *_TWO) for n in ["maximum", "minimum", "fmax", "fmin", "logaddexp", "logaddexp2", "isclose"]],
+    *[
+        case(n, *_TWO)
+        for n in [
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "greater",
+            "greater_equal",
+            "less",
+            "less_equal",
+            "not_equal",
+        ]
+    ],
+    *[
+        case(n, *_two(0.5, 2))
+        for n in ["atan2", "fmod", "remainder", "floor_divide", "hypot", "copysign", "mod", "floordiv"]
+    ],
+    case(
+        "nextafter",
+        A(X((4, 6), grad=False), X((4, 6), grad=False)),
+        A(X((5, 2), grad=False), X((2,), grad=False)),
+    ),
     case("xlogy", *_two(0.5, 2)),
-    case("heaviside", A(X((4, 6), grad=False), X((4, 6), grad=False)), A(X((5, 2), grad=False), X((2,), grad=False))),
+    case(
+        "heaviside",
+        A(X((4, 6), grad=False), X((4, 6), grad=False)),
+        A(X((5, 2), grad=False), X((2,), grad=False)),
+    ),
     case("ldexp", A(X((4, 6)), ints((4, 6), 0, 4)), A(X((5, 2)), ints((2,), 0, 4))),
-    *[case(n, *_BOOLS, _TWO[0]) for n in "logical_and logical_or logical_xor".split()],
-    *[case(n, *_INTS, *_BOOLS) for n in "bitwise_and bitwise_or bitwise_xor and or xor".split()],
-    *[case(n, *_INTS) for n in "bitwise_left_shift bitwise_right_shift lshift rshift".split()],
+    *[case(n, *_BOOLS, _TWO[0]) for n in ["logical_and", "logical_or", "logical_xor"]],
+    *[case(n, *_INTS, *_BOOLS) for n in ["bitwise_and", "bitwise_or", "bitwise_xor", "and", "or", "xor"]],
+    *[case(n, *_INTS) for n in ["bitwise_left_shift", "bitwise_right_shift", "lshift", "rshift"]],
     *[case(n, A(2, ints((5, 2), 0, 4))) for n in ()],
 ]
 
 LINEAR = [
-    case("neg positive clone contiguous detach resolve_conj resolve_neg float double half bfloat16 cpu", *over(-2, 2)),
-    case("to", A(X((5, 2)), torch.float32), A(X((5, 2)), torch.int64), A(X((5, 2)), torch.bool), A(X((5, 2)), "cpu"),
-         A(X((5, 2)), "cpu", torch.float32), A(X((5, 2)), dtype=torch.float32), A(X((5, 2)), X((3,), grad=False)),
-         A(X((5, 2)), dtype=torch.int32), A(X((5, 2)), torch.float64), A(X((5, 2)), torch.float64, False, True),
-         A(X((5, 2)), ints((3,), 0, 2))),
-    case("type", A(X((5, 2)), torch.float32), A(X((5, 2)), torch.int64), A(X((5, 2)), "torch.LongTensor"), A(X((5, 2)))),
+    case(
+        "neg positive clone contiguous detach resolve_conj resolve_neg float double half bfloat16 cpu",
+        *over(-2, 2),
+    ),
+    case(
+        "to",
+        A(X((5, 2)), torch.float32),
+        A(X((5, 2)), torch.int64),
+        A(X((5, 2)), torch.bool),
+        A(X((5, 2)), "cpu"),
+        A(X((5, 2)), "cpu", torch.float32),
+        A(X((5, 2)), dtype=torch.float32),
+        A(X((5, 2)), X((3,), grad=False)),
+        A(X((5, 2)), dtype=torch.int32),
+        A(X((5, 2)), torch.float64),
+        A(X((5, 2)), torch.float64, False, True),
+        A(X((5, 2)), ints((3,), 0, 2)),
+    ),
+    case(
+        "type",
+        A(X((5, 2)), torch.float32),
+        A(X((5, 2)), torch.int64),
+        A(X((5, 2)), "torch.LongTensor"),
+        A(X((5, 2))),
+    ),
     case("type_as", A(X((5, 2)), ints((3,), 0, 2)), A(X((5, 2)), X((3, 4), dtype=torch.float32, grad=False))),
     case("add sub subtract", *_TWO, A(X((4, 6)), X((5, 1, 6)), alpha=3), A(X((4, 6)), X((4, 6)), alpha=3)),
     case("rsub", *_TWO),
     case("mul multiply", *_TWO),
-    case("div divide true_divide truediv", *_two(0.5, 2), A(X((5, 2)), X((2,), 0.5, 2), rounding_mode="floor")),
+    case(
+        "div divide true_divide truediv", *_two(0.5, 2), A(X((5, 2)), X((2,), 0.5, 2), rounding_mode="floor")
+    ),
     case("", *_two(0.5, 2), also=[torch.Tensor.__idiv__]),
     case("", A(X((5, 2), 0.5, 2), 1.5), also=[torch.Tensor.__rdiv__]),
-    case("where", A(bools((4, 6)), X((4, 6)), X((4, 6))), A(bools((5, 1)), X((2,)), X((5, 2))),
-         A(bools((5, 2)), X((5, 2)), 0.0), A(bools((5, 2)), 1.0, X((5, 2))), A(bools((5, 2)), 1.0, 2.0),
-         A(X((5, 2)), bools((5, 2)), X((5, 2)))),
-    case("masked_fill", A(X((4, 6)), bools((4, 6)), -1.5), A(X((5, 2)), bools((5, 1)), 0.0), A(X((5, 2)), bools((2,)), X(()))),
+    case(
+        "where",
+        A(bools((4, 6)), X((4, 6)), X((4, 6))),
+        A(bools((5, 1)), X((2,)), X((5, 2))),
+        A(bools((5, 2)), X((5, 2)), 0.0),
+        A(bools((5, 2)), 1.0, X((5, 2))),
+        A(bools((5, 2)), 1.0, 2.0),
+        A(X((5, 2)), bools((5, 2)), X((5, 2))),
+    ),
+    case(
+        "masked_fill",
+        A(X((4, 6)), bools((4, 6)), -1.5),
+        A(X((5, 2)), bools((5, 1)), 0.0),
+        A(X((5, 2)), bools((2,)), X(())),
+    ),
     case("addcmul", A(X((4, 6)), X((4, 6)), X((4, 6))), A(X((5, 2)), X((5, 1)), X((2,)), value=3)),
-    case("addcdiv", A(X((4, 6)), X((4, 6)), X((4, 6), 0.5, 2)), A(X((5, 2)), X((5, 1)), X((2,), 0.5, 2), value=3)),
+    case(
+        "addcdiv",
+        A(X((4, 6)), X((4, 6)), X((4, 6), 0.5, 2)),
+        A(X((5, 2)), X((5, 1)), X((2,), 0.5, 2), value=3),
+    ),
     case("lerp", A(X((4, 6)), X((4, 6)), 0.25), A(X((5, 2)), X((2,)), X((5, 2)))),
-    case("", A(X((4, 6)), X((4, 6))), A(X((5, 2)), X((2,))), A(X((5, 2)), 1.5), A(X((5, 2)), ints((5, 2), 0, 3)), also=[torch.Tensor.copy_]),
-    case("", A(X((4, 1)), X((6,))), A(X((5, 2)), X((1, 2)), X(())), also=[torch.functional.broadcast_tensors]),
+    case(
+        "",
+        A(X((4, 6)), X((4, 6))),
+        A(X((5, 2)), X((2,))),
+        A(X((5, 2)), 1.5),
+        A(X((5, 2)), ints((5, 2), 0, 3)),
+        also=[torch.Tensor.copy_],
+    ),
+    case(
+        "", A(X((4, 1)), X((6,))), A(X((5, 2)), X((1, 2)), X(())), also=[torch.functional.broadcast_tensors]
+    ),
     case("zero_", *over(-2, 2)),
     case("fill_", *over(-2, 2, 3.5), A(X((5, 2)), X(()))),
 ]
-
-assert F
