@@ -173,8 +173,8 @@ def load(path: Path, overrides: list[str], ranks: int | None) -> Any:
         below = ranks - ranks % others
         near = [str(n) for n in (below, below + others) if n]
         raise ValueError(
-            f"-n {ranks} does not fit the plan of {path}: its other axes ({rest}) multiply to {others}, so it "
-            f"must be a multiple of {others}, as {' or '.join(near)}; or change the plan, "
+            f"-n {ranks} does not fit the plan of {path}: its other axes ({rest}) multiply to {others}, so "
+            f"it must be a multiple of {others}, as {' or '.join(near)}; or change the plan, "
             "--set plan.<axis>=<size>"
         )
     return Job.load(path, [*overrides, f"plan.data={ranks // others}"])
