@@ -264,7 +264,7 @@ def register_rule(*functions: Callable[..., Any]) -> Callable[[RuleFunction], Ru
         from espalier.tensor.dispatch import forget
 
         for function in functions:
-            RULES.add(function, rule)
+            RULES.add(function, rule, typed=True)
         forget()
         return rule
 

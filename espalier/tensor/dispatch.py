@@ -21,7 +21,7 @@ from espalier.layout.layout import R, V
 from espalier.layout.transitions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor, layout_of, stamp
-from espalier.tensor.fallback import enter_or_gather
+from espalier.tensor.fallback import enter_or_gather, tree_map
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
 from espalier.tensor.rules.spec import Operand, Placed, Spec
@@ -79,6 +79,8 @@ class Entry:
         """After the first call: whether the next ones may take a short cut."""
         if self.run is not None or self.out is None or not isinstance(out, torch.Tensor):
             return
+        if self.placed.mesh.is_dry:
+            return
         if self.moves:
             plain_paths = all(len(m.path) == 1 and type(m.path[0]) is int for m in self.moves)
             kept = self.written is None and self.tail is None
@@ -130,6 +132,10 @@ class Entry:
         return out
 
     def _local(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.placed.mesh.is_dry:
+            # what is saved for backward must be plain: kernels of the meta device are partly Python, and
+            # would ask a DTensor for its shape
+            args, kwargs = tree_map(_plain, args), tree_map(_plain, kwargs)
         if self.tail is not None:
             return func(args[0], *self.tail)
         if self.run is not None:
@@ -137,8 +143,12 @@ class Entry:
         return func(*args, **kwargs)
 
     def _stamped(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.written is not None and type(_at(args, kwargs, self.written)) is not DTensor:
-            return out
+        if self.written is not None:
+            written = _at(args, kwargs, self.written)
+            if type(written) is not DTensor:
+                return out
+            if self.placed.mesh.is_dry:
+                return out if out is None else written
         if self.out is not None:
             if isinstance(out, torch.Tensor):
                 return _stamp(out, self.out)
@@ -151,6 +161,10 @@ class Entry:
             if isinstance(x, torch.Tensor):
                 stamp(x, layout)
         return out
+
+
+def _plain(x: Any) -> Any:
+    return x.as_subclass(torch.Tensor) if type(x) is DTensor else x
 
 
 def _stamp(x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -176,6 +190,8 @@ _slots: dict[Any, _Slot] = {}
 
 _NO_KWARGS: dict[str, Any] = {}
 _UNSEEN: Any = object()
+# what of an argument is part of the key only where the rule says so: a DTensor's dtype, a float's value
+_TOLD = frozenset({DTensor, float})
 # NumPy's names, which torch takes too
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 
@@ -201,7 +217,9 @@ def dispatch(
     else:
         kwargs = _NO_KWARGS
     if slot.typed:
-        key = (key, *[a.dtype for a in args if type(a) is DTensor])
+        key = (key, *[a.dtype if type(a) is DTensor else a for a in args if type(a) in _TOLD])
+        if kwargs:
+            key = (key, *[a for a in kwargs.values() if type(a) is float])
     entry = slot.get(key, _UNSEEN)
     if entry is _UNSEEN:
         return _first(slot, key, func, args, kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -161,5 +163,15 @@ def _warn(name: str, held: tuple[Layout, ...]) -> None:
         f"{name} has no sharding rule, so its inputs ({given}) are gathered and every rank computes all of "
         "it. The result is right, but slow; espalier.register_rule can teach it.",
         GatherWarning,
-        stacklevel=5,
+        stacklevel=_level_of_user(),
     )
+
+
+def _level_of_user() -> int:
+    """How many frames above the caller the first one stands that is neither ours nor torch's."""
+    ours = os.path.dirname(os.path.dirname(__file__))
+    inside = (ours + os.sep, os.path.dirname(torch.__file__) + os.sep)
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -32,11 +32,11 @@ def refuse_plain(func: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> N
     """Raise for a plain tensor with dims.
 
     Raises:
-        TypeError: there is one.
+        ValueError: there is one (torch's operators would swallow a TypeError).
     """
     for i, x in enumerate(tensors):
         if x.ndim and not isinstance(x, DTensor):
-            raise TypeError(
+            raise ValueError(
                 f"{getattr(func, '__name__', func)}: tensor argument {i} (shape {list(x.shape)}) is plain "
                 "among DTensors, which espalier.strict() refuses. Say how it lies: distribute_tensor or "
                 "DTensor.from_local."

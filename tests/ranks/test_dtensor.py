@@ -1,346 +1,417 @@
-"""DTensors at their edges: from plain tensors and back, their values, copies and views."""
+"""DTensor towards its users: torch's names, leaves, optimizers, checkpointing, hooks, errors, memory."""
 
 from __future__ import annotations
 
 import copy
-import io
 import itertools
-from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import espalier
-from espalier import DTensor, Mesh, Partial, Replicate, Shard, distribute_tensor, layout_of, local_map
+from espalier import DTensor, GatherWarning, Layout, Mesh, Partial, Replicate, Shard, distribute_tensor
 
-R, P = Replicate(), Partial()
-S = Shard
-
-
-def line(world: int) -> Mesh:
-    return Mesh.from_env({"tensor": world})
+F64 = torch.float64
 
 
-def grid() -> Mesh:
-    return Mesh.from_env({"data": 2, "tensor": 2})
+def mesh_of(world: int) -> Mesh:
+    return Mesh.from_env({"axis": world})
 
 
-def count(*shape: int) -> torch.Tensor:
-    return torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
+def seeded(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def from_parts(rank: int, world: int) -> None:
-    mesh = line(world)
-    local = torch.full((2, 3), float(rank + 1), requires_grad=True)
-    x = DTensor.from_local(local, mesh, [S(0)])
-    assert x.shape == (2 * world, 3) and x.placements == (S(0),) and x.device_mesh is mesh
-    (x * 3).sum().backward()
-    assert type(local.grad) is torch.Tensor and torch.equal(local.grad, torch.full((2, 3), 3.0))
-    assert torch.equal(x.full_tensor()[:, 0], torch.arange(2 * world).div(2, rounding_mode="floor") + 1.0)
-
-    whole = DTensor.from_local(local.detach(), mesh, [P])
-    assert whole.shape == (2, 3)
-    assert torch.equal(whole.full_tensor(), torch.full((2, 3), world * (world + 1) / 2))
-
-    # 5 rows on 3 ranks are cut 2, 2, 1; on 4: 2, 2, 1, 0
-    rows = len(torch.arange(5).tensor_split(list(range(2, 2 * world, 2)))[rank])
-    uneven = DTensor.from_local(torch.full((rows, 2), float(rank)), mesh, [S(0)], shape=(5, 2))
-    assert uneven.full_tensor()[:, 0].tolist() == [0, 0, 1, 1, 2][:5]
-    with pytest.raises(ValueError, match="pass the right shape="):
-        DTensor.from_local(torch.zeros(2, 2), mesh, [S(0)], shape=(5, 2)) if rows != 2 else refuse()
-    with pytest.raises(TypeError, match="DTensor already"):
-        DTensor.from_local(x, mesh, [S(0)])
-
-    same = torch.ones(3)
-    DTensor.from_local(same, mesh, run_check=True)
-    DTensor.from_local(same + rank, mesh, [S(0)], run_check=True)
-    with pytest.raises(ValueError, match="differ between ranks"):
-        DTensor.from_local(same + rank, mesh, [R], run_check=True)
-    DTensor.from_local(same + rank, mesh, [R])
+def lay_out_module(module: nn.Module, mesh: Mesh, places: list) -> nn.Module:
+    """Lay the parameters out, going round the placements given."""
+    turn = itertools.cycle(places)
+    for owner in list(module.modules()):
+        for name, p in list(owner.named_parameters(recurse=False)):
+            place = next(turn)
+            dim = p.ndim - 1 if place == "last" else 0
+            placements = [Replicate()] if place is None else [Shard(dim)]
+            owner.register_parameter(name, distribute_tensor(p, mesh, placements, src_data_rank=None))
+    return module
 
 
-def refuse() -> None:
-    raise ValueError("pass the right shape=")
+# ---- local and global
 
 
-@pytest.mark.parametrize("world", [3, 4])
-def test_from_local(ranks: Any, world: int) -> None:
-    ranks(world, from_parts)
+def edges(rank: int, world: int) -> None:
+    mesh = mesh_of(world)
+    whole = seeded(5, 3)
+    for placements in ([Replicate()], [Shard(0)], [Shard(1)]):
+        x = distribute_tensor(whole, mesh, placements)
+        assert torch.equal(x.full_tensor(), whole) and x.shape == whole.shape
+        again = DTensor.from_local(x.to_local(), mesh, placements, shape=whole.shape)
+        assert torch.equal(again.full_tensor(), whole)
+        assert torch.equal(x.redistribute(placements=[Shard(0)]).full_tensor(), whole)
+        assert x.tolist() == whole.tolist() and len(x) == 5 and x.stride() == whole.stride()
+    total = DTensor.from_local(torch.tensor(float(rank + 1)), mesh, [Partial()])
+    right = world * (world + 1) / 2
+    assert total.item() == right and float(total) == right and bool(total == right) and f"{total:.1f}" == f"{right:.1f}"
+    assert str(total).startswith(f"DTensor({right}") and "P(sum)" in repr(total)
+    average = DTensor.from_local(torch.tensor(float(rank)), mesh, [Partial("avg")])
+    assert average.item() == (world - 1) / 2
+    for op, value in (("max", world - 1), ("min", 0)):
+        assert DTensor.from_local(torch.tensor(float(rank)), mesh, [Partial(op)]).item() == value
 
 
-def to_parts(rank: int, world: int) -> None:
-    mesh = line(world)
-    value = count(4, 2)
-    x = distribute_tensor(value.requires_grad_(), mesh, [S(0)])
-    part = x.to_local()
-    assert type(part) is torch.Tensor
-    (part * (rank + 1)).sum().backward()
-    assert isinstance(x.grad, DTensor) and x.grad.placements == (S(0),)
-    assert torch.equal(x.grad.full_tensor()[:, 0], torch.tensor([1.0, 1, 2, 2], dtype=torch.float64))
-
-    w = distribute_tensor(value, mesh, [R])
-    with pytest.raises(ValueError, match="grad_placements"):
-        w.to_local()
-    with torch.no_grad():
-        assert torch.equal(w.to_local(), value)
-    assert type(w.detach().to_local()) is torch.Tensor
-    (w.to_local(grad_placements=[R]) * 3).sum().backward()
-    assert isinstance(w.grad, DTensor) and torch.equal(w.grad.full_tensor(), torch.full_like(value, 3))
-    w.grad = None
-    (w.to_local(grad_placements=[P]) * (rank + 1)).sum().backward()
-    assert torch.equal(w.grad.full_tensor(), torch.full_like(value, 3))  # type: ignore[union-attr]
+def edges_have_gradients(rank: int, world: int) -> None:
+    mesh = mesh_of(world)
+    whole = seeded(4, 3)
+    x = distribute_tensor(whole.clone().requires_grad_(), mesh, [Replicate()])
+    with pytest.raises(ValueError, match="replicated along axis and needs a gradient"):
+        x.to_local()
+    # every rank uses another row
+    (x.to_local(grad_placements=[Partial()])[rank] ** 2).sum().backward()
+    right = torch.zeros(4, 3, dtype=F64)
+    right[:world] = 2 * whole[:world]
+    assert torch.equal(x.grad.full_tensor(), right)
+    x.grad = None
+    (x.to_local(grad_placements=[Replicate()]) ** 2).sum().backward()
+    assert torch.equal(x.grad.full_tensor(), 2 * whole)
     with pytest.raises(ValueError, match="do not fit"):
-        x.to_local(grad_placements=[S(1)])
-
-    w.grad = None
-    (w.redistribute(mesh, [S(1)]).full_tensor() * 5).sum().backward()
-    assert torch.equal(w.grad.full_tensor(), torch.full_like(value, 5))  # type: ignore[union-attr]
-    w.grad = None
-    (w.full_tensor(grad_placements=[P]) * (rank + 1)).sum().backward()
-    assert torch.equal(w.grad.full_tensor(), torch.full_like(value, 3))  # type: ignore[union-attr]
+        x.to_local(grad_placements=[Shard(0)])
+    local = torch.ones(2, 3, dtype=F64, requires_grad=True)
+    y = DTensor.from_local(local, mesh, [Shard(0)])
+    (y * torch.arange(1.0, 2 * world + 1, dtype=F64).unsqueeze(1)).sum().backward()
+    assert torch.equal(local.grad[:, 0], torch.tensor([2.0 * rank + 1, 2.0 * rank + 2], dtype=F64))
 
 
-def test_to_local_and_full_tensor(ranks: Any) -> None:
-    ranks(2, to_parts)
+def wrong_edges(rank: int, world: int) -> None:
+    mesh = mesh_of(world)
+    with pytest.raises(ValueError, match="gave a part of the shape"):
+        DTensor.from_local(torch.zeros(5), mesh, [Shard(0)], shape=(3,))
+    with pytest.raises(ValueError, match="is one value, not addends"):
+        distribute_tensor(torch.zeros(3), mesh, [Partial()])
+    with pytest.raises(TypeError, match="cannot be called"):
+        DTensor(torch.zeros(3))
+    x = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        copy.copy(x).__reduce_ex__(2)
+    with pytest.raises(RuntimeError, match="one element"):
+        x.requires_grad_().backward()
 
 
-def every_way(rank: int, world: int) -> None:
-    mesh = grid()
-    value = count(5, 3)
-    weights = torch.linspace(1, 2, 15, dtype=torch.float64).view(5, 3)
-    states = [list(p) for p in itertools.product([R, S(0), S(1)], repeat=2)]
-    for src, dst in itertools.product(states, [*states, [P, R], [S(0), P], [P, P]]):
-        x = distribute_tensor(value.clone().requires_grad_(), mesh, src)
-        y = x.redistribute(mesh, dst)
-        assert y.placements == tuple(dst) and y.shape == x.shape
-        assert torch.equal(y.full_tensor(), value), (src, dst)
-        (y * distribute_tensor(weights, mesh)).sum().backward()
-        assert isinstance(x.grad, DTensor) and x.grad.placements == tuple(src)
-        torch.testing.assert_close(x.grad.full_tensor(), weights)
-    with pytest.raises(ValueError, match="another mesh"):
-        x.redistribute(line(4), [R])
-    with pytest.raises(ValueError, match="needs placements"):
-        x.redistribute(mesh)
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
 
 
-def test_redistribute(ranks: Any) -> None:
-    ranks(4, every_way)
+def local_mapped(rank: int, world: int) -> None:
+    mesh = mesh_of(world)
+    x = distribute_tensor(seeded(5, 3).requires_grad_(), mesh, [Shard(0)])
+    w = distribute_tensor(seeded(3).requires_grad_(), mesh, [Replicate()])
+    with pytest.raises(TypeError, match="local_map"):
+        Double.apply(x)
+    split = local_shape = x._layout.local_shape
+    assert split
+
+    def body(a: torch.Tensor, b: torch.Tensor, factor: int) -> torch.Tensor:
+        assert type(a) is torch.Tensor and tuple(a.shape) == tuple(local_shape)
+        return (Double.apply(a) * b * factor).sum()
+
+    mapped = espalier.local_map(body, out_placements=[Partial()], in_placements=([Shard(0)], [Replicate()]))
+    out = mapped(x, w, 3)
+    right_x, right_w = seeded(5, 3).requires_grad_(), seeded(3).requires_grad_()
+    right = (right_x * 2 * right_w * 3).sum()
+    torch.testing.assert_close(out.full_tensor(), right)
+    out.backward()
+    right.backward()
+    torch.testing.assert_close(x.grad.full_tensor(), right_x.grad)
+    torch.testing.assert_close(w.grad.full_tensor(), right_w.grad)
+    with pytest.raises(ValueError, match="redistribute_inputs=True"):
+        espalier.local_map(body, [Partial()], ([Replicate()], None))(x, w, 3)
+    turned = espalier.local_map(body, [Partial()], ([Shard(0)], None), redistribute_inputs=True)
+    torch.testing.assert_close(turned(x.redistribute(placements=[Shard(1)]), w, 3).full_tensor(), right)
 
 
-def nested(rank: int, world: int) -> None:
-    mesh = grid()
-    for n in (1, 2, 3, 5, 6, 7, 9):
-        for placements in ([S(0), S(0)], [S(0), S(1)], [S(1), S(1)], [S(1), S(0)]):
-            value = count(n, 5)
-            x = distribute_tensor(value.requires_grad_(), mesh, placements)
-            assert torch.equal(x.full_tensor(), value), (n, placements)
-            out = (x.exp() * 2).sin()
-            torch.testing.assert_close(out.full_tensor(), (value.exp() * 2).sin())
-            x.square().sum().backward()
-            assert torch.equal(x.grad.full_tensor(), 2 * value.detach())  # type: ignore[union-attr]
+def factories(rank: int, world: int) -> None:
+    mesh = mesh_of(world)
+    for placements in ([Replicate()], [Shard(0)], [Shard(1)], [Partial()]):
+        for made, right in (
+            (espalier.zeros(5, 2, device_mesh=mesh, placements=placements), torch.zeros(5, 2)),
+            (espalier.ones((5, 2), device_mesh=mesh, placements=placements), torch.ones(5, 2)),
+            (espalier.full((5, 2), 3, device_mesh=mesh, placements=placements), torch.full((5, 2), 3)),
+        ):
+            assert torch.equal(made.full_tensor(), right) and made.dtype == right.dtype
+    x = espalier.empty(5, 2, device_mesh=mesh, placements=[Shard(0)], dtype=F64, requires_grad=True)
+    assert x.is_leaf and x.requires_grad and x.shape == (5, 2)
+    for name in ("zeros", "ones", "empty"):
+        assert getattr(x, f"new_{name}")(3, 2).shape == (3, 2)
 
 
-def test_uneven_nested_shards(ranks: Any) -> None:
-    ranks(4, nested)
+def nested_uneven(rank: int, world: int) -> None:
+    mesh = Mesh.from_env({"one": 2, "two": 2})
+    whole = torch.arange(5.0, dtype=F64)
+    for order in (("one", "two"), ("two", "one")):
+        layout = Layout(mesh, [Shard(0), Shard(0)], (5,), order=order)
+        x = espalier.tensor.lay_out(whole, layout)
+        assert torch.equal(x.full_tensor(), whole)
+        assert torch.equal((x + x.redistribute(placements=[Shard(0), Shard(0)])).full_tensor(), 2 * whole)
 
 
-def distributed(rank: int, world: int) -> None:
-    mesh = grid()
-    own = torch.full((4, 2), float(rank))
-    for placements in ([S(0), R], [S(0), S(1)], [R, R]):
-        x = distribute_tensor(own, mesh, placements)
-        assert not x.full_tensor().any(), "rank 0's values"
-    with espalier.ledger(mesh) as book:
-        x = distribute_tensor(own, mesh, [R, R], src_data_rank=None)
-    assert not book.entries and torch.equal(x.to_local(), own)
-    p = distribute_tensor(nn.Parameter(torch.ones(3)), mesh)
-    assert isinstance(p, nn.Parameter) and isinstance(p, DTensor) and p.is_leaf and p.requires_grad
-    assert not isinstance(x, nn.Parameter)
-    again = distribute_tensor(x, mesh, [S(0), R])
-    assert again.placements == (S(0), R)
-    with pytest.raises(ValueError, match="one value, not addends"):
-        distribute_tensor(own, mesh, [P, R])
-    with pytest.raises(ValueError, match="src_data_rank"):
-        distribute_tensor(own, mesh, [R, R], src_data_rank=1)
-    with pytest.raises(TypeError, match="distribute_tensor"):
-        DTensor(torch.ones(2))
+# ---- leaves
 
 
-def test_distribute_tensor(ranks: Any) -> None:
-    ranks(4, distributed)
-
-
-def made(rank: int, world: int) -> None:
-    mesh = grid()
-    for placements in ([R, R], [S(0), S(0)], [S(1), P], [P, P]):
-        options: dict[str, Any] = {"device_mesh": mesh, "placements": placements}
-        assert torch.equal(espalier.zeros(3, 5, **options).full_tensor(), torch.zeros(3, 5))
-        assert torch.equal(espalier.ones((3, 5), **options).full_tensor(), torch.ones(3, 5))
-        whole = espalier.full((3, 5), 7, dtype=torch.int64, **options)
-        assert torch.equal(whole.full_tensor(), torch.full((3, 5), 7))
-    x = espalier.ones(3, device_mesh=mesh, dtype=torch.float64, requires_grad=True)
-    assert x.requires_grad and x.is_leaf and x.dtype == torch.float64 and x.placements == (R, R)
-    assert espalier.empty(3, 5, device_mesh=mesh, placements=[S(0), S(1)]).shape == (3, 5)
-    y = x.new_zeros(4)
-    assert isinstance(y, DTensor) and y.placements == (R, R)
-    z = torch.zeros_like(distribute_tensor(count(4, 2), mesh, [S(0), R]))
-    assert z.placements == (S(0), R) and z.shape == (4, 2)
-
-
-def test_factories(ranks: Any) -> None:
-    ranks(4, made)
-
-
-def mapped(rank: int, world: int) -> None:
-    mesh = line(world)
-    x = distribute_tensor(count(4, 2).requires_grad_(), mesh, [S(0)])
-    w = distribute_tensor(torch.ones(2, dtype=torch.float64, requires_grad=True), mesh)
-
-    def body(a: torch.Tensor, b: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, str]:
-        assert type(a) is torch.Tensor and type(b) is torch.Tensor
-        return a * b * scale, (a * b).sum(), "text"
-
-    run = local_map(body, out_placements=([S(0)], [P], None), in_placements=([S(0)], [R]))
-    y, total, text = run(x, w, 2.0)
-    assert text == "text" and y.placements == (S(0),) and total.item() == 28
-    (y.sum() + total).backward()
-    # what each rank does with w differs, so its gradients are added
-    assert torch.equal(w.grad.full_tensor(), 3 * count(4, 2).sum(0))  # type: ignore[union-attr]
-    assert torch.equal(x.grad.full_tensor(), torch.full((4, 2), 3.0, dtype=torch.float64))  # type: ignore[union-attr]
-
-    with pytest.raises(ValueError, match="argument 0 lies as"):
-        run(x.redistribute(mesh, [R]), w, 2.0)
-    bring = local_map(body, ([S(0)], [P], None), ([S(0)], [R]), redistribute_inputs=True)
-    assert bring(x.redistribute(mesh, [R]), w, 2.0)[1].item() == 28
-
-    @local_map(out_placements=[R], in_grad_placements=([R],))
-    def twice(a: torch.Tensor) -> torch.Tensor:
-        return 2 * a
-
-    w.grad = None
-    twice(w).sum().backward()
-    assert torch.equal(w.grad.full_tensor(), torch.full((2,), 2.0, dtype=torch.float64))  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="no argument is a DTensor"):
-        twice(torch.ones(2))
-    with pytest.raises(ValueError, match="holds None"):
-        local_map(lambda a: a, out_placements=None)(x)
-
-
-def test_local_map(ranks: Any) -> None:
-    ranks(2, mapped)
-
-
-def seen(rank: int, world: int) -> None:
-    mesh = line(world)
-    part = DTensor.from_local(torch.tensor(rank - 1.0), mesh, [P])  # -1 + 0 = -1 on two ranks
-    assert part.item() == -1 and float(part) == -1 and int(part) == -1 and bool(part)
-    assert not bool(DTensor.from_local(torch.tensor(2.0 * rank - 1), mesh, [P])), "-1 + 1"
-    assert "-1." in str(part) and f"{part:.1f}" == "-1.0" and part.tolist() == -1
-    assert bool(part < 0) and bool(part == -1)
-    index = DTensor.from_local(torch.tensor(rank), mesh, [P])
-    assert [5, 6, 7][index] == 6
-    x = distribute_tensor(count(5, 2), mesh, [S(0)])
-    assert x.tolist() == count(5, 2).tolist() and x.numpy().shape == (5, 2) and len(x) == 5
-    assert [row.tolist() for row in x] == count(5, 2).tolist()
-    assert x.stride() == (2, 1) and x.numel() == 10 and x.size(-1) == 2 and x.dim() == 2
-    with espalier.ledger(mesh) as book:
-        text = repr(part) + repr(x)
-        assert "local=" in text and "P(sum)" in text and x.ndim == 2
-    assert not book.entries
-    if rank == 0:
-        repr(part)  # on one rank alone
-
-
-def test_values_are_global_and_repr_is_local(ranks: Any) -> None:
-    ranks(2, seen)
-
-
-def copied(rank: int, world: int) -> None:
-    mesh = line(world)
-    net = nn.Linear(4, 3)
-    net.weight = distribute_tensor(net.weight, mesh, [S(0)])  # type: ignore[assignment]
-    net.bias = distribute_tensor(net.bias, mesh, [R])  # type: ignore[assignment]
-    net(torch.ones(2, 4)).sum().backward()
-    twin = copy.deepcopy(net)
-    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-        assert isinstance(q, nn.Parameter) and isinstance(q, DTensor) and q is not p and q.requires_grad
-        assert layout_of(q) is layout_of(p) and q.data_ptr() != p.data_ptr()
-        assert torch.equal(q.full_tensor(), p.full_tensor())
-        assert isinstance(q.grad, DTensor) and torch.equal(q.grad.full_tensor(), p.grad.full_tensor())
-    state = net.state_dict()
-    assert list(state) == ["weight", "bias"] and all(isinstance(v, DTensor) for v in state.values())
+def copies(rank: int, world: int) -> None:
+    mesh = mesh_of(world)
+    model = lay_out_module(nn.Linear(3, 5, dtype=F64), mesh, [0, 0])
+    assert isinstance(model.weight, nn.Parameter) and isinstance(model.weight, DTensor)
+    model(seeded(2, 3)).sum().backward()
+    twin = copy.deepcopy(model)
+    assert isinstance(twin.weight, nn.Parameter) and twin.weight.placements == (Shard(0),)
+    assert torch.equal(twin.weight.grad.full_tensor(), model.weight.grad.full_tensor())
     with torch.no_grad():
         twin.weight.zero_()
-    assert net.weight.full_tensor().any()  # type: ignore[operator]
-    twin.load_state_dict(state)
-    assert torch.equal(twin.weight.full_tensor(), net.weight.full_tensor())  # type: ignore[operator]
-    assert layout_of(twin.weight) is layout_of(net.weight)
-    whole = {name: torch.ones(tuple(v.shape)) for name, v in state.items()}
-    twin.load_state_dict(whole)
-    assert torch.equal(twin.weight.full_tensor(), torch.ones(3, 4))  # type: ignore[operator]
-    shared = nn.ModuleList([net, net])
-    pair = copy.deepcopy(shared)
-    assert pair[0].weight is pair[1].weight
-    with pytest.raises(RuntimeError, match="leaves"):
-        copy.deepcopy(net.weight * 2)
-    with pytest.raises(TypeError, match="full_tensor"):
-        torch.save(net.weight, io.BytesIO())
+    assert model.weight.full_tensor().any()
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin.weight.full_tensor(), model.weight.full_tensor())
+    twin.load_state_dict({"weight": torch.ones(5, 3, dtype=F64), "bias": torch.zeros(5, dtype=F64)})
+    assert torch.equal(twin.weight.full_tensor(), torch.ones(5, 3, dtype=F64))
+    assert twin.weight.placements == (Shard(0),)
+    shared = nn.ModuleList([model, model])
+    assert len({id(p) for p in copy.deepcopy(shared).parameters()}) == 2
+    assert twin.zero_grad() is None and twin.weight.grad is None
 
 
-def test_copies_and_states(ranks: Any) -> None:
-    ranks(2, copied)
+OPTIMIZERS = {
+    "SGD": dict(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam": dict(lr=0.1, amsgrad=True),
+    "AdamW": dict(lr=0.1, weight_decay=0.1),
+    "Adagrad": dict(lr=0.1),
+    "RMSprop": dict(lr=0.1, centered=True),
+    "NAdam": dict(lr=0.1),
+    "Adadelta": dict(lr=0.1),
+    "Adamax": dict(lr=0.1),
+    "RAdam": dict(lr=0.1),
+    "ASGD": dict(lr=0.1),
+    "Rprop": dict(lr=0.1),
+}
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
-def aliases(rank: int, world: int) -> None:
-    mesh = line(world)
-    x = distribute_tensor(count(4, 6), mesh, [S(0)])
-    expected = count(4, 6)
-    for make in (lambda a: a.t(), lambda a: a[:, 1:3], lambda a: a.view(4, 2, 3), lambda a: a.unsqueeze(0)):
-        view, plain = make(x), make(expected)
-        before = layout_of(view)
-        view.mul_(2)
-        plain.mul_(2)
-        assert layout_of(view) is before
-        assert torch.equal(x.full_tensor(), expected) and torch.equal(view.full_tensor(), plain)
-    row = x[:, 0]
-    row += 5
-    expected[:, 0] += 5
-    x[:, 2] = 7
-    expected[:, 2] = 7
-    assert torch.equal(x.full_tensor(), expected) and torch.equal(row.full_tensor(), expected[:, 0])
-    data = x.detach()
-    data.zero_()
-    assert not x.full_tensor().any()
+def optimizers(rank: int, world: int) -> list[str]:
+    mesh, wrong = mesh_of(world), []
+    for name, options in OPTIMIZERS.items():
+        for kind in ("for-loop", "foreach", *(["fused"] if name in FUSED else [])):
+            chosen = dict(foreach=kind == "foreach") | (dict(fused=True) if kind == "fused" else {})
+            if kind == "fused":
+                del chosen["foreach"]
+            torch.manual_seed(0)
+            plain = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+            model = lay_out_module(copy.deepcopy(plain), mesh, [0, None, "last", 0])
+            pair = [(m, getattr(torch.optim, name)(m.parameters(), **options, **chosen)) for m in (model, plain)]
+            for step in range(3):
+                for m, optimizer in pair:
+                    optimizer.zero_grad(set_to_none=step != 1)
+                    F.mse_loss(m(seeded(4, 3) * (step + 1)), seeded(4, 2)).backward()
+                    if step == 2:
+                        norm = nn.utils.clip_grad_norm_(m.parameters(), 0.05, foreach=kind != "for-loop")
+                        if m is model:
+                            kept = espalier.full_tensor(norm)
+                        elif not torch.allclose(kept, norm, rtol=1e-10):
+                            wrong.append(f"clip_grad_norm_ ({kind}): {kept} is not {norm}")
+                    optimizer.step()
+            for (key, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                if not torch.allclose(p.full_tensor(), q, rtol=1e-10, atol=1e-12):
+                    wrong.append(f"{name} ({kind}): {key} is off by {(p.full_tensor() - q).abs().max():.2e}")
+    return wrong
 
 
-def test_views_alias(ranks: Any) -> None:
-    ranks(2, aliases)
+def hooks(rank: int, world: int) -> None:
+    mesh = mesh_of(world)
+    seen = []
+    for placements in ([Replicate()], [Shard(0)]):
+        x = distribute_tensor(seeded(4).requires_grad_(), mesh, placements)
+        x.register_hook(lambda g: seen.append(g) or g * 2)
+        x.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+        y = x * 3
+        y.retain_grad()
+        y.register_hook(lambda g: seen.append(g))
+        y.sum().backward()
+        assert all(isinstance(g, DTensor) and g.shape == (4,) for g in seen) and len(seen) == 3
+        assert torch.equal(x.grad.full_tensor(), torch.full((4,), 6.0, dtype=F64))
+        assert torch.equal(y.grad.full_tensor(), torch.ones(4, dtype=F64))
+        seen.clear()
 
 
-def in_place(rank: int, world: int) -> None:
-    mesh = grid()
-    other = count(5, 4) + 1
-    for placements in itertools.product([R, S(0), S(1)], repeat=2):
-        x, y = distribute_tensor(count(5, 4), mesh, placements), count(5, 4)
-        own, local = layout_of(x), x.to_local().data_ptr()
-        for theirs in ([R, R], [S(0), S(1)], [S(1), R], [P, R]):
-            given = distribute_tensor(other, mesh).redistribute(mesh, theirs)
-            x += given
-            y += other
-            x.mul_(0.5).sub_(given, alpha=2).clamp_(min=-3)
-            y.mul_(0.5).sub_(other, alpha=2).clamp_(min=-3)
-            x.copy_(x + given)
-            y.copy_(y + other)
-            assert layout_of(x) is own and x.to_local().data_ptr() == local
-            torch.testing.assert_close(x.full_tensor(), y)
-        w = distribute_tensor(other.clone().requires_grad_(), mesh, placements)
-        out = w * 2
-        out.add_(distribute_tensor(other, mesh, [S(1), R])).mul_(out.detach().clone())
-        assert out.placements == w.placements
-        out.sum().backward()
-        torch.testing.assert_close(w.grad.full_tensor(), 6 * other)  # type: ignore[union-attr]
+def autograd_functions(rank: int, world: int) -> None:
+    mesh = mesh_of(world)
+    for placements in ([Replicate()], [Shard(0)], [Shard(1)]):
+        value = seeded(4, 3).requires_grad_()
+        x = distribute_tensor(value.detach().clone().requires_grad_(), mesh, placements)
+        (g,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+        (gg,) = torch.autograd.grad((g * g).sum(), x)
+        (h,) = torch.autograd.grad((value**3).sum(), value, create_graph=True)
+        (hh,) = torch.autograd.grad((h * h).sum(), value)
+        torch.testing.assert_close(espalier.full_tensor(gg), hh)
 
 
-def test_in_place_keeps_the_layout(ranks: Any) -> None:
-    ranks(4, in_place)
+# ---- models
+
+
+def checkpointed(rank: int, world: int) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    mesh = mesh_of(world)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 4)).double()
+    for places in ([0, 0, "last", None], [None], [0], ["last", 0]):
+        model = lay_out_module(copy.deepcopy(plain), mesh, places)
+        grads = []
+        for again in (False, True):
+            model.zero_grad()
+            torch.manual_seed(1)
+            x = distribute_tensor(seeded(5, 4).requires_grad_(), mesh, [Shard(0)])
+            out = checkpoint(model, x, use_reentrant=False) if again else model(x)
+            out.pow(2).sum().backward()
+            grads.append([x.grad.full_tensor(), *(p.grad.full_tensor() for p in model.parameters())])
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def saved_shapes(rank: int, world: int) -> None:
+    mesh, n = mesh_of(world), 4 * world
+    weight = distribute_tensor(seeded(n, n).requires_grad_(), mesh, [Shard(0)])
+    values = [seeded(3 * world, n), seeded(3 * world, n)]
+    # sequence-parallel activations go through gathered weights, then gathered go through sharded weights
+    leaves = [distribute_tensor(v.clone().requires_grad_(), mesh, [Shard(0)]) for v in values]
+    kept: list[torch.Size] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        assert type(x) is torch.Tensor or isinstance(x, DTensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            kept.append(x.shape)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        x = leaves[0] * leaves[1]
+        h = F.linear(x, weight)
+        out = (h.tanh() @ weight.T).sum()
+    assert (n, n) not in kept and (3 * world, n) not in kept, kept
+    out.backward()
+    right = [v.clone().requires_grad_() for v in (*values, seeded(n, n))]
+    (F.linear(right[0] * right[1], right[2]).tanh() @ right[2].T).sum().backward()
+    for leaf, plain in zip((*leaves, weight), right, strict=True):
+        torch.testing.assert_close(leaf.grad.full_tensor(), plain.grad)
+
+
+def shared_gather(rank: int, world: int) -> None:
+    """Three projections of one sharded input gather it once, and reduce its gradient once."""
+    mesh, n = mesh_of(world), 4 * world
+    # the input is long, so it is cheaper to leave the weights where they are cut
+    x = distribute_tensor(seeded(world, n).requires_grad_(), mesh, [Shard(0)])
+    weights = [distribute_tensor(seeded(n, n).requires_grad_(), mesh, [Shard(0)]) for _ in range(3)]
+    h = x * 1
+    with espalier.ledger(mesh) as forward:
+        outs = [F.linear(h, w) for w in weights]
+    assert [e.op for e in forward.entries] == ["all_gather"]
+    with espalier.ledger(mesh) as back:
+        sum(o.sum() for o in outs).backward()
+    # the loss, and the input again with its gradient
+    assert sorted(e.op for e in back.entries) == ["all_gather", "reduce_scatter"], back.entries
+    assert mesh.lately is None or mesh.lately[0]() is not None
+    del h, outs
+    assert mesh.lately is None
+
+
+def attention_modules(rank: int, world: int) -> None:
+    mesh = mesh_of(world)
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=F64)
+    attention = nn.MultiheadAttention(8, 2, dtype=F64)
+    for places in ([None], [0], ["last", 0], [0, None, "last"]):
+        for training in (True, False):
+            for block in (encoder, attention):
+                block.train(training)
+                model = lay_out_module(copy.deepcopy(block), mesh, places)
+                shape = (4, 3, 8) if block is encoder else (3, 4, 8)
+                results = []
+                for m in (model, block):
+                    m.zero_grad()
+                    x = seeded(*shape)
+                    if m is model:
+                        x = distribute_tensor(x, mesh, [Shard(1 if block is attention else 0)])
+                    out = m(x, x, x)[0] if block is attention else m(x)
+                    (out * out).sum().backward()
+                    results.append([out, *(p.grad for p in m.parameters())])
+                for a, b in zip(*results, strict=True):
+                    torch.testing.assert_close(espalier.full_tensor(a), b)
+
+
+def unruled(rank: int, world: int) -> None:
+    mesh = mesh_of(world)
+    value = torch.eye(3, dtype=F64) + seeded(3, 3) / 10
+    x = distribute_tensor(value.clone().requires_grad_(), mesh, [Shard(0)])
+    plain = value.clone().requires_grad_()
+    with pytest.warns(GatherWarning, match="register_rule") as caught:
+        out = torch.linalg.inv(x)
+        torch.linalg.inv(x)
+    assert len(caught) == 1
+    torch.testing.assert_close(out.full_tensor(), torch.linalg.inv(plain))
+    out.pow(2).sum().backward()
+    torch.linalg.inv(plain).pow(2).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+def recurrent(rank: int, world: int) -> None:
+    mesh = mesh_of(world)
+    torch.manual_seed(0)
+    plain = nn.LSTM(3, 4, dtype=F64)
+    model = lay_out_module(copy.deepcopy(plain), mesh, [0])
+    with pytest.warns(GatherWarning) as caught:
+        out = model(seeded(5, 2, 3))[0]
+    assert len(caught) == 1
+    right = plain(seeded(5, 2, 3))[0]
+    torch.testing.assert_close(out.full_tensor(), right)
+    out.pow(2).sum().backward()
+    right.pow(2).sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def strictly(rank: int, world: int) -> None:
+    mesh = mesh_of(world)
+    x = distribute_tensor(seeded(4), mesh, [Shard(0)])
+    assert torch.equal((x + torch.ones(4)).full_tensor(), seeded(4) + 1)
+    with espalier.strict():
+        assert torch.equal((x * torch.tensor(2.0)).full_tensor(), seeded(4) * 2)
+        with pytest.raises(ValueError, match="strict"):
+            x + torch.ones(4)
+
+
+ALL = (
+    edges, edges_have_gradients, wrong_edges, local_mapped, factories, copies, hooks, autograd_functions,
+    checkpointed, saved_shapes, shared_gather, attention_modules, unruled, strictly,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("what", ALL, ids=lambda f: f.__name__)
+def test_dtensor(ranks, world, what):
+    ranks(world, what)
+
+
+@pytest.mark.world(4)
+def test_uneven_nested_shards(ranks):
+    ranks(4, nested_uneven)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_optimizers_step_as_on_one_rank(ranks, world):
+    for wrong in ranks(world, optimizers):
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_recurrent_network_gathers_with_one_warning(ranks, world):
+    ranks(world, recurrent)

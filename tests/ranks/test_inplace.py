@@ -37,9 +37,8 @@ def views_alias(rank: int, world: int) -> None:
     }
     for placements in PLACES:
         for name, view in views.items():
-            x, plain = laid(value, mesh, placements), value.clone()
+            x = laid(value, mesh, placements)
             view(x).add_(1)
-            view(plain.clone()).add_(1)
             assert torch.equal(x.full_tensor(), value + 1), (name, placements)
             assert x.placements == tuple(placements), name
 
@@ -123,7 +122,7 @@ def test_parts_alias(ranks, world):
     ranks(world, rows_and_columns_alias)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.filterwarnings("ignore:.*no sharding rule")
 def test_chains_of_writes_have_the_right_gradients(ranks, world):
     ranks(world, chains_have_gradients)

@@ -30,6 +30,8 @@ def getitem(x: Operand, index: Any) -> Spec | None:
 def setitem(x: Operand, index: Any, value: Any) -> Spec | None:
     """x[index] = value for integers and slices: each rank writes what falls into its box."""
     items = index if isinstance(index, tuple) else (index,)
+    if len(items) == 1 and _is_mask(items[0]):
+        return _masked(x, items[0], value)
     if any(_is_mask(i) or isinstance(i, list | Operand | bool) for i in items):
         return None
     if any(i is None for i in items) and isinstance(value, Operand):
@@ -50,6 +52,15 @@ def setitem(x: Operand, index: Any, value: Any) -> Spec | None:
         )
     linear = [(0, 1)] if len(operands) == 2 else []
     return Spec(operands, [ins], [x.shape], linear=linear, inplace=0, run=_set_part)
+
+
+def _masked(x: Operand, mask: Operand, value: Any) -> Spec | None:
+    """x[mask] = one value: masked_fill_, the mask spanning the first dims."""
+    if isinstance(value, Operand) and value.ndim:
+        return None
+    dims = x.dims()
+    ins = [dims, dims[: mask.ndim], *([()] if isinstance(value, Operand) else [])]
+    return Spec(ins, [dims], [x.shape], inplace=0)
 
 
 def _set_part(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> None:

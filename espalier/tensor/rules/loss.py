@@ -198,8 +198,12 @@ class _VocabularyParallel(torch.autograd.Function):
         return (total.log() - hit).masked_fill(target == ignored, 0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True through cross-entropy over sharded classes: its backward keeps only the "
+                "softmax and has no second derivative. Redistribute the logits to Replicate() on that axis first."
+            )
         softmax, index, mine, valid = ctx.saved_tensors
         scale = (grad * valid).unsqueeze(-1)
         out = softmax * scale

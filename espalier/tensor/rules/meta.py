@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
+from torch.autograd.graph import get_gradient_edge
 
 from espalier.comm import move
 from espalier.layout import Layout, gradient_layout
@@ -79,7 +80,8 @@ def backward(
     loss, gradient = bound.pop("self"), bound.pop("gradient", None)
     with raw():
         local, gradient = _seeded(loss, gradient)
-        torch.autograd.backward(local, gradient, **bound)
+    # intercepted again: hooks and recomputation see DTensors
+    torch.autograd.backward(local, gradient, **bound)
 
 
 def gradients(
@@ -99,7 +101,9 @@ def gradients(
     given = given if isinstance(given, tuple | list) else (given,) * len(outputs)
     with raw():
         ends = [_seeded(x, g) if type(x) is DTensor else (x, g) for x, g in zip(outputs, given, strict=True)]
-        found = torch.autograd.grad([x for x, _ in ends], inputs, [g for _, g in ends], **bound)
+        edges = [get_gradient_edge(x) for x in inputs]
+    found = torch.autograd.grad([x for x, _ in ends], edges, [g for _, g in ends], **bound)
+    with raw():
         return tuple(
             stamp(g.view_as(g), gradient_layout(x._layout)) if g is not None and type(x) is DTensor else g
             for x, g in zip(inputs, found, strict=True)

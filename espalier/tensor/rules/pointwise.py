@@ -98,9 +98,17 @@ def prelu(x: Operand, weight: Operand) -> Spec:
 
 
 def add(x: Any, other: Any, *, alpha: Any = 1) -> Spec:
-    """x + other: jointly linear in two tensors, affine (so not linear) in one and a number."""
+    """x + other: jointly linear in two tensors, affine in one and a number; 0 is what sum() starts from."""
     operands = found(x, other)
-    return elementwise(operands, linear=[(0, 1)] if len(operands) == 2 else ())
+    number = other if isinstance(x, Operand) else x
+    if len(operands) == 2:
+        return elementwise(operands, linear=[(0, 1)])
+    return elementwise(operands, linear=[(0,)] if _is_zero(number) else ())
+
+
+def _is_zero(number: Any) -> bool:
+    """Whether an argument is the number 0 (of a number, the cache of calls knows no more than that)."""
+    return isinstance(number, int | float) and not number
 
 
 def mul(x: Any, other: Any) -> Spec:
@@ -132,12 +140,14 @@ def where(condition: Operand, x: Any = None, other: Any = None) -> Spec | None:
     if x is None or other is None:
         return None
     operands = found(condition, x, other)
-    return elementwise(operands, linear=[(1, 2)] if len(operands) == 3 else ())
+    if len(operands) == 3:
+        return elementwise(operands, linear=[(1, 2)])
+    return elementwise(operands, linear=[(1,)] if _is_zero(x) or _is_zero(other) else ())
 
 
 def masked_fill(x: Operand, mask: Operand, value: Any) -> Spec:
-    """Where the mask is, value; not linear unless value is zero, which is not looked at."""
-    return elementwise(found(x, mask, value))
+    """Where the mask is, value; linear if that is zero."""
+    return elementwise(found(x, mask, value), linear=[(0,)] if _is_zero(value) else ())
 
 
 def addcmul(x: Operand, t1: Operand, t2: Operand, *, value: Any = 1) -> Spec:

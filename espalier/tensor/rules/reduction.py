@@ -188,5 +188,5 @@ def register(rules: Rules) -> None:
     rules.name("sort", "cummax", "cummin")(_along(2))
     rules.name("argsort")(_along(1))
     rules.name("topk")(topk)
-    rules.name("vector_norm")(vector_norm)
+    rules.name("vector_norm", typed=True)(vector_norm)
     rules.name("tril", "triu", inplace=True)(triangle)

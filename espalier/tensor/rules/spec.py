@@ -131,7 +131,7 @@ class Rules:
         self.typed: set[Any] = set()
 
     def add(self, function: Any, rule: RuleFunction, *, typed: bool = False) -> None:
-        """Let ``rule`` speak for ``function``; ``typed``: its answer hangs on the operands' dtypes."""
+        """Let ``rule`` speak for ``function``; ``typed``: its answer hangs on dtypes and values of floats."""
         self._rules[function] = rule
         if typed:
             self.typed.add(function)

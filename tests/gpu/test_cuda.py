@@ -1,0 +1,126 @@
+"""One NCCL rank: random values are the CPU's, and training follows the CPU's in float64."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import espalier
+from espalier import DTensor, Mesh, Replicate, Shard, distribute_tensor
+from espalier.mesh.process import finish, start
+from espalier.models import build
+
+SIZES = {"vocab_size": 37, "hidden": 24, "heads": 4, "kv_heads": 2, "layers": 2, "max_positions": 16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nccl() -> Iterator[None]:
+    """A world of one rank on the first device."""
+    kept = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    start("cuda")
+    assert "nccl" in dist.get_backend()
+    yield
+    finish()
+    os.environ.update(kept)
+
+
+DRAWS: dict[str, Callable[[DTensor], torch.Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.4),
+    "rand_like": torch.rand_like,
+    "uniform_": lambda x: x.uniform_(-1, 3),
+    "bernoulli_": lambda x: x.bernoulli_(0.3),
+    "random_": lambda x: x.random_(3, 9),
+    "randn_like": torch.randn_like,
+    "normal_": lambda x: x.normal_(1.0, 2.0),
+    "trunc_normal_": lambda x: nn.init.trunc_normal_(x, 0.5, 1.0, -1.0, 1.0),
+    "kaiming_uniform_": lambda x: nn.init.kaiming_uniform_(x, a=1.0),
+}
+EXACT = {"dropout", "rand_like", "bernoulli_", "random_"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_values_are_those_of_the_cpu(name: str, dtype: torch.dtype) -> None:
+    if dtype is torch.bfloat16 and name == "trunc_normal_":
+        pytest.skip("erfinv_ near its ends magnifies the rounding of bfloat16")
+    found = []
+    for mesh in (Mesh.single(("data",), "cpu"), Mesh.single(("data",), "cuda")):
+        torch.manual_seed(7)
+        x = espalier.ones(64, 33, device_mesh=mesh, placements=[Shard(0)], dtype=dtype)
+        out = DRAWS[name](x)
+        assert isinstance(out, DTensor) and out.device.type == mesh.device_type
+        found.append((out.full_tensor().cpu(), torch.rand(2)))
+    (ours, after), (theirs, after_too) = found
+    assert torch.equal(after, after_too), "as many keys were drawn"
+    if name in EXACT:
+        assert torch.equal(ours, theirs)
+    else:
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_key_from_a_cuda_generator_is_refused() -> None:
+    with pytest.raises(ValueError, match="CPU generator"):
+        espalier.rand(3, device_mesh=Mesh.single(("data",), "cuda"), generator=torch.Generator("cuda"))
+
+
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids, labels = (torch.randint(0, SIZES["vocab_size"], (4, 12), generator=generator) for _ in range(2))
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_training_follows_the_cpu(options: dict[str, bool]) -> None:
+    torch.manual_seed(1)
+    plain = build("gpt", SIZES).double()
+    net = copy.deepcopy(plain).cuda()
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    ours = torch.optim.AdamW(net.parameters(), lr=1e-2, **options)  # type: ignore[arg-type]
+    engine = espalier.initialize(net, ours, {"data": 1, "tensor": 1}, max_grad_norm=0.5)
+    assert engine.mesh.device_type == "cuda"
+    for step in range(3):
+        data = batch(step)
+        expected = plain(**data).loss
+        expected.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        theirs.step()
+        theirs.zero_grad()
+        loss = engine.train_step({name: x.cuda() for name, x in data.items()})
+        assert abs(loss.item() - expected.item()) < 1e-9
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        assert p.device.type == "cuda"
+        torch.testing.assert_close(espalier.full_tensor(p).cpu(), q, atol=1e-9, rtol=0)
+
+
+def trained(mesh: Mesh, data: Any) -> list[torch.Tensor]:
+    """Steps on DTensors directly, with dropout."""
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 2)).double()
+    for module, placement in ((net[0], Shard(0)), (net[3], Replicate())):
+        for name, p in list(module.named_parameters()):
+            setattr(module, name, distribute_tensor(p, mesh, [placement]))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = net(distribute_tensor(data, mesh, [Shard(0)])).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.full_tensor().detach().cpu())
+    return losses
+
+
+def test_dropout_trains_as_on_the_cpu() -> None:
+    data = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = [trained(Mesh.from_env({"data": 1}, kind), data) for kind in ("cuda", "cpu")]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
