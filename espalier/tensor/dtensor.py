@@ -278,9 +278,6 @@ class DTensor(torch.Tensor):
             local = plain(self.detach())
         return f"DTensor({'' if self._layout.is_plain else 'local='}{local!r}, {self._layout!r})"
 
-    def __str__(self) -> str:
-        return f"DTensor({self.full_tensor().detach()}, {self._layout!r})"
-
     def __format__(self, spec: str) -> str:
         return self.item().__format__(spec) if not self._layout.shape else repr(self)
 

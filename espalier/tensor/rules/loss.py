@@ -202,7 +202,7 @@ class _VocabularyParallel(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True through cross-entropy over sharded classes: its backward keeps only the "
-                "softmax and has no second derivative. Redistribute the logits to Replicate() on that axis first."
+                "softmax and has no second derivative. Redistribute the logits to Replicate() first."
             )
         softmax, index, mine, valid = ctx.saved_tensors
         scale = (grad * valid).unsqueeze(-1)

@@ -148,7 +148,14 @@ LINEAR = [
         A(X((5, 2))),
     ),
     case("type_as", A(X((5, 2)), ints((3,), 0, 2)), A(X((5, 2)), X((3, 4), dtype=torch.float32, grad=False))),
-    case("add sub subtract", A(X((5, 2)), 0), A(X((5, 2)), 0.0), *_TWO, A(X((4, 6)), X((5, 1, 6)), alpha=3), A(X((4, 6)), X((4, 6)), alpha=3)),
+    case(
+        "add sub subtract",
+        A(X((5, 2)), 0),
+        A(X((5, 2)), 0.0),
+        *_TWO,
+        A(X((4, 6)), X((5, 1, 6)), alpha=3),
+        A(X((4, 6)), X((4, 6)), alpha=3),
+    ),
     case("rsub", *_TWO),
     case("mul multiply", *_TWO),
     case(

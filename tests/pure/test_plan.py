@@ -1,0 +1,68 @@
+"""Plans: from Python, a dict or TOML; every mistake at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from espalier import Mesh, Plan
+from espalier.models import build
+from espalier.parallel import PlanError, arrange
+from espalier.parallel.tensor.tables import by_table, table_for
+
+
+def test_a_plan_is_data(tmp_path: Path) -> None:
+    plan = Plan(data=2, tensor=4)
+    assert plan.axes == {"data": 2, "tensor": 4} and plan.world_size == 8
+    assert str(plan) == "data 2 × tensor 4"
+    assert plan == Plan.from_dict({"tensor": 4, "data": 2})
+    file = tmp_path / "plan.toml"
+    file.write_text("data = 2\ntensor = 4\n")
+    assert Plan.from_toml(file) == plan
+    file.write_text("[plan]\ndata = 2\ntensor = 4\n[other]\nx = 1\n")
+    assert Plan.from_toml(file) == plan
+    with pytest.raises(ValueError, match="frozen"):
+        plan.data = 3  # type: ignore[misc]
+
+
+def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(data=0, tensr=2, bucket_megabytes="big", whatever=1)
+    text = str(caught.value)
+    assert "4 mistake(s)" in text
+    assert "data = 0: expected greater than or equal to 1" in text
+    assert "tensr = 2: unknown key; did you mean tensor?" in text
+    assert "bucket_megabytes = 'big'" in text and "whatever = 1: unknown key; known keys: data" in text
+    with pytest.raises(PlanError, match="data = 2.5"):
+        Plan(data=2.5)
+    with pytest.raises(ValueError, match="cannot be read"):
+        Plan.from_toml(tmp_path / "none.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("data = \n")
+    with pytest.raises(ValueError, match="not valid TOML"):
+        Plan.from_toml(broken)
+
+
+def test_tables_cut_what_megatron_cuts() -> None:
+    model = build("gpt", {"vocab_size": 16, "hidden": 8, "heads": 2, "layers": 1, "bias": True})
+    table = table_for(model)
+    assert table is not None
+    cut = by_table(model, table)
+    assert cut["blocks.0.attention.q_proj.weight"] == cut["blocks.0.attention.q_proj.bias"] == 0
+    assert cut["blocks.0.attention.o_proj.weight"] == 1 and "blocks.0.attention.o_proj.bias" not in cut
+    assert cut["embed.weight"] == cut["head.weight"] == 0
+    assert not any("norm" in name for name in cut)
+
+
+def test_layouts_of_a_plan() -> None:
+    mesh = Mesh.dry({"data": 2, "tensor": 2})
+    tied = build("gpt2", {"vocab_size": 16, "hidden": 8, "heads": 2, "layers": 1, "tied": True})
+    layouts = arrange(tied, Plan(data=2, tensor=2), mesh)
+    assert layouts is not None and layouts["embed.weight"].axes == ("V", 0)
+    assert layouts["blocks.0.mlp.down_proj.bias"].axes == ("V", "R")
+    unknown = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    assert arrange(unknown, Plan(data=2, tensor=2), mesh) is None, "a batch is needed to know"
+    alone = arrange(unknown, Plan(data=4), Mesh.dry({"data": 4, "tensor": 1}))
+    assert alone is not None and {lay.axes for lay in alone.values()} == {("V", "R")}
