@@ -358,15 +358,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 def _unruled(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if isinstance(func, torch._ops.OpOverload) and _in_backward():
-        # a dispatch mode (a counter of operations, say) hands on a local operation of the backward pass
-        return _plain_call(func, types, args, kwargs)
     return enter_or_gather(func, args, kwargs, mesh_of(func, args, kwargs))
-
-
-def _in_backward() -> bool:
-    # recomputation and create_graph=True have gradients enabled
-    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 def _at(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path) -> Any:
