@@ -211,7 +211,11 @@ def dispatch(
     if slot.special is not None:
         return slot.special(func, types, args, kwargs or {})
     # the way of every call, so written for speed: tensors stand for their layouts in the key
-    key: Any = tuple([a._layout if type(a) is DTensor else a if type(a) is int else _key(a) for a in args])
+    key: Any
+    if len(args) == 2 and type(args[0]) is DTensor and type(args[1]) is DTensor:
+        key = (args[0]._layout, args[1]._layout)
+    else:
+        key = tuple([a._layout if type(a) is DTensor else a if type(a) is int else _key(a) for a in args])
     if kwargs:
         key = (key, *[(name, _key(a)) for name, a in kwargs.items()])
     else:
