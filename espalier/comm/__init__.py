@@ -3,16 +3,20 @@
 from espalier.comm.collectives import Pending, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from espalier.comm.ledger import Entry, Ledger, ledger
 from espalier.comm.moves import move
+from espalier.comm.spans import Spans, exchange, pieces
 
 __all__ = [
     "Entry",
     "Ledger",
     "Pending",
+    "Spans",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "exchange",
     "ledger",
     "move",
+    "pieces",
     "reduce_scatter",
 ]

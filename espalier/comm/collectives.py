@@ -159,61 +159,11 @@ def _exchanged(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives
     return out
 
 
-Spans = tuple[tuple[int, int], ...]
-
-
-def exchange(
-    rows: torch.Tensor, mesh: Mesh, axis: int, have: tuple[Spans, ...], want: tuple[Spans, ...]
-) -> torch.Tensor:
-    """Rows of a global dim from the ranks that have them to those that want them.
-
-    Args:
-        rows: what this rank has, along dim 0, its spans one after another.
-        have: for each rank of the axis the (start, end) spans that it has, each row in one of them.
-        want: likewise what each is to get.
-
-    Returns:
-        This rank's wanted rows, its spans one after another.
-    """
+def send(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list[int]) -> torch.Tensor:
+    """What the ranks of the axis send this one, of flat buffers, so many elements from and to each."""
     here = mesh.coordinate[axis]
-    width = math.prod(rows.shape[1:])
-    total = sum(end - start for start, end in want[here])
-    if have == want:
-        return rows
-    sends = [_overlaps(have[here], spans) for spans in want]
-    gets = [_overlaps(spans, want[here]) for spans in have]
-    counts = [sum(n for _, _, n in blocks) * width for blocks in sends]
-    sent = sum(n for i, n in enumerate(counts) if i != here) * rows.element_size()
-    if mesh.shape[axis] > 1:
-        _record(mesh, "all_to_all", axis, sent)
-    result = rows.new_empty((total, *rows.shape[1:]))
-    if mesh.is_dry:
-        return result
-    pieces = [rows[a : a + n].reshape(-1) for blocks in sends for a, _, n in blocks]
-    wire = torch.cat(pieces) if pieces else rows.new_empty(0)
-    lengths = [sum(n for _, _, n in blocks) * width for blocks in gets]
-    out = _exchanged(wire, mesh, axis, lengths, counts) if mesh.shape[axis] > 1 else wire
-    at = 0
-    for blocks in gets:
-        for _, place, n in blocks:
-            result[place : place + n] = out[at : at + n * width].view(n, *rows.shape[1:])
-            at += n * width
-    return result
-
-
-def _overlaps(have: Spans, want: Spans) -> list[tuple[int, int, int]]:
-    """(row in the haver's buffer, row in the wanter's, how many) for each common stretch."""
-    found = []
-    a = 0
-    for h0, h1 in have:
-        b = 0
-        for w0, w1 in want:
-            start, end = max(h0, w0), min(h1, w1)
-            if start < end:
-                found.append((a + start - h0, b + start - w0, end - start))
-            b += w1 - w0
-        a += h1 - h0
-    return found
+    _record(mesh, "all_to_all", axis, (sum(gives) - gives[here]) * wire.element_size())
+    return wire.new_empty(sum(gets)) if mesh.is_dry else _exchanged(wire, mesh, axis, gets, gives)
 
 
 def broadcast(x: torch.Tensor, mesh: Mesh, axis: int) -> torch.Tensor:

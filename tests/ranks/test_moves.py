@@ -388,55 +388,6 @@ def test_averages_of_every_dtype(ranks: Any) -> None:
     ranks(2, averages)
 
 
-# --- exchange ----------------------------------------------------------------------------------------------
-
-Spans = tuple[tuple[int, int], ...]
-
-
-def random_spans(chance: random.Random, total: int, n: int) -> tuple[Spans, ...]:
-    """All rows shared out among n ranks, in stretches, in no order."""
-    ends = sorted({total, *(chance.randrange(1, total + 1) for _ in range(chance.randrange(7)))})
-    stretches = list(itertools.pairwise([0, *ends]))
-    chance.shuffle(stretches)
-    owners = [chance.randrange(n) for _ in stretches]
-    return tuple(tuple(s for s, o in zip(stretches, owners, strict=True) if o == i) for i in range(n))
-
-
-def exchanges(rank: int, world: int, cases: int) -> None:
-    mesh = Mesh.from_env({"one": 1, "a": world})
-    twin = Mesh.dry({"one": 1, "a": world}, mesh.coordinate)
-    chance = random.Random(world)
-    for case in range(cases):
-        total = chance.randrange(1, 12)
-        have, want = random_spans(chance, total, world), random_spans(chance, total, world)
-        if case % 3 == 0:
-            # a row may be wanted twice, or by nobody
-            want = (*[((0, total // 2), (total // 3, total))] * (world - 1), ())
-        width = chance.choice([(), (3,), (2, 2), (0,)])
-        values = torch.arange(total * math.prod(width)).view(total, *width)
-        values = values % 2 == 0 if case % 4 == 0 else values.to(chance.choice([torch.float32, torch.int64]))
-        rows = torch.cat([values[:0], *(values[a:b] for a, b in have[rank])])
-        expected = torch.cat([values[:0], *(values[a:b] for a, b in want[rank])])
-        with espalier.ledger(mesh) as book:
-            got = collectives.exchange(rows, mesh, 1, have, want)
-        assert got.dtype == values.dtype and torch.equal(got, expected), (case, have, want)
-        with espalier.ledger(twin) as guess:
-            dry = collectives.exchange(rows.to("meta"), twin, 1, have, want)
-        assert dry.shape == got.shape and guess == book
-        sent = sum(
-            max(0, min(b, d) - max(a, c))
-            for other in range(world)
-            for (a, b), (c, d) in itertools.product(have[rank], want[other])
-            if other != rank
-        )
-        assert sum(e.bytes for e in book.entries) == sent * math.prod(width) * values.element_size()
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_exchange(ranks: Any, world: int) -> None:
-    ranks(world, exchanges, 40)
-
-
 def test_a_failing_case_is_seen(ranks: Any) -> None:
     with pytest.raises(RankError, match="no axis 'b'"):
         ranks(2, no_such_axis)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from espalier.comm import collectives as door
-from espalier.layout import chunk_bounds
+from espalier.comm import Spans, exchange, pieces
 from espalier.layout.layout import normal_dim
-from espalier.mesh import Mesh
 from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec
 
 
@@ -48,44 +47,22 @@ def _pieces(x: Operand, dim: int, lengths: Sequence[int]) -> Spec:
     at = normal_dim(dim, x.ndim)
     dims = x.dims()
     shapes = [(*x.shape[:at], n, *x.shape[at + 1 :]) for n in lengths]
-    nested = sum(x.layout.mesh.shape[a] > 1 for a in x.layout.cuts[at]) > 1
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
         axes = placed.axes_of(placed.ins[0], (at,))
         if not axes:
             return func(*args, **kwargs)
-        rows = (args[0] if args else kwargs["input"]).movedim(at, 0)
-        n = placed.mesh.shape[axes[0]]
-        whole: tuple[door.Spans, ...] = tuple((_span(0, sum(lengths), n, i),) for i in range(n))
-        starts = [sum(lengths[:j]) for j in range(len(lengths))]
-        bounds = list(zip(starts, lengths, strict=True))
-        parts = tuple(tuple(_span(start, size, n, i) for start, size in bounds) for i in range(n))
-        got: torch.Tensor = _Exchange.apply(rows, placed.mesh, axes[0], whole, parts)
-        own = [end - start for start, end in parts[placed.mesh.coordinate[axes[0]]]]
-        return tuple(piece.movedim(0, at) for piece in got.split(own))
+        starts = list(itertools.accumulate(lengths, initial=0))
+        own = [pieces(out, at) for out in placed.outs]
+        want: list[Spans] = [
+            tuple((start + a, start + b) for start, ((a, b),) in zip(starts, each, strict=False))
+            for each in zip(*own, strict=True)
+        ]
+        x, lay = args[0] if args else kwargs["input"], placed.ins[0]
+        got = exchange(x, lay.mesh, lay.cuts[at], at, pieces(lay, at), want)
+        return got.split([out.local_shape[at] for out in placed.outs], at)
 
-    blocked = frozenset([dims[at]]) if nested else frozenset()
-    return Spec([dims], [dims] * len(lengths), shapes, linear=[(0,)], run=run, blocked=blocked)
-
-
-def _span(start: int, size: int, n: int, index: int) -> tuple[int, int]:
-    begin, length = chunk_bounds(size, n, index)
-    return start + begin, start + begin + length
-
-
-class _Exchange(torch.autograd.Function):
-    """``door.exchange``; its backward sends the gradients' rows back, by another of its kind."""
-
-    espalier = True
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, mesh: Mesh, axis: int, have: Any, want: Any) -> torch.Tensor:
-        ctx.way = mesh, axis, want, have
-        return door.exchange(rows, mesh, axis, have, want)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Exchange.apply(grad, *ctx.way), None, None, None, None
+    return Spec([dims], [dims] * len(lengths), shapes, linear=[(0,)], run=run)
 
 
 def split(x: Operand, split_size: Any, dim: int = 0) -> Spec:
