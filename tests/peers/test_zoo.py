@@ -1,0 +1,23 @@
+"""Real models train unchanged on data 2 × tensor 2, equal to one process in float64.
+
+Under the layouts that the engine infers, and in a plain loop under layouts drawn at random for
+every parameter on both axes: those no one would choose, and the results must be the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.peers.zoo import MODELS, compared
+
+TOLERANCE = 1e-9
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("drawn", [False, True], ids=["engine", "drawn"])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_one_process(ranks: Any, name: str, drawn: bool) -> None:
+    for worst, _ in ranks(4, compared, name, drawn, timeout=300):
+        assert max(worst.values()) < TOLERANCE, worst
