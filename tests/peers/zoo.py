@@ -260,7 +260,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Bat
 
 
 def compared(rank: int, world: int, name: str, drawn: bool) -> tuple[dict[str, float], list[str]]:
-    """The largest differences from one process over some steps, and the functions gathered for want of a rule.
+    """The largest differences from one process over some steps, and the functions that were gathered.
 
     Args:
         drawn: each parameter lies in a layout drawn at random, on data and on tensor, and the loop is
