@@ -6,13 +6,16 @@ A mesh is one of three things to the code above it, and all three look the same:
 * *single*: one process, every axis of size 1, no process group at all;
 * *dry*: any shape, no other process. Collectives on it return tensors of the right shape
   without moving anything, so the code that trains also predicts.
+
+A mesh may name a part of the world's ranks. All ranks build it, and all run the same program: on those
+outside it is dry, so they follow the shapes of its tensors and neither compute nor communicate.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +35,11 @@ class Mesh:
     Attributes:
         names: the axes' names, outermost first.
         shape: the axes' sizes, in the same order.
-        coordinate: this rank's position on each axis.
+        coordinate: this rank's position on each axis (zeros on a rank outside the mesh).
         device_type: where local tensors live (``"cpu"``, ``"cuda"``; ``"meta"`` on a dry mesh).
+        ranks: the world's ranks that it is made of, the last axis varying fastest.
+        world_rank: this process's rank in the world, or that from which a dry mesh is seen.
+        is_member: whether ``world_rank`` is one of ``ranks``.
         ledgers: the open ledgers that traffic on this mesh is written to (see ``espalier.comm``).
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
     """
@@ -47,6 +53,8 @@ class Mesh:
         device_type: str,
         device_mesh: DeviceMesh | None = None,
         is_dry: bool = False,
+        ranks: Sequence[int] | None = None,
+        world_rank: int | None = None,
     ) -> None:
         _check_axes(names, shape)
         self.names = names
@@ -54,26 +62,35 @@ class Mesh:
         self.coordinate = coordinate
         self.device_type = device_type
         self.is_dry = is_dry
+        self.ranks = tuple(range(math.prod(shape)) if ranks is None else map(int, ranks))
+        _check_ranks(self.ranks, names, shape)
+        place = _place(coordinate, shape)
+        self.world_rank = self.ranks[place] if world_rank is None else world_rank
+        self.is_member = self.ranks[place] == self.world_rank
         self.ledgers: list[Any] = []
         self.lately: Any = None
         self._device_mesh = device_mesh
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
         self._index = {name: i for i, name in enumerate(names)}
-        if device_mesh is not None:
+        if device_mesh is not None and self.is_member:
             self._groups = [device_mesh.get_group(i) if n > 1 else None for i, n in enumerate(shape)]
 
     @staticmethod
-    def from_env(axes: Mapping[str, int], device_type: str | None = None) -> Mesh:
-        """A mesh over all ranks of the running world, the last axis varying fastest.
+    def from_env(
+        axes: Mapping[str, int], device_type: str | None = None, *, ranks: Sequence[int] | None = None
+    ) -> Mesh:
+        """A mesh over the ranks of the running world, the last axis varying fastest.
 
         Under torchrun (or ``espalier run``) the world is joined first, if the program has not done so.
 
         Args:
-            axes: name to size; their product must be the world's size.
+            axes: name to size; their product must be the number of ranks.
             device_type: ``"cpu"`` or ``"cuda"``; by default what the process group runs on.
+            ranks: those that the mesh is made of; by default all. Every rank of the world must build the
+                mesh, also those outside it.
 
         Raises:
-            ValueError: the sizes don't multiply to the number of ranks.
+            ValueError: the sizes don't multiply to the number of ranks, or a rank is not in the world.
         """
         names, shape = tuple(axes), tuple(int(n) for n in axes.values())
         _check_axes(names, shape)
@@ -82,7 +99,9 @@ class Mesh:
         running = dist.is_initialized()
         world = dist.get_world_size() if running else 1
         needed = math.prod(shape)
-        if needed != world:
+        if ranks is not None:
+            _check_ranks(tuple(ranks), names, shape, world)
+        elif needed != world:
             given = " × ".join(f"{k} {v}" for k, v in axes.items())
             raise ValueError(
                 f"The mesh {given} needs {needed} rank(s), but {world} are running. Start {needed} ranks "
@@ -92,28 +111,31 @@ class Mesh:
             return Mesh.single(names, device_type or "cpu")
         if device_type is None:
             device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        if ranks is not None:
+            return Mesh.from_torch(DeviceMesh(device_type, _array(ranks, shape), mesh_dim_names=names))
         return Mesh.from_torch(init_device_mesh(device_type, shape, mesh_dim_names=names))
 
     @staticmethod
     def from_torch(device_mesh: DeviceMesh) -> Mesh:
-        """The mesh over a ``DeviceMesh``; the same object every time it is asked for."""
+        """The mesh over a ``DeviceMesh``; the same object every time it is asked for.
+
+        On a rank outside it the mesh is dry (:attr:`is_member` says which).
+        """
         known: Mesh | None = getattr(device_mesh, "_espalier_mesh", None)
         if known is not None:
             return known
         shape = tuple(device_mesh.mesh.shape)
         names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(shape)))
         coordinate = device_mesh.get_coordinate()
-        if coordinate is None:
-            raise ValueError(
-                f"Rank {dist.get_rank()} is not part of the DeviceMesh {device_mesh}. "
-                "Build the mesh on the ranks that it names, or leave this rank out of the program."
-            )
         mesh = Mesh(
             tuple(names),
             shape,
-            coordinate=tuple(coordinate),
-            device_type=device_mesh.device_type,
+            coordinate=(0,) * len(shape) if coordinate is None else tuple(coordinate),
+            device_type="meta" if coordinate is None else device_mesh.device_type,
             device_mesh=device_mesh,
+            is_dry=coordinate is None,
+            ranks=device_mesh.mesh.flatten().tolist(),
+            world_rank=dist.get_rank(),
         )
         device_mesh._espalier_mesh = mesh  # type: ignore[attr-defined]
         return mesh
@@ -125,16 +147,33 @@ class Mesh:
 
     @staticmethod
     def dry(
-        axes: Mapping[str, int], coordinate: tuple[int, ...] | None = None, device_type: str = "meta"
+        axes: Mapping[str, int],
+        coordinate: tuple[int, ...] | None = None,
+        device_type: str = "meta",
+        *,
+        ranks: Sequence[int] | None = None,
+        world_rank: int | None = None,
     ) -> Mesh:
-        """A mesh of any shape without processes, seen from one coordinate (by default the first)."""
+        """A mesh of any shape without processes, seen from one coordinate (by default the first).
+
+        Args:
+            ranks: the numbers of its ranks in a world, by default 0, 1, ...
+            world_rank: in place of a coordinate, the rank of that world from which the mesh is seen. It
+                need not be part of the mesh.
+        """
         names, shape = tuple(axes), tuple(int(n) for n in axes.values())
+        _check_axes(names, shape)
+        if coordinate is None and world_rank is not None:
+            numbers = tuple(range(math.prod(shape)) if ranks is None else ranks)
+            coordinate = _coordinate(numbers.index(world_rank) if world_rank in numbers else 0, shape)
         return Mesh(
             names,
             shape,
             coordinate=coordinate or (0,) * len(names),
             device_type=device_type,
             is_dry=True,
+            ranks=ranks,
+            world_rank=world_rank,
         )
 
     @property
@@ -149,11 +188,8 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the mesh, the last axis counted fastest."""
-        place = 0
-        for here, n in zip(self.coordinate, self.shape, strict=True):
-            place = place * n + here
-        return place
+        """This rank's place in the mesh, the last axis counted fastest; -1 outside it."""
+        return _place(self.coordinate, self.shape) if self.is_member else -1
 
     def axis(self, axis: int | str) -> int:
         """The index of an axis given by name or index."""
@@ -195,6 +231,8 @@ class Mesh:
 
     def __repr__(self) -> str:
         axes = " × ".join(f"{name} {n}" for name, n in zip(self.names, self.shape, strict=True))
+        if not self.is_member:
+            return f"Mesh({axes}, ranks {list(self.ranks)}, seen from rank {self.world_rank} outside it)"
         return f"Mesh({axes}{', dry' if self.is_dry else ''}, {self.device_type})"
 
 
@@ -211,6 +249,38 @@ def as_mesh(mesh: MeshLike) -> Mesh:
         f"Expected an espalier.Mesh or a torch DeviceMesh, got {type(mesh).__name__}. "
         "Build one with espalier.Mesh.from_env({'data': 2, 'tensor': 2}) or init_device_mesh(...)."
     )
+
+
+def _place(coordinate: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    place = 0
+    for here, n in zip(coordinate, shape, strict=True):
+        place = place * n + here
+    return place
+
+
+def _coordinate(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    found = []
+    for n in reversed(shape):
+        place, here = divmod(place, n)
+        found.append(here)
+    return tuple(reversed(found))
+
+
+def _array(ranks: Sequence[int], shape: tuple[int, ...]) -> torch.Tensor:
+    # not wherever a program under torch.device("meta") would have it
+    return torch.tensor(list(ranks), dtype=torch.int, device="cpu").view(shape)
+
+
+def _check_ranks(
+    ranks: tuple[int, ...], names: tuple[str, ...], shape: tuple[int, ...], world: int | None = None
+) -> None:
+    outside = [r for r in ranks if r < 0 or (world is not None and r >= world)]
+    if len(ranks) != math.prod(shape) or len(set(ranks)) != len(ranks) or outside:
+        given = " × ".join(f"{k} {n}" for k, n in zip(names, shape, strict=True))
+        raise ValueError(
+            f"The mesh {given} needs {math.prod(shape)} different rank(s)"
+            f"{f' of the {world} running' if world is not None else ''}; got ranks {list(ranks)}."
+        )
 
 
 def _check_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> None:

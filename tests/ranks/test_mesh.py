@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import espalier
 from espalier import Mesh, Replicate, Shard
@@ -49,6 +49,43 @@ def from_torch(rank: int, world: int) -> None:
 
 def test_from_torch_and_from_the_environment(ranks: Any) -> None:
     ranks(4, from_torch)
+
+
+def parts_of_the_world(rank: int, world: int) -> None:
+    upper = Mesh.from_env({"a": 2, "b": 1}, ranks=[3, 1])
+    assert upper.ranks == (3, 1) and upper.world_rank == rank and upper.is_member == (rank in (1, 3))
+    assert upper.rank == {3: 0, 1: 1}.get(rank, -1)
+    assert Mesh.from_env({"a": 2, "b": 2}).ranks == (0, 1, 2, 3)
+    x = espalier.distribute_tensor(torch.arange(6.0), upper, [Shard(0), Replicate()])
+    y = (x * x).sum()
+    # outside, shapes alone are followed
+    assert x.shape == (6,) and y.shape == () and x.to_local().shape == (3,)
+    if upper.is_member:
+        assert y.item() == 55.0 and x.to_local().tolist() == [3.0 * upper.rank + i for i in range(3)]
+    else:
+        assert upper.is_dry and x.device.type == "meta"
+    alone = Mesh.from_env({"a": 1}, ranks=[2])
+    assert alone.is_member == (rank == 2) and alone.size == 1
+    theirs = DeviceMesh("cpu", [[2, 0]], mesh_dim_names=("x", "y"))
+    ours = Mesh.from_torch(theirs)
+    assert ours.ranks == (2, 0) and ours.coordinate == ((0, 1) if rank == 0 else (0, 0))
+    for wrong in ([0], [0, 0], [0, 4], [-1, 0]):
+        with pytest.raises(ValueError, match="needs 2 different rank"):
+            Mesh.from_env({"a": 2}, ranks=wrong)
+
+
+def test_a_mesh_over_some_ranks(ranks: Any) -> None:
+    ranks(4, parts_of_the_world)
+
+
+def test_dry_meshes_are_seen_from_a_rank_of_a_world() -> None:
+    inside = Mesh.dry({"a": 2, "b": 2}, ranks=[4, 5, 6, 7], world_rank=6)
+    assert inside.coordinate == (1, 0) and inside.is_member and inside.rank == 2
+    outside = Mesh.dry({"a": 2, "b": 2}, ranks=[4, 5, 6, 7], world_rank=2)
+    assert not outside.is_member and outside.rank == -1 and "outside it" in repr(outside)
+    assert Mesh.dry({"a": 2}).world_rank == 0 and Mesh.dry({"a": 3}, (2,)).world_rank == 2
+    with pytest.raises(ValueError, match="different"):
+        Mesh.dry({"a": 2}, ranks=[1, 1])
 
 
 def test_dry_mesh_of_4096_ranks_takes_no_time() -> None:
