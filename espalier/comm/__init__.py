@@ -1,11 +1,12 @@
 """The one door to the network: collectives (real and dry), the ledger, differentiable moves."""
 
 from espalier.comm.collectives import Pending, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from espalier.comm.ledger import Entry, Ledger, ledger
+from espalier.comm.ledger import Collective, Entry, Ledger, ledger, observed
 from espalier.comm.moves import move
 from espalier.comm.spans import Spans, exchange, pieces
 
 __all__ = [
+    "Collective",
     "Entry",
     "Ledger",
     "Pending",
@@ -17,6 +18,7 @@ __all__ = [
     "exchange",
     "ledger",
     "move",
+    "observed",
     "pieces",
     "reduce_scatter",
 ]

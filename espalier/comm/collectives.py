@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from espalier.comm.ledger import Entry
+from espalier.comm.ledger import Collective
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
 
@@ -68,7 +68,7 @@ def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> Pend
     if n == 1:
         return Pending()
     if mesh.ledgers:
-        _record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size())
+        _record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size(), x, x.shape)
     if mesh.is_dry:
         return Pending()
     wire, op = _summable(x, op)
@@ -83,9 +83,10 @@ def all_gather(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> t
         return x
     piece = -(-size // n)
     shape = [*x.shape[:dim], piece, *x.shape[dim + 1 :]]
-    _record(mesh, "all_gather", axis, (n - 1) * math.prod(shape) * x.element_size())
+    whole = [*x.shape[:dim], size, *x.shape[dim + 1 :]]
+    _record(mesh, "all_gather", axis, (n - 1) * math.prod(shape) * x.element_size(), x, whole)
     if mesh.is_dry:
-        return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
+        return x.new_empty(whole)
     x = _pad(x, dim, piece)
     out = x.new_empty([n * shape[0], *shape[1:]])
     _gather_into(_wire(out), _wire(x), group=mesh.group(axis))
@@ -103,7 +104,7 @@ def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Te
     piece = -(-size // n)
     own = chunk_bounds(size, n, mesh.coordinate[axis])[1]
     shape = [*x.shape[:dim], piece, *x.shape[dim + 1 :]]
-    _record(mesh, "reduce_scatter", axis, (n - 1) * math.prod(shape) * x.element_size())
+    _record(mesh, "reduce_scatter", axis, (n - 1) * math.prod(shape) * x.element_size(), x, x.shape)
     if mesh.is_dry:
         return x.new_empty([*x.shape[:dim], own, *x.shape[dim + 1 :]])
     if dim == 0:
@@ -129,9 +130,8 @@ def all_to_all(
     if n == 1:
         return x
     pieces = [x.narrow(split_dim, *chunk_bounds(x.shape[split_dim], n, i)) for i in range(n)]
-    _record(
-        mesh, "all_to_all", axis, sum(p.numel() for i, p in enumerate(pieces) if i != here) * x.element_size()
-    )
+    sent = sum(p.numel() for i, p in enumerate(pieces) if i != here) * x.element_size()
+    _record(mesh, "all_to_all", axis, sent, x, [*x.shape[:join_dim], join_size, *x.shape[join_dim + 1 :]])
     own = pieces[here].shape[split_dim]
     shapes = []
     for i in range(n):
@@ -171,7 +171,7 @@ def broadcast(x: torch.Tensor, mesh: Mesh, axis: int) -> torch.Tensor:
     n = mesh.shape[axis]
     if n == 1:
         return x
-    _record(mesh, "broadcast", axis, x.numel() * x.element_size())
+    _record(mesh, "broadcast", axis, x.numel() * x.element_size(), x, x.shape)
     if mesh.is_dry:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
@@ -200,9 +200,21 @@ def _summable(x: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
     return x, op
 
 
-def _record(mesh: Mesh, op: str, axis: int, sent: int) -> None:
-    for book in mesh.ledgers:
-        book.entries.append(Entry(op, mesh.names[axis], sent))
+def _record(
+    mesh: Mesh,
+    op: str,
+    axis: int,
+    sent: int,
+    x: torch.Tensor | None = None,
+    whole: Sequence[int] | None = None,
+) -> None:
+    """Tell those who watch what is about to be sent; ``whole`` is a shape that all ranks agree on."""
+    if mesh.ledgers:
+        event = Collective(
+            mesh, op, axis, sent, None if x is None else x.dtype, None if whole is None else tuple(whole)
+        )
+        for book in mesh.ledgers:
+            book.saw(event)
 
 
 def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:

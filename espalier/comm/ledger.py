@@ -5,10 +5,36 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import torch
 
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
+
+
+class Collective(NamedTuple):
+    """A collective that is about to start.
+
+    Attributes:
+        sent: bytes that this rank sends (ring algorithms).
+        dtype: of what is sent, where that is one tensor.
+        whole: a shape that all ranks of the axis must agree on, however uneven their parts.
+    """
+
+    mesh: Mesh
+    op: str
+    axis: int
+    sent: int
+    dtype: torch.dtype | None
+    whole: tuple[int, ...] | None
+
+
+class Observer(Protocol):
+    """What may hang on a mesh to see its traffic."""
+
+    def saw(self, event: Collective) -> None:
+        """A collective is about to start; an error raised here keeps it from starting."""
 
 
 class Entry(NamedTuple):
@@ -28,6 +54,10 @@ class Ledger:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
+
+    def saw(self, event: Collective) -> None:
+        """Enter a collective."""
+        self.entries.append(Entry(event.op, event.mesh.names[event.axis], event.sent))
 
     def by_axis(self) -> dict[str, int]:
         """Bytes that this rank sent along each axis."""
@@ -82,3 +112,17 @@ def ledger(mesh: MeshLike) -> Iterator[Ledger]:
     finally:
         # by identity: ledgers of equal content are equal
         on.ledgers[:] = [other for other in on.ledgers if other is not book]
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Show ``observer`` all traffic while the context is open, on meshes still to be made too."""
+    Mesh.everywhere = (*Mesh.everywhere, observer)
+    for mesh in list(Mesh.known):
+        mesh.ledgers.append(observer)
+    try:
+        yield
+    finally:
+        Mesh.everywhere = tuple(other for other in Mesh.everywhere if other is not observer)
+        for mesh in list(Mesh.known):
+            mesh.ledgers[:] = [other for other in mesh.ledgers if other is not observer]

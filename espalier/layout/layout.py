@@ -184,8 +184,7 @@ class Layout:
     def __repr__(self) -> str:
         parts = []
         for name, n, state in zip(self.mesh.names, self.mesh.shape, self.axes, strict=True):
-            word = f"S({state})" if isinstance(state, int) else f"P({state})" if is_partial(state) else state
-            parts.append(f"{name}{n}:{word}")
+            parts.append(f"{name}{n}:{state_name(state)}")
         swapped = [cut for cut in self.cuts if list(cut) != sorted(cut)]
         if swapped:
             names = self.mesh.names
@@ -207,6 +206,11 @@ def same_data(a: Layout, b: Layout) -> bool:
 def is_partial(state: AxisState) -> bool:
     """Whether a state code says Partial."""
     return state in REDUCTIONS
+
+
+def state_name(state: AxisState) -> str:
+    """A state code in print: ``R``, ``V``, ``S(0)``, ``P(sum)``."""
+    return f"S({state})" if isinstance(state, int) else f"P({state})" if is_partial(state) else state
 
 
 def placement_of(state: AxisState) -> Placement:

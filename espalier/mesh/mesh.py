@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -41,8 +42,12 @@ class Mesh:
         world_rank: this process's rank in the world, or that from which a dry mesh is seen.
         is_member: whether ``world_rank`` is one of ``ranks``.
         ledgers: the open ledgers that traffic on this mesh is written to (see ``espalier.comm``).
+        everywhere: those that are opened on every mesh there will be; ``known``: the meshes there are.
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
     """
+
+    everywhere: ClassVar[tuple[Any, ...]] = ()
+    known: ClassVar[weakref.WeakSet[Mesh]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -67,7 +72,8 @@ class Mesh:
         place = _place(coordinate, shape)
         self.world_rank = self.ranks[place] if world_rank is None else world_rank
         self.is_member = self.ranks[place] == self.world_rank
-        self.ledgers: list[Any] = []
+        self.ledgers: list[Any] = list(Mesh.everywhere)
+        Mesh.known.add(self)
         self.lately: Any = None
         self._device_mesh = device_mesh
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)

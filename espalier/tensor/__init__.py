@@ -15,6 +15,7 @@ from espalier.tensor.api import (
     zeros,
 )
 from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, stamp
+from espalier.tensor.explain import Explanation, explain, explaining
 from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.guard import install as _install_guard
 from espalier.tensor.rules.spec import Operand, Spec
@@ -25,11 +26,14 @@ assert _dispatch
 
 __all__ = [
     "DTensor",
+    "Explanation",
     "GatherWarning",
     "Operand",
     "Spec",
     "distribute_tensor",
     "empty",
+    "explain",
+    "explaining",
     "full",
     "full_tensor",
     "lay_out",

@@ -86,7 +86,7 @@ class Entry:
             kept = self.written is None and self.tail is None
             self.flat = kept and plain_paths and not any(m.gathers for m in self.moves)
         elif self.written is not None:
-            self.writes = type(_at(args, kwargs, self.written)) is DTensor
+            self.writes = type(at(args, kwargs, self.written)) is DTensor
         else:
             self.simple, self.quick = self.tail is None, self.tail is not None
 
@@ -96,7 +96,7 @@ class Entry:
             shards: list[Shard] = []
             gathered: list[torch.Tensor] = []
             for m in self.moves:
-                x = _at(args, kwargs, m.path)
+                x = at(args, kwargs, m.path)
                 if m.only_varies and not (x.requires_grad and torch.is_grad_enabled()):
                     continue
                 moved = _moved(x, m)
@@ -144,7 +144,7 @@ class Entry:
 
     def _stamped(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.written is not None:
-            written = _at(args, kwargs, self.written)
+            written = at(args, kwargs, self.written)
             if type(written) is not DTensor:
                 return out
             if self.placed.mesh.is_dry:
@@ -285,6 +285,19 @@ def _first(
 def _build(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
     if is_strict.get():
         refuse_plain(func, tensors_in((args, kwargs)))
+    asked = ask(func, args, kwargs)
+    if asked is None:
+        return None
+    spec, operands, mesh = asked
+    with raw():
+        placed = solve(spec, operands, mesh)
+    return None if placed is None else Entry(spec, placed, operands)
+
+
+def ask(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Spec, list[Operand], Mesh] | None:
+    """What the rule for a call says of it; None if no rule does."""
     rule = RULES.get(func)
     if rule is None or kwargs.get("out") is not None:
         return None
@@ -304,10 +317,7 @@ def _build(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             return None  # an overload that the rule does not know
         operands = _renumbered(bound.arguments)
         spec = rule(*seen_args, **seen_kwargs)
-        if spec is None:
-            return None
-        placed = solve(spec, operands, mesh)
-    return None if placed is None else Entry(spec, placed, operands)
+    return None if spec is None else (spec, operands, mesh)
 
 
 def _operands(a: Any, mesh: Mesh, found: list[Operand], path: Path) -> Any:
@@ -365,7 +375,8 @@ def _unruled(
     return enter_or_gather(func, args, kwargs, mesh_of(func, args, kwargs))
 
 
-def _at(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path) -> Any:
+def at(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path) -> Any:
+    """The argument, or part of one, that a path leads to."""
     value: Any = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
     for i in path[1:]:
         value = value[i]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 from espalier.comm import move
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.tensor.caller import user_frame
 from espalier.tensor.dtensor import DTensor, layout_of, stamp
 
 # a composite asks these whether to hand itself over; entered, it must go on instead
@@ -163,15 +162,5 @@ def _warn(name: str, held: tuple[Layout, ...]) -> None:
         f"{name} has no sharding rule, so its inputs ({given}) are gathered and every rank computes all of "
         "it. The result is right, but slow; espalier.register_rule can teach it.",
         GatherWarning,
-        stacklevel=_level_of_user(),
+        stacklevel=user_frame()[0],
     )
-
-
-def _level_of_user() -> int:
-    """How many frames above the caller the first one stands that is neither ours nor torch's."""
-    ours = os.path.dirname(os.path.dirname(__file__))
-    inside = (ours + os.sep, os.path.dirname(torch.__file__) + os.sep)
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        level, frame = level + 1, frame.f_back
-    return level

@@ -30,10 +30,17 @@ from espalier.mesh import Mesh
 from espalier.tensor.rules.spec import DONE, Letter, Operand, Placed, Spec
 
 
-class _Candidate(NamedTuple):
+class Candidate(NamedTuple):
+    """What one axis may do: the operands' states, the outputs', and the letter that is cut."""
+
     ins: tuple[AxisState, ...]
     outs: tuple[AxisState, ...]
     letter: Letter | None
+
+
+# elements that the operands' transitions send, new Partials, operands touched
+Price = tuple[float, int, int]
+Options = list[tuple[Price, Candidate]]
 
 
 def solve(spec: Spec, operands: list[Operand], mesh: Mesh) -> Placed | None:
@@ -42,30 +49,40 @@ def solve(spec: Spec, operands: list[Operand], mesh: Mesh) -> Placed | None:
     Returns:
         None if an operand that is written in place cannot keep its layout.
     """
+    options = weigh(spec, operands, mesh)
+    return None if options is None else place(spec, operands, options, mesh)
+
+
+def weigh(spec: Spec, operands: list[Operand], mesh: Mesh) -> list[Options] | None:
+    """For each axis what it may do and at which price, cheapest first; an axis' choice is its first.
+
+    Returns:
+        None if an operand that is written in place cannot keep its layout.
+    """
     cuts: dict[Letter, list[int]] = {}
-    chosen: list[_Candidate] = []
+    weighed: list[Options] = []
     for axis in range(mesh.ndim):
-        best: tuple[tuple[float, int, int], _Candidate] | None = None
-        for candidate in _candidates(spec, operands, axis, cuts, mesh):
-            if spec.inplace is not None and not _keeps(candidate, operands, spec.inplace, axis):
-                continue
-            price = _price(candidate, operands, axis, mesh)
-            if best is None or price < best[0]:
-                best = price, candidate
-        if best is None:
+        options = [
+            (_price(candidate, operands, axis, mesh), candidate)
+            for candidate in _candidates(spec, operands, axis, cuts, mesh)
+            if spec.inplace is None or _keeps(candidate, operands, spec.inplace, axis)
+        ]
+        if not options:
             return None
-        chosen.append(best[1])
-        if best[1].letter is not None:
-            cuts.setdefault(best[1].letter, []).append(axis)
-    return _place(spec, operands, chosen, cuts, mesh)
+        options.sort(key=lambda option: option[0])
+        weighed.append(options)
+        letter = options[0][1].letter
+        if letter is not None:
+            cuts.setdefault(letter, []).append(axis)
+    return weighed
 
 
 def _candidates(
     spec: Spec, operands: list[Operand], axis: int, cuts: dict[Letter, list[int]], mesh: Mesh
-) -> Iterator[_Candidate]:
+) -> Iterator[Candidate]:
     states = [o.layout.axes[axis] for o in operands]
     replicated: tuple[AxisState, ...] = (R,) * len(operands)
-    yield _Candidate(replicated, (R,) * len(spec.outs), None)
+    yield Candidate(replicated, (R,) * len(spec.outs), None)
     if any(isinstance(s, int) for s in states):
         tried: set[Letter] = set()
         for dims, state in zip(spec.ins, states, strict=True):
@@ -85,7 +102,7 @@ def _candidates(
         for group in spec.linear:
             if any(states[i] == op for i in group):
                 ins = tuple(op if i in group else R for i in range(len(operands)))
-                yield _Candidate(ins, (op,) * len(spec.outs), None)
+                yield Candidate(ins, (op,) * len(spec.outs), None)
 
 
 def _fits(spec: Spec, letter: Letter, cuts: dict[Letter, list[int]], axis: int, mesh: Mesh) -> bool:
@@ -93,7 +110,7 @@ def _fits(spec: Spec, letter: Letter, cuts: dict[Letter, list[int]], axis: int, 
     return all(same_cuts(size, factor, sizes) for size, factor in spec.factors.get(letter, ()))
 
 
-def _sharded(spec: Spec, letter: Letter, n: int) -> _Candidate | None:
+def _sharded(spec: Spec, letter: Letter, n: int) -> Candidate | None:
     outs: list[AxisState] = []
     contracted = False
     for dims in spec.outs:
@@ -111,26 +128,32 @@ def _sharded(spec: Spec, letter: Letter, n: int) -> _Candidate | None:
             ins.append(dims.index(letter))
         else:
             ins.append("sum" if contracted and i in spec.addends else R)
-    return _Candidate(tuple(ins), tuple(outs), letter)
+    return Candidate(tuple(ins), tuple(outs), letter)
 
 
-def _keeps(candidate: _Candidate, operands: list[Operand], written: int, axis: int) -> bool:
+def _keeps(candidate: Candidate, operands: list[Operand], written: int, axis: int) -> bool:
     state = operands[written].layout.axes[axis]
     state = R if state == V else state
     return candidate.ins[written] == state and candidate.outs[0] == state
 
 
-def _price(candidate: _Candidate, operands: list[Operand], axis: int, mesh: Mesh) -> tuple[float, int, int]:
-    n = mesh.shape[axis]
+def _price(candidate: Candidate, operands: list[Operand], axis: int, mesh: Mesh) -> Price:
     sent, touched = 0.0, 0
     for operand, target in zip(operands, candidate.ins, strict=True):
-        state = operand.layout.axes[axis]
-        if state == target or (state == V and target == R):
-            continue
-        touched += 1
-        whole = math.prod(operand.layout.padded_shape) * (n if isinstance(state, int) else 1)
-        sent += whole * (n - 1) / n * _rounds(state, target)
+        elements = sent_for(operand, target, axis, mesh)
+        if elements is not None:
+            touched += 1
+            sent += elements
     return sent, sum(is_partial(s) for s in candidate.outs), touched
+
+
+def sent_for(operand: Operand, target: AxisState, axis: int, mesh: Mesh) -> float | None:
+    """Elements sent to bring an operand to a state along an axis; None if it is there."""
+    state, n = operand.layout.axes[axis], mesh.shape[axis]
+    if state == target or (state == V and target == R):
+        return None
+    whole = math.prod(operand.layout.padded_shape) * (n if isinstance(state, int) else 1)
+    return whole * (n - 1) / n * _rounds(state, target)
 
 
 def _rounds(state: AxisState, target: AxisState) -> float:
@@ -142,10 +165,10 @@ def _rounds(state: AxisState, target: AxisState) -> float:
     return 2.0 if is_partial(target) else 0.0
 
 
-def _place(
-    spec: Spec, operands: list[Operand], chosen: list[_Candidate], cuts: dict[Letter, list[int]], mesh: Mesh
-) -> Placed:
-    order = _order(spec, operands, cuts)
+def place(spec: Spec, operands: list[Operand], weighed: list[Options], mesh: Mesh) -> Placed:
+    """The layouts that follow from each axis' first option."""
+    chosen = [options[0][1] for options in weighed]
+    order = _order(spec, operands, chosen)
     varied = [
         any(s != R for s in c.outs) or c.letter is not None or any(o.layout.axes[a] == V for o in operands)
         for a, c in enumerate(chosen)
@@ -177,12 +200,16 @@ def _place(
     return Placed(mesh, ins, tuple(outs))
 
 
-def _order(spec: Spec, operands: list[Operand], cuts: dict[Letter, list[int]]) -> list[int]:
+def _order(spec: Spec, operands: list[Operand], chosen: list[Candidate]) -> list[int]:
     """The axes in cutting order: as an operand has it that is cut by all of a letter's axes.
 
     What is written to has the first word, for its layout stays.
     """
-    order = list(range(operands[0].layout.mesh.ndim))
+    cuts: dict[Letter, list[int]] = {}
+    for axis, candidate in enumerate(chosen):
+        if candidate.letter is not None:
+            cuts.setdefault(candidate.letter, []).append(axis)
+    order = list(range(len(chosen)))
     pairs = list(zip(operands, spec.ins, strict=True))
     if spec.inplace is not None:
         pairs.insert(0, pairs.pop(spec.inplace))

@@ -1,0 +1,381 @@
+"""What a program does on its mesh, call by call, and why.
+
+An :class:`Explanation` has a row for each call: where it stands in the user's program, how its
+tensors lay and how the rule wanted them, what was sent for that and what the backward pass sends
+for it, and for each axis what else the rule would have allowed, at which price.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as raw
+from torch.autograd.graph import get_gradient_edge
+
+from espalier.comm import Collective
+from espalier.layout import Layout
+from espalier.layout.layout import AxisState, R, V, state_name
+from espalier.mesh import Mesh
+from espalier.tensor.caller import library_function, module_path, site, user_frame
+from espalier.tensor.dispatch import ask, at, tensors_in
+from espalier.tensor.dtensor import DTensor, plain
+from espalier.tensor.rules.reasons import Choice, choices
+from espalier.tensor.watch import Trail, Watcher, in_backward, watching
+
+_WIDTH = 108
+
+
+class Sent(NamedTuple):
+    """A collective: its name, the axis' name, and the bytes that this rank sent."""
+
+    op: str
+    axis: str
+    bytes: int
+
+
+class Tensor(NamedTuple):
+    """A tensor of a call.
+
+    Attributes:
+        shape: the global shape.
+        states: one per axis, as layouts print them; None for a plain tensor.
+        placed: those that the rule brought it to; None if it stayed.
+    """
+
+    shape: tuple[int, ...]
+    states: tuple[str, ...] | None
+    placed: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        states = "plain" if self.states is None else " ".join(self.states)
+        moved = "" if self.placed is None else f" -> {' '.join(self.placed)}"
+        return f"{list(self.shape)} {states}{moved}"
+
+
+@dataclass
+class Row:
+    """One call.
+
+    Attributes:
+        op: the function's name.
+        where: ``file:line`` of the user's program.
+        module: the module whose ``forward`` called it, by its name in the outermost one.
+        how: ``"rule"``; ``"entered"`` (it has no rule, those that it calls follow); ``"gathered"`` (it
+            has none, and ran on whole tensors on every rank); ``"traffic"`` (no call: the library's own).
+        phase: ``"forward"``, or ``"backward"`` for what runs there (recomputation, hooks, reductions).
+        depth: how many calls it stands in.
+        inputs, outputs: its tensors, inputs in the order of the rule's parameters.
+        sent: what was sent while it ran.
+        sent_backward: what the backward pass sent for it.
+        choices: for each axis of size > 1 what the rule allowed, the one taken first.
+        notes: what else is to be known.
+    """
+
+    op: str
+    where: str
+    module: str = ""
+    how: str = "rule"
+    phase: str = "forward"
+    depth: int = 0
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    sent: list[Sent] = field(default_factory=list)
+    sent_backward: list[Sent] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def _kind(self) -> Any:
+        """Rows of one kind are printed once; layers of a model differ in a number of the module's name."""
+        own = dataclasses.asdict(self) | {"module": re.sub(r"\d+", "*", self.module)}
+        return repr(own)
+
+
+class Explanation(Watcher):
+    """What was seen; grows while it is being watched.
+
+    Attributes:
+        rows: one for each call, in order.
+        axes: name to size of the mesh's axes.
+        result: what the explained function returned.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.axes: dict[str, int] = {}
+        self.result: Any = None
+        self._stack: list[Row] = []
+        self._trail: Trail[Row] = Trail()
+
+    # ---- what is printed
+
+    @property
+    def totals(self) -> dict[str, dict[str, int]]:
+        """Axis to bytes that this rank sent, ``{"forward": ..., "backward": ...}``."""
+        total: dict[str, Counter[str]] = {axis: Counter(forward=0, backward=0) for axis in self.axes}
+        for row in self.rows:
+            for phase, events in ((row.phase, row.sent), ("backward", row.sent_backward)):
+                for event in events:
+                    total[event.axis][phase] += event.bytes
+        return {axis: dict(phases) for axis, phases in total.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data, for ``json.dump``."""
+        rows = [
+            dataclasses.asdict(row)
+            | {
+                "inputs": [x._asdict() for x in row.inputs],
+                "outputs": [x._asdict() for x in row.outputs],
+                "sent": [x._asdict() for x in row.sent],
+                "sent_backward": [x._asdict() for x in row.sent_backward],
+                "choices": [choice.to_dict() for choice in row.choices],
+            }
+            for row in self.rows
+        ]
+        return {"axes": self.axes, "totals": self.totals, "rows": rows}
+
+    def __str__(self) -> str:
+        axes = " × ".join(f"{name} {n}" for name, n in self.axes.items()) or "no mesh was met"
+        lines = [f"{axes}: states below are in this order"]
+        times: Counter[str] = Counter(row._kind() for row in self.rows)
+        for row in self.rows:
+            n = times.pop(row._kind(), 0)
+            if n:
+                lines += ["", *_shown(row, n)]
+        lines += ["", f"{'axis':<12}{'bytes sent forward':>20}{'backward':>20}"]
+        for axis, phases in self.totals.items():
+            lines.append(f"{axis:<12}{phases['forward']:>20,}{phases['backward']:>20,}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Explanation({len(self.rows)} rows)"
+
+    # ---- what is seen
+
+    def around(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], go: Callable[[], Any]) -> Any:
+        """A row for a call, unless it gives no tensor and sends nothing."""
+        row = self._row(_name(func))
+        row.inputs = tuple(_tensor(x) for x in tensors_in((args, kwargs)))
+        with raw():
+            details = _details(func, args, kwargs)
+        place = len(self.rows)
+        self.rows.append(row)
+        self._stack.append(row)
+        try:
+            with self._trail.made_by(row):
+                out = go()
+        finally:
+            self._stack.pop()
+        given = [x for x in tensors_in(out) if type(x) is DTensor]
+        row.outputs = tuple(_tensor(x) for x in given)
+        for x in given[:1]:
+            self._met(x._layout.mesh)
+        if details is not None:
+            row.inputs, row.choices, row.notes = details
+        elif len(self.rows) > place + 1 and row.op != "backward":
+            row.how = "entered"
+        elif row.sent:
+            row.how = "gathered"
+        if not given and not row.sent and len(self.rows) == place + 1:
+            self.rows.pop()
+        return out
+
+    def saw(self, event: Collective) -> None:
+        """A collective: of the call that runs, or of the one whose backward runs."""
+        self._met(event.mesh)
+        sent = Sent(event.op, event.mesh.names[event.axis], event.sent)
+        owner = self._trail.here() if in_backward() else None
+        if owner is not None and not (self._stack and self._stack[-1].phase == "backward"):
+            owner.sent_backward.append(sent)
+            return
+        if self._stack and (self._stack[-1].phase == "backward" or not in_backward()):
+            self._stack[-1].sent.append(sent)
+            return
+        row = self._row(library_function())
+        row.how = "traffic"
+        last = self.rows[-1] if self.rows else None
+        if last is None or (last.how, last.op, last.where) != (row.how, row.op, row.where):
+            self.rows.append(row)
+            last = row
+        last.sent.append(sent)
+
+    def _row(self, op: str) -> Row:
+        phase = "backward" if in_backward() else "forward"
+        return Row(op, site(user_frame()[1]), module_path(), phase=phase, depth=len(self._stack))
+
+    def _met(self, mesh: Mesh) -> None:
+        if not self.axes:
+            self.axes = dict(zip(mesh.names, mesh.shape, strict=True))
+
+
+@contextmanager
+def explaining() -> Iterator[Explanation]:
+    """Explain all calls of DTensors in a stretch of program: the explanation grows meanwhile.
+
+    >>> with espalier.explaining() as seen:            # doctest: +SKIP
+    ...     engine.train_step(batch)
+    >>> print(seen)                                    # doctest: +SKIP
+    """
+    seen = Explanation()
+    with watching(seen):
+        yield seen
+
+
+def explain(fn: Callable[..., Any], *inputs: Any, backward: bool = True, **kwargs: Any) -> Explanation:
+    """Run a function and tell what its calls did on the mesh, what that sent, and why.
+
+    Collective wherever the function is; each rank gets its own explanation, of what itself sent. On a
+    dry mesh nothing is computed, so a plan for any number of ranks can be explained on one machine.
+
+    Args:
+        fn: a model, a layer, a loss, ``engine.train_step``, ...; called once with the other arguments.
+        backward: then run the backward pass from all results that need gradients (from ones; no
+            ``.grad`` is changed), to tell what it sends.
+    """
+    with explaining() as seen:
+        seen.result = fn(*inputs, **kwargs)
+        if backward:
+            _backward(seen.result)
+    return seen
+
+
+def _backward(result: Any) -> None:
+    with raw():
+        ends = [plain(x) for x in tensors_in(_leaves(result)) if x.requires_grad and x.is_floating_point()]
+        ends = [x for x in ends if x.grad_fn is not None]
+        leaves = [get_gradient_edge(x) for x in _accumulated([x.grad_fn for x in ends])]
+        ones = [torch.ones_like(x) for x in ends]
+    if leaves:
+        # intercepted again: hooks and recomputation see DTensors
+        torch.autograd.grad(ends, leaves, ones, allow_unused=True)
+
+
+def _leaves(result: Any) -> Any:
+    """What a model's output holds, if it is no tensor itself."""
+    if isinstance(result, torch.Tensor | tuple | list | dict):
+        return result
+    return list(vars(result).values()) if hasattr(result, "__dict__") else []
+
+
+def _accumulated(nodes: list[Any]) -> list[torch.Tensor]:
+    """The leaves that a graph reaches."""
+    seen = set(nodes)
+    found = {}
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                nodes.append(below)
+    return list(found.values())
+
+
+def _details(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Tensor, ...], list[Choice], list[str]] | None:
+    """How a rule places a call's inputs, and why; None if none does."""
+    asked = ask(func, args, kwargs)
+    if asked is None:
+        return None
+    spec, operands, mesh = asked
+    solved = choices(spec, operands, mesh)
+    if solved is None:
+        return None
+    placed, found = solved
+    inputs, notes = [], []
+    for i, (operand, dst) in enumerate(zip(operands, placed.ins, strict=True)):
+        src = operand.layout
+        moved = None if src is dst or i == spec.inplace else _states(dst)
+        inputs.append(Tensor(tuple(src.shape), _states(src), moved))
+        varied = [name for name, n, s, t in _axes(mesh, src, dst) if n > 1 and s == R and t == V]
+        if varied and moved and torch.is_grad_enabled() and at(args, kwargs, operand.path).requires_grad:
+            notes.append(
+                f"vary: input {i} is replicated along {' and '.join(varied)}, the result is not, so its "
+                "gradient will be all-reduced"
+            )
+    if spec.inplace is not None:
+        notes.append(f"input {spec.inplace} is written in place, so its layout stays")
+    return tuple(inputs), found, notes
+
+
+def _axes(mesh: Mesh, src: Layout, dst: Layout) -> Iterator[tuple[str, int, AxisState, AxisState]]:
+    return zip(mesh.names, mesh.shape, src.axes, dst.axes, strict=True)
+
+
+def _tensor(x: torch.Tensor) -> Tensor:
+    if type(x) is DTensor:
+        return Tensor(tuple(x._layout.shape), _states(x._layout))
+    with raw():
+        return Tensor(tuple(x.shape), None)
+
+
+def _states(layout: Layout) -> tuple[str, ...]:
+    return tuple(state_name(s) for s in layout.axes)
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", None) or str(func)
+    if name in ("__get__", "__set__"):
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        return owner or name
+    return name
+
+
+def _shown(row: Row, times: int) -> list[str]:
+    """A row in print."""
+    module = row.module if times == 1 else re.sub(r"\d+", "*", row.module)
+    where = row.where if len(row.where) < 60 else "/".join(row.where.split(os.sep)[-2:])
+    told = [*([module] if module else []), where]
+    told += [f"{times} times"] if times > 1 else []
+    told += ["in the backward pass"] if row.phase == "backward" else []
+    how = {"rule": "", "entered": " (entered)", "gathered": " (no rule: gathered)", "traffic": " (traffic)"}
+    indent = "  " * row.depth
+    lines = [f"{row.op + how[row.how]:<28} {', '.join(told)}"]
+    for word, tensors in (("in ", row.inputs), ("out", row.outputs)):
+        if tensors:
+            lines += _wrapped(f"  {word}  ", [str(x) for x in _cut(tensors)], "   ")
+    for word, events in (("sends", row.sent), ("backward sends", row.sent_backward)):
+        if events:
+            lines += _wrapped(f"  {word} ", _summed(events), ", ")
+    moved = bool(row.sent) or any(x.placed is not None for x in row.inputs)
+    for choice in row.choices:
+        # that a value which lies well stays where it is goes without saying
+        if choice.told and (moved or choice.makes_partial):
+            lines += _wrapped(f"  {choice.axis}: ", [choice.told], "")
+    for note in row.notes:
+        lines += _wrapped("  ", [note], "")
+    return [indent + line for line in lines]
+
+
+def _cut(tensors: tuple[Tensor, ...]) -> list[Any]:
+    return [*tensors[:6], f"and {len(tensors) - 6} more"] if len(tensors) > 7 else list(tensors)
+
+
+def _summed(events: list[Sent]) -> list[str]:
+    total: dict[tuple[str, str], list[int]] = {}
+    for op, axis, sent in events:
+        total.setdefault((op, axis), []).append(sent)
+    return [
+        f"{op} along {axis}{f' {len(sent)} times' if len(sent) > 1 else ''} ({sum(sent):,} B)"
+        for (op, axis), sent in total.items()
+    ]
+
+
+def _wrapped(head: str, parts: list[str], between: str) -> list[str]:
+    # a part is broken only if it alone is too long
+    joined = between.join(part.replace(" ", "\0") if len(part) < 80 else part for part in parts)
+    width, inset = _WIDTH, " " * len(head)
+    return [
+        line.replace("\0", " ")
+        for line in textwrap.wrap(joined, width, initial_indent=head, subsequent_indent=inset)
+    ]
