@@ -2,6 +2,7 @@
 
 from espalier.tensor.rules import (
     attention,
+    conv,
     indexing,
     joining,
     loss,
@@ -24,6 +25,7 @@ for _part in (
     views,
     joining,
     indexing,
+    conv,
     norm,
     attention,
     loss,

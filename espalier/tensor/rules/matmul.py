@@ -1,4 +1,4 @@
-"""Products: linear layers, matrix products, embeddings, convolutions, einsum."""
+"""Products: linear layers, matrix products, embeddings, einsum."""
 
 from __future__ import annotations
 
@@ -176,53 +176,6 @@ def _lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     return placed.total(found, placed.axes_of(layout, (0,)))
 
 
-def convolution(nd: int) -> Callable[..., Spec | None]:
-    """input[b, c, ...] with weight[o, c, ...]: batch and channels may be sharded, space may not."""
-
-    def rule(
-        input: Operand,
-        weight: Operand,
-        bias: Operand | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Spec | None:
-        if input.ndim != nd + 2:
-            return None
-        arguments = (stride, padding, dilation, groups)
-        shape = _conv_shape(nd, input.shape, weight.shape, arguments)
-        space: Dims = (None,) * nd
-        channel = "c" if groups == 1 else None
-        ins: list[Dims] = [("b", channel, *space), ("o" if groups == 1 else None, channel, *space)]
-        out: Dims = ("b", "o" if groups == 1 else None, *space)
-        linear_in: list[tuple[int, ...]] = [(0,), (1,)]
-        if bias is not None:
-            ins.append(("o" if groups == 1 else None,))
-            linear_in = [(0, 2), (1, 2)]
-        return Spec(ins, [out], [shape], reduce={"c": "sum"}, linear=linear_in, addends=(2,), run=_convolved)
-
-    return rule
-
-
-def _convolved(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-    bound = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
-    if x.numel() and weight.numel():
-        return func(*args, **kwargs)
-    # torch convolves no empty tensors
-    out = of_nothing(placed, x, weight)
-    return out if bias is None else out + bias.view(-1, *[1] * (x.ndim - 2))
-
-
-def _conv_shape(
-    nd: int, x: tuple[int, ...], weight: tuple[int, ...], arguments: tuple[Any, ...]
-) -> tuple[int, ...]:
-    function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[nd]
-    out = function(torch.empty(x, device="meta"), torch.empty(weight, device="meta"), None, *arguments)
-    return tuple(out.shape)
-
-
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
     rules.name("linear")(linear)
@@ -234,6 +187,3 @@ def register(rules: Rules) -> None:
         rules.add(f, einsum)
     rules.add(F.embedding, embedding)
     rules.add(torch.embedding, table_embedding)
-    rules.name("conv1d")(convolution(1))
-    rules.name("conv2d")(convolution(2))
-    rules.name("conv3d")(convolution(3))

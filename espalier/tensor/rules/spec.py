@@ -113,8 +113,9 @@ def of_nothing(placed: Placed, *inputs: torch.Tensor) -> torch.Tensor:
     """Zeros for the first output of a rank with an empty shard.
 
     They hang on all inputs: where a collective waits in the backward pass, every rank must get there.
+    So must it in the backward of the backward pass, where the gradient of one input hangs on the others.
     """
-    zero = sum(x.reshape(-1)[:0].sum() for x in inputs)
+    zero = torch.expm1(sum((x.reshape(-1)[:0].sum() for x in inputs), inputs[0].new_zeros(())))
     return inputs[0].new_zeros(placed.outs[0].local_shape) + zero
 
 

@@ -1,6 +1,6 @@
 """The cases of the brute force, in groups of about equal cost."""
 
-from tests.ranks.cases import indexing, loss, matmul, pointwise, randomness, reduction, views
+from tests.ranks.cases import conv, indexing, loss, matmul, pointwise, randomness, reduction, views
 
 CASES = {
     "unary": pointwise.UNARY,
@@ -8,6 +8,7 @@ CASES = {
     "linear": pointwise.LINEAR,
     "matmul": matmul.CASES,
     "attention": matmul.ATTENTION,
+    "conv": conv.CASES,
     "reduction": reduction.CASES,
     "views": views.CASES,
     "joining": views.JOINING,
