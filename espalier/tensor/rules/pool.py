@@ -1,0 +1,267 @@
+"""Pooling: batch and channels by themselves; space by fetching the rows of a window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from espalier.layout import local_box
+from espalier.tensor.rules.space import bound_to, cut_dims, fetched, meta_shapes, several
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, of_nothing
+
+_MAX = "input kernel_size stride padding dilation ceil_mode return_indices"
+_AVG = "input kernel_size stride padding ceil_mode count_include_pad divisor_override"
+
+
+def _lead(x: Operand, nd: int) -> Dims:
+    return tuple(("b", i) for i in range(x.ndim - nd))
+
+
+def _space(nd: int) -> Dims:
+    return tuple(("s", i) for i in range(nd))
+
+
+def max_pool(nd: int) -> Callable[..., Spec]:
+    """input[..., s...]; indices are those of the whole of space."""
+
+    def rule(
+        input: Operand,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Spec:
+        function = getattr(torch.nn.functional, f"max_pool{nd}d_with_indices")
+        shape = meta_shapes(function, input, kernel_size, stride, padding, dilation, ceil_mode)[0]
+        dims = (*_lead(input, nd), *_space(nd))
+        windows = _windows(nd, kernel_size, stride, padding, dilation)
+        run = _max_pooled(nd, windows, ceil_mode)
+        return Spec([dims], [dims], [shape], run=run)
+
+    return rule
+
+
+def max_pool_with_indices(nd: int) -> Callable[..., Spec]:
+    """As :func:`max_pool`; two outputs."""
+    one = max_pool(nd)
+
+    def rule(*args: Any, **kwargs: Any) -> Spec:
+        spec = one(*args, **kwargs)
+        return Spec(spec.ins, [*spec.outs] * 2, [*spec.shapes] * 2, run=spec.run)
+
+    return rule
+
+
+Window = tuple[int, int, int, int]
+
+
+def _windows(nd: int, kernel: Any, stride: Any, padding: Any, dilation: Any = 1) -> list[Window]:
+    steps = kernel if stride is None or (not isinstance(stride, int) and not len(stride)) else stride
+    return list(zip(*(several(x, nd) for x in (kernel, steps, padding, dilation)), strict=True))
+
+
+def _reach(window: Window) -> Callable[[int, int], tuple[int, int]]:
+    taps, step, edge, gap = window
+    return lambda a, b: (a * step - edge, b * step - edge + gap * (taps - 1))
+
+
+def _max_pooled(nd: int, windows: Sequence[Window], ceil_mode: bool) -> Callable[..., Any]:
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
+        x = bound_to(_MAX, args, kwargs)["input"]
+        front = x.ndim - nd
+        cut = cut_dims(placed, placed.ins[0], range(front, x.ndim))
+        if not cut and x.numel():
+            return func(*args, **kwargs)
+        lowest = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+        reach = {front + i: _reach(w) for i, w in enumerate(windows)}
+        x, first = fetched(x, placed.ins[0], placed.outs[0], reach, lowest)
+        if not x.numel() or 0 in placed.outs[0].local_shape:
+            none = _nothing(placed, x)
+            return none if len(placed.outs) == 1 else (none, none.detach().long())
+        taps, steps, edges, gaps = zip(*windows, strict=True)
+        edges = tuple(0 if front + i in cut else n for i, n in enumerate(edges))
+        out = func(x, taps, steps, edges, gaps, ceil_mode)
+        if len(placed.outs) == 1:
+            return out
+        values, indices = out
+        offsets = [first.get(front + i, 0) for i in range(nd)]
+        return values, _globally(indices, x.shape[front:], offsets, placed.ins[0].shape[front:])
+
+    return run
+
+
+def _globally(
+    indices: torch.Tensor, local: Sequence[int], offsets: Sequence[int], whole: Sequence[int]
+) -> torch.Tensor:
+    """Flat indices into a box of space as flat indices into all of it."""
+    found = torch.zeros_like(indices)
+    for i in range(len(local)):
+        inner = math.prod(local[i + 1 :])
+        along = indices.div(inner, rounding_mode="floor") % local[i] + offsets[i]
+        found += along * math.prod(whole[i + 1 :])
+    return found
+
+
+def _nothing(placed: Placed, x: torch.Tensor) -> torch.Tensor:
+    return of_nothing(placed, x) if x.is_floating_point() else x.new_zeros(placed.outs[0].local_shape)
+
+
+def avg_pool(nd: int) -> Callable[..., Spec]:
+    """input[..., s...]; linear."""
+
+    def rule(
+        input: Operand,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Spec:
+        given = kernel_size, kernel_size if stride is None else stride, padding, ceil_mode
+        (shape,) = meta_shapes(getattr(torch.nn.functional, f"avg_pool{nd}d"), input, *given)
+        dims = (*_lead(input, nd), *_space(nd))
+        run = _avg_pooled(nd, _windows(nd, kernel_size, stride, padding))
+        return Spec([dims], [dims], [shape], linear=[(0,)], run=run)
+
+    return rule
+
+
+def _avg_pooled(nd: int, windows: Sequence[Window]) -> Callable[..., torch.Tensor]:
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        bound = bound_to(_AVG, args, kwargs)
+        x = bound.pop("input")
+        front = x.ndim - nd
+        lay, out = placed.ins[0], placed.outs[0]
+        cut = cut_dims(placed, lay, range(front, x.ndim))
+        if not cut and x.numel():
+            return func(*args, **kwargs)
+        x, _ = fetched(x, lay, out, {front + i: _reach(w) for i, w in enumerate(windows)})
+        if not x.numel() or 0 in out.local_shape:
+            return of_nothing(placed, x)
+        taps, steps, edges, _ = zip(*windows, strict=True)
+        bound |= {"kernel_size": taps, "stride": steps}
+        bound["padding"] = tuple(0 if front + i in cut else n for i, n in enumerate(edges))
+        y = func(x, **bound)
+        if bound.get("divisor_override"):
+            return y
+        start = local_box(out).offsets
+        for dim in cut:
+            k, step, edge, _ = windows[dim - front]
+            rows = torch.arange(start[dim], start[dim] + y.shape[dim]) * step - edge
+            size = lay.shape[dim]
+            if bound.get("count_include_pad", True):
+                count = (rows + k).clamp(max=size + edge) - rows
+            else:
+                count = (rows + k).clamp(max=size) - rows.clamp(min=0)
+            if bool((count != k).any()):
+                scale = (k / count.to(torch.float64)).to(dtype=y.dtype, device=y.device)
+                y = y * scale.view(-1, *[1] * (y.ndim - 1 - dim))
+        return y
+
+    return run
+
+
+def adaptive(nd: int, kind: str) -> Callable[..., Spec]:
+    """To given sizes. Space may be sharded where all windows are equal, or where a mean is one for all."""
+
+    def rule(input: Operand, output_size: Any, return_indices: bool = False) -> Spec:
+        sizes = tuple(
+            n if m is None else m for n, m in zip(input.shape[-nd:], several(output_size, nd), strict=True)
+        )
+        lead, space = _lead(input, nd), _space(nd)
+        shape = (*input.shape[: input.ndim - nd], *sizes)
+        pairs = list(zip(space, input.shape[-nd:], sizes, strict=True))
+        alone = [s for s, _, m in pairs if m == 1]
+        averaged = kind == "avg"
+        blocked = frozenset(s for s, n, m in pairs if n % max(m, 1) or (m == 1 and not averaged))
+        out = (*lead, *(None if m == 1 else s for s, _, m in pairs))
+        count = 1 if averaged else 2
+        return Spec(
+            [(*lead, *space)],
+            [out] * count,
+            [shape] * count,
+            reduce=dict.fromkeys(alone, "sum") if averaged else {},
+            linear=[(0,)] if averaged else [],
+            blocked=blocked - set(alone if averaged else ()),
+            run=_adapted(nd),
+        )
+
+    return rule
+
+
+def adaptive_max(nd: int) -> Callable[..., Spec]:
+    """Adaptive maxima without their indices."""
+    both = adaptive(nd, "max")
+
+    def rule(*args: Any, **kwargs: Any) -> Spec:
+        spec = both(*args, **kwargs)
+        return Spec(spec.ins, spec.outs[:1], spec.shapes[:1], blocked=spec.blocked, run=spec.run)
+
+    return rule
+
+
+def _adapted(nd: int) -> Callable[..., Any]:
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
+        x = bound_to("input output_size return_indices", args, kwargs)["input"]
+        lay, out = placed.ins[0], placed.outs[0]
+        front = x.ndim - nd
+        cut = cut_dims(placed, lay, range(front, x.ndim))
+        if not cut and x.numel():
+            return func(*args, **kwargs)
+        reach, share = {}, 1.0
+        for dim in range(front, x.ndim):
+            n, m = lay.shape[dim], out.shape[dim]
+            if m == 1:
+                share *= x.shape[dim] / max(n, 1)
+            else:
+                reach[dim] = _reach((n // max(m, 1), n // max(m, 1), 0, 1))
+        x, first = fetched(x, lay, out, reach)
+        if not x.numel() or 0 in out.local_shape:
+            none = _nothing(placed, x)
+            return none if len(placed.outs) == 1 else (none, none.detach().long())
+        y = func(x, out.local_shape[front:])
+        if len(placed.outs) == 1:
+            return y if share == 1 else y * share
+        offsets = [first.get(front + i, 0) for i in range(nd)]
+        return y[0], _globally(y[1], x.shape[front:], offsets, lay.shape[front:])
+
+    return run
+
+
+def max_unpool(nd: int) -> Callable[..., Spec]:
+    """input and indices[..., s...] to a given size of space, which is whole."""
+
+    def rule(input: Operand, indices: Operand, output_size: Sequence[int], *args: Any) -> Spec:
+        dims = (*_lead(input, nd), *(None,) * nd)
+        shape = (*input.shape[: input.ndim - nd], *output_size[-nd:])
+
+        def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+            x = bound_to("input indices", args, kwargs)["input"]
+            return func(*args, **kwargs) if x.numel() else of_nothing(placed, x)
+
+        return Spec([dims, dims], [dims], [shape], run=run)
+
+    return rule
+
+
+def register(rules: Rules) -> None:
+    """Put the rules of this file into the table."""
+    for nd in (1, 2, 3):
+        rules.name(f"max_pool{nd}d")(max_pool(nd))
+        rules.name(f"max_pool{nd}d_with_indices")(max_pool_with_indices(nd))
+        rules.name(f"avg_pool{nd}d")(avg_pool(nd))
+        rules.name(f"adaptive_avg_pool{nd}d")(adaptive(nd, "avg"))
+        rules.name(f"adaptive_max_pool{nd}d_with_indices")(adaptive(nd, "max"))
+        rules.add(getattr(torch.nn.functional, f"adaptive_max_pool{nd}d"), adaptive_max(nd))
+        for place in (torch, torch._C._nn):
+            # torch's own give the indices too
+            if hasattr(place, f"adaptive_max_pool{nd}d"):
+                rules.add(getattr(place, f"adaptive_max_pool{nd}d"), adaptive(nd, "max"))
+    for nd in (2, 3):
+        rules.add(getattr(torch._C._nn, f"max_unpool{nd}d"), max_unpool(nd))
