@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Times = list[float]
+Row = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -54,43 +55,51 @@ class Report:
     def add(
         self, work: str, times: Mapping[str, Times], mine: str, other: str, limit: float | None = None
     ) -> None:
-        """Compare two contenders of :func:`in_turns`: the median over rounds of the ratio within a round.
-
-        Both timings of a round lie close together in time, so what else the machine does meanwhile
-        weighs on both; the median drops the rounds in which it weighed on one alone.
-        """
-        ratio = statistics.median(a / b for a, b in zip(times[mine], times[other], strict=True))
+        """Compare two contenders of :func:`in_turns` by :func:`ratio_of`."""
+        ratio = ratio_of(times, mine, other)
         a, b = statistics.median(times[mine]), statistics.median(times[other])
         self.bars.append(Bar(work, mine, other, a, b, ratio, limit))
 
     def show(self) -> int:
         """Print the table; gives the exit status: 1 if a bar was missed."""
-        rows: list[tuple[str, ...]] = [("work", "", "time", "against", "its time", "ratio", "bar", "")]
-        rows += [_row(bar) for bar in self.bars]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        left = (0, 1, 3, 7)
-        for i, row in enumerate(rows):
-            cells = (
-                c.ljust(w) if j in left else c.rjust(w)
-                for j, (c, w) in enumerate(zip(row, widths, strict=True))
-            )
-            print("  ".join(cells).rstrip())
-            if i == 0:
-                print("  ".join("-" * w for w in widths))
+        rows: list[Row] = [("work", "", "time", "against", "its time", "ratio", "bar", "")]
+        print(table([*rows, *map(_row, self.bars)], left=(0, 1, 3, 7)))
         missed = sum(bar.missed for bar in self.bars)
         bars = sum(bar.limit is not None for bar in self.bars)
         print(f"\n{bars - missed} of {bars} bars hold" + (f", {missed} missed" if missed else ""))
         return 1 if missed else 0
 
 
-def _row(bar: Bar) -> tuple[str, ...]:
+def table(rows: Sequence[Row], left: Sequence[int] = (0,)) -> str:
+    """Rows, the header first, as text in columns; those in ``left`` begin at their left edge."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            c.ljust(w) if j in left else c.rjust(w) for j, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def _row(bar: Bar) -> Row:
     limit = "" if bar.limit is None else f"<= {bar.limit:g}"
     verdict = "" if bar.limit is None else "MISS" if bar.missed else "PASS"
-    times = _time(bar.seconds), _time(bar.other_seconds)
+    times = duration(bar.seconds), duration(bar.other_seconds)
     return bar.work, bar.mine, times[0], bar.other, times[1], f"{bar.ratio:.2f}", limit, verdict
 
 
-def _time(seconds: float) -> str:
+def ratio_of(times: Mapping[str, Times], mine: str, other: str) -> float:
+    """The median over rounds of the ratio within a round.
+
+    Both timings of a round lie close together in time, so what else the machine does meanwhile
+    weighs on both; the median drops the rounds in which it weighed on one alone.
+    """
+    return statistics.median(a / b for a, b in zip(times[mine], times[other], strict=True))
+
+
+def duration(seconds: float) -> str:
+    """A time with its unit."""
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
 
 

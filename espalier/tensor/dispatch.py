@@ -62,7 +62,7 @@ class Entry:
 
     def __init__(self, spec: Spec, placed: Placed, operands: list[Operand]) -> None:
         self.placed = placed
-        self.run = spec.run
+        self.run = spec.run if spec.when is None or spec.when(placed) else None
         self.tail = spec.tail(placed) if spec.tail is not None else None
         self.outs = placed.outs
         self.out = placed.outs[0] if len(placed.outs) == 1 else None

@@ -131,6 +131,7 @@ def embedding(
         reduce={"v": DONE},
         linear=[(weight.index,)],
         run=_lookup,
+        when=lambda placed: placed.axes_of(placed.ins[weight.index], (0,)),
     )
 
 
@@ -159,8 +160,6 @@ def _lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     bound = dict(zip(("input", "weight", "padding_idx"), args, strict=False)) | kwargs
     ids, table, padding = bound["input"], bound["weight"], bound.get("padding_idx")
     layout = placed.ins[1]
-    if not placed.axes_of(layout, (0,)):
-        return F.embedding(ids, table, padding)
     if padding is not None:
         padding %= layout.shape[0]
     start, length = local_box(layout).offsets[0], table.shape[0]

@@ -92,6 +92,7 @@ class Spec:
             elements for each of ``size``, and cuts must fall between them.
         run: ``run(func, args, kwargs, placed)`` calls the function on local tensors; by default
             ``func(*args, **kwargs)``.
+        when: whether the layouts chosen need ``run`` at all; by default they do.
         tail: the arguments after the first for the local call, from the layouts (for views).
         inplace: the operand that is written to; its layout stays.
     """
@@ -105,6 +106,7 @@ class Spec:
     blocked: frozenset[Letter] = frozenset()
     factors: Mapping[Any, Sequence[tuple[int, int]]] = field(default_factory=dict)
     run: Runner | None = None
+    when: Callable[[Placed], Any] | None = None
     tail: Callable[[Placed], tuple[Any, ...]] | None = None
     inplace: int | None = None
 
