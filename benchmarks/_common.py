@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import nn
+
 Times = list[float]
 Row = tuple[str, ...]
 
@@ -23,6 +26,27 @@ class Contender:
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None
+
+
+def step(
+    module: nn.Module, x: torch.Tensor, upstream: torch.Tensor, ready: Callable[[], object] = lambda: None
+) -> Contender:
+    """Forward, then backward from a given gradient of the output; the input needs one too.
+
+    Args:
+        ready: called, untimed, when the gradients are dropped.
+    """
+    x.requires_grad_()
+
+    def run() -> None:
+        module(x).backward(upstream)
+
+    def before() -> None:
+        x.grad = None
+        module.zero_grad()
+        ready()
+
+    return Contender(run, before)
 
 
 @dataclass

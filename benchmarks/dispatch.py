@@ -49,7 +49,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _common import Contender, Report
+from _common import Contender, Report, step
 from _common import in_turns as in_turns_by
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -159,20 +159,6 @@ def block(report: Report, mesh: DeviceMesh) -> None:
     report.add(name, times, "Espalier, fused", "plain, fused", 2.0)
     report.add(name, times, "Espalier, fused", "torch DTensor", 0.25)
     report.add(name, times, "torch DTensor", "plain")
-
-
-def step(module: nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> Contender:
-    """Forward, then backward from a given gradient of the output; the input needs one too."""
-    x.requires_grad_()
-
-    def run() -> None:
-        module(x).backward(upstream)
-
-    def before() -> None:
-        x.grad = None
-        module.zero_grad()
-
-    return Contender(run, before)
 
 
 def laid_out(block: Block, mesh: DeviceMesh, distribute: Distribute) -> Block:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _common import Contender, Report, Times, in_turns
+from _common import Report, Times, in_turns, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -179,21 +179,6 @@ def by_torch(whole: Block, *, prepared: bool) -> nn.Module:
 # ---- comparing
 
 
-def step(module: nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> Contender:
-    """Forward, then backward from a given gradient of the output."""
-    x.requires_grad_()
-
-    def run() -> None:
-        module(x).backward(upstream)
-
-    def before() -> None:
-        x.grad = None
-        module.zero_grad()
-        dist.barrier()
-
-    return Contender(run, before)
-
-
 def local(x: torch.Tensor | None) -> torch.Tensor:
     """This rank's part of any kind of tensor, without its history."""
     assert x is not None
@@ -247,7 +232,11 @@ def compare() -> int:
     }
     for name, entrant in entrants.items():
         check(name, *entrant, whole, process.rank)
-    times = in_turns({name: step(*entrant) for name, entrant in entrants.items()}, rounds=ROUNDS, warmup=3)
+    times = in_turns(
+        {name: step(*entrant, ready=dist.barrier) for name, entrant in entrants.items()},
+        rounds=ROUNDS,
+        warmup=3,
+    )
     times = slower_rank(times)
     status = 0
     if process.rank == 0:

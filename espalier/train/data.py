@@ -12,6 +12,8 @@ from espalier.train.job import Job, TextData, TokenData
 from espalier.train.specs import Facts, Labels
 from espalier.train.text import Text, prepare_text
 
+Pair = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+
 _MASKED_SHARE = 0.15
 
 
@@ -60,15 +62,13 @@ class TextBatches:
 
     def batch(self, step: int, rows: slice = slice(None)) -> dict[str, torch.Tensor]:
         """Rows of the global batch of ``step``."""
-        wanted = range(self.size)[rows]
-        inputs = np.empty((len(wanted), self.sequence), np.int64)
-        labels = np.empty_like(inputs)
-        for index, row in enumerate(wanted):
-            draw = np.random.default_rng((self.seed, step, row))
-            start = self._start(step, row, draw)
-            window = self.tokens[start : start + self.sequence + 1].astype(np.int64)
-            inputs[index], labels[index] = _aligned(window, self.labels, self.mask, draw)
-        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+        return _collected(self, step, rows)
+
+    def row(self, step: int, row: int, draw: np.random.Generator) -> Pair:
+        """Inputs and labels of one row."""
+        start = self._start(step, row, draw)
+        window = self.tokens[start : start + self.sequence + 1].astype(np.int64)
+        return _aligned(window, self.labels, self.mask, draw)
 
     def _start(self, step: int, row: int, draw: np.random.Generator) -> int:
         last = len(self.tokens) - self.sequence - 1
@@ -94,16 +94,15 @@ class TokenBatches:
 
     def batch(self, step: int, rows: slice = slice(None)) -> dict[str, torch.Tensor]:
         """Rows of the global batch of ``step``."""
-        wanted = range(self.size)[rows]
-        inputs = np.empty((len(wanted), self.sequence), np.int64)
-        labels = np.empty_like(inputs)
-        for index, row in enumerate(wanted):
-            draw = np.random.default_rng((self.seed, step, row))
-            window = draw.integers(self.vocab_size, size=self.sequence + 1)
-            inputs[index], labels[index] = _aligned(window, self.labels, 0, draw)
-            if self.labels != "masked":
-                labels[index, draw.random(self.sequence) < self.ignored * 2 * draw.random()] = -100
-        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+        return _collected(self, step, rows)
+
+    def row(self, step: int, row: int, draw: np.random.Generator) -> Pair:
+        """Inputs and labels of one row."""
+        window = draw.integers(self.vocab_size, size=self.sequence + 1)
+        inputs, labels = _aligned(window, self.labels, 0, draw)
+        if self.labels == "masked":
+            return inputs, labels
+        return inputs, np.where(draw.random(self.sequence) < self.ignored * 2 * draw.random(), -100, labels)
 
 
 @dataclass(frozen=True)
@@ -195,9 +194,16 @@ def _random_batches(
     return TokenBatches(facts.vocab_size, size, sequence, facts.labels, seed, job.data.ignored)
 
 
-def _aligned(
-    window: np.ndarray[Any, Any], labels: Labels, mask: int, draw: np.random.Generator
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _collected(of: TextBatches | TokenBatches, step: int, rows: slice) -> dict[str, torch.Tensor]:
+    wanted = range(of.size)[rows]
+    inputs = np.empty((len(wanted), of.sequence), np.int64)
+    labels = np.empty_like(inputs)
+    for index, row in enumerate(wanted):
+        inputs[index], labels[index] = of.row(step, row, np.random.default_rng((of.seed, step, row)))
+    return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+
+
+def _aligned(window: np.ndarray[Any, Any], labels: Labels, mask: int, draw: np.random.Generator) -> Pair:
     """Inputs and labels, each [sequence], from a window of sequence + 1 tokens."""
     inputs = window[:-1]
     if labels == "next":

@@ -21,6 +21,12 @@ from espalier.train.double import Double
 VOCABULARY, ROWS, LENGTH, STEPS = 96, 4, 10, 3
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
+SIDES = {
+    f"{side}_{key}": n
+    for side in ("encoder", "decoder")
+    for key, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))
+}
+
 Batch = dict[str, Any]
 Step = tuple[Callable[[Batch], torch.Tensor], Callable[[], None]]
 
@@ -85,18 +91,14 @@ def t5() -> nn.Module:
 
 
 def bart() -> nn.Module:
-    sides = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in (
-        ("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))}  # fmt: skip
-    return hugging_face("BartForConditionalGeneration", vocab_size=VOCABULARY, d_model=32, **sides)
+    return hugging_face("BartForConditionalGeneration", vocab_size=VOCABULARY, d_model=32, **SIDES)
 
 
 def whisper() -> nn.Module:
-    sides = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in (
-        ("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))}  # fmt: skip
     return hugging_face(
         "WhisperForConditionalGeneration", vocab_size=VOCABULARY, d_model=32, num_mel_bins=8,
         max_source_positions=8, max_target_positions=LENGTH, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None, **sides,
+        decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None, **SIDES,
     )  # fmt: skip
 
 
