@@ -1,15 +1,15 @@
-"""Collectives along one mesh axis: the only callers of c10d in the library.
+"""Collectives along one mesh axis, and what crosses to another mesh: the only callers of c10d in the library.
 
 Every function takes local tensors (no autograd), returns a new one and leaves its input alone
 unless it says so. On a dry mesh nothing moves: the result has the right shape, its content
-is undefined. On an axis of size 1 the input comes back.
+is undefined. On an axis of size 1 the input comes back. Ranks outside a mesh send nothing along it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ import torch.distributed as dist
 from espalier.comm.ledger import Collective
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
+from espalier.mesh.process import first_line
+
+T = TypeVar("T")
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -90,9 +93,11 @@ def all_gather(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> t
     x = _pad(x, dim, piece)
     out = x.new_empty([n * shape[0], *shape[1:]])
     _gather_into(_wire(out), _wire(x), group=mesh.group(axis))
-    if dim == 0:
-        return out if size == n * piece else _join(out.view(n, *shape), 0, size, n)
-    return _join(out.view(n, *shape), dim, size, n)
+    order = mesh.order(axis)
+    if dim == 0 and size == n * piece and order is None:
+        return out
+    parts = _by_coordinate(out.view(n, *shape).unbind(0), order)
+    return torch.cat([p.narrow(dim, 0, chunk_bounds(size, n, i)[1]) for i, p in enumerate(parts)], dim)
 
 
 def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:
@@ -111,6 +116,9 @@ def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Te
         wire = _pad(x, 0, n * piece)
     else:
         wire = torch.cat([_pad(x.narrow(dim, *chunk_bounds(size, n, i)), dim, piece) for i in range(n)])
+    order = mesh.order(axis)
+    if order is not None:
+        wire = torch.cat(_by_place(wire.view(n, *shape).unbind(0), order))
     out = x.new_empty(shape)
     wire, op = _summable(wire.resolve_conj(), "sum")
     _scatter_from(_summable(out, "sum")[0], wire, _OPS[op], group=mesh.group(axis))
@@ -151,12 +159,25 @@ def all_to_all(
 
 def _exchanged(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list[int]) -> torch.Tensor:
     """What the ranks send this one of flat ``wire``, so many elements from and to each."""
-    wire = wire.resolve_conj()
+    order, wire = mesh.order(axis), wire.resolve_conj()
+    if order is not None:
+        wire = torch.cat(_by_place(torch.split(wire, gives), order))
+        gets, gives = _by_place(gets, order), _by_place(gives, order)
     out = wire.new_empty(sum(gets))
     scale = wire.element_size() // _wire(wire).element_size()
     into, outof = ([n * scale for n in given] for given in (gets, gives))
     dist.all_to_all_single(_wire(out), _wire(wire), into, outof, group=mesh.group(axis))
-    return out
+    return out if order is None else torch.cat(_by_coordinate(torch.split(out, gets), order))
+
+
+def _by_coordinate(of_places: Sequence[T], order: tuple[int, ...] | None) -> list[T]:
+    """What belongs to the places of a process group, in the order of the axis' coordinates."""
+    return list(of_places) if order is None else [of_places[place] for place in order]
+
+
+def _by_place(of_coordinates: Sequence[T], order: tuple[int, ...]) -> list[T]:
+    """What belongs to the coordinates of an axis, in the order of its process group's places."""
+    return [of_coordinates[order.index(place)] for place in range(len(order))]
 
 
 def send(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list[int]) -> torch.Tensor:
@@ -175,8 +196,62 @@ def broadcast(x: torch.Tensor, mesh: Mesh, axis: int) -> torch.Tensor:
     if mesh.is_dry:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(_wire(out), group_src=0, group=mesh.group(axis))
+    order = mesh.order(axis)
+    dist.broadcast(_wire(out), group_src=0 if order is None else order[0], group=mesh.group(axis))
     return out
+
+
+Slices = tuple[slice, ...]
+
+
+def deliver(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    src: Mesh,
+    dst: Mesh,
+    gives: Mapping[int, Sequence[Slices]],
+    gets: Mapping[int, Sequence[Slices]],
+    shape: Sequence[int],
+) -> None:
+    """Send parts of ``x`` from one mesh to ranks of another, and put into ``out`` what they send here.
+
+    Messages go between the pairs of ranks that have something for each other; no others take part.
+
+    Args:
+        gives: for each rank of the world, the parts of ``x`` that it gets.
+        gets: for each rank of the world, the parts of ``out`` that it sends, in its own order.
+        shape: the global shape.
+
+    Raises:
+        RuntimeError: a rank did not send its part, or take it, in the time that the world allows.
+    """
+    wires = {peer: torch.cat([x[part].reshape(-1) for part in parts]) for peer, parts in gives.items()}
+    sent = sum(wire.numel() for wire in wires.values()) * x.element_size()
+    event = Collective(src, "deliver", -1, sent, x.dtype, tuple(shape), dst)
+    for book in {id(book): book for book in (*src.ledgers, *dst.ledgers)}.values():
+        book.saw(event)
+    if src.is_dry and dst.is_dry:
+        return
+    ops = [dist.P2POp(dist.isend, _wire(wire.resolve_conj()), peer) for peer, wire in wires.items()]
+    buffers = {peer: out.new_empty(sum(out[part].numel() for part in parts)) for peer, parts in gets.items()}
+    ops += [dist.P2POp(dist.irecv, _wire(buffer), peer) for peer, buffer in buffers.items()]
+    works = dist.batch_isend_irecv(ops) if ops else []
+    for i, work in enumerate(works):
+        try:
+            work.wait()
+        except RuntimeError as error:
+            peer = ops[i].peer if len(works) == len(ops) else "another"
+            raise RuntimeError(
+                f"Rank {src.world_rank} waited in vain for rank {peer} while a tensor of shape {list(shape)} "
+                f"went from {src!r} to {dst!r}: {first_line(error)}\n"
+                "Every rank of both meshes must make the same calls, in the same order; also backward()."
+            ) from error
+    for peer, parts in gets.items():
+        at = 0
+        for part in parts:
+            place = out[part]
+            place.copy_(buffers[peer][at : at + place.numel()].view(place.shape))
+            at += place.numel()
 
 
 # what every backend carries; the rest goes as bytes
@@ -209,7 +284,7 @@ def _record(
     whole: Sequence[int] | None = None,
 ) -> None:
     """Tell those who watch what is about to be sent; ``whole`` is a shape that all ranks agree on."""
-    if mesh.ledgers:
+    if mesh.ledgers and mesh.is_member:
         event = Collective(
             mesh, op, axis, sent, None if x is None else x.dtype, None if whole is None else tuple(whole)
         )
@@ -223,8 +298,3 @@ def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     out = x.new_zeros([*x.shape[:dim], size, *x.shape[dim + 1 :]])
     out.narrow(dim, 0, x.shape[dim]).copy_(x)
     return out
-
-
-def _join(pieces: torch.Tensor, dim: int, size: int, n: int) -> torch.Tensor:
-    parts: Sequence[torch.Tensor] = pieces.unbind(0)
-    return torch.cat([p.narrow(dim, 0, chunk_bounds(size, n, i)[1]) for i, p in enumerate(parts)], dim)

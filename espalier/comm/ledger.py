@@ -20,6 +20,7 @@ class Collective(NamedTuple):
         sent: bytes that this rank sends (ring algorithms).
         dtype: of what is sent, where that is one tensor.
         whole: a shape that all ranks of the axis must agree on, however uneven their parts.
+        goal: for what crosses to another mesh, that one; ``axis`` is -1, and the ranks of both take part.
     """
 
     mesh: Mesh
@@ -28,6 +29,14 @@ class Collective(NamedTuple):
     sent: int
     dtype: torch.dtype | None
     whole: tuple[int, ...] | None
+    goal: Mesh | None = None
+
+    @property
+    def where(self) -> str:
+        """The axis' name; for what crosses, the axes of both meshes (``"data,tensor->stage"``)."""
+        if self.goal is None:
+            return self.mesh.names[self.axis]
+        return f"{','.join(self.mesh.names)}->{','.join(self.goal.names)}"
 
 
 class Observer(Protocol):
@@ -38,7 +47,10 @@ class Observer(Protocol):
 
 
 class Entry(NamedTuple):
-    """One collective: its name, the mesh axis, and the bytes this rank sent (ring algorithms)."""
+    """One collective: its name, the mesh axis, and the bytes this rank sent (ring algorithms).
+
+    What crosses to another mesh stands in the ledgers of both, its axis as ``"data,tensor->stage"``.
+    """
 
     op: str
     axis: str
@@ -57,7 +69,7 @@ class Ledger:
 
     def saw(self, event: Collective) -> None:
         """Enter a collective."""
-        self.entries.append(Entry(event.op, event.mesh.names[event.axis], event.sent))
+        self.entries.append(Entry(event.op, event.where, event.sent))
 
     def by_axis(self) -> dict[str, int]:
         """Bytes that this rank sent along each axis."""

@@ -1,5 +1,8 @@
 """Moves: routes carried out on local tensors, differentiable to any order.
 
+A move to another mesh is a route, a crossing and another route (see ``espalier.layout.crossings``); on
+ranks outside a mesh, what lies on it is without content.
+
 The backward of a move is the move of the gradient between the gradient layouts (see
 ``espalier.layout.transitions``), again by the cheapest route.
 """
@@ -13,7 +16,16 @@ from typing import Any
 import torch
 
 from espalier.comm import collectives as door
-from espalier.layout import Layout, Step, chunk_bounds, gradient_layout, route, same_data
+from espalier.layout import (
+    Layout,
+    Step,
+    chunk_bounds,
+    crossing,
+    gradient_layout,
+    local_box,
+    route,
+    same_data,
+)
 from espalier.layout.layout import AxisState
 from espalier.layout.transitions import (
     ALL_GATHER,
@@ -25,6 +37,7 @@ from espalier.layout.transitions import (
     REDUCE_SCATTER,
     SLICE,
 )
+from espalier.mesh import Mesh
 
 LocalStep = Callable[[torch.Tensor], torch.Tensor]
 
@@ -45,11 +58,21 @@ class Itinerary:
     )  # fmt: skip
 
     def __init__(self, src: Layout, dst: Layout) -> None:
+        if src.mesh is not dst.mesh:
+            dst = _other_names(src, dst)
         self.scale = _average_factor(src, dst)
         if self.scale is not None:
             # an average is a sum of parts already divided
             src, dst = _as_sums(src), _as_sums(dst)
         self._src, self._dst, self.mesh = src, dst, src.mesh
+        self._back: Itinerary | None = None
+        lacking = [s for s in src.axes if s in ("max", "min", "product")]
+        self.unsummed = lacking[0] if lacking else None
+        if src.mesh is not dst.mesh:
+            self.idle = self.cleared = False
+            self.summed: tuple[int, ...] = ()
+            self.forward = _across(src, dst)
+            return
         steps = () if same_data(src, dst) else route(src, dst).steps
         self.forward = tuple(_compiled(step) for step in steps if not _idle(step))
         back_src, back_dst = gradient_layout(dst), gradient_layout(src)
@@ -60,9 +83,6 @@ class Itinerary:
         sums = not returns and all(s.operation == ALL_REDUCE and s.src.axes[s.axis] == "sum" for s in busy)
         self.summed = tuple(s.axis for s in busy) if sums else ()
         self.cleared = bool(busy) and not returns and all(s.operation == KEEP for s in busy)
-        self._back: Itinerary | None = None
-        lacking = [s for s in src.axes if s in ("max", "min", "product")]
-        self.unsummed = lacking[0] if lacking else None
 
     def back(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient taken the other way."""
@@ -73,7 +93,7 @@ class Itinerary:
 
 @lru_cache(maxsize=65536)
 def itinerary(src: Layout, dst: Layout) -> Itinerary:
-    """The (cached) itinerary between two layouts of one global shape on one mesh.
+    """The (cached) itinerary between two layouts of one global shape.
 
     Raises:
         ValueError: there is no route.
@@ -155,6 +175,27 @@ class _Move(torch.autograd.Function):
         return ctx.way.back(grad), None
 
 
+class _Shadow(torch.autograd.Function):
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, device: str) -> torch.Tensor:
+        ctx.device = x.device
+        return x.to(device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.zeros_like(grad, device=ctx.device), None
+
+
+def on_dry(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """A plain tensor as an operand on a dry mesh: its shape. Its gradient there is zero."""
+    if x.device.type == mesh.device_type:
+        return x
+    shadow: torch.Tensor = _Shadow.apply(x, mesh.device_type)  # type: ignore[no-untyped-call]
+    return shadow
+
+
 # straight to C: the Python apply in between serves functorch and costs as much as the call
 _apply: Callable[[torch.Tensor, Itinerary], torch.Tensor] = super(torch.autograd.Function, _Move).apply
 
@@ -193,6 +234,49 @@ def _compiled(step: Step) -> LocalStep:
     return torch.zeros_like
 
 
+def _other_names(src: Layout, dst: Layout) -> Layout:
+    """``dst`` on the mesh of ``src``, if its own has the same ranks in the same places."""
+    src.mesh.check_same_world(dst.mesh)
+    if (src.mesh.ranks, src.mesh.shape) != (dst.mesh.ranks, dst.mesh.shape):
+        return dst
+    return Layout.of(src.mesh, dst.axes, dst.cuts, dst.shape)
+
+
+def _across(src: Layout, dst: Layout) -> tuple[LocalStep, ...]:
+    """The steps of a move to another mesh."""
+    leaving, landing, parcels, _ = crossing(src, dst)
+    before, behind = route(src, leaving).steps, route(landing, dst).steps
+    here, start, end = src.mesh.world_rank, local_box(leaving), local_box(landing)
+    gives: dict[int, list[Any]] = {}
+    gets: dict[int, list[Any]] = {}
+    kept = []
+    for giver, getter, box in parcels:
+        if giver == getter == here:
+            kept.append((box.within(start), box.within(end)))
+        elif giver == here:
+            gives.setdefault(getter, []).append(box.within(start))
+        elif getter == here:
+            gets.setdefault(giver, []).append(box.within(end))
+    concerned = src.mesh.is_member or dst.mesh.is_member
+    travels = concerned and any(giver != getter for giver, getter, _ in parcels)
+
+    def cross(x: torch.Tensor) -> torch.Tensor:
+        # along axes where it lands as addends, coordinate 0 alone gets the value
+        out = torch.zeros if landing.partial else torch.empty
+        landed = out(landing.local_shape, dtype=x.dtype, device=landing.mesh.device())
+        for here, there in kept:
+            landed[there].copy_(x[here])
+        if travels:
+            door.deliver(x, landed, src.mesh, dst.mesh, gives, gets, src.shape)
+        return landed
+
+    return (
+        *(_compiled(step) for step in before if not _idle(step)),
+        cross,
+        *(_compiled(step) for step in behind if not _idle(step)),
+    )
+
+
 def _among_zeros(x: torch.Tensor, dst: Layout, dim: int, piece: tuple[int, int]) -> torch.Tensor:
     out = x.new_zeros(dst.local_shape)
     out.narrow(dim, *piece).copy_(x)
@@ -201,11 +285,16 @@ def _among_zeros(x: torch.Tensor, dst: Layout, dim: int, piece: tuple[int, int])
 
 def _average_factor(src: Layout, dst: Layout) -> float | None:
     """What to multiply by when averages in either layout are written as sums; None without any."""
+    if "avg" not in src.axes and "avg" not in dst.axes:
+        return None
     factor = 1.0
-    for n, old, new in zip(src.mesh.shape, src.axes, dst.axes, strict=True):
-        if old != new:
-            factor *= (1 / n if old == "avg" else 1) * (n if new == "avg" else 1)
-    return factor if "avg" in src.axes or "avg" in dst.axes else None
+    for axis, (n, old) in enumerate(zip(src.mesh.shape, src.axes, strict=True)):
+        if old == "avg" and (src.mesh is not dst.mesh or dst.axes[axis] != old):
+            factor /= n
+    for axis, (n, new) in enumerate(zip(dst.mesh.shape, dst.axes, strict=True)):
+        if new == "avg" and (src.mesh is not dst.mesh or src.axes[axis] != new):
+            factor *= n
+    return factor
 
 
 def _as_sums(layout: Layout) -> Layout:

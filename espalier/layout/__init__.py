@@ -2,6 +2,7 @@
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from espalier.layout.crossings import Crossing, Parcel, crossing
 from espalier.layout.layout import Layout, same_data
 from espalier.layout.regions import Box, chunk_bounds, local_box, same_cuts
 from espalier.layout.routes import Route, Step, route
@@ -10,7 +11,9 @@ from espalier.layout.transitions import TABLE, gradient_layout, operation
 __all__ = [
     "TABLE",
     "Box",
+    "Crossing",
     "Layout",
+    "Parcel",
     "Partial",
     "Placement",
     "Replicate",
@@ -18,6 +21,7 @@ __all__ = [
     "Shard",
     "Step",
     "chunk_bounds",
+    "crossing",
     "gradient_layout",
     "local_box",
     "operation",

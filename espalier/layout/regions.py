@@ -6,6 +6,7 @@ empty. Where two axes cut one dim, the inner axis cuts each piece of the outer o
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,12 @@ class Box(NamedTuple):
         """The index that takes this box from the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """The index that takes this box from what holds ``outer``."""
+        return Box(
+            tuple(o - at for o, at in zip(self.offsets, outer.offsets, strict=True)), self.sizes
+        ).slices
+
 
 def chunk_bounds(size: int, n: int, index: int) -> tuple[int, int]:
     """Start and length of piece ``index`` of ``n`` of a dim of ``size``, as ``torch.chunk`` cuts."""
@@ -33,7 +40,7 @@ def chunk_bounds(size: int, n: int, index: int) -> tuple[int, int]:
 
 
 def bounds(
-    size: int, cut: tuple[int, ...], shape: tuple[int, ...], coordinate: tuple[int, ...]
+    size: int, cut: tuple[int, ...], shape: tuple[int, ...], coordinate: Sequence[int] | Mapping[int, int]
 ) -> tuple[int, int]:
     """Start and length of a dim that the axes ``cut`` (outermost first) have cut."""
     start = 0

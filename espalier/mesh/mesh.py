@@ -80,6 +80,7 @@ class Mesh:
         self._index = {name: i for i, name in enumerate(names)}
         if device_mesh is not None and self.is_member:
             self._groups = [device_mesh.get_group(i) if n > 1 else None for i, n in enumerate(shape)]
+        self._orders = [self._order(i, group) for i, group in enumerate(self._groups)]
 
     @staticmethod
     def from_env(
@@ -213,6 +214,22 @@ class Mesh:
         assert group is not None, "axes of size 1 and dry meshes have no process group"
         return group
 
+    def order(self, axis: int) -> tuple[int, ...] | None:
+        """For each coordinate of the axis its place in the process group; None where they are equal.
+
+        Torch sorts the ranks of a group, whatever their order in the mesh.
+        """
+        return self._orders[axis]
+
+    def _order(self, axis: int, group: dist.ProcessGroup | None) -> tuple[int, ...] | None:
+        if group is None:
+            return None
+        step = math.prod(self.shape[axis + 1 :])
+        first = self.rank - self.coordinate[axis] * step
+        along = [self.ranks[first + i * step] for i in range(self.shape[axis])]
+        order = tuple(dist.get_group_rank(group, rank) for rank in along)
+        return None if order == tuple(range(len(order))) else order
+
     def to_torch(self) -> DeviceMesh:
         """The ``DeviceMesh`` underneath.
 
@@ -231,6 +248,26 @@ class Mesh:
         if self.device_type == "cuda":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device(self.device_type)
+
+    def check_same_world(self, other: Mesh) -> None:
+        """See that a tensor can go from this mesh to another.
+
+        Raises:
+            ValueError: one is dry and the other not, or they are seen from different ranks, or are made
+                of different kinds of device, or one is a process alone, of which the others don't know.
+        """
+        mine, theirs = self._world(), other._world()
+        if mine != theirs:
+            raise ValueError(
+                f"A tensor cannot go from {self!r} to {other!r}: the first is {mine}, the second {theirs}. "
+                "Build both with Mesh.from_env (ranks= names a part of the world), or both with Mesh.dry "
+                "(world_rank= says from where they are seen)."
+            )
+
+    def _world(self) -> str:
+        if self._device_mesh is not None:
+            return f"of the running world ({self._device_mesh.device_type})"
+        return f"dry, seen from rank {self.world_rank}" if self.is_dry else "one process alone"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self

@@ -10,12 +10,13 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
-from espalier.comm.moves import itinerary, travel
+from espalier.comm.moves import itinerary, on_dry, travel
 from espalier.layout import Layout, route, same_data
 from espalier.layout.layout import R, V
 from espalier.layout.transitions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
@@ -135,7 +136,8 @@ class Entry:
         if self.placed.mesh.is_dry:
             # what is saved for backward must be plain: kernels of the meta device are partly Python, and
             # would ask a DTensor for its shape
-            args, kwargs = tree_map(_plain, args), tree_map(_plain, kwargs)
+            plain_ = partial(_plain, mesh=self.placed.mesh)
+            args, kwargs = tree_map(plain_, args), tree_map(plain_, kwargs)
         if self.tail is not None:
             return func(args[0], *self.tail)
         if self.run is not None:
@@ -163,8 +165,10 @@ class Entry:
         return out
 
 
-def _plain(x: Any) -> Any:
-    return x.as_subclass(torch.Tensor) if type(x) is DTensor else x
+def _plain(x: Any, mesh: Mesh) -> Any:
+    if type(x) is DTensor:
+        return x.as_subclass(torch.Tensor)
+    return on_dry(x, mesh) if isinstance(x, torch.Tensor) else x
 
 
 def _stamp(x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -353,7 +357,7 @@ def mesh_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Mesh:
     if len(meshes) != 1:
         raise ValueError(
             f"{getattr(func, '__name__', func)}: its DTensors lie on {len(meshes)} meshes: "
-            f"{', '.join(map(repr, meshes.values()))}. Bring them to one mesh first."
+            f"{', '.join(map(repr, meshes.values()))}. x.redistribute(mesh, placements) brings them to one."
         )
     return next(iter(meshes.values()))
 

@@ -213,17 +213,15 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """The same global value in another layout, by the cheapest route; differentiable.
 
+        To another mesh, of any shape and any ranks of the world, every rank of both must call it. On
+        ranks outside a mesh, a tensor that lies on it has a shape and no values.
+
         Args:
             async_op: taken for torch's sake; the result is always ready.
-            device_mesh: must be this tensor's own.
+            device_mesh: by default this tensor's own.
             placements: one for each axis.
         """
-        mesh = self._layout.mesh
-        if device_mesh is not None and as_mesh(device_mesh) is not mesh:
-            raise ValueError(
-                f"redistribute to another mesh: the tensor lies on {mesh!r}, asked for {device_mesh!r}. "
-                "Give placements on the tensor's own mesh."
-            )
+        mesh = self._layout.mesh if device_mesh is None else as_mesh(device_mesh)
         if placements is None:
             raise ValueError("redistribute needs placements, one for each axis of the mesh.")
         return redistribute(self, Layout(mesh, placements, self._layout.shape))
@@ -234,8 +232,17 @@ class DTensor(torch.Tensor):
         Args:
             grad_placements: what its gradients will be; by default every rank is taken to compute the
                 same from it. ``Partial()`` on axes where they compute different things.
+
+        Raises:
+            ValueError: this rank is outside the mesh, so it has no values.
         """
         lay = self._layout
+        if not lay.mesh.is_member:
+            raise ValueError(
+                f"The values of {lay!r} are on ranks {list(lay.mesh.ranks)}; this is rank "
+                f"{lay.mesh.world_rank}. On all of them, redistribute it to a mesh with this rank, or ask on "
+                "a rank of the mesh (mesh.is_member)."
+            )
         if grad_placements is not None:
             whole = redistribute(self, Layout.replicated(lay.mesh, lay.shape))
             return whole.to_local(grad_placements=grad_placements)
@@ -335,7 +342,7 @@ def layout_of(x: torch.Tensor, mesh: Mesh | None = None) -> Layout:
 
 
 def redistribute(x: DTensor, layout: Layout) -> DTensor:
-    """``x`` in another layout of the same mesh and shape, differentiable."""
+    """``x`` in another layout of the same shape, differentiable."""
     if x._layout is layout:
         return x
     with raw():

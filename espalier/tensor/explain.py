@@ -191,7 +191,7 @@ class Explanation(Watcher):
     def saw(self, event: Collective) -> None:
         """A collective: of the call that runs, or of the one whose backward runs."""
         self._met(event.mesh)
-        sent = Sent(event.op, event.mesh.names[event.axis], event.sent)
+        sent = Sent(event.op, event.where, event.sent)
         owner = self._trail.here() if in_backward() else None
         if owner is not None and not (self._stack and self._stack[-1].phase == "backward"):
             owner.sent_backward.append(sent)

@@ -12,6 +12,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm import move
+from espalier.comm.moves import on_dry
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.tensor.caller import user_frame
@@ -106,7 +107,7 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             if x is target and own is not full:
                 return moved.as_subclass(torch.Tensor).clone()
             return moved if x is target else moved.as_subclass(torch.Tensor)
-        return x
+        return on_dry(x, mesh) if mesh.is_dry and isinstance(x, torch.Tensor) else x
 
     with raw():
         local_args, local_kwargs = tree_map(whole, args), tree_map(whole, kwargs)
