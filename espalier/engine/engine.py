@@ -21,6 +21,7 @@ from espalier.parallel import Plan, arrange, lay_out_model
 from espalier.parallel.data.buckets import GradientBuckets
 from espalier.tensor import DTensor, full_tensor, plain, redistribute, stamp
 from espalier.tensor.fallback import tree_map
+from espalier.tensor.watch import claim
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -180,6 +181,7 @@ class Engine:
         def cut(x: Any) -> Any:
             if not isinstance(x, torch.Tensor) or isinstance(x, DTensor) or x.ndim == 0:
                 return x
+            claim(x, self.mesh, range(self.mesh.ndim), "the global batch given to the engine")
             return self.local_batch(x[self.batch_rows(x.shape[0])], x.shape[0])
 
         return tree_map(cut, dict(batch) if isinstance(batch, Mapping) else batch)

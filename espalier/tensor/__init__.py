@@ -1,5 +1,7 @@
 """DTensor: a typed local tensor above autograd, its dispatcher, rules and public functions."""
 
+import os
+
 from espalier.tensor import dispatch as _dispatch  # puts the dispatcher into DTensor
 from espalier.tensor.api import (
     distribute_tensor,
@@ -19,16 +21,20 @@ from espalier.tensor.explain import Explanation, explain, explaining
 from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.guard import install as _install_guard
 from espalier.tensor.rules.spec import Operand, Spec
+from espalier.tensor.sanitize import SanitizeError, sanitize, switch_on
 from espalier.tensor.strictness import strict
 
 _install_guard()
 assert _dispatch
+if os.environ.get("ESPALIER_SANITIZE", "0") not in ("", "0"):
+    switch_on(os.environ["ESPALIER_SANITIZE"])
 
 __all__ = [
     "DTensor",
     "Explanation",
     "GatherWarning",
     "Operand",
+    "SanitizeError",
     "Spec",
     "distribute_tensor",
     "empty",
@@ -45,6 +51,7 @@ __all__ = [
     "randn",
     "redistribute",
     "register_rule",
+    "sanitize",
     "stamp",
     "strict",
     "zeros",

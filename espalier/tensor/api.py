@@ -20,6 +20,7 @@ from espalier.tensor.fallback import tree_map
 from espalier.tensor.random import draw_key, normal, uniform
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.spec import RuleFunction
+from espalier.tensor.watch import claim
 
 
 def distribute_tensor(
@@ -63,6 +64,8 @@ def lay_out(tensor: torch.Tensor, layout: Layout, *, send: bool = True) -> DTens
     """
     value = tensor.detach()
     mesh = layout.mesh
+    if not send:
+        claim(value, mesh, range(mesh.ndim), "a tensor laid out as equal on all ranks")
     if mesh.is_dry:
         local = torch.empty(layout.local_shape, dtype=value.dtype, device=mesh.device_type)
     else:
@@ -104,6 +107,7 @@ def from_local(
             f"from_local: rank {mesh.rank} gave a part of the shape {list(local.shape)}, but {layout!r} "
             f"gives it {list(layout.local_shape)}. Pieces are cut as torch.chunk does; pass the right shape=."
         )
+    claim(local, mesh, [a for a, s in enumerate(layout.axes) if s == R], "from_local's part")
     if run_check:
         _check_replicas(local.detach(), layout)
     return stamp(local.view_as(local), layout)

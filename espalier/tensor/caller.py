@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from types import CodeType, FrameType
@@ -55,11 +56,12 @@ def library_function() -> str:
     return "backward"
 
 
+_WATCHERS = ("watch", "explain", "sanitize", "compare", "caller")
 _BELOW = (
     os.path.join(_OURS, "comm") + os.sep,
-    *(os.path.join(_OURS, "tensor", name) for name in ("watch.py", "explain.py", "sanitize.py", "caller.py")),
+    *(os.path.join(_OURS, "tensor", f"{name}.py") for name in _WATCHERS),
 )
 
 
 def _inside(path: str) -> bool:
-    return path.startswith((_OURS, _TORCH)) and not path.startswith(_MODELS)
+    return path.startswith((_OURS, _TORCH, contextlib.__file__)) and not path.startswith(_MODELS)

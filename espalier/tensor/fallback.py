@@ -95,8 +95,7 @@ def _into(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Any:
     name = getattr(func, "__name__", str(func))
     held: list[Layout] = []
-    writes = _writes(func, name)
-    target = args[0] if args and writes else None
+    target = args[0] if args and writes(func, name) else None
 
     def whole(x: Any) -> Any:
         if type(x) is DTensor:
@@ -129,7 +128,8 @@ def _stamp_whole(x: Any, mesh: Mesh) -> Any:
     return x
 
 
-def _writes(func: Callable[..., Any], name: str) -> bool:
+def writes(func: Callable[..., Any], name: str) -> bool:
+    """Whether a function writes to its first argument, to go by its name."""
     return (
         (name.endswith("_") and not name.endswith("__"))
         or name in ("__setitem__", "__set__")

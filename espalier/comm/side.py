@@ -1,0 +1,107 @@
+"""Talk beside the traffic: short messages among all ranks of a mesh, with a time limit.
+
+For tools that watch a program. The talk has a gloo group of its own on the CPU, whatever carries the
+tensors, so it mixes with no other traffic, stands in no ledger, and a rank that does not come is an
+error after the limit instead of a wait for ever. What a rank does last it leaves as a note in the
+store that all ranks share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from espalier.mesh import Mesh
+
+_SHORT = 2048  # bytes of a message that goes in one exchange
+
+
+class Absent(RuntimeError):
+    """Not all ranks came within the limit.
+
+    Attributes:
+        seen: for each rank of the mesh (number of the last exchange it came to, what it said it does).
+        number: the exchange that this rank waited in.
+    """
+
+    def __init__(self, seen: list[tuple[int, str]], number: int, cause: str) -> None:
+        super().__init__(cause)
+        self.seen, self.number = seen, number
+
+
+class Side:
+    """The talk of one mesh; made by all its ranks at one place of the program.
+
+    Args:
+        limit: seconds that a rank waits for the others.
+        doing: what this rank does, for its note.
+    """
+
+    def __init__(self, mesh: Mesh, limit: float, doing: str) -> None:
+        self._rank, self._size, self._count = mesh.rank, mesh.size, 0
+        self._limit = timedelta(seconds=limit)
+        base = dist.PrefixStore("espalier.side/" + "-".join(map(str, mesh.ranks)), _default_store())
+        # each rank counts its own talks; where all are in step the numbers agree
+        number = base.add(f"talks/{self._rank}", 1)
+        self._store = dist.PrefixStore(str(number), base)
+        self._group: Any = None
+        self.note(doing)
+
+    def exchange(self, message: bytes, doing: str) -> list[bytes]:
+        """What each rank says, in the order of the mesh's ranks.
+
+        Raises:
+            Absent: not all came.
+        """
+        self._count += 1
+        self.note(doing)
+        try:
+            if self._group is None:
+                self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, self._limit)
+            return self._gathered(message)
+        except (RuntimeError, dist.DistStoreError) as error:
+            raise Absent(self._notes(), self._count, str(error)) from None
+
+    def note(self, doing: str) -> None:
+        """Leave word of what this rank does."""
+        self._store.set(f"note/{self._rank}", json.dumps([self._count, doing]))
+
+    def _gathered(self, message: bytes) -> list[bytes]:
+        head = len(message).to_bytes(8, "little")
+        first = self._all_gather((head + message[:_SHORT]).ljust(8 + _SHORT, b"\0"))
+        lengths = [int.from_bytes(m[:8], "little") for m in first]
+        longest = max(lengths)
+        told = [m[8:] for m in first]
+        if longest > _SHORT:
+            told = self._all_gather(message.ljust(longest, b"\0"))
+        return [m[:n] for m, n in zip(told, lengths, strict=True)]
+
+    def _all_gather(self, message: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        theirs = [torch.empty_like(mine) for _ in range(self._size)]
+        self._group.allgather([theirs], [mine]).wait()
+        return [bytes(x.numpy()) for x in theirs]
+
+    def _notes(self) -> list[tuple[int, str]]:
+        found = []
+        for rank in range(self._size):
+            key = f"note/{rank}"
+            known = self._store.check([key])
+            count, doing = json.loads(self._store.get(key)) if known else (0, "nothing that it told of")
+            found.append((int(count), str(doing)))
+        return found
+
+
+def _default_store() -> Any:
+    # torch has no public name for it
+    return dist.distributed_c10d._get_default_store()
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in words."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
