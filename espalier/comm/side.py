@@ -9,6 +9,7 @@ store that all ranks share.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -60,16 +61,22 @@ class Side:
         """
         self._count += 1
         self.note(doing)
+        began = time.monotonic()
         try:
             if self._group is None:
                 self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, self._limit)
             return self._gathered(message)
         except (RuntimeError, dist.DistStoreError) as error:
-            raise Absent(self._notes(), self._count, str(error)) from None
+            # one that went away breaks the talk at once, when others are still on their way
+            while (notes := self._notes()) and time.monotonic() < began + self._limit.total_seconds():
+                if all(left or count >= self._count for count, _, left in notes):
+                    break
+                time.sleep(0.05)
+            raise Absent([note[:2] for note in notes], self._count, str(error)) from None
 
-    def note(self, doing: str) -> None:
-        """Leave word of what this rank does."""
-        self._store.set(f"note/{self._rank}", json.dumps([self._count, doing]))
+    def note(self, doing: str, left: bool = False) -> None:
+        """Leave word of what this rank does, and whether it will not come again."""
+        self._store.set(f"note/{self._rank}", json.dumps([self._count, doing, left]))
 
     def _gathered(self, message: bytes) -> list[bytes]:
         head = len(message).to_bytes(8, "little")
@@ -87,13 +94,13 @@ class Side:
         self._group.allgather([theirs], [mine]).wait()
         return [bytes(x.numpy()) for x in theirs]
 
-    def _notes(self) -> list[tuple[int, str]]:
+    def _notes(self) -> list[tuple[int, str, bool]]:
         found = []
         for rank in range(self._size):
             key = f"note/{rank}"
             known = self._store.check([key])
-            count, doing = json.loads(self._store.get(key)) if known else (0, "nothing that it told of")
-            found.append((int(count), str(doing)))
+            told = json.loads(self._store.get(key)) if known else (0, "nothing that it told of", False)
+            found.append((int(told[0]), str(told[1]), bool(told[2])))
         return found
 
 

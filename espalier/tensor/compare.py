@@ -127,7 +127,7 @@ class Desk:
     def leave(self, doing: str) -> None:
         """Tell the others, who may be waiting, that this rank will not come again."""
         if self._side is not None:
-            self._side.note(doing)
+            self._side.note(doing, left=True)
 
     def meet(self, doing: str, where: str, size: str = "", axis: int | None = None) -> None:
         """Compare with the other ranks what was written down since the last meeting, and this meeting.
@@ -296,7 +296,7 @@ class Desk:
         missing = [self.mesh.ranks[i] for i in late]
         last = "; ".join(f"rank {self.mesh.ranks[i]} was last seen at {absent.seen[i][1]}" for i in late)
         text = (
-            f"{named(missing)} did not come within {self._limit:g} seconds. {last}."
+            f"{named(missing)} did not come (the limit is {self._limit:g} seconds). {last}."
             if missing
             else f"the others came too late, or went away ({absent})."
         )
