@@ -58,7 +58,8 @@ class Entry:
     """How one kind of call is carried out."""
 
     __slots__ = (
-        "flat", "moves", "out", "outs", "placed", "quick", "run", "simple", "tail", "writes", "written"
+        "flat", "keeps", "moves", "out", "outs", "placed", "quick", "run", "simple", "tail", "writes",
+        "written",
     )  # fmt: skip
 
     def __init__(self, spec: Spec, placed: Placed, operands: list[Operand]) -> None:
@@ -74,6 +75,9 @@ class Entry:
             if o.path != self.written and not same_data(o.layout, dst)
         )
         self.moves = tuple(m for m in moves if not m.way.idle)
+        # the gradient of what is linear in all it is differentiated by needs none of their values
+        floats = {o.index for o in operands if o.dtype.is_floating_point or o.dtype.is_complex}
+        self.keeps = not any(floats <= set(group) for group in spec.linear)
         self.simple = self.quick = self.writes = self.flat = False
 
     def settle(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -102,7 +106,7 @@ class Entry:
                     continue
                 moved = _moved(x, m)
                 args, kwargs = _with(args, kwargs, m.path, moved)
-                if m.gathers and moved.requires_grad:
+                if m.gathers and self.keeps and moved.requires_grad:
                     shards.append(_shard_of(x, moved, m))
                     gathered.append(moved)
             if shards:

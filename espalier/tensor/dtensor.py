@@ -88,6 +88,11 @@ class DTensor(torch.Tensor):
 
     nelement = numel
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the global tensor's elements."""
+        return self.numel() * self.element_size()
+
     def stride(self, dim: int | None = None) -> Any:
         """The strides of the global tensor, as if it were contiguous."""
         if not _intercepted():

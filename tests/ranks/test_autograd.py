@@ -293,8 +293,29 @@ def shares_the_reduction(rank: int, world: int) -> None:
     assert [e.op for e in book.entries] == ["all_gather", "all_gather", "reduce_scatter"]
 
 
+def gathers_no_value_in_vain(rank: int, world: int) -> None:
+    """The backward pass of what is linear needs no value, so nothing is gathered again for it."""
+    mesh = line(world)
+    x = distribute_tensor(values(5, 4), mesh, [S(0)]).requires_grad_()
+    total = torch.cat([x[:1].clone(), x.flip(0)]).cumsum(0).sum()
+    with espalier.ledger(mesh) as book:
+        total.backward()
+    assert all(entry.op != "all_gather" for entry in book.entries), book
+    plain = values(5, 4).requires_grad_()
+    torch.cat([plain[:1].clone(), plain.flip(0)]).cumsum(0).sum().backward()
+    assert torch.equal(x.grad.full_tensor(), plain.grad)
+
+
 @pytest.mark.parametrize(
-    "body", [hooks, custom_functions, keeps_shards, keeps_what_it_must, shares_the_reduction]
+    "body",
+    [
+        hooks,
+        custom_functions,
+        keeps_shards,
+        keeps_what_it_must,
+        gathers_no_value_in_vain,
+        shares_the_reduction,
+    ],
 )
 def test_graphs(ranks: Any, body: Any) -> None:
     ranks(2, body)
