@@ -187,8 +187,8 @@ def send(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list
     return wire.new_empty(sum(gets)) if mesh.is_dry else _exchanged(wire, mesh, axis, gets, gives)
 
 
-def broadcast(x: torch.Tensor, mesh: Mesh, axis: int) -> torch.Tensor:
-    """The value of the axis' coordinate 0, on every rank."""
+def broadcast(x: torch.Tensor, mesh: Mesh, axis: int, source: int = 0) -> torch.Tensor:
+    """The value of one coordinate of the axis, on every rank."""
     n = mesh.shape[axis]
     if n == 1:
         return x
@@ -197,8 +197,36 @@ def broadcast(x: torch.Tensor, mesh: Mesh, axis: int) -> torch.Tensor:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
     order = mesh.order(axis)
-    dist.broadcast(_wire(out), group_src=0 if order is None else order[0], group=mesh.group(axis))
+    dist.broadcast(_wire(out), group_src=source if order is None else order[source], group=mesh.group(axis))
     return out
+
+
+def scatter(
+    x: torch.Tensor, mesh: Mesh, axis: int, dim: int, shape: Sequence[int], source: int = 0
+) -> torch.Tensor:
+    """This rank's piece, along ``dim``, of the value that one coordinate of the axis has.
+
+    Args:
+        x: on the source the value, of ``shape``; of the others its dtype and device count alone.
+    """
+    n, here = mesh.shape[axis], mesh.coordinate[axis]
+    if n == 1:
+        return x
+    size = shape[dim]
+    piece = -(-size // n)
+    own = chunk_bounds(size, n, here)[1]
+    padded = [*shape[:dim], piece, *shape[dim + 1 :]]
+    sent = (n - 1) * math.prod(padded) * x.element_size() if here == source else 0
+    _record(mesh, "scatter", axis, sent, x, shape)
+    if mesh.is_dry:
+        return x.new_empty([*shape[:dim], own, *shape[dim + 1 :]])
+    pieces, order = None, mesh.order(axis) or range(n)
+    if here == source:
+        cut = [_wire(_pad(x.narrow(dim, *chunk_bounds(size, n, i)), dim, piece)) for i in range(n)]
+        pieces = _by_place(cut, tuple(order))
+    out = x.new_empty(padded)
+    dist.scatter(_wire(out), pieces, group_src=order[source], group=mesh.group(axis))
+    return out if own == piece else out.narrow(dim, 0, own).contiguous()
 
 
 Slices = tuple[slice, ...]

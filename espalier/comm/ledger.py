@@ -131,7 +131,8 @@ def observed(observer: Observer) -> Iterator[None]:
     """Show ``observer`` all traffic while the context is open, on meshes still to be made too."""
     Mesh.everywhere = (*Mesh.everywhere, observer)
     for mesh in list(Mesh.known):
-        mesh.ledgers.append(observer)
+        if all(other is not observer for other in mesh.ledgers):  # a mesh and its parts share theirs
+            mesh.ledgers.append(observer)
     try:
         yield
     finally:

@@ -159,6 +159,48 @@ def _carried(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
     return x
 
 
+def as_addend(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This rank's part in the reductions, along the axes where ``layout`` is Partial, that give ``x``."""
+    for op, rest in (("sum", torch.zeros_like), ("product", torch.ones_like)):
+        if any(s == op and layout.mesh.coordinate[a] for a, s in enumerate(layout.axes)):
+            return rest(x)
+    return x  # the average, maximum or minimum of equal values is the value
+
+
+def move_as(
+    x: torch.Tensor, src: Layout, dst: Layout, forward_dtype: torch.dtype, backward_dtype: torch.dtype
+) -> torch.Tensor:
+    """:func:`move` in other dtypes than that of ``x``.
+
+    Args:
+        forward_dtype: that of the communication and of the result.
+        backward_dtype: that of the communication of the gradient, which then takes that of ``x``.
+    """
+    way = itinerary(src, dst)
+    if way.unsummed is not None and x.requires_grad and torch.is_grad_enabled():
+        travel(x, way)  # raises
+    moved: torch.Tensor = _MoveAs.apply(x, way, forward_dtype, backward_dtype)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _MoveAs(torch.autograd.Function):
+    espalier = True
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, way: Itinerary, forward_dtype: torch.dtype, backward_dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.way, ctx.dtypes = way, (x.dtype, backward_dtype)
+        out = travel(x.to(forward_dtype), way)
+        return out.detach() if out is x else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        own, passing = ctx.dtypes
+        back = ctx.way.back(grad.to(passing))
+        return (back if ctx.way.scale is None else back * ctx.way.scale).to(own), None, None, None
+
+
 class _Move(torch.autograd.Function):
     espalier = True
 

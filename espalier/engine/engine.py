@@ -289,7 +289,7 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 def _share_random_state(mesh: Mesh) -> None:
     """All ranks go on from rank 0's random state: DTensors draw their keys from it."""
-    if mesh.is_dry or mesh.size == 1:
+    if mesh.is_dry or mesh.size() == 1:
         return
     state = torch.get_rng_state().to(mesh.device())
     for axis in range(mesh.ndim):

@@ -24,14 +24,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from espalier.mesh.process import start
+from espalier.mesh.torch_names import TorchNames, current_mesh
 
 MAX_AXES = 8
 
 
-class Mesh:
+class Mesh(TorchNames):
     """Ranks on named axes; immutable.
 
-    Use :meth:`from_env`, :meth:`from_torch`, :meth:`single` or :meth:`dry`.
+    Use :meth:`from_env`, :meth:`from_torch`, :meth:`single` or :meth:`dry`. ``mesh["tensor"]`` is the mesh of
+    one axis, or of several. It also answers to the names of torch's ``DeviceMesh``.
 
     Attributes:
         names: the axes' names, outermost first.
@@ -73,11 +75,12 @@ class Mesh:
         self.world_rank = self.ranks[place] if world_rank is None else world_rank
         self.is_member = self.ranks[place] == self.world_rank
         self.ledgers: list[Any] = list(Mesh.everywhere)
+        self._device_mesh = device_mesh
         Mesh.known.add(self)
         self.lately: Any = None
-        self._device_mesh = device_mesh
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
         self._index = {name: i for i, name in enumerate(names)}
+        self._parts: dict[tuple[str, ...], Mesh] = {}
         if device_mesh is not None and self.is_member:
             self._groups = [device_mesh.get_group(i) if n > 1 else None for i, n in enumerate(shape)]
         self._orders = [self._order(i, group) for i, group in enumerate(self._groups)]
@@ -128,7 +131,9 @@ class Mesh:
 
         On a rank outside it the mesh is dry (:attr:`is_member` says which).
         """
-        known: Mesh | None = getattr(device_mesh, "_espalier_mesh", None)
+        # torch makes a new object for each slice of a mesh, equal to the last: the root remembers ours
+        family = _family(device_mesh)
+        known = family.get(device_mesh)
         if known is not None:
             return known
         shape = tuple(device_mesh.mesh.shape)
@@ -144,7 +149,9 @@ class Mesh:
             ranks=device_mesh.mesh.flatten().tolist(),
             world_rank=dist.get_rank(),
         )
-        device_mesh._espalier_mesh = mesh  # type: ignore[attr-defined]
+        for relative in family.values():
+            mesh.ledgers = relative.ledgers
+        family[device_mesh] = mesh
         return mesh
 
     @staticmethod
@@ -183,10 +190,33 @@ class Mesh:
             world_rank=world_rank,
         )
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return math.prod(self.shape)
+    def __getitem__(self, axes: str | tuple[str, ...]) -> Mesh:
+        """The mesh of some axes, at this rank's coordinate on the others; the two share their ledgers.
+
+        Raises:
+            ValueError: there is no axis of that name.
+        """
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        picked = [self.axis(name) for name in names]
+        if names == self.names:
+            return self
+        if self._device_mesh is not None and self.is_member:
+            return Mesh.from_torch(self._device_mesh[names])
+        if names not in self._parts:
+            here = [slice(None) if a in picked else c for a, c in enumerate(self.coordinate)]
+            kept = _array(self.ranks, self.shape)[tuple(here)]
+            part = Mesh(
+                names,
+                tuple(self.shape[a] for a in picked),
+                coordinate=tuple(self.coordinate[a] for a in picked),
+                device_type=self.device_type,
+                is_dry=self.is_dry,
+                ranks=kept.permute([sorted(picked).index(a) for a in picked]).flatten().tolist(),
+                world_rank=self.world_rank,
+            )
+            part.ledgers = self.ledgers
+            self._parts[names] = part
+        return self._parts[names]
 
     @property
     def ndim(self) -> int:
@@ -282,10 +312,12 @@ class Mesh:
 MeshLike = Mesh | DeviceMesh
 
 
-def as_mesh(mesh: MeshLike) -> Mesh:
-    """Take Espalier's mesh or torch's ``DeviceMesh``."""
+def as_mesh(mesh: MeshLike | None) -> Mesh:
+    """Take Espalier's mesh or torch's ``DeviceMesh``; None is the one whose ``with`` block is open."""
     if isinstance(mesh, Mesh):
         return mesh
+    if mesh is None:
+        return as_mesh(current_mesh())
     if isinstance(mesh, DeviceMesh):
         return Mesh.from_torch(mesh)
     raise TypeError(
@@ -324,6 +356,13 @@ def _check_ranks(
             f"The mesh {given} needs {math.prod(shape)} different rank(s)"
             f"{f' of the {world} running' if world is not None else ''}; got ranks {list(ranks)}."
         )
+
+
+def _family(device_mesh: DeviceMesh) -> dict[DeviceMesh, Mesh]:
+    """The meshes made so far of a ``DeviceMesh`` and of the slices of its root."""
+    root = device_mesh._get_root_mesh() if hasattr(device_mesh, "_get_root_mesh") else device_mesh
+    family: dict[DeviceMesh, Mesh] = vars(root).setdefault("_espalier_meshes", {})
+    return family
 
 
 def _check_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> None:

@@ -3,23 +3,25 @@
 import os
 
 from espalier.tensor import dispatch as _dispatch  # puts the dispatcher into DTensor
-from espalier.tensor.api import (
-    distribute_tensor,
-    empty,
-    full,
-    full_tensor,
-    lay_out,
-    local_map,
-    ones,
-    rand,
-    randn,
-    register_rule,
-    zeros,
-)
+from espalier.tensor.api import distribute_tensor, full_tensor, lay_out, register_rule
 from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, stamp
 from espalier.tensor.explain import Explanation, explain, explaining
+from espalier.tensor.factories import (
+    arange,
+    empty,
+    eye,
+    full,
+    linspace,
+    logspace,
+    ones,
+    rand,
+    randint,
+    randn,
+    zeros,
+)
 from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.guard import install as _install_guard
+from espalier.tensor.local_map import local_map
 from espalier.tensor.rules.spec import Operand, Spec
 from espalier.tensor.sanitize import SanitizeError, sanitize, switch_on
 from espalier.tensor.strictness import strict
@@ -36,18 +38,23 @@ __all__ = [
     "Operand",
     "SanitizeError",
     "Spec",
+    "arange",
     "distribute_tensor",
     "empty",
     "explain",
     "explaining",
+    "eye",
     "full",
     "full_tensor",
     "lay_out",
     "layout_of",
+    "linspace",
     "local_map",
+    "logspace",
     "ones",
     "plain",
     "rand",
+    "randint",
     "randn",
     "redistribute",
     "register_rule",

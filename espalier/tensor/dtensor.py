@@ -14,6 +14,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm import move
+from espalier.comm.moves import move_as
 from espalier.layout import Layout, Placement, gradient_layout
 from espalier.layout.layout import R, V
 from espalier.mesh import Mesh
@@ -169,30 +170,43 @@ class DTensor(torch.Tensor):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
-        device_mesh: MeshLike,
+        device_mesh: MeshLike | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
         """The DTensor of which each rank gives its part; gradients flow to ``local_tensor``.
 
         Args:
             local_tensor: this rank's part; on axes where it is replicated, equal on all ranks.
-            device_mesh: an :class:`espalier.Mesh` or torch ``DeviceMesh``.
+            device_mesh: an :class:`espalier.Mesh` or torch ``DeviceMesh``; by default the one whose ``with``
+                block is open.
             placements: one for each axis; replicated by default.
-            run_check: compare what should be equal across ranks (a collective on each axis).
+            run_check: compare shapes and dtype across ranks, and take the values of coordinate 0 on axes
+                where it is replicated (collectives on each axis).
             shape: the global shape; by default every rank is taken to hold parts of equal size.
             stride: taken for torch's sake; a DTensor's strides are those of a contiguous tensor.
+            grad_placements: how the gradients of the parts lie. By default they follow from the value's
+                type: a shard's is a shard; the others are whole on every rank. ``Partial()`` where it is
+                replicated: the gradients that the ranks get add up to the whole one.
 
         Raises:
-            ValueError: this rank's part does not have the shape that the layout gives it, or the check
-                found ranks that differ.
+            ValueError: this rank's part does not have the shape that the layout gives it, the check
+                found ranks that differ, or ``grad_placements`` cannot be.
         """
         from espalier.tensor.api import from_local
 
-        return from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape)
+        return from_local(
+            local_tensor,
+            device_mesh,
+            placements,
+            run_check=run_check,
+            shape=shape,
+            grad_placements=grad_placements,
+        )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, a plain tensor; gradients flow back.
@@ -215,6 +229,8 @@ class DTensor(torch.Tensor):
         placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """The same global value in another layout, by the cheapest route; differentiable.
 
@@ -225,11 +241,19 @@ class DTensor(torch.Tensor):
             async_op: taken for torch's sake; the result is always ready.
             device_mesh: by default this tensor's own.
             placements: one for each axis.
+            forward_dtype: that of the communication and of the result; by default the tensor's own.
+            backward_dtype: that of the gradient's communication; by default the tensor's own.
         """
         mesh = self._layout.mesh if device_mesh is None else as_mesh(device_mesh)
         if placements is None:
             raise ValueError("redistribute needs placements, one for each axis of the mesh.")
-        return redistribute(self, Layout(mesh, placements, self._layout.shape))
+        layout = Layout(mesh, placements, self._layout.shape)
+        own = self.dtype
+        forward_dtype, backward_dtype = forward_dtype or own, backward_dtype or own
+        if forward_dtype == backward_dtype == own:
+            return redistribute(self, layout)
+        with raw():
+            return stamp(move_as(plain(self), self._layout, layout, forward_dtype, backward_dtype), layout)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The global tensor, plain, on every rank (a collective: call it on all ranks).
@@ -253,6 +277,12 @@ class DTensor(torch.Tensor):
             return whole.to_local(grad_placements=grad_placements)
         with raw():
             return plain(move(self, lay, Layout.replicated(lay.mesh, lay.shape)))
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        """This rank's part, plain and outside autograd (torch's name for it, which programs use)."""
+        with raw():
+            return plain(self.detach())
 
     # ---- values, copies
 

@@ -82,6 +82,12 @@ def normal(layout: Layout, key: int, dtype: torch.dtype, device: torch.device) -
     return radius.mul_(angle.cos_()).to(dtype)
 
 
+def integers(layout: Layout, key: int, low: int, high: int, device: torch.device) -> torch.Tensor:
+    """This rank's part of whole numbers in [low, high), as int64."""
+    raw = bits(element_index(layout, device), key)
+    return raw.bitwise_and_((1 << 62) - 1).remainder_(high - low).add_(low)
+
+
 def uniform_open(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Uniform values in (0, 1] from random bits."""
     digits = _DIGITS[dtype]

@@ -99,7 +99,7 @@ def train(job: Job, progress: Progress | None = None) -> Summary | None:
     state = engine.full_state_dict()
     if not first:
         return None
-    return _finish(job, text, records, state, parameters, engine.mesh.size)
+    return _finish(job, text, records, state, parameters, engine.mesh.size())
 
 
 class Loop:

@@ -435,7 +435,7 @@ def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
                 combos = drawn_layouts(xs, mesh, few if first else 1, rng) if few else iter(())
             else:
                 combos = axis_layouts(
-                    xs, mesh, None if first else FEW, of.most if mesh.size == 2 else of.most // 3, rng
+                    xs, mesh, None if first else FEW, of.most if mesh.size() == 2 else of.most // 3, rng
                 )
             for layouts in combos:
                 line = _tried(function, sample, layouts, values, wanted, of, generator)

@@ -42,7 +42,7 @@ def from_torch(rank: int, world: int) -> None:
     x = espalier.distribute_tensor(torch.arange(6.0), theirs, [Shard(0), Replicate()])
     assert x.device_mesh is ours and torch.equal(x.full_tensor(), torch.arange(6.0))
     again = Mesh.from_env({"data": 2, "tensor": 2})
-    assert again.coordinate == ours.coordinate and again.size == 4
+    assert again.coordinate == ours.coordinate and again.size() == 4
     with pytest.raises(ValueError, match="needs 6 rank"):
         Mesh.from_env({"data": 3, "tensor": 2})
 
@@ -65,7 +65,7 @@ def parts_of_the_world(rank: int, world: int) -> None:
     else:
         assert upper.is_dry and x.device.type == "meta"
     alone = Mesh.from_env({"a": 1}, ranks=[2])
-    assert alone.is_member == (rank == 2) and alone.size == 1
+    assert alone.is_member == (rank == 2) and alone.size() == 1
     theirs = DeviceMesh("cpu", [[2, 0]], mesh_dim_names=("x", "y"))
     ours = Mesh.from_torch(theirs)
     assert ours.ranks == (2, 0) and ours.coordinate == ((0, 1) if rank == 0 else (0, 0))
@@ -88,6 +88,65 @@ def test_dry_meshes_are_seen_from_a_rank_of_a_world() -> None:
         Mesh.dry({"a": 2}, ranks=[1, 1])
 
 
+def parts(rank: int, world: int) -> None:
+    theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    ours = Mesh.from_torch(theirs)
+    part = ours["tensor"]
+    # torch makes a new slice each time
+    assert part is ours["tensor"] and part is Mesh.from_torch(theirs["tensor"])
+    assert part.names == ("tensor",) and part.shape == (2,) and part.coordinate == (rank % 2,)
+    assert ours["data", "tensor"] is ours
+    # what a program may ask torch's mesh, ours answers alike
+    for mine, other in ((ours, theirs), (part, theirs["tensor"])):
+        for name in ("ndim", "shape", "device_type", "mesh_dim_names"):
+            assert getattr(mine, name) == getattr(other, name), name
+        assert torch.equal(mine.mesh, other.mesh) and mine == other and hash(mine) == hash(other)
+        assert mine.get_rank() == other.get_rank() and mine.get_coordinate() == other.get_coordinate()
+        assert mine.size() == other.size() and mine.get_all_groups() == other.get_all_groups()
+        for axis in range(other.ndim):
+            assert mine.size(axis) == other.size(axis)
+            assert mine.get_local_rank(axis) == other.get_local_rank(axis)
+            assert mine.get_group(axis) == other.get_group(axis)
+            name = other.mesh_dim_names[axis]
+            assert mine.get_group(name) == other.get_group(name) == mine[name].get_group()
+    with pytest.raises(ValueError, match="say which of data, tensor"):
+        ours.get_local_rank()
+    with pytest.raises(ValueError, match="no axis 'pipe'"):
+        ours["pipe"]
+    x = espalier.distribute_tensor(torch.arange(6.0), theirs["tensor"], [Shard(0)])
+    with espalier.ledger(ours) as book:
+        assert (x + espalier.ones(6, device_mesh=part)).sum().item() == 21
+    assert book.by_axis() == {"tensor": 8}
+    with theirs["tensor"], ours["data"]:
+        inner = espalier.zeros(4, placements=[Shard(0)])
+        assert inner.device_mesh is ours["data"]
+    with theirs["tensor"]:
+        assert espalier.zeros(4).device_mesh is part
+    with pytest.raises(ValueError, match="with mesh"):
+        espalier.zeros(4)
+
+
+def test_parts_of_a_mesh_and_torchs_names(ranks: Any) -> None:
+    ranks(4, parts)
+
+
+def test_parts_of_dry_and_single_meshes() -> None:
+    dry = Mesh.dry({"data": 4, "tensor": 8}, coordinate=(3, 5))
+    part = dry["tensor"]
+    assert part is dry["tensor"] and part.is_dry and part.shape == (8,) and part.get_local_rank() == 5
+    assert dry.mesh.shape == (4, 8) and dry != part and part.ranks == tuple(range(24, 32))
+    assert dry["tensor", "data"].shape == (8, 4) and dry["tensor", "data"].ranks[:2] == (0, 8)
+    outside = Mesh.dry({"a": 2, "b": 2}, ranks=[4, 5, 6, 7], world_rank=2)["b"]
+    assert outside.ranks == (4, 5) and not outside.is_member and outside.get_coordinate() is None
+    with espalier.ledger(dry) as book:
+        espalier.zeros(8, device_mesh=part, placements=[Shard(0)]).full_tensor()
+    assert [entry.axis for entry in book.entries] == ["tensor"]
+    single = Mesh.single(("data", "tensor"))
+    assert single["data"].size() == 1 and single.get_rank() == 0
+    with single["data"]:
+        assert espalier.ones(2).device_mesh is single["data"]
+
+
 def test_dry_mesh_of_4096_ranks_takes_no_time() -> None:
     begin = time.perf_counter()
     mesh = Mesh.dry({"data": 64, "pipe": 8, "tensor": 8}, coordinate=(63, 7, 7))
@@ -95,7 +154,7 @@ def test_dry_mesh_of_4096_ranks_takes_no_time() -> None:
     x = espalier.zeros(1000, 1000, device_mesh=mesh, placements=layout.placements)
     y = x.redistribute(mesh, [Replicate(), Replicate(), Shard(0)])
     taken = time.perf_counter() - begin
-    assert mesh.size == 4096 and mesh.rank == 4095
+    assert mesh.size() == 4096 and mesh.rank == 4095
     assert x.to_local().shape == (0, 125) and y.to_local().shape == (125, 1000)
     # a bound of the issue, met three hundred times over: no measurement of this machine
     assert taken < 1.0

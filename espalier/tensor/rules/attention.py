@@ -52,7 +52,7 @@ def attention(
             tuple(names[i + skip] if n == full[i + skip] else None for i, n in enumerate(attn_mask.shape))
         )
     factors = {"h": [(g, 1), (g, h // g)]} if together and h != g else {}
-    maybe_empty = any(n < query.layout.mesh.size for n in query.shape[:-1])
+    maybe_empty = any(n < query.layout.mesh.size() for n in query.shape[:-1])
     return Spec(
         ins,
         [(*lead, "h", queries, None)],

@@ -23,7 +23,7 @@ _ASIDE = """
     requires_grad_ is_floating_point is_complex is_signed is_inference element_size get_device retain_grad
     is_contiguous register_post_accumulate_grad_hook detach_ data_ptr untyped_storage storage_offset
     is_set_to is_shared is_pinned is_conj is_neg is_distributed result_type is_coalesced
-    _is_view __hash__ __class__ dim_order
+    _is_view __hash__ __class__ dim_order _has_compatible_shallow_copy_type
 """.split()
 
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from espalier.layout import Layout
-from espalier.tensor.random import bits, draw_key, element_index, normal, uniform
+from espalier.comm.moves import as_addend
+from espalier.tensor.random import draw_key, integers, normal, uniform
 from espalier.tensor.rules.pointwise import found, letters
 from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, writing
 
@@ -39,16 +39,6 @@ def keep_mask(placed: Placed, p: float, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(like)
     lay = placed.outs[0]
     return (uniform(lay, draw_key(), torch.float32, like.device) >= p).to(like.dtype).div_(1 - p)
-
-
-def as_addend(value: torch.Tensor, lay: Layout) -> torch.Tensor:
-    """A value as this rank's addend: on axes where the layout is Partial, coordinate 0 holds it."""
-    for axis in lay.partial:
-        if lay.mesh.coordinate[axis]:
-            return torch.zeros_like(value)
-        if lay.axes[axis] == "avg":
-            value = value * lay.mesh.shape[axis]
-    return value
 
 
 def letters_of_all(operands: list[Operand]) -> list[Dims]:
@@ -93,8 +83,7 @@ def _integers(
 ) -> torch.Tensor:
     if high is None:
         low, high = (0, low) if low else (0, 2**24 if x.is_floating_point() else torch.iinfo(x.dtype).max)
-    raw = bits(element_index(placed.outs[0], x.device), draw_key(generator))
-    return raw.bitwise_and_((1 << 62) - 1).remainder_(high - low).add_(low)
+    return integers(placed.outs[0], draw_key(generator), low, high, x.device)
 
 
 def _exponential(
