@@ -229,6 +229,11 @@ def scatter(
     return out if own == piece else out.narrow(dim, 0, own).contiguous()
 
 
+def pass_by(op: str, x: torch.Tensor, mesh: Mesh, axis: int, shape: Sequence[int]) -> None:
+    """Note a collective in which this rank has no part: all ranks of a mesh note the same, in one order."""
+    _record(mesh, op, axis, 0, x, shape)
+
+
 Slices = tuple[slice, ...]
 
 

@@ -44,7 +44,7 @@ class Side:
     """
 
     def __init__(self, mesh: Mesh, limit: float, doing: str) -> None:
-        self._rank, self._size, self._count = mesh.rank, mesh.size, 0
+        self._rank, self._size, self._count = mesh.rank, mesh.size(), 0
         self._limit = timedelta(seconds=limit)
         base = dist.PrefixStore("espalier.side/" + "-".join(map(str, mesh.ranks)), _default_store())
         # each rank counts its own talks; where all are in step the numbers agree

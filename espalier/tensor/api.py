@@ -108,6 +108,7 @@ def _sent(value: torch.Tensor, layout: Layout, source: tuple[int, ...]) -> torch
         if axis in cutting:
             part = part.with_axis(axis, layout.axes[axis])
         if any(mesh.coordinate[a] != source[a] for a in axes):
+            door.pass_by("scatter" if axis in cutting else "broadcast", value, mesh, axis, before)
             continue  # the value is yet to come along these
         if local is None:
             local = torch.empty(0 if axis in cutting else before, dtype=value.dtype, device=mesh.device())

@@ -141,7 +141,7 @@ class Desk:
         records, self._records, self._held = self._records, [], 0
         summary = {"doing": doing, "where": where, "size": size, "digests": self._digests(records)}
         answers = self._ask(summary, _told(summary))
-        groups = [list(range(self.mesh.size)), *(line for a, line in _lines(self.mesh) if a == axis)]
+        groups = [list(range(self.mesh.size())), *(line for a, line in _lines(self.mesh) if a == axis)]
         keys = [("doing", "where"), *[("size",)] * (len(groups) - 1)]
         meets = all(
             len({answers[i][key] for i in group}) == 1
@@ -332,7 +332,7 @@ def _lines(mesh: Mesh) -> Iterator[tuple[int, list[int]]]:
     for axis, n in enumerate(mesh.shape):
         inner = math.prod(mesh.shape[axis + 1 :])
         if n > 1:
-            for rank in range(mesh.size):
+            for rank in range(mesh.size()):
                 if rank // inner % n == 0:
                     yield axis, [rank + i * inner for i in range(n)]
 

@@ -189,7 +189,7 @@ class Sanitizer(Watcher):
     # ---- what is written down
 
     def _desk(self, mesh: Mesh | None) -> Desk | None:
-        if mesh is None or mesh.is_dry or mesh.size == 1 or not mesh.is_member:
+        if mesh is None or mesh.is_dry or mesh.size() == 1 or not mesh.is_member:
             return None
         desk = self._desks.get(mesh)
         if desk is None:

@@ -62,11 +62,11 @@ def sent(rank: int, world: int) -> None:
     half, quarter = 4 * 6 * 4, 4 * 3 * 4
     first = {
         0: [("scatter", "a", half), ("scatter", "b", quarter)],
-        1: [("scatter", "b", 0)],
+        1: [("scatter", "a", 0), ("scatter", "b", 0)],
         2: [("scatter", "a", 0), ("scatter", "b", quarter)],
-        3: [("scatter", "b", 0)],
+        3: [("scatter", "a", 0), ("scatter", "b", 0)],
     }[rank]
-    second = [("scatter", "b", half if rank == 3 else 0)] if rank >= 2 else []
+    second = [("scatter", "b", half if rank == 3 else 0)]
     assert scattered == [*first, *second, ("broadcast", "a", half)]
     dry = Mesh.dry({"a": 2, "b": 2}, coordinate=mesh.coordinate)
     with espalier.ledger(dry) as book:
