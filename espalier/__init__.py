@@ -33,6 +33,7 @@ from espalier.tensor import (
     register_rule,
     sanitize,
     strict,
+    visualize_sharding,
     zeros,
 )
 
@@ -80,5 +81,6 @@ __all__ = [
     "sanitize",
     "spawn",
     "strict",
+    "visualize_sharding",
     "zeros",
 ]

@@ -25,6 +25,7 @@ from espalier.tensor.local_map import local_map
 from espalier.tensor.rules.spec import Operand, Spec
 from espalier.tensor.sanitize import SanitizeError, sanitize, switch_on
 from espalier.tensor.strictness import strict
+from espalier.tensor.visualize import visualize_sharding
 
 _install_guard()
 assert _dispatch
@@ -61,5 +62,6 @@ __all__ = [
     "sanitize",
     "stamp",
     "strict",
+    "visualize_sharding",
     "zeros",
 ]
