@@ -7,6 +7,17 @@ from espalier.engine import DryReport, Engine, dry_run, initialize
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard
 from espalier.mesh import Mesh, spawn
 from espalier.parallel import Plan
+from espalier.parallel.tensor.styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from espalier.tensor import (
     DTensor,
     Explanation,
@@ -15,6 +26,7 @@ from espalier.tensor import (
     SanitizeError,
     Spec,
     arange,
+    distribute_module,
     distribute_tensor,
     empty,
     explain,
@@ -40,6 +52,7 @@ from espalier.tensor import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "ColwiseParallel",
     "DTensor",
     "DeviceMesh",
     "DryReport",
@@ -50,14 +63,21 @@ __all__ = [
     "Ledger",
     "Mesh",
     "Operand",
+    "ParallelStyle",
     "Partial",
     "Placement",
     "Plan",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
     "Replicate",
+    "RowwiseParallel",
     "SanitizeError",
+    "SequenceParallel",
     "Shard",
     "Spec",
     "arange",
+    "distribute_module",
     "distribute_tensor",
     "dry_run",
     "empty",
@@ -73,7 +93,9 @@ __all__ = [
     "linspace",
     "local_map",
     "logspace",
+    "loss_parallel",
     "ones",
+    "parallelize_module",
     "rand",
     "randint",
     "randn",

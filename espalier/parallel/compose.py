@@ -15,7 +15,8 @@ from espalier.parallel.plan import Plan
 from espalier.parallel.tensor.infer import infer
 from espalier.parallel.tensor.tables import Table, by_table, table_for
 from espalier.tensor import lay_out
-from espalier.tensor.dtensor import DTensor, stamp
+from espalier.tensor.dtensor import DTensor
+from espalier.tensor.modules import lay_out_parameter
 
 
 def arrange(
@@ -65,11 +66,7 @@ def lay_out_model(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -
             raise ValueError(
                 f"The parameter {name} is a DTensor already. Give initialize() the plain model, once."
             )
-        local = lay_out(p, layouts[name])
-        with raw():
-            p.grad = None
-            p.data = local.detach().as_subclass(torch.Tensor)
-        stamp(p, layouts[name])._is_param = True
+        lay_out_parameter(p, layouts[name])
     for module in model.modules():
         for name, b in module._buffers.items():
             if b is not None:

@@ -22,6 +22,7 @@ from espalier.tensor.factories import (
 from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.guard import install as _install_guard
 from espalier.tensor.local_map import local_map
+from espalier.tensor.modules import distribute_module
 from espalier.tensor.rules.spec import Operand, Spec
 from espalier.tensor.sanitize import SanitizeError, sanitize, switch_on
 from espalier.tensor.strictness import strict
@@ -40,6 +41,7 @@ __all__ = [
     "SanitizeError",
     "Spec",
     "arange",
+    "distribute_module",
     "distribute_tensor",
     "empty",
     "explain",
