@@ -52,6 +52,7 @@ class Layout:
         padded_shape: the largest local shape on any rank.
         is_plain: every rank holds the whole value (axes of size 1 aside).
         is_firm: no axis is Partial.
+        own: this layout; of a loan's layout (see :meth:`loan`) that of the tensor itself.
 
     Raises:
         ValueError: wrong number of placements, a dim out of range, an unknown placement.
@@ -60,6 +61,7 @@ class Layout:
     __slots__ = (
         "__weakref__",
         "_gradient",
+        "_loan",
         "_placements",
         "axes",
         "cuts",
@@ -67,6 +69,7 @@ class Layout:
         "is_plain",
         "local_shape",
         "mesh",
+        "own",
         "padded_shape",
         "shape",
         "stride",
@@ -81,6 +84,8 @@ class Layout:
     stride: tuple[int, ...]
     is_plain: bool
     is_firm: bool
+    own: Layout
+    _loan: weakref.ref[Layout] | None
     _gradient: Layout | None
     _placements: tuple[Placement, ...]
 
@@ -169,6 +174,22 @@ class Layout:
         states = tuple(V if i in axes and s == R else s for i, s in enumerate(self.axes))
         return Layout.of(self.mesh, states, self.cuts, self.shape)
 
+    def loan(self) -> Layout:
+        """A twin of this layout, not equal to it: what views of a moved copy bear.
+
+        The dispatcher keeps calls apart by layouts. So it comes upon such a view where it looks a call up,
+        and other calls pay nothing for that (see ``espalier.tensor.loans``).
+        """
+        twin = self._loan() if self._loan is not None else None
+        if twin is None:
+            twin = object.__new__(Layout)
+            for name in Layout.__slots__:
+                if name != "__weakref__":
+                    setattr(twin, name, getattr(self, name))
+            twin.own = self
+            self._loan = weakref.ref(twin)
+        return twin
+
     def __reduce__(self) -> Any:
         raise TypeError(
             "A Layout belongs to the processes of its mesh and cannot be pickled. "
@@ -226,7 +247,7 @@ def normal_dim(dim: int, ndim: int, what: str = "dim") -> int:
     Raises:
         ValueError: the dim is out of range.
     """
-    if not -ndim <= dim < max(ndim, 1):
+    if not -max(ndim, 1) <= dim < max(ndim, 1):
         raise ValueError(f"{what} {dim} is out of range for a tensor of {ndim} dims ({-ndim} to {ndim - 1}).")
     return dim % ndim if ndim else 0
 
@@ -265,7 +286,8 @@ def _build(
     self.mesh, self.axes, self.cuts, self.shape = mesh, axes, cuts, shape
     self.local_shape = local_sizes(shape, cuts, mesh.shape, mesh.coordinate)
     self.padded_shape = local_sizes(shape, cuts, mesh.shape, (0,) * mesh.ndim)
-    self._gradient = None
+    self._gradient = self._loan = None
+    self.own = self
     self.is_firm = not any(is_partial(s) for s in axes)
     self.is_plain = all(n == 1 or s == R for n, s in zip(mesh.shape, axes, strict=True))
     self._placements = tuple(placement_of(s) for s in axes)

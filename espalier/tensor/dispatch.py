@@ -21,8 +21,9 @@ from espalier.layout import Layout, route, same_data
 from espalier.layout.layout import R, V
 from espalier.layout.transitions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from espalier.mesh import Mesh
+from espalier.tensor import loans
 from espalier.tensor.dtensor import DTensor, layout_of, stamp
-from espalier.tensor.fallback import enter_or_gather, tree_map
+from espalier.tensor.fallback import asks_in_place, enter_or_gather, torch_error, tree_map, writes
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
 from espalier.tensor.rules.spec import Operand, Placed, Spec
@@ -58,11 +59,11 @@ class Entry:
     """How one kind of call is carried out."""
 
     __slots__ = (
-        "flat", "keeps", "moves", "out", "outs", "placed", "quick", "run", "simple", "tail", "writes",
-        "written",
+        "flat", "keeps", "lends", "moves", "out", "outs", "placed", "quick", "run", "simple", "tail",
+        "writes", "written",
     )  # fmt: skip
 
-    def __init__(self, spec: Spec, placed: Placed, operands: list[Operand]) -> None:
+    def __init__(self, spec: Spec, placed: Placed, operands: list[Operand], is_view: bool) -> None:
         self.placed = placed
         self.run = spec.run if spec.when is None or spec.when(placed) else None
         self.tail = spec.tail(placed) if spec.tail is not None else None
@@ -78,6 +79,8 @@ class Entry:
         # the gradient of what is linear in all it is differentiated by needs none of their values
         floats = {o.index for o in operands if o.dtype.is_floating_point or o.dtype.is_complex}
         self.keeps = not any(floats <= set(group) for group in spec.linear)
+        # a view of what was moved, or of what a runner made
+        self.lends = is_view and (bool(self.moves) or self.run is not None)
         self.simple = self.quick = self.writes = self.flat = False
 
     def settle(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -88,7 +91,7 @@ class Entry:
             return
         if self.moves:
             plain_paths = all(len(m.path) == 1 and type(m.path[0]) is int for m in self.moves)
-            kept = self.written is None and self.tail is None
+            kept = self.written is None and self.tail is None and not self.lends
             self.flat = kept and plain_paths and not any(m.gathers for m in self.moves)
         elif self.written is not None:
             self.writes = type(at(args, kwargs, self.written)) is DTensor
@@ -100,6 +103,7 @@ class Entry:
         with raw():
             shards: list[Shard] = []
             gathered: list[torch.Tensor] = []
+            given = args, kwargs
             for m in self.moves:
                 x = at(args, kwargs, m.path)
                 if m.only_varies and not (x.requires_grad and torch.is_grad_enabled()):
@@ -115,7 +119,8 @@ class Entry:
                 gather_before_backward(out, gathered, shards)
             else:
                 out = self._local(func, args, kwargs)
-        return self._stamped(out, args, kwargs)
+        out = self._stamped(out, args, kwargs)
+        return loans.lend(out, func, *given) if self.lends else out
 
     def call_flat(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """:meth:`call`, for moves of positional arguments that gather nothing."""
@@ -282,12 +287,20 @@ def _first(
 ) -> Any:
     if len(slot) >= _CACHE_LIMIT:
         slot.clear()
-    entry = slot[key] = _build(func, args, kwargs)
-    if entry is None:
-        return _unruled(func, (), args, kwargs)
-    out = entry.call(func, args, kwargs)
-    entry.settle(out, args, kwargs)
-    return out
+    try:
+        entry = slot[key] = _build(func, args, kwargs)
+        if entry is not None:
+            out = entry.call(func, args, kwargs)
+            entry.settle(out, args, kwargs)
+            return out
+    except Exception as error:
+        slot.pop(key, None)
+        # what torch says of such arguments, if it would not take them either
+        wanted = torch_error(func, args, kwargs)
+        if wanted is None or (type(wanted) is type(error) and str(wanted) == str(error)):
+            raise
+        raise wanted from error
+    return _unruled(func, (), args, kwargs)
 
 
 def _build(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
@@ -299,7 +312,7 @@ def _build(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     spec, operands, mesh = asked
     with raw():
         placed = solve(spec, operands, mesh)
-    return None if placed is None else Entry(spec, placed, operands)
+    return None if placed is None else Entry(spec, placed, operands, loans.is_view(func, args))
 
 
 def ask(
@@ -307,7 +320,9 @@ def ask(
 ) -> tuple[Spec, list[Operand], Mesh] | None:
     """What the rule for a call says of it; None if no rule does."""
     rule = RULES.get(func)
-    if rule is None or kwargs.get("out") is not None:
+    if rule is None or kwargs.get("out") is not None or asks_in_place(func, args, kwargs):
+        return None
+    if loans.loans_in(tensors_in((args, kwargs))):
         return None
     mesh = mesh_of(func, args, kwargs)
     operands: list[Operand] = []
@@ -380,6 +395,9 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 def _unruled(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    lent = loans.loans_in(tensors_in((args, kwargs)))
+    if lent:
+        return loans.call(dispatch, func, args, kwargs, lent, writes(func))
     return enter_or_gather(func, args, kwargs, mesh_of(func, args, kwargs))
 
 
@@ -414,15 +432,16 @@ def _moved(x: torch.Tensor, m: Move) -> torch.Tensor:
     """
     if not m.remember or type(x) is not DTensor or (_is_leaf(x) and _requires_grad(x)):
         return travel(x, m.way)
-    # inference tensors count no versions
-    tag = (m.dst, -1 if x.is_inference() else x._version, torch.is_grad_enabled())
+    if torch.is_inference_mode_enabled() or x.is_inference():
+        return travel(x, m.way)  # no versions are counted that would tell what is out of date
+    tag = (m.dst, x._version, torch.is_grad_enabled())
     if m.gathers:
         return _gathered(x, m, tag)
     known = x.__dict__.get("_moved")
-    if known is not None and known[0] == tag:
+    if known is not None and known[0] == tag and known[1]._version == known[2]:
         return known[1]
     moved = travel(x, m.way)
-    x._moved = (tag, moved)  # type: ignore[attr-defined]
+    x._moved = (tag, moved, moved._version)  # type: ignore[attr-defined]
     return moved
 
 
@@ -434,7 +453,8 @@ def _gathered(x: DTensor, m: Move, tag: Any) -> torch.Tensor:
     mesh = m.src.mesh
     if mesh.lately is not None:
         owner, known, moved = mesh.lately
-        if owner() is x and known == tag:
+        # what came out of a call may be a view of the moved tensor, and have been written to
+        if owner() is x and known == (tag, moved._version):
             return moved
 
     def forget_it(owner: Any) -> None:
@@ -442,7 +462,7 @@ def _gathered(x: DTensor, m: Move, tag: Any) -> torch.Tensor:
             mesh.lately = None
 
     moved = travel(x, m.way)
-    mesh.lately = (weakref.ref(x, forget_it), tag, moved)
+    mesh.lately = (weakref.ref(x, forget_it), (tag, moved._version), moved)
     return moved
 
 

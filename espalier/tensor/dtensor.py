@@ -265,7 +265,7 @@ class DTensor(torch.Tensor):
         Raises:
             ValueError: this rank is outside the mesh, so it has no values.
         """
-        lay = self._layout
+        lay = up_to_date(self)._layout.own
         if not lay.mesh.is_member:
             raise ValueError(
                 f"The values of {lay!r} are on ranks {list(lay.mesh.ranks)}; this is rank "
@@ -332,14 +332,14 @@ class DTensor(torch.Tensor):
                 "operation that autograd records. Copy x.detach() instead."
             )
         with raw():
-            copy = stamp(plain(self.detach()).clone(), self._layout)
+            copy = stamp(plain(self.detach()).clone(), self._layout.own)
             grad = _plain_call(_grad.__get__, (), (self,), {})
             needs = self.requires_grad
             torch.Tensor.requires_grad_(copy, needs)
             if grad is not None:
                 copy.grad = stamp(plain(grad).clone(), gradient_layout(self._layout))
         for name, value in self.__dict__.items():
-            if name in ("_is_param", "_layout"):
+            if name == "_is_param":
                 copy.__dict__[name] = value
         memo[id(self)] = copy
         return copy
@@ -370,18 +370,27 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 def layout_of(x: torch.Tensor, mesh: Mesh | None = None) -> Layout:
     """The layout of a DTensor; a plain tensor is replicated on ``mesh``."""
     if type(x) is DTensor:
-        return x._layout
+        return x._layout.own
     if mesh is None:
         raise TypeError("layout_of expects a DTensor; a plain tensor has no layout.")
     return Layout.replicated(mesh, tuple(x.shape))
 
 
+def up_to_date(x: DTensor) -> DTensor:
+    """``x``; a view of a moved copy (see ``espalier.tensor.loans``) takes its values again if need be."""
+    if x._layout.own is not x._layout:
+        from espalier.tensor.loans import refresh
+
+        refresh(x)
+    return x
+
+
 def redistribute(x: DTensor, layout: Layout) -> DTensor:
     """``x`` in another layout of the same shape, differentiable."""
-    if x._layout is layout:
+    if up_to_date(x)._layout.own is layout:
         return x
     with raw():
-        out = move(x, x._layout, layout)
+        out = move(x, x._layout.own, layout)
         if out is x:
             out = x.view_as(x)
         return stamp(out, layout)

@@ -13,10 +13,12 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm import move
 from espalier.comm.moves import on_dry
-from espalier.layout import Layout
+from espalier.layout import Layout, same_data
+from espalier.layout.layout import R
 from espalier.mesh import Mesh
 from espalier.tensor.caller import user_frame
-from espalier.tensor.dtensor import DTensor, layout_of, stamp
+from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp
+from espalier.tensor.loans import is_view, lend, loans_in, version
 
 # a composite asks these whether to hand itself over; entered, it must go on instead
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -36,6 +38,8 @@ def enter_or_gather(
     """
     if kwargs.get("out") is not None:
         return _into(func, args, dict(kwargs))
+    if getattr(func, "__name__", "") in _TURNING and type(args[0]) is DTensor:
+        return _turn(func, args, kwargs)
     inner = _entrance(func)
     if inner is not None:
         return inner(*args, **kwargs)
@@ -82,54 +86,173 @@ class _Unasking:
 
 
 def _into(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``out=``: the call without it, written to the given tensors, which keep their layouts."""
     out = kwargs.pop("out")
+    targets = (out,) if isinstance(out, torch.Tensor) else tuple(out)
     result = func(*args, **kwargs)
+    values = (result,) if isinstance(result, torch.Tensor) else tuple(result)
+    pairs = list(zip(targets, values, strict=True))
+    if any(t.dtype != v.dtype or t.shape != v.shape or v.requires_grad for t, v in pairs):
+        error = torch_error(func, args, {**kwargs, "out": out})
+        if error is not None:
+            raise error
     with torch.no_grad():
-        for target, value in zip(
-            *((x,) if isinstance(x, torch.Tensor) else x for x in (out, result)), strict=True
-        ):
+        for target, value in pairs:
+            if target.shape != value.shape:
+                _resize(target, value)
             target.copy_(value)
-    return out
+    if isinstance(out, torch.Tensor):
+        return out
+    kind = getattr(torch.return_types, type(result).__name__ + "_out", None)
+    return kind(targets) if kind is not None else out
+
+
+def _resize(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Give what is to be written to the shape of the value; it stays sharded where it can."""
+    if type(target) is not DTensor:
+        target.resize_(value.shape)
+        return
+    own = target._layout
+    dims = [s if not isinstance(s, int) or s < value.ndim else R for s in own.axes]
+    cuts = tuple(tuple(a for a, s in enumerate(dims) if s == d) for d in range(value.ndim))
+    lay = Layout.of(own.mesh, tuple(dims), cuts, tuple(value.shape))
+    with raw():
+        target.resize_(lay.local_shape)
+    target._layout = lay
+
+
+def asks_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call says ``inplace=True``: entered, its function calls the one with the underscore."""
+    if kwargs.get("inplace") is True:
+        return True
+    at = _place_of_inplace(func) if any(a is True for a in args) else None
+    return at is not None and at < len(args) and args[at] is True
+
+
+@lru_cache(maxsize=1024)
+def _place_of_inplace(func: Callable[..., Any]) -> int | None:
+    code = getattr(func, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    return names.index("inplace") if "inplace" in names else None
+
+
+def torch_error(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    """What torch raises for tensors of these shapes; None if it takes them, or if that is not known.
+
+    Asked on the meta device, where nothing is computed; its words for what it does not take may be others
+    than a real device's, which is then asked too.
+    """
+    error = _error_on("meta", func, args, kwargs)
+    if error is None or isinstance(error, NotImplementedError) or "meta" in str(error).lower():
+        return None
+    return _error_on("cpu", func, args, kwargs) or error
+
+
+def _error_on(
+    device: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Exception | None:
+    def blank(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            # expanded from one element, unless it may be written to
+            small = device == "meta" or x.numel() < 1 << 16
+            shape = tuple(x.shape)
+            with torch.no_grad():
+                like = torch.zeros(shape if small else (), dtype=x.dtype, device=device).expand(shape)
+            return like.requires_grad_() if x.requires_grad else like
+        return torch.device(device) if isinstance(x, torch.device) else x
+
+    args, kwargs = tree_map(blank, args), tree_map(blank, kwargs)
+    try:
+        with raw(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            func(*args, **kwargs)
+    except Exception as error:
+        return error
+    return None
 
 
 def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Any:
     name = getattr(func, "__name__", str(func))
     held: list[Layout] = []
-    target = args[0] if args and writes(func, name) else None
+    target = args[0] if args and writes(func) else None
+    gathered: list[tuple[DTensor, torch.Tensor, int]] = []
 
     def whole(x: Any) -> Any:
-        if type(x) is DTensor:
-            own = x._layout
-            held.append(own)
-            full = Layout.replicated(mesh, own.shape)
-            moved = move(x, own, full)
-            if x is target and own is not full:
-                return moved.as_subclass(torch.Tensor).clone()
-            return moved if x is target else moved.as_subclass(torch.Tensor)
-        return on_dry(x, mesh) if mesh.is_dry and isinstance(x, torch.Tensor) else x
+        if type(x) is not DTensor:
+            return on_dry(x, mesh) if mesh.is_dry and isinstance(x, torch.Tensor) else x
+        own = x._layout
+        held.append(own)
+        full = Layout.replicated(mesh, own.shape)
+        moved = move(x, own, full)
+        if own is full or moved is x:
+            return x if x is target else moved.as_subclass(torch.Tensor)
+        value = moved.as_subclass(torch.Tensor)
+        value = value.clone() if x is target else value
+        gathered.append((x, value, version(value)))
+        return value
 
     with raw():
         local_args, local_kwargs = tree_map(whole, args), tree_map(whole, kwargs)
-        if any(lay is not Layout.replicated(mesh, lay.shape) for lay in held):
+        if any(not same_data(lay, Layout.replicated(mesh, lay.shape)) for lay in held):
+            if name in _RESHAPING:
+                raise NotImplementedError(
+                    f"{name} of a DTensor that is not replicated ({held[0]!r}): it would change the shape or "
+                    "the memory of what each rank holds, and the rest of the layout with it. Redistribute to "
+                    "Replicate first, or call the function without the underscore."
+                )
             _warn(name, tuple(held))
         out = func(*local_args, **local_kwargs)
-        if isinstance(target, DTensor):
-            written = local_args[0]
-            if written is not target:
-                home = target._layout
-                target.copy_(move(written, Layout.replicated(mesh, tuple(written.shape)), home))
+        averages = _averages(name, args, kwargs)
+        for x, value, before in gathered:
+            if version(value) != before or x is target or any(x is a for a in averages):
+                x.copy_(move(value, Layout.replicated(mesh, tuple(value.shape)), x._layout))
+        if type(target) is DTensor:
+            shape = tuple(plain(target).shape)
+            if shape != target._layout.local_shape:
+                target._layout = Layout.replicated(mesh, shape)
             return target
-    return tree_map(lambda x: _stamp_whole(x, mesh), out)
+    out = tree_map(lambda x: _stamp_whole(x, mesh), out)
+    return lend(out, func, args, kwargs) if is_view(func, args) else out
+
+
+def _averages(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What a normalisation writes to and does not say so."""
+    if "batch_norm" not in name and "instance_norm" not in name:
+        return ()
+    return (*args[3:5], kwargs.get("running_mean"), kwargs.get("running_var"))
+
+
+def _turn(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What turns a tensor into a view of itself: as the call that gives the view does."""
+    x = args[0]
+    with torch.no_grad():
+        view = getattr(torch.Tensor, func.__name__[:-1])(*args, **kwargs)
+    if loans_in([view]):
+        raise NotImplementedError(
+            f"{func.__name__} of a DTensor that lies as {x._layout!r}: its data would have to move, away "
+            f"from the views of it that there may be. Call {func.__name__[:-1]}, or redistribute first."
+        )
+    with raw():
+        x.as_strided_(view.size(), view.stride(), view.storage_offset())
+    x._layout = view._layout
+    return x
+
+
+_TURNING = frozenset("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
+# what changes the shape of its first argument, or the memory behind it, in place
+_RESHAPING = frozenset("resize_ resize_as_ set_ as_strided_".split())
 
 
 def _stamp_whole(x: Any, mesh: Mesh) -> Any:
-    if isinstance(x, torch.Tensor) and type(x) is not DTensor:
+    # what is sparse stays plain: a DTensor's data is strided
+    if isinstance(x, torch.Tensor) and type(x) is not DTensor and x.layout is torch.strided:
         return stamp(x, layout_of(x, mesh))
     return x
 
 
-def writes(func: Callable[..., Any], name: str) -> bool:
-    """Whether a function writes to its first argument, to go by its name."""
+def writes(func: Callable[..., Any]) -> bool:
+    """Whether a function's name says that it writes to its first argument."""
+    name = getattr(func, "__name__", "")
     return (
         (name.endswith("_") and not name.endswith("__"))
         or name in ("__setitem__", "__set__")

@@ -72,7 +72,7 @@ class _Call:
         self.where = site(user_frame()[1])
         self.special = RULES.special(func) is not None
         self.written = tensors_in(kwargs.get("out"))
-        if writes(func, self.name):
+        if writes(func):
             self.written += tensors_in(args[:1])
         said = [repr(tree_map(_said, x)) for x in (*args, *kwargs.items())]
         self.told = f"{self.name}({', '.join(said):.300})"

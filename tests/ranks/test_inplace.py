@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -110,6 +113,147 @@ def out_arguments(rank: int, world: int) -> None:
         assert torch.add(x, 1, out=out) is out
         assert torch.equal(out.full_tensor(), value + 1)
         assert out.placements == (Shard(0),)
+        # of another size it is resized, as torch does
+        out = laid(value[:0], mesh, [Shard(0)])
+        assert torch.mul(x, 2, out=out) is out
+        assert torch.equal(out.full_tensor(), value * 2) and out.placements == (Shard(0),)
+        values, indices = laid(value[:0], mesh, [Shard(0)]), laid(value[:0].long(), mesh, [Replicate()])
+        found = torch.sort(x, 0, True, out=(values, indices))
+        assert found.values is values and torch.equal(values.full_tensor(), value.flip(0))
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        torch.add(x.requires_grad_(), 1, out=values)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        torch.add(x.detach(), 1, out=indices)
+
+
+def errors_are_torchs(rank: int, world: int) -> None:
+    mesh, value = given(rank, world)
+    calls: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: x.view(5, 5),
+        lambda x: x + x[:, :5].contiguous(),
+        lambda x: x.sum(3),
+        lambda x: x[0].tril(),
+        lambda x: x @ x,
+        lambda x: x.movedim((0, 1), (0, 0)),
+        lambda x: x.long().mean(),
+        lambda x: torch.cat([x, x[0]]),
+        lambda x: torch.linalg.inv(x),
+        lambda x: x.exponential_(-1),
+        lambda x: torch.nn.functional.embedding(x.long()[0], x[0]),
+        lambda x: x.sum(dim="name", dtype=1),
+    ]
+    for placements in PLACES:
+        for call in calls:
+            with pytest.raises((RuntimeError, IndexError, TypeError, ValueError)) as wanted:
+                call(value.clone())
+            with pytest.raises(wanted.type) as found:
+                call(laid(value, mesh, placements))
+            assert str(found.value).replace("DTensor", "Tensor") == str(wanted.value)
+
+
+def gathered_views_alias(rank: int, world: int) -> None:
+    """A view that needs communication is a copy; what is written to either reaches the other."""
+    mesh, value = given(rank, world)
+    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "row": lambda x: x[1],
+        "stretch": lambda x: x[1:3, ::2],
+        "of a view": lambda x: x[1:][:, 2:5][0],
+        "merged": lambda x: x.view(3, 8),
+        "diagonal": lambda x: x.diagonal(),
+        "as_strided": lambda x: x.as_strided((2, 3), (5, 2), 1),
+        "split": lambda x: x.split([1, 5], 1)[1],
+        "unfold": lambda x: x.unfold(0, 2, 2),
+        "chunk": lambda x: x.chunk(3)[1],
+        "detached": lambda x: x[1].detach(),
+        "data": lambda x: x[1].data,
+    }
+    for placements in (*PLACES, [Partial()]):
+        for name, view in views.items():
+            plain, x = value.clone(), laid(value, mesh, [Replicate()]).redistribute(placements=placements)
+            a, b = view(x), view(plain)
+            a.mul_(3)
+            b.mul_(3)
+            assert torch.equal(x.full_tensor(), plain), (name, placements, "written to the view")
+            x[1:, 1:] += 1
+            plain[1:, 1:] += 1
+            assert torch.equal(a.full_tensor(), b), (name, placements, "written to the tensor")
+            assert torch.equal((a + 1).full_tensor(), b + 1), (name, placements)
+            a += 1
+            b += 1
+            assert torch.equal(x.full_tensor(), plain), (name, placements, "written to again")
+            assert x.placements == tuple(placements)
+
+
+def writes_through_views_have_gradients(rank: int, world: int) -> None:
+    mesh, value = given(rank, world)
+    for placements in PLACES:
+        leaves = laid(value, mesh, placements).requires_grad_(), value.clone().requires_grad_()
+        ends = []
+        for leaf in leaves:
+            x = leaf * 2
+            row, other = x[1], x[:, 2]
+            row.mul_(x[2].detach().clone())
+            end = (row * leaf[0]).sum() + (other * leaf[:, 0]).sum()
+            ends.append(end + x.square().sum())
+        assert torch.equal(ends[0].full_tensor(), ends[1])
+        for end in ends:
+            end.backward()
+        torch.testing.assert_close(leaves[0].grad.full_tensor(), leaves[1].grad)
+    x = laid(value, mesh, [Shard(0)]).requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        x[0].mul_(2)
+
+
+def shapes_change_in_place(rank: int, world: int) -> None:
+    mesh, value = given(rank, world)
+    for placements, after in (
+        ([Replicate()], [Replicate()]),
+        ([Shard(0)], [Shard(1)]),
+        ([Shard(1)], [Shard(0)]),
+    ):
+        x = laid(value, mesh, placements)
+        assert x.t_() is x and x.placements == tuple(after)
+        assert torch.equal(x.full_tensor(), value.t())
+        x.unsqueeze_(0)
+        assert torch.equal(x.full_tensor(), value.t()[None])
+    x = laid(value, mesh, [Replicate()])
+    x.resize_(2, 3)
+    assert x.shape == (2, 3) and torch.equal(x.full_tensor(), value.view(-1)[:6].view(2, 3))
+    x = laid(value, mesh, [Shard(0)])
+    with pytest.raises(NotImplementedError, match="Redistribute to Replicate first"):
+        x.resize_(2, 3)
+    with pytest.raises(NotImplementedError, match="its data would have to move"):
+        laid(value.view(1, 24), mesh, [Shard(0)]).squeeze_()
+
+
+def written_unannounced(rank: int, world: int) -> None:
+    mesh, value = given(rank, world)
+    for placements in ([Replicate()], [Shard(0)]):
+        plain = torch.zeros(6, dtype=value.dtype), torch.ones(6, dtype=value.dtype)
+        mean, var = (laid(x, mesh, placements) for x in plain)
+        torch.native_batch_norm(laid(value, mesh, [Shard(1)]), None, None, mean, var, True, 0.1, 1e-5)
+        torch.native_batch_norm(value, None, None, *plain, True, 0.1, 1e-5)
+        torch.testing.assert_close(mean.full_tensor(), plain[0])
+        torch.testing.assert_close(var.full_tensor(), plain[1])
+    x = DTensor.from_local(value.clone(), mesh, [Partial()])
+    out = torch.nn.functional.elu(x, inplace=True)
+    assert out is x
+    torch.testing.assert_close(x.full_tensor(), torch.nn.functional.elu(value * world))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "body",
+    [
+        gathered_views_alias,
+        writes_through_views_have_gradients,
+        shapes_change_in_place,
+        written_unannounced,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*no sharding rule")
+def test_what_is_gathered_is_written_back(ranks, world, body):
+    ranks(world, body)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -134,5 +278,7 @@ def test_a_shard_that_was_changed_cannot_stand_for_what_was_saved(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2])
-def test_out(ranks, world):
-    ranks(world, out_arguments)
+@pytest.mark.parametrize("body", [out_arguments, errors_are_torchs])
+@pytest.mark.filterwarnings("ignore:.*no sharding rule")
+def test_out_and_errors(ranks, world, body):
+    ranks(world, body)

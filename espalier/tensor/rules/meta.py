@@ -40,8 +40,14 @@ def same(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A tensor over the same data, in the same layout."""
+    x = args[0]
     with raw():
-        return stamp(func(*args, **kwargs), args[0]._layout)
+        out = stamp(func(*args, **kwargs), x._layout.own)
+    if x._layout.own is not x._layout:
+        from espalier.tensor.loans import share
+
+        share(out, x)
+    return out
 
 
 def set_data(

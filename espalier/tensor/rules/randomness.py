@@ -50,11 +50,14 @@ def _filler(draw: Callable[..., torch.Tensor]) -> Callable[..., Spec]:
     """An in-place random function: operand 0 takes the values."""
 
     def rule(x: Operand, *args: Any, **kwargs: Any) -> Spec:
+        others = found(args, kwargs)
+
         def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+            if not others:
+                func(args[0].new_empty(0), *args[1:], **kwargs)  # torch's own word on the parameters
             drawn = draw(placed, args[0], *args[1:], **kwargs)
             return args[0].copy_(as_addend(drawn, placed.outs[0]))
 
-        others = found(args, kwargs)
         full = letters_of_all([x, *others])
         return Spec(full, full[:1], [x.shape], linear=[(0,)], run=run, inplace=x.index)
 

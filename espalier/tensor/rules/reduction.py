@@ -19,7 +19,8 @@ def normal_dims(dim: DimsArgument, ndim: int) -> tuple[int, ...]:
     """The dims of a ``dim`` argument, counted from the front; None and () are all."""
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(ndim))
-    return tuple(normal_dim(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim))
+    found = tuple(normal_dim(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim))
+    return found if ndim else ()  # a tensor without dims takes 0 and -1
 
 
 def exact(given: torch.dtype, wanted: torch.dtype | None) -> bool:
@@ -46,8 +47,10 @@ def sum_(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: 
     return Spec([x.dims()], [out], [shape], reduce=reduce, linear=[(0,)] if exact(x.dtype, dtype) else [])
 
 
-def mean(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Spec:
+def mean(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
     """The mean: each rank divides its sum by the global count."""
+    if dtype is None and not (x.dtype.is_floating_point or x.dtype.is_complex):
+        return None  # torch refuses it
     spec = sum_(x, dim, keepdim)
     dims = normal_dims(dim, x.ndim)
     count = math.prod(x.shape[i] for i in dims)
@@ -103,6 +106,8 @@ def cumsum(x: Operand, dim: int, *, dtype: Any = None) -> Spec:
 
 def topk(x: Operand, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Spec:
     """The k largest along a whole dim."""
+    if x.ndim == 0:
+        return Spec([()], [()] * 2, [()] * 2)
     at = normal_dim(dim, x.ndim)
     out = tuple(None if i == at else ("d", i) for i in range(x.ndim))
     shape = tuple(k if i == at else n for i, n in enumerate(x.shape))
@@ -132,7 +137,9 @@ def variance(x: Operand, dim: Any = None, unbiased: Any = None, keepdim: bool = 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         local = args[0] if args else kwargs["input"]
         # of nothing torch warns that it has too few degrees of freedom
-        return func(*args, **kwargs) if local.numel() else of_nothing(placed, local)
+        if local.numel() or not math.prod(placed.ins[0].shape):
+            return func(*args, **kwargs)
+        return of_nothing(placed, local.real if local.is_complex() else local)
 
     spec.run = run
     return spec

@@ -222,6 +222,18 @@ def spellings(*names: str) -> list[Any]:
     return found
 
 
+def _views() -> frozenset[Any]:
+    names = """
+        adjoint alias as_strided chunk detach diagonal dsplit expand expand_as hsplit imag mT mH moveaxis
+        movedim narrow permute real select split split_with_sizes squeeze swapaxes swapdims t tensor_split
+        transpose unbind unflatten unfold unsqueeze view view_as view_as_complex view_as_real vsplit
+    """
+    found = {f for name in names.split() for f in spellings(name)}
+    getters = {getattr(torch.Tensor, name).__get__ for name in "T H mT mH real imag".split()}
+    # the nn.functional of this name copies
+    return frozenset(found - {torch.nn.functional.unfold, torch._C._nn.im2col} | getters)
+
+
 _OPERATORS = frozenset(
     f"__{prefix}{op}__"
     for op in (
@@ -230,3 +242,6 @@ _OPERATORS = frozenset(
     ).split()
     for prefix in ("", "r")
 )
+
+# what torch promises to be views of the first argument (slices too, see ``espalier.tensor.loans``)
+VIEWS = _views()

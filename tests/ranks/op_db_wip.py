@@ -1,0 +1,49 @@
+"""torch's own op database on DTensors: no wrong answer, no error where the plain call has none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import RankError
+from tests.ranks.ours import Ours
+from tests.ranks.sweep import Finding, Sweep, part
+
+# calls for each form of an operation; more find more
+FEW = int(os.environ.get("ESPALIER_SWEEP", "1"))
+PARTS = 6
+
+# what cannot be right, by operation: a part of the message, which gives the reason
+MEMORY = "would change the shape or the memory of what each rank holds"
+REFUSED = {
+    "as_strided": MEMORY,  # as_strided_
+    "as_strided.partial_views": MEMORY,
+    "resize_": MEMORY,
+    "resize_as_": MEMORY,
+}
+
+
+def swept(rank: int, world: int, index: int, few: int, notes: Path) -> list[Finding]:
+    return list(Sweep(Ours(), rank, world, notes).run(part(index, PARTS), seed=world, few=few))
+
+
+@pytest.mark.parametrize("index", range(PARTS))
+@pytest.mark.parametrize("world", [2, 3])
+def test_op_db(ranks: Any, world: int, index: int, tmp_path: Path) -> None:
+    try:
+        findings = ranks(world, swept, index, FEW, tmp_path, timeout=600)[0]
+    except RankError as error:
+        at = "\n".join(f"{note.name} was at {note.read_text()}" for note in sorted(tmp_path.iterdir()))
+        raise AssertionError(f"{error}\n{at}") from error
+    bad = [
+        f
+        for f in findings
+        if f.outcome == "wrong" or (f.outcome == "refused" and REFUSED.get(f.op, "-") not in f.text)
+    ]
+    assert not bad, f"{len(bad)} of {len(findings)} calls went wrong:\n" + "\n".join(map(str, bad))
+    refused = {f.op for f in findings if f.outcome == "refused"}
+    ours = {f.op for f in findings} & set(REFUSED)
+    assert refused == ours, f"no longer refused, so take it off the list: {sorted(ours - refused)}"
