@@ -9,7 +9,7 @@ The backward of a move is the move of the gradient between the gradient layouts 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +26,7 @@ from espalier.layout import (
     route,
     same_data,
 )
-from espalier.layout.layout import AxisState
+from espalier.layout.layout import AxisState, R, V
 from espalier.layout.transitions import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -146,6 +146,19 @@ def travel(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
         return out
     moved: torch.Tensor = _apply(x, way)
     return moved
+
+
+def summed(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> torch.Tensor:
+    """The sum over the axes, which each rank then uses differently; differentiable to any order.
+
+    P → V: an all-reduce along each axis, forward and backward.
+    """
+    over, shape = set(axes), tuple(x.shape)
+    src, dst = (
+        Layout.of(mesh, tuple(state if a in over else R for a in range(mesh.ndim)), ((),) * len(shape), shape)
+        for state in ("sum", V)
+    )
+    return move(x, src, dst)
 
 
 def carry_out(x: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:

@@ -1,39 +1,374 @@
-"""Normalisations: what is normalised over must be whole."""
+"""Normalisations. Where what is averaged over is sharded, the ranks share the two moments.
+
+Then the statistics are those of the whole batch (or row, or group), whatever the layout: of each
+the ranks add up their part of the mean and of the variance, never the activations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from espalier.tensor.rules.spec import Operand, Rules, Spec
+import torch
+
+from espalier.comm import collectives as door
+from espalier.comm.moves import summed
+from espalier.mesh import Mesh
+from espalier.tensor.rules.space import bound_to
+from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, of_nothing
 
 
-def over_last(
-    x: Operand, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, *args: Any, **kw: Any
+class _Standardize(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) over dims that the ranks of some axes share.
+
+    Two all-reduces of the size of the statistics forward (Chan, Golub, LeVeque 1983, for the variance
+    of parts), one of twice that backward. What is saved is the result, not the input.
+    """
+
+    espalier = True
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dims: tuple[int, ...], mesh: Mesh, axes: tuple[int, ...], count: int,
+        eps: float, centred: bool,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        own = math.prod(x.shape[d] for d in dims)
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+        def total(part: torch.Tensor) -> torch.Tensor:
+            for axis in axes:
+                part = door.all_reduce(part, mesh, axis)
+            return part / count
+
+        if not own:
+            mean = spread = wide.sum(dims, keepdim=True)
+        elif centred:
+            spread, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+        else:
+            spread, mean = wide.square().mean(dims, keepdim=True), wide.new_zeros(())
+        if centred:
+            part, mean = mean, total(mean * own)
+            spread = spread + (part - mean).square()
+        variance = total(spread * own)
+        scale = (variance + eps).rsqrt()
+        out = ((wide - mean) * scale if centred else wide * scale).to(x.dtype)
+        ctx.given = dims, mesh, axes, count, centred
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(mean, variance)
+        ctx.save_for_backward(out, scale)
+        return out, scale, mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None, of_scale: torch.Tensor | None, *rest: Any) -> Any:
+        # in terms of the outputs alone, and of what can be differentiated: so for every order
+        out, scale = ctx.saved_tensors
+        dims, mesh, axes, count, centred = ctx.given
+        found = None
+        if grad is not None:
+            wide = grad.to(scale.dtype)
+            sums = torch.stack([(wide * out).sum(dims, keepdim=True), wide.sum(dims, keepdim=True)])
+            along, level = (summed(sums if centred else sums[:1], mesh, axes) / count).expand(
+                2, *sums.shape[1:]
+            )
+            found = scale * (wide - out * along - level if centred else wide - out * along)
+        if of_scale is not None:
+            part = out * scale.square() * (summed(of_scale, mesh, axes) / -count)
+            found = part if found is None else found + part
+        return (None if found is None else found.to(out.dtype), *[None] * 6)
+
+
+def _standardized(
+    x: torch.Tensor, dims: Sequence[int], mesh: Mesh, axes: tuple[int, ...], count: int, eps: float,
+    centred: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Normalised, and the mean and the (biased) variance, with the dims kept as ones."""
+    out, _, mean, variance = _Standardize.apply(x, tuple(dims), mesh, axes, count, eps, centred)  # type: ignore[no-untyped-call]
+    return out, mean, variance
+
+
+def _affine(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, shape: Sequence[int]
+) -> torch.Tensor:
+    given = x.dtype
+    x = x if weight is None else x * weight.view(shape)
+    return (x if bias is None else x + bias.view(shape)).to(given)
+
+
+# ---- batches and instances
+
+
+def batch_norm(
+    input: Operand,
+    running_mean: Operand | None,
+    running_var: Operand | None,
+    weight: Operand | None = None,
+    bias: Operand | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
 ) -> Spec:
-    """layer_norm and rms_norm: the last dims whole, weight and bias too."""
-    last = len(normalized_shape)
-    dims = tuple(None if i >= x.ndim - last else d for i, d in enumerate(x.dims()))
-    small = [(None,) * o.ndim for o in (weight, bias) if isinstance(o, Operand)]
-    return Spec([dims, *small], [dims], [x.shape])
+    """input[b, c, s...]: every dim may be sharded; the statistics are those of the global batch.
+
+    Raises:
+        ValueError: there is one value for each channel; the running statistics lie differently.
+    """
+    if training and math.prod(input.shape) == input.shape[1]:
+        # as torch says it
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {input.shape}"
+        )
+    spec = _by_channel(input, [running_mean, running_var, weight, bias], ("c",))
+    if training:
+        spec.buffers = _buffers(running_mean, running_var)
+        spec.sends = {name: 2 * input.shape[1] for name in spec.ins[0] if name != "c"}
+    spec.run = _batch_normed
+    return spec
+
+
+def torch_batch_norm(
+    input: Operand, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, *rest: Any
+) -> Spec:
+    """torch.batch_norm: other names for the same."""
+    spec = batch_norm(input, running_mean, running_var, weight, bias, training)
+    return _reordered(spec, [weight, bias, running_mean, running_var])
+
+
+def instance_norm(
+    input: Operand,
+    running_mean: Operand | None = None,
+    running_var: Operand | None = None,
+    weight: Operand | None = None,
+    bias: Operand | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Spec:
+    """input[b, c, s...] over space, every sample by itself; every dim may be sharded.
+
+    Raises:
+        ValueError: space has one element; the running statistics lie differently.
+    """
+    if use_input_stats and math.prod(input.shape[2:]) == 1:
+        raise ValueError(
+            f"Expected more than 1 spatial element when training, got input size {list(input.shape)}"
+        )
+    spec = _by_channel(input, [running_mean, running_var, weight, bias], ("c",))
+    if use_input_stats:
+        spec.buffers = _buffers(running_mean, running_var)
+        spec.sends = {("s", i): 2 * math.prod(input.shape[:2]) for i in range(input.ndim - 2)}
+    spec.run = _instance_normed
+    return spec
+
+
+def torch_instance_norm(
+    input: Operand, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
+    *rest: Any,
+) -> Spec:  # fmt: skip
+    """torch.instance_norm: other names for the same."""
+    spec = instance_norm(input, running_mean, running_var, weight, bias, use_input_stats)
+    return _reordered(spec, [weight, bias, running_mean, running_var])
+
+
+def _by_channel(x: Operand, small: Sequence[Operand | None], channel: Dims) -> Spec:
+    dims: Dims = ("b", *channel, *(("s", i) for i in range(x.ndim - 2)))
+    return Spec([dims, *(channel for o in small if isinstance(o, Operand))], [dims], [x.shape])
+
+
+def _reordered(spec: Spec, small: Sequence[Operand | None]) -> Spec:
+    """For a function that takes the running statistics last."""
+    if spec.buffers:
+        n = sum(isinstance(o, Operand) for o in small)
+        spec.buffers = [n - 1, n]
+    return spec
+
+
+def _buffers(mean: Operand | None, variance: Operand | None) -> list[int]:
+    if not (isinstance(mean, Operand) and isinstance(variance, Operand)):
+        return []
+    if mean.layout is not variance.layout or not mean.layout.is_firm:
+        raise ValueError(
+            f"running_mean lies as {mean.layout!r} and running_var as {variance.layout!r}; they must lie "
+            "alike, and not be Partial, for both are written to."
+        )
+    return [mean.index, variance.index]
+
+
+_BATCH = "input running_mean running_var weight bias training momentum eps"
+_TORCH_BATCH = "input weight bias running_mean running_var training momentum eps"
+
+
+def _named(func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of either spelling by name."""
+    bound = bound_to(_BATCH if hasattr(func, "__code__") else _TORCH_BATCH, args, kwargs)
+    if "use_input_stats" in bound:
+        bound["training"] = bound["use_input_stats"]
+    return bound
+
+
+def _batch_normed(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+    bound = _named(func, args, kwargs)
+    x, weight, bias = bound["input"], bound.get("weight"), bound.get("bias")
+    lay = placed.ins[0]
+    over = [0, *range(2, x.ndim)]
+    axes = placed.axes_of(lay, over) if bound.get("training", False) else ()
+    if not axes:
+        if x.numel():
+            return func(*args, **kwargs)
+        return of_nothing(placed, x, *(p for p in (weight, bias) if p is not None))
+    count = math.prod(lay.shape[d] for d in over)
+    out, mean, variance = _standardized(x, over, placed.mesh, axes, count, bound.get("eps", 1e-5))
+    _follow(bound, mean.flatten(), variance.flatten() * (count / max(count - 1, 1)))
+    return _affine(out, weight, bias, (1, -1, *[1] * (x.ndim - 2)))
+
+
+def _instance_normed(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+    bound = _named(func, args, kwargs)
+    x, weight, bias = bound["input"], bound.get("weight"), bound.get("bias")
+    lay = placed.ins[0]
+    space = range(2, x.ndim)
+    axes, batch = placed.axes_of(lay, space), placed.axes_of(lay, [0])
+    tracks = bound.get("running_mean") is not None
+    if not bound.get("training", True) or not (axes or (tracks and batch)):
+        if x.numel():
+            return func(*args, **kwargs)
+        return of_nothing(placed, x, *(p for p in (weight, bias) if p is not None))
+    count = math.prod(lay.shape[d] for d in space)
+    out, mean, variance = _standardized(x, space, placed.mesh, axes, count, bound.get("eps", 1e-5))
+    if tracks:
+        each = torch.stack([mean.flatten(1), variance.flatten(1) * (count / max(count - 1, 1))]).sum(1)
+        for axis in batch:
+            each = door.all_reduce(each, placed.mesh, axis)
+        _follow(bound, *(each / lay.shape[0]))
+    return _affine(out, weight, bias, (1, -1, *[1] * (x.ndim - 2)))
+
+
+def _follow(bound: dict[str, Any], mean: torch.Tensor, variance: torch.Tensor) -> None:
+    """Running statistics take their share of the new ones, alike on all ranks."""
+    share = bound.get("momentum", 0.1)
+    for name, new in (("running_mean", mean), ("running_var", variance)):
+        running = bound.get(name)
+        if running is not None:
+            with torch.no_grad():
+                running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
+
+
+# ---- groups and rows
 
 
 def group_norm(x: Operand, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Spec:
-    """Every sample by itself."""
-    dims = (*x.dims()[:1], *(None,) * (x.ndim - 1))
-    small = [(None,) * o.ndim for o in (weight, bias) if isinstance(o, Operand)]
-    return Spec([dims, *small], [dims], [x.shape])
+    """x[b, c, s...], every sample and group by itself; whole groups and space may be sharded."""
+    spec = _by_channel(x, [weight, bias], ("g",))
+    spec.factors = {"g": [(num_groups, x.shape[1] // num_groups)]}
+    spec.sends = {("s", i): 2 * x.shape[0] * num_groups for i in range(x.ndim - 2)}
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        bound = bound_to("input num_groups weight bias eps", args, kwargs)
+        local, weight, bias = bound["input"], bound.get("weight"), bound.get("bias")
+        if 0 in local.shape[:2]:
+            return of_nothing(placed, local, *(p for p in (weight, bias) if p is not None))
+        groups = num_groups * local.shape[1] // x.shape[1]
+        axes = placed.axes_of(placed.ins[0], range(2, local.ndim))
+        if not axes:
+            return func(local, groups, weight, bias, eps)
+        grouped = local.unflatten(1, (groups, -1))
+        count = math.prod(x.shape[1:]) // num_groups
+        out, _, _ = _standardized(grouped, range(2, grouped.ndim), placed.mesh, axes, count, eps)
+        return _affine(out.flatten(1, 2), weight, bias, (-1, *[1] * (local.ndim - 2)))
+
+    spec.run = run
+    return spec
+
+
+def layer_norm(
+    x: Operand, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Spec:  # fmt: skip
+    """Over the last dims, which may be sharded; weight and bias as they are."""
+    return _over_last(x, normalized_shape, [weight, bias], eps, True)
+
+
+def rms_norm(
+    x: Operand, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Spec:
+    """Over the last dims, which may be sharded; the weight as they are."""
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return _over_last(x, normalized_shape, [weight], eps, False)
+
+
+def _over_last(
+    x: Operand, normalized_shape: Sequence[int], small: Sequence[Any], eps: float, centred: bool
+) -> Spec:
+    dims, front = x.dims(), x.ndim - len(normalized_shape)
+    last: Dims = dims[front:]
+    rows = math.prod(x.layout.padded_shape[:front])
+    count = math.prod(x.shape[front:])
+    names = ("weight", "bias")
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        axes = placed.axes_of(placed.ins[0], range(front, x.ndim))
+        if not axes:
+            return func(*args, **kwargs)
+        bound = bound_to("input normalized_shape weight bias", args, kwargs)
+        local = bound["input"]
+        over = range(front, x.ndim)
+        out, _, _ = _standardized(local, over, placed.mesh, axes, count, eps, centred)
+        weight, bias = (bound.get(name) if i < len(small) else None for i, name in enumerate(names))
+        return _affine(out, weight, bias, local.shape[front:])
+
+    return Spec(
+        [dims, *(last for o in small if isinstance(o, Operand))],
+        [dims],
+        [x.shape],
+        sends=dict.fromkeys(last, (2 if centred else 1) * rows),
+        run=run,
+    )
 
 
 def normalize(x: Operand, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Spec:
-    """F.normalize: the dim whole."""
-    gone = {d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)}
-    dims = tuple(None if i in gone else d for i, d in enumerate(x.dims()))
-    return Spec([dims], [dims], [x.shape])
+    """F.normalize: over a sharded dim the ranks add up the powers."""
+    over = tuple(sorted({d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)}))
+    dims = x.dims()
+    letters: list[Letter] = [dims[d] for d in over]
+    rows = math.prod(n for d, n in enumerate(x.layout.padded_shape) if d not in over)
+    added = isinstance(p, int | float) and 0 < p < math.inf
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        axes = placed.axes_of(placed.ins[0], over)
+        if not axes:
+            return func(*args, **kwargs)
+        local = args[0] if args else kwargs["input"]
+        powers = summed(torch.linalg.vector_norm(local, p, over, keepdim=True).pow(p), placed.mesh, axes)
+        # a root has no derivative at zero, where the norm's is taken to be zero
+        some = powers > 0
+        norm = powers.masked_fill(~some, 1).pow(1 / p).masked_fill(~some, 0)
+        return local / norm.clamp_min(eps)
+
+    return Spec(
+        [dims],
+        [dims],
+        [x.shape],
+        blocked=frozenset() if added else frozenset(letters),
+        sends=dict.fromkeys(letters, rows),
+        run=run,
+    )
+
+
+def local_response_norm(x: Operand, *args: Any, **kwargs: Any) -> Spec:
+    """x[b, c, s...] over neighbouring channels, which are whole."""
+    dims = x.dims()
+    return Spec([dims], [dims], [x.shape], blocked=frozenset([dims[1]]))
 
 
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
-    rules.name("layer_norm", "rms_norm")(over_last)
+    functional = torch.nn.functional
+    rules.add(functional.batch_norm, batch_norm)
+    rules.add(torch.batch_norm, torch_batch_norm)
+    rules.add(functional.instance_norm, instance_norm)
+    rules.add(torch.instance_norm, torch_instance_norm)
+    rules.name("layer_norm")(layer_norm)
+    rules.name("rms_norm")(rms_norm)
     rules.name("group_norm")(group_norm)
     rules.name("normalize")(normalize)
+    rules.name("local_response_norm")(local_response_norm)

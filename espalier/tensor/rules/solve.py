@@ -63,9 +63,9 @@ def weigh(spec: Spec, operands: list[Operand], mesh: Mesh) -> list[Options] | No
     weighed: list[Options] = []
     for axis in range(mesh.ndim):
         options = [
-            (_price(candidate, operands, axis, mesh), candidate)
+            (_price(spec, candidate, operands, axis, mesh), candidate)
             for candidate in _candidates(spec, operands, axis, cuts, mesh)
-            if spec.inplace is None or _keeps(candidate, operands, spec.inplace, axis)
+            if _keeps(spec, candidate, operands, axis)
         ]
         if not options:
             return None
@@ -131,14 +131,18 @@ def _sharded(spec: Spec, letter: Letter, n: int) -> Candidate | None:
     return Candidate(tuple(ins), tuple(outs), letter)
 
 
-def _keeps(candidate: Candidate, operands: list[Operand], written: int, axis: int) -> bool:
-    state = operands[written].layout.axes[axis]
-    state = R if state == V else state
-    return candidate.ins[written] == state and candidate.outs[0] == state
+def _keeps(spec: Spec, candidate: Candidate, operands: list[Operand], axis: int) -> bool:
+    """Whether what is written to stays where it is."""
+    written = [*spec.buffers, *([] if spec.inplace is None else [spec.inplace])]
+    states = [operands[i].layout.axes[axis] for i in written]
+    if any(candidate.ins[i] != (R if s == V else s) for i, s in zip(written, states, strict=True)):
+        return False
+    return spec.inplace is None or candidate.outs[0] == candidate.ins[spec.inplace]
 
 
-def _price(candidate: Candidate, operands: list[Operand], axis: int, mesh: Mesh) -> Price:
-    sent, touched = 0.0, 0
+def _price(spec: Spec, candidate: Candidate, operands: list[Operand], axis: int, mesh: Mesh) -> Price:
+    n = mesh.shape[axis]
+    sent, touched = 2.0 * spec.sends.get(candidate.letter, 0) * (n - 1) / n, 0
     for operand, target in zip(operands, candidate.ins, strict=True):
         elements = sent_for(operand, target, axis, mesh)
         if elements is not None:
@@ -211,8 +215,8 @@ def _order(spec: Spec, operands: list[Operand], chosen: list[Candidate]) -> list
             cuts.setdefault(candidate.letter, []).append(axis)
     order = list(range(len(chosen)))
     pairs = list(zip(operands, spec.ins, strict=True))
-    if spec.inplace is not None:
-        pairs.insert(0, pairs.pop(spec.inplace))
+    for i in (*spec.buffers, *([] if spec.inplace is None else [spec.inplace])):
+        pairs.insert(0, (operands[i], spec.ins[i]))
     for letter, axes in cuts.items():
         for operand, dims in pairs:
             if len(axes) > 1 and letter in dims:

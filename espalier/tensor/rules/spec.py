@@ -95,6 +95,8 @@ class Spec:
         when: whether the layouts chosen need ``run`` at all; by default they do.
         tail: the arguments after the first for the local call, from the layouts (for views).
         inplace: the operand that is written to; its layout stays.
+        buffers: operands that the runner writes to besides; their layouts stay too.
+        sends: for a letter the elements that the runner reduces along an axis that cuts it.
     """
 
     ins: Sequence[Dims]
@@ -109,6 +111,8 @@ class Spec:
     when: Callable[[Placed], Any] | None = None
     tail: Callable[[Placed], tuple[Any, ...]] | None = None
     inplace: int | None = None
+    buffers: Sequence[int] = ()
+    sends: Mapping[Any, int] = field(default_factory=dict)
 
 
 def of_nothing(placed: Placed, *inputs: torch.Tensor) -> torch.Tensor:

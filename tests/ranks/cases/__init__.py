@@ -1,6 +1,17 @@
 """The cases of the brute force, in groups of about equal cost."""
 
-from tests.ranks.cases import conv, indexing, loss, matmul, pointwise, pool, randomness, reduction, views
+from tests.ranks.cases import (
+    conv,
+    indexing,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    pool,
+    randomness,
+    reduction,
+    views,
+)
 
 CASES = {
     "unary": pointwise.UNARY,
@@ -9,6 +20,7 @@ CASES = {
     "matmul": matmul.CASES,
     "attention": matmul.ATTENTION,
     "conv": conv.CASES,
+    "norm": norm.CASES,
     "pool": pool.CASES,
     "reduction": reduction.CASES,
     "views": views.CASES,
