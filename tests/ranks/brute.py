@@ -149,7 +149,11 @@ def axis_layouts(
     total = math.prod(map(len, choices))
     if few is None and total > most:
         # varied differs from replicated in the gradient only; drawn ones show that often enough
-        firm = list(itertools.product(*([s for s in c if s != V] for c in choices)))
+        settled = [[s for s in c if s != V] for c in choices]
+        if math.prod(map(len, settled)) > 10**6:
+            firm = [tuple(rng.choice(c) for c in settled) for _ in range(most)]
+        else:
+            firm = list(itertools.product(*settled))
         drawn = [tuple(rng.choice(c) for c in choices) for _ in range(most // 3)]
         combos: Any = [*(firm if len(firm) <= most else rng.sample(firm, most)), *drawn]
     elif few is not None and total > few:

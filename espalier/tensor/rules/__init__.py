@@ -14,6 +14,7 @@ from espalier.tensor.rules import (
     pool,
     randomness,
     reduction,
+    rnn,
     views,
 )
 from espalier.tensor.rules.spec import Rules
@@ -28,6 +29,7 @@ for _part in (
     indexing,
     conv,
     pool,
+    rnn,
     norm,
     attention,
     loss,

@@ -83,7 +83,7 @@ def _standardized(
     centred: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Normalised, and the mean and the (biased) variance, with the dims kept as ones."""
-    out, _, mean, variance = _Standardize.apply(x, tuple(dims), mesh, axes, count, eps, centred)  # type: ignore[no-untyped-call]
+    out, _, mean, variance = _Standardize.apply(x, tuple(dims), mesh, axes, count, eps, centred)
     return out, mean, variance
 
 

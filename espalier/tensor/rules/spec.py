@@ -115,14 +115,14 @@ class Spec:
     sends: Mapping[Any, int] = field(default_factory=dict)
 
 
-def of_nothing(placed: Placed, *inputs: torch.Tensor) -> torch.Tensor:
-    """Zeros for the first output of a rank with an empty shard.
+def of_nothing(placed: Placed, *inputs: torch.Tensor, out: int = 0) -> torch.Tensor:
+    """Zeros for an output, by default the first, of a rank with an empty shard.
 
     They hang on all inputs: where a collective waits in the backward pass, every rank must get there.
     So must it in the backward of the backward pass, where the gradient of one input hangs on the others.
     """
     zero = torch.expm1(sum((x.reshape(-1)[:0].sum() for x in inputs), inputs[0].new_zeros(())))
-    return inputs[0].new_zeros(placed.outs[0].local_shape) + zero
+    return inputs[0].new_zeros(placed.outs[out].local_shape) + zero
 
 
 RuleFunction = Callable[..., "Spec | None"]

@@ -10,6 +10,7 @@ from tests.ranks.cases import (
     pool,
     randomness,
     reduction,
+    rnn,
     views,
 )
 
@@ -23,6 +24,7 @@ CASES = {
     "norm": norm.CASES,
     "pool": pool.CASES,
     "reduction": reduction.CASES,
+    "rnn": rnn.CASES,
     "views": views.CASES,
     "joining": views.JOINING,
     "indexing": indexing.CASES,
