@@ -99,6 +99,9 @@ def _spec(
         addends=(2,),
         factors=factors,
         run=run,
+        when=lambda placed: (
+            groups > 1 or placed.lacks() or cut_dims(placed, placed.ins[0], range(len(batch) + 1, x.ndim))
+        ),
     )
 
 
@@ -112,8 +115,6 @@ def _convolved(nd: int, windows: Windows, same: bool) -> Callable[..., torch.Ten
         lay, out = placed.ins[0], placed.outs[0]
         front = x.ndim - nd
         cut = cut_dims(placed, lay, range(front, x.ndim))
-        if not cut and groups == 1 and x.numel() and weight.numel():
-            return func(*args, **kwargs)
         reach = {front + i: _looking(w) for i, w in enumerate(windows)}
         x, _ = fetched(x, lay, out, reach)
         if not x.numel() or not weight.numel() or 0 in out.local_shape:
@@ -145,8 +146,6 @@ def _transposed(nd: int, windows: Windows) -> Callable[..., torch.Tensor]:
         lay, out = placed.ins[0], placed.outs[0]
         front = x.ndim - nd
         cut = cut_dims(placed, lay, range(front, x.ndim))
-        if not cut and groups == 1 and x.numel() and weight.numel():
-            return func(*args, **kwargs)
         reach = {front + i: _sources(w) for i, w in enumerate(windows)}
         x, first = fetched(x, lay, out, reach)
         if not x.numel() or not weight.numel() or 0 in out.local_shape:

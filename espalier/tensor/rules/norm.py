@@ -123,6 +123,8 @@ def batch_norm(
         spec.buffers = _buffers(running_mean, running_var)
         spec.sends = {name: 2 * input.shape[1] for name in spec.ins[0] if name != "c"}
     spec.run = _batch_normed
+    over = [0, *range(2, input.ndim)] if training else []
+    spec.when = lambda placed: placed.lacks() or placed.axes_of(placed.ins[0], over)
     return spec
 
 
@@ -158,6 +160,9 @@ def instance_norm(
         spec.buffers = _buffers(running_mean, running_var)
         spec.sends = {("s", i): 2 * math.prod(input.shape[:2]) for i in range(input.ndim - 2)}
     spec.run = _instance_normed
+    space = range(2, input.ndim)
+    over = [*([0] if running_mean is not None else []), *space] if use_input_stats else []
+    spec.when = lambda placed: placed.lacks() or placed.axes_of(placed.ins[0], over)
     return spec
 
 
@@ -213,8 +218,6 @@ def _batch_normed(func: Callable[..., Any], args: Any, kwargs: Any, placed: Plac
     over = [0, *range(2, x.ndim)]
     axes = placed.axes_of(lay, over) if bound.get("training", False) else ()
     if not axes:
-        if x.numel():
-            return func(*args, **kwargs)
         return of_nothing(placed, x, *(p for p in (weight, bias) if p is not None))
     count = math.prod(lay.shape[d] for d in over)
     out, mean, variance = _standardized(x, over, placed.mesh, axes, count, bound.get("eps", 1e-5))
@@ -230,8 +233,6 @@ def _instance_normed(func: Callable[..., Any], args: Any, kwargs: Any, placed: P
     axes, batch = placed.axes_of(lay, space), placed.axes_of(lay, [0])
     tracks = bound.get("running_mean") is not None
     if not bound.get("training", True) or not (axes or (tracks and batch)):
-        if x.numel():
-            return func(*args, **kwargs)
         return of_nothing(placed, x, *(p for p in (weight, bias) if p is not None))
     count = math.prod(lay.shape[d] for d in space)
     out, mean, variance = _standardized(x, space, placed.mesh, axes, count, bound.get("eps", 1e-5))
@@ -307,8 +308,6 @@ def _over_last(
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         axes = placed.axes_of(placed.ins[0], range(front, x.ndim))
-        if not axes:
-            return func(*args, **kwargs)
         bound = bound_to("input normalized_shape weight bias", args, kwargs)
         local = bound["input"]
         over = range(front, x.ndim)
@@ -322,6 +321,7 @@ def _over_last(
         [x.shape],
         sends=dict.fromkeys(last, (2 if centred else 1) * rows),
         run=run,
+        when=lambda placed: placed.axes_of(placed.ins[0], range(front, x.ndim)),
     )
 
 
@@ -335,8 +335,6 @@ def normalize(x: Operand, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out:
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         axes = placed.axes_of(placed.ins[0], over)
-        if not axes:
-            return func(*args, **kwargs)
         local = args[0] if args else kwargs["input"]
         powers = summed(torch.linalg.vector_norm(local, p, over, keepdim=True).pow(p), placed.mesh, axes)
         # a root has no derivative at zero, where the norm's is taken to be zero
@@ -351,6 +349,7 @@ def normalize(x: Operand, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out:
         blocked=frozenset() if added else frozenset(letters),
         sends=dict.fromkeys(letters, rows),
         run=run,
+        when=lambda placed: placed.axes_of(placed.ins[0], over),
     )
 
 

@@ -24,6 +24,11 @@ def _space(nd: int) -> Dims:
     return tuple(("s", i) for i in range(nd))
 
 
+def _needed(nd: int) -> Callable[[Placed], Any]:
+    """Whether space is cut, or something empty; else the plain function serves."""
+    return lambda p: p.lacks() or cut_dims(p, p.ins[0], range(p.ins[0].ndim - nd, p.ins[0].ndim))
+
+
 def max_pool(nd: int) -> Callable[..., Spec]:
     """input[..., s...]; indices are those of the whole of space."""
 
@@ -41,7 +46,7 @@ def max_pool(nd: int) -> Callable[..., Spec]:
         dims = (*_lead(input, nd), *_space(nd))
         windows = _windows(nd, kernel_size, stride, padding, dilation)
         run = _max_pooled(nd, windows, ceil_mode)
-        return Spec([dims], [dims], [shape], run=run)
+        return Spec([dims], [dims], [shape], run=run, when=_needed(nd))
 
     return rule
 
@@ -52,7 +57,7 @@ def max_pool_with_indices(nd: int) -> Callable[..., Spec]:
 
     def rule(*args: Any, **kwargs: Any) -> Spec:
         spec = one(*args, **kwargs)
-        return Spec(spec.ins, [*spec.outs] * 2, [*spec.shapes] * 2, run=spec.run)
+        return Spec(spec.ins, [*spec.outs] * 2, [*spec.shapes] * 2, run=spec.run, when=spec.when)
 
     return rule
 
@@ -75,8 +80,6 @@ def _max_pooled(nd: int, windows: Sequence[Window], ceil_mode: bool) -> Callable
         x = bound_to(_MAX, args, kwargs)["input"]
         front = x.ndim - nd
         cut = cut_dims(placed, placed.ins[0], range(front, x.ndim))
-        if not cut and x.numel():
-            return func(*args, **kwargs)
         lowest = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
         reach = {front + i: _reach(w) for i, w in enumerate(windows)}
         x, first = fetched(x, placed.ins[0], placed.outs[0], reach, lowest)
@@ -127,7 +130,7 @@ def avg_pool(nd: int) -> Callable[..., Spec]:
         (shape,) = meta_shapes(getattr(torch.nn.functional, f"avg_pool{nd}d"), input, *given)
         dims = (*_lead(input, nd), *_space(nd))
         run = _avg_pooled(nd, _windows(nd, kernel_size, stride, padding))
-        return Spec([dims], [dims], [shape], linear=[(0,)], run=run)
+        return Spec([dims], [dims], [shape], linear=[(0,)], run=run, when=_needed(nd))
 
     return rule
 
@@ -139,8 +142,6 @@ def _avg_pooled(nd: int, windows: Sequence[Window]) -> Callable[..., torch.Tenso
         front = x.ndim - nd
         lay, out = placed.ins[0], placed.outs[0]
         cut = cut_dims(placed, lay, range(front, x.ndim))
-        if not cut and x.numel():
-            return func(*args, **kwargs)
         x, _ = fetched(x, lay, out, {front + i: _reach(w) for i, w in enumerate(windows)})
         if not x.numel() or 0 in out.local_shape:
             return of_nothing(placed, x)
@@ -190,6 +191,7 @@ def adaptive(nd: int, kind: str) -> Callable[..., Spec]:
             linear=[(0,)] if averaged else [],
             blocked=blocked - set(alone if averaged else ()),
             run=_adapted(nd),
+            when=_needed(nd),
         )
 
     return rule
@@ -201,7 +203,9 @@ def adaptive_max(nd: int) -> Callable[..., Spec]:
 
     def rule(*args: Any, **kwargs: Any) -> Spec:
         spec = both(*args, **kwargs)
-        return Spec(spec.ins, spec.outs[:1], spec.shapes[:1], blocked=spec.blocked, run=spec.run)
+        return Spec(
+            spec.ins, spec.outs[:1], spec.shapes[:1], blocked=spec.blocked, run=spec.run, when=spec.when
+        )
 
     return rule
 
@@ -211,9 +215,6 @@ def _adapted(nd: int) -> Callable[..., Any]:
         x = bound_to("input output_size return_indices", args, kwargs)["input"]
         lay, out = placed.ins[0], placed.outs[0]
         front = x.ndim - nd
-        cut = cut_dims(placed, lay, range(front, x.ndim))
-        if not cut and x.numel():
-            return func(*args, **kwargs)
         reach, share = {}, 1.0
         for dim in range(front, x.ndim):
             n, m = lay.shape[dim], out.shape[dim]
@@ -242,10 +243,9 @@ def max_unpool(nd: int) -> Callable[..., Spec]:
         shape = (*input.shape[: input.ndim - nd], *output_size[-nd:])
 
         def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-            x = bound_to("input indices", args, kwargs)["input"]
-            return func(*args, **kwargs) if x.numel() else of_nothing(placed, x)
+            return of_nothing(placed, bound_to("input indices", args, kwargs)["input"])
 
-        return Spec([dims, dims], [dims], [shape], run=run)
+        return Spec([dims, dims], [dims], [shape], run=run, when=Placed.lacks)
 
     return rule
 

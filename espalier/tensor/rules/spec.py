@@ -63,6 +63,10 @@ class Placed:
         """The mesh axes (of size > 1) that cut any of these dims."""
         return tuple(a for d in dims for a in layout.cuts[d] if self.mesh.shape[a] > 1)
 
+    def lacks(self) -> bool:
+        """Whether some input or output has no elements on this rank, which many functions refuse."""
+        return any(0 in layout.local_shape for layout in (*self.ins, *self.outs))
+
     def total(self, x: torch.Tensor, axes: Iterable[int]) -> torch.Tensor:
         """The first output, of which ``x`` is this rank's addend along ``axes``; differentiable."""
         done = self.outs[0]
