@@ -64,7 +64,7 @@ def random_cases(rank: int, axes: dict[str, int], count: int) -> None:
     mesh = Mesh.from_env(axes)
     twin = Mesh.dry(axes, mesh.coordinate)
     chance = random.Random(17)
-    n = mesh.size
+    n = mesh.size()
     for case in range(count):
         total = chance.randrange(1, 9)
         have = (any_spans if case % 3 == 2 else shared_out)(chance, total, n)
