@@ -57,9 +57,25 @@ class Pending:
 
 
 def all_reduce(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> torch.Tensor:
-    """The reduction of ``x`` over the axis, on every rank."""
-    if mesh.shape[axis] == 1:
+    """The reduction of ``x`` over the axis, on every rank; NaN wins in a maximum or minimum.
+
+    Raises:
+        ValueError: a maximum or minimum of complex values.
+    """
+    n = mesh.shape[axis]
+    if n == 1:
         return x
+    if op in ("max", "min"):
+        if x.is_complex():
+            raise ValueError(f"Partial({op}) of {x.dtype}: complex values have no order.")
+        if x.is_floating_point():
+            # backends lose a NaN, or not, as it comes; integers in the same order don't
+            return _floats(all_reduce(_in_order(x, op), mesh, axis, op), x.dtype)
+    if op == "product" and x.is_complex():
+        # no backend multiplies them
+        return all_gather(x.unsqueeze(0), mesh, axis, 0, n).prod(0)
+    if x.dtype is torch.int16:
+        return all_reduce(x.int(), mesh, axis, op).short()
     out = x.clone(memory_format=torch.contiguous_format)
     all_reduce_(out, mesh, axis, op).wait()
     return out
@@ -105,6 +121,8 @@ def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Te
     n = mesh.shape[axis]
     if n == 1:
         return x
+    if x.dtype is torch.int16:
+        return reduce_scatter(x.int(), mesh, axis, dim).short()
     size = x.shape[dim]
     piece = -(-size // n)
     own = chunk_bounds(size, n, mesh.coordinate[axis])[1]
@@ -306,6 +324,25 @@ def _summable(x: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
     if x.dtype.is_complex and op in ("sum", "avg"):
         return torch.view_as_real(x.conj() if x.is_conj() else x), op
     return x, op
+
+
+def _in_order(x: torch.Tensor, op: str) -> torch.Tensor:
+    """Integers in the order of the floats; NaN is the largest of all for max, the smallest for min."""
+    wide = x if x.dtype is torch.float64 else x.float()
+    key = _flipped(wide.view(torch.int64 if wide.dtype is torch.float64 else torch.int32))
+    worst = torch.iinfo(key.dtype).max if op == "max" else torch.iinfo(key.dtype).min
+    return key.masked_fill(wide.isnan(), worst)
+
+
+def _floats(key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    wide = _flipped(key).view(torch.float64 if key.dtype is torch.int64 else torch.float32)
+    return wide.to(dtype)
+
+
+def _flipped(bits: torch.Tensor) -> torch.Tensor:
+    """From the bits of floats, sign and magnitude, to integers that count up; and back."""
+    info = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (info.bits - 1)) & info.max)
 
 
 def _record(

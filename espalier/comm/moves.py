@@ -62,6 +62,11 @@ class Itinerary:
             dst = _other_names(src, dst)
         self.scale = _average_factor(src, dst)
         if self.scale is not None:
+            if self.scale != 1 and "product" in src.axes:
+                raise ValueError(
+                    f"{src!r} averages along one axis and multiplies along another: redistribute the product "
+                    "first, to Replicate along its axis."
+                )
             # an average is a sum of parts already divided
             src, dst = _as_sums(src), _as_sums(dst)
         self._src, self._dst, self.mesh = src, dst, src.mesh

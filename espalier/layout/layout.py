@@ -9,6 +9,8 @@ Inside, an axis' state is a small code, so that layouts are cheap to build, hash
 ``"sum"``, ``"avg"``  Partial: the value is that reduction of what the ranks hold
 ====================  ==============================================================
 
+Of several Partial axes, the last is reduced first, where that makes a difference (max beside sum).
+
 ``V`` is what design section 3.1 calls *varied* and, for parameters whose reduction an engine
 takes over, *deferred*: both say the same of the gradient, so they are one state.
 The distinction is that of Megatron's f operator and of ``pvary`` in JAX's shard_map.

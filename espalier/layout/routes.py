@@ -3,7 +3,10 @@
 Each step changes one axis by one operation of the table. The costs are those of the ring
 algorithms (Thakur, Rabenseifner, Gropp 2005): with n ranks and a buffer of B elements,
 all-gather, reduce-scatter and all-to-all send (n-1)/n·B, all-reduce twice that. The search is
-Dijkstra's over layouts; among routes of equal bytes the one with fewest steps wins.
+A* over layouts (Hart, Nilsson, Raphael 1968); among routes of equal bytes the one with fewest steps wins.
+
+Where axes are Partial with reductions that do not commute, the last axis is reduced first, so that the
+value is defined: along axes a (max) and b (sum) it is the maximum over a of sums over b.
 
 A value that is whole is never split into addends on the way (padded with zeros and summed again),
 though that can send less where two axes change one dim: a move then carries every bit of every
@@ -15,7 +18,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -41,7 +44,8 @@ class Step(NamedTuple):
     @property
     def elements(self) -> int:
         """Elements that each rank sends."""
-        return step_elements(self.operation, self.axis, self.src, self.dst)
+        n = self.src.mesh.shape[self.axis]
+        return sent(self.operation, n, self.src.padded_shape, self.dst.padded_shape)
 
 
 class Route(NamedTuple):
@@ -51,30 +55,27 @@ class Route(NamedTuple):
     elements: int
 
 
-def step_elements(op: str, axis: int, src: Layout, dst: Layout) -> int:
-    """Elements each rank sends for one step, uneven pieces padded to the largest."""
-    n = src.mesh.shape[axis]
+def sent(op: str, n: int, before: Sequence[int], after: Sequence[int]) -> int:
+    """Elements each of ``n`` ranks sends for one step between local shapes, padded to the largest."""
     if n == 1:
         return 0
     if op == ALL_REDUCE:
-        return 2 * (n - 1) * -(-math.prod(src.padded_shape) // n)
+        return 2 * (n - 1) * -(-math.prod(before) // n)
     if op == ALL_GATHER:
-        return (n - 1) * math.prod(src.padded_shape)
+        return (n - 1) * math.prod(before)
     if op == REDUCE_SCATTER:
-        return (n - 1) * math.prod(dst.padded_shape)
+        return (n - 1) * math.prod(after)
     if op == ALL_TO_ALL:
-        return (n - 1) * math.prod(exchange_shape(axis, src, dst))
+        # the block for one rank: the old dim cut as before, the new one as after
+        return (n - 1) * math.prod(map(min, before, after))
     return 0
 
 
-def exchange_shape(axis: int, src: Layout, dst: Layout) -> tuple[int, ...]:
-    """The (padded) shape of the block that one rank sends to each other in an all-to-all."""
-    whole = src.with_axis(axis, R).padded_shape
-    old, new = src.axes[axis], dst.axes[axis]
-    assert isinstance(old, int) and isinstance(new, int)
-    shape = list(whole)
-    shape[old], shape[new] = src.padded_shape[old], dst.padded_shape[new]
-    return tuple(shape)
+# an average is a sum but for a factor, which whoever takes the route sees to
+SUMS = ("sum", "avg")
+
+# a layout on its way: the states of the axes, and for each dim the axes that cut it
+_Node = tuple[tuple[AxisState, ...], tuple[tuple[int, ...], ...]]
 
 
 @lru_cache(maxsize=65536)
@@ -89,53 +90,108 @@ def route(src: Layout, dst: Layout) -> Route:
         return Route((), 0)
     if src.mesh is not dst.mesh or src.shape != dst.shape:
         raise ValueError(f"No route from {src!r} to {dst!r}: mesh and global shape must be the same.")
+    goal, sizes = (dst.axes, dst.cuts), dst.mesh.shape
+    # what a rank holds where all axes cut: no step along an axis sends less than this to each of the others
+    least = math.prod(dst.shape) / math.prod(sizes)
+    units = [least * (n - 1) for n in sizes]
     ticket = itertools.count()
-    queue: list[tuple[int, int, int, Layout]] = [(0, 0, next(ticket), src)]
-    best: dict[Layout, tuple[int, int]] = {src: (0, 0)}
-    came: dict[Layout, Step] = {}
+    # elements and steps, those included that at least are still to come; elements, steps, node, local shape
+    queue = [(0, 0, next(ticket), 0, 0, (src.axes, src.cuts), tuple(src.padded_shape))]
+    best: dict[_Node, tuple[int, int]] = {(src.axes, src.cuts): (0, 0)}
+    came: dict[_Node, tuple[_Node, str, int]] = {}
     while queue:
-        cost, steps, _, here = heapq.heappop(queue)
-        if here is dst:
-            return Route(_unwind(came, src, dst), cost)
+        _, _, _, cost, steps, here, lengths = heapq.heappop(queue)
+        if here == goal:
+            return Route(_unwind(came, src, goal), cost)
         if (cost, steps) > best[here]:
             continue
-        for step in _neighbours(here, dst):
-            total = (cost + step.elements, steps + 1)
-            if step.dst not in best or total < best[step.dst]:
-                best[step.dst] = total
-                came[step.dst] = step
-                heapq.heappush(queue, (*total, next(ticket), step.dst))
+        for op, axis, node, after in _neighbours(here, lengths, dst):
+            total = (cost + sent(op, sizes[axis], lengths, after), steps + 1)
+            if node not in best or total < best[node]:
+                best[node] = total
+                came[node] = here, op, axis
+                left, ahead = _ahead(node[0], dst.axes, units, sizes)
+                estimate = total[0] + left, total[1] + ahead
+                heapq.heappush(queue, (*estimate, next(ticket), *total, node, after))
     raise ValueError(
         f"No route from {src!r} to {dst!r}: a value cannot be turned into a Partial of max, min or product."
     )
 
 
-def _unwind(came: dict[Layout, Step], src: Layout, dst: Layout) -> tuple[Step, ...]:
+def _ahead(
+    states: tuple[AxisState, ...], goals: tuple[AxisState, ...], units: list[float], sizes: tuple[int, ...]
+) -> tuple[int, int]:
+    """The elements and steps that are still to come at least, each axis taken for itself."""
+    elements, steps = 0.0, 0
+    for state, goal, unit, n in zip(states, goals, units, sizes, strict=True):
+        if state == goal:
+            continue
+        steps += 1
+        if isinstance(state, int):
+            elements += unit / n if isinstance(goal, int) else 0 if is_partial(goal) else unit
+        elif is_partial(state):
+            elements += 0 if goal in SUMS else unit if isinstance(goal, int) else 2 * unit
+    return math.ceil(elements - 1e-6), steps
+
+
+def _unwind(came: dict[_Node, tuple[_Node, str, int]], src: Layout, node: _Node) -> tuple[Step, ...]:
     steps = []
-    while dst is not src:
-        steps.append(came[dst])
-        dst = came[dst].src
+    after = Layout.of(src.mesh, *node, src.shape)
+    while node != (src.axes, src.cuts):
+        node, op, axis = came[node]
+        before = Layout.of(src.mesh, *node, src.shape)
+        steps.append(Step(op, axis, before, after))
+        after = before
     return tuple(reversed(steps))
 
 
-def _neighbours(here: Layout, goal: Layout) -> Iterator[Step]:
-    for axis, state in enumerate(here.axes):
-        # only the innermost cut of a dim can be undone alone
-        if isinstance(state, int) and here.cuts[state][-1] != axis:
+def _neighbours(
+    here: _Node, lengths: tuple[int, ...], goal: Layout
+) -> Iterator[tuple[str, int, _Node, tuple[int, ...]]]:
+    """The steps from a node: operation, axis, the next node and its local shape."""
+    axes, cuts = here
+    sizes = goal.mesh.shape
+    for axis, state in enumerate(axes):
+        base, whole = cuts, lengths
+        if isinstance(state, int):
+            # only the innermost cut of a dim can be undone alone
+            if cuts[state][-1] != axis:
+                continue
+            left = cuts[state][:-1]
+            length = goal.shape[state]
+            for a in left:
+                length = -(-length // sizes[a])
+            base = (*cuts[:state], left, *cuts[state + 1 :])
+            whole = (*lengths[:state], length, *lengths[state + 1 :])
+        elif is_partial(state) and _must_wait(axis, axes, sizes):
             continue
-        for target in _targets(here, state, goal.axes[axis]):
-            nxt = here.with_axis(axis, target)
-            if nxt is not here:
-                op = operation(state, target) if here.mesh.shape[axis] > 1 else IDENTITY
-                yield Step(op, axis, here, nxt)
+        for target in _targets(state, goal.axes[axis], len(cuts)):
+            if target == state:
+                continue
+            op = operation(state, target) if sizes[axis] > 1 else IDENTITY
+            states = (*axes[:axis], target, *axes[axis + 1 :])
+            if isinstance(target, int):
+                cut = (*base[:target], (*base[target], axis), *base[target + 1 :])
+                piece = -(-whole[target] // sizes[axis])
+                yield op, axis, (states, cut), (*whole[:target], piece, *whole[target + 1 :])
+            else:
+                yield op, axis, (states, base), whole
 
 
-def _targets(here: Layout, state: AxisState, goal: AxisState) -> list[AxisState]:
-    dims: list[AxisState] = list(range(len(here.shape)))
-    if is_partial(state) and state != "sum":
+def _must_wait(axis: int, axes: tuple[AxisState, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether a later axis is to be reduced before this one."""
+    here = axes[axis]
+    return any(
+        is_partial(state) and n > 1 and state != here and not (state in SUMS and here in SUMS)
+        for state, n in zip(axes[axis + 1 :], sizes[axis + 1 :], strict=True)
+    )
+
+
+def _targets(state: AxisState, goal: AxisState, ndim: int) -> list[AxisState]:
+    if is_partial(state) and state not in SUMS:
         # an unsummed reduction can only be finished
-        return [R, *([goal] if goal in (V, state) else [])]
-    targets: list[AxisState] = [R, *dims]
-    if goal in (V, "sum"):
+        return [R, *([goal] if goal == V else [])]
+    targets: list[AxisState] = [R, *range(ndim)]
+    if goal == V or goal in SUMS:
         targets.append(goal)
     return targets

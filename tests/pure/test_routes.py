@@ -10,6 +10,8 @@ import functools
 import itertools
 import math
 import random
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -27,10 +29,10 @@ def dry(*sizes: int) -> Mesh:
     return Mesh.dry({"abcd"[i]: n for i, n in enumerate(sizes)})
 
 
-def nodes(n_axes: int, ndim: int) -> list[Node]:
+def nodes(n_axes: int, ndim: int, partials: tuple[str, ...] = ("sum",)) -> list[Node]:
     """All layouts of so many axes, in every order of cuts."""
     found: list[Node] = []
-    for axes in itertools.product(("R", "V", "sum", *range(ndim)), repeat=n_axes):
+    for axes in itertools.product(("R", "V", *partials, *range(ndim)), repeat=n_axes):
         cutting = [[a for a, s in enumerate(axes) if s == d] for d in range(ndim)]
         found += [(axes, cuts) for cuts in itertools.product(*map(itertools.permutations, cutting))]
     return found
@@ -64,7 +66,7 @@ def price(node: Node, axis: int, after: Node, sizes: Sizes, shape: Sizes) -> int
     before, behind = largest(node, sizes, shape), largest(after, sizes, shape)
     if n == 1:
         return 0
-    if old == "sum" and new in ("R", "V"):
+    if old in PARTIALS and new in ("R", "V"):
         return 2 * (n - 1) * math.ceil(math.prod(before) / n)
     if isinstance(old, int) and isinstance(new, int):
         block = [min(a, b) for a, b in zip(before, behind, strict=True)]
@@ -76,21 +78,27 @@ def price(node: Node, axis: int, after: Node, sizes: Sizes, shape: Sizes) -> int
     return 0
 
 
+PARTIALS = ("sum", "max")
 Graph = dict[Node, list[tuple[Node, int]]]
 
 
 def graph(sizes: Sizes, shape: Sizes, sums: frozenset[int]) -> Graph:
     """Every step that changes one axis: a sharded one only if it is the innermost cut of its dim.
 
-    New Partials arise along the axes ``sums`` alone.
+    New sums arise along the axes ``sums`` alone, maxima never; of both the last axis is reduced first.
     """
     steps: Graph = {}
-    for node in nodes(len(sizes), len(shape)):
+    for node in nodes(len(sizes), len(shape), PARTIALS):
         steps[node] = []
         for axis, old in enumerate(node[0]):
             if isinstance(old, int) and node[1][old][-1] != axis:
                 continue
+            later = {s for s, n in zip(node[0][axis + 1 :], sizes[axis + 1 :], strict=True) if n > 1}
+            if old in PARTIALS and later & (set(PARTIALS) - {old}):
+                continue
             for new in ("R", "V", "sum", *range(len(shape))):
+                if old == "max" and new not in ("R", "V"):
+                    continue
                 if new != old and (new != "sum" or axis in sums):
                     after = changed(node, axis, new)
                     steps[node].append((after, price(node, axis, after, sizes, shape)))
@@ -125,6 +133,10 @@ def check(sizes: Sizes, shape: Sizes, pairs: list[tuple[Node, Node]]) -> list[st
             known[src, sums] = cheapest(graphs[sums], src)
         best = known[src, sums][dst]
         a, b = Layout.of(mesh, *src, shape), Layout.of(mesh, *dst, shape)
+        if best == math.inf:
+            with pytest.raises(ValueError, match="No route"):
+                route(a, b)
+            continue
         found = route(a, b)
         here = a
         for step in found.steps:
@@ -148,14 +160,46 @@ def test_routes_on_two_axes_are_the_cheapest(shape: Sizes) -> None:
     assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:20])
 
 
-@pytest.mark.parametrize("shape", [(16, 8), (5, 7)], ids=str)
-def test_routes_on_three_axes_are_the_cheapest(shape: Sizes) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ((2, 2, 2), (16, 8)),
+        ((2, 2, 2), (5, 7)),
+        ((2, 3, 2), (12, 10)),
+        ((2, 2, 3), (3, 8, 2)),
+        ((2, 1, 2), (4,)),
+    ],
+    ids=str,
+)
+def test_routes_on_three_axes_are_the_cheapest(sizes: Sizes, shape: Sizes) -> None:
     chance = random.Random(0)
-    every = nodes(3, 2)
-    starts = chance.sample(every, 8)
-    pairs = [(src, dst) for src in starts for dst in chance.sample(every, 40)]
-    wrong = check((2, 2, 2), shape, pairs)
+    every, mixed = nodes(3, len(shape)), nodes(3, len(shape), PARTIALS)
+    starts = [*chance.sample(every, 5), *chance.sample(mixed, 3)]
+    pairs = [(src, dst) for src in starts for dst in (*chance.sample(every, 30), *chance.sample(mixed, 10))]
+    wrong = check(sizes, shape, pairs)
     assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:20])
+
+
+def test_a_route_is_found_without_looking_at_all_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[route.__module__]
+    looked, neighbours = [0], module._neighbours
+
+    def counted(*args: Any) -> Any:
+        looked[0] += 1
+        return neighbours(*args)
+
+    monkeypatch.setattr(module, "_neighbours", counted)
+    mesh, shape, chance = dry(2, 2, 2), (16, 8, 12, 10), random.Random(0)
+    every = nodes(3, 4)
+    for _ in range(40):
+        route(*(Layout.of(mesh, *chance.choice(every), shape) for _ in range(2)))
+    # there are 435 layouts; a look at one takes some 50 microseconds
+    assert looked[0] / 40 < 60
+    # what a program does all day
+    looked[0] = 0
+    src = Layout(mesh, [Shard(0), Shard(1), Replicate()], shape)
+    route(src, Layout(mesh, [Shard(0), Replicate(), Replicate()], shape))
+    assert looked[0] <= 30
 
 
 def test_of_equal_bytes_the_fewest_steps() -> None:
