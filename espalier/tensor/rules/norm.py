@@ -41,7 +41,7 @@ class _Standardize(torch.autograd.Function):
                 part = door.all_reduce(part, mesh, axis)
             return part / count
 
-        if not own:
+        if not wide.numel():
             mean = spread = wide.sum(dims, keepdim=True)
         elif centred:
             spread, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
