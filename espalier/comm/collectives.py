@@ -249,7 +249,8 @@ def scatter(
 
 def pass_by(op: str, x: torch.Tensor, mesh: Mesh, axis: int, shape: Sequence[int]) -> None:
     """Note a collective in which this rank has no part: all ranks of a mesh note the same, in one order."""
-    _record(mesh, op, axis, 0, x, shape)
+    if mesh.shape[axis] > 1:
+        _record(mesh, op, axis, 0, x, shape)
 
 
 Slices = tuple[slice, ...]
