@@ -181,7 +181,7 @@ class Engine:
         def cut(x: Any) -> Any:
             if not isinstance(x, torch.Tensor) or isinstance(x, DTensor) or x.ndim == 0:
                 return x
-            claim(x, self.mesh, range(self.mesh.ndim), "the global batch given to the engine")
+            claim(x, Layout.replicated(self.mesh, tuple(x.shape)), "the global batch given to the engine")
             return self.local_batch(x[self.batch_rows(x.shape[0])], x.shape[0])
 
         return tree_map(cut, dict(batch) if isinstance(batch, Mapping) else batch)

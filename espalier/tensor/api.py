@@ -63,7 +63,7 @@ def lay_out(tensor: torch.Tensor, layout: Layout, *, source: int | Sequence[int]
     start = None if source is None else _coordinate(source, mesh)
     value = tensor.detach()
     if start is None:
-        claim(value, mesh, range(mesh.ndim), "a tensor laid out as equal on all ranks")
+        claim(value, Layout.replicated(mesh, tuple(value.shape)), "a tensor laid out as equal on all ranks")
     if mesh.is_dry:
         value = torch.empty(value.shape, dtype=value.dtype, device=mesh.device_type)
     if value.is_meta and not mesh.is_dry:
@@ -155,7 +155,7 @@ def from_local(
         local = local.to(mesh.device())
     if run_check:
         local = _first_of_all(local, layout)
-    claim(local, mesh, [a for a, s in enumerate(layout.axes) if s == R], "from_local's part")
+    claim(local, layout, "from_local's part")
     held = layout if grad_placements is None else _held(layout, grad_placements, "from_local")
     return stamp(move(local.view_as(local), held, layout), layout)
 

@@ -8,7 +8,7 @@ when the ranks next meet (see ``compare``).
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -157,13 +157,13 @@ class Sanitizer(Watcher):
         with raw():
             desk.meet(doing, site(user_frame()[1]), size if event.whole is not None else "", event.axis)
 
-    def claimed(self, x: torch.Tensor, mesh: Mesh, axes: Iterable[int], what: str) -> None:
-        """A plain tensor that is said to be equal on all ranks."""
-        desk = self._desk(mesh)
-        if desk is not None:
+    def claimed(self, x: torch.Tensor, layout: Layout, what: str) -> None:
+        """A plain tensor that is said to lie so."""
+        desk, axes = self._desk(layout.mesh), _equal_along(layout)
+        if desk is not None and axes:
             with raw():
                 cause = _ENTERED if what.startswith("from_local") else _PLAIN
-                self._write(desk, what, site(user_frame()[1]), plain(x), None, tuple(axes), cause)
+                self._write(desk, what, site(user_frame()[1]), plain(x), layout, axes, cause)
 
     def _step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Before an optimizer's step: its parameters and their gradients."""

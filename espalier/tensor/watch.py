@@ -8,7 +8,7 @@ in its place. So a program that nobody watches pays nothing.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from espalier.comm import Collective, observed
-from espalier.mesh import Mesh
+from espalier.layout import Layout
 from espalier.tensor.dtensor import DTensor
 
 Go = Callable[[], Any]
@@ -32,8 +32,8 @@ class Watcher:
     def saw(self, event: Collective) -> None:
         """A collective is about to start, on any mesh."""
 
-    def claimed(self, x: torch.Tensor, mesh: Mesh, axes: Iterable[int], what: str) -> None:
-        """A plain tensor enters that is said to be equal on all ranks of these axes."""
+    def claimed(self, x: torch.Tensor, layout: Layout, what: str) -> None:
+        """A plain tensor enters that is said to lie so."""
 
 
 @contextmanager
@@ -53,10 +53,10 @@ def watchers() -> tuple[Watcher, ...]:
     return found
 
 
-def claim(x: torch.Tensor, mesh: Mesh, axes: Iterable[int], what: str) -> None:
-    """Tell the watchers of a plain tensor that is taken to be equal on all ranks of these axes."""
+def claim(x: torch.Tensor, layout: Layout, what: str) -> None:
+    """Tell the watchers of a plain tensor that is taken to lie so: equal where it is replicated."""
     for watcher in watchers():
-        watcher.claimed(x, mesh, axes, what)
+        watcher.claimed(x, layout, what)
 
 
 def _installed() -> Any:
@@ -69,13 +69,7 @@ def _install(wanted: tuple[Watcher, ...]) -> None:
 
 
 def _watched(base: Callable[..., Any], wanted: tuple[Watcher, ...]) -> Callable[..., Any]:
-    def watched(
-        cls: type,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def watched(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         go: Go = partial(base, cls, func, types, args, kwargs)
         for watcher in wanted:

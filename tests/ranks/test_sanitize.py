@@ -288,6 +288,9 @@ def harmless(rank: int, world: int) -> None:
         x = distribute_tensor(values(5, 6), mesh, [S(0), R]).requires_grad_()
         w = espalier.empty(6, device_mesh=mesh, dtype=torch.float64)
         w.fill_(2.0)
+        # parts of uneven sizes, and an axis of one rank
+        DTensor.from_local(x.detach().to_local().clone(), mesh, [S(0), R], shape=(5, 6)).sum().item()
+        distribute_tensor(values(5, 6), Mesh.from_env({"data": 1, "tensor": 4}), [R, S(1)]).full_tensor()
         loss = (x * w).logsumexp(1).sum()
         total = loss.full_tensor()
         if rank == 0:
