@@ -143,12 +143,12 @@ def _reduced(row: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return _Leave.apply(F.linear(x, row.weight)) + row.bias
 
 
-def own_part(name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
+def own_part(name: str, whole: torch.Tensor, rank: int, ranks: int = RANKS) -> torch.Tensor:
     """What a rank holds of a parameter."""
     owner, _, own = name.rpartition(".")
     if owner in COLUMN:
-        return whole.chunk(RANKS, 0)[rank]
-    return whole.chunk(RANKS, 1)[rank] if owner in ROW and own == "weight" else whole
+        return whole.chunk(ranks, 0)[rank]
+    return whole.chunk(ranks, 1)[rank] if owner in ROW and own == "weight" else whole
 
 
 # ---- by libraries
@@ -187,7 +187,13 @@ def local(x: torch.Tensor | None) -> torch.Tensor:
 
 
 def check(
-    name: str, module: nn.Module, x: torch.Tensor, upstream: torch.Tensor, whole: Block, rank: int
+    name: str,
+    module: nn.Module,
+    x: torch.Tensor,
+    upstream: torch.Tensor,
+    whole: Block,
+    rank: int,
+    ranks: int = RANKS,
 ) -> None:
     """Compare one step with that of the whole block on one process."""
     given = local(x).clone().requires_grad_()
@@ -201,7 +207,7 @@ def check(
     for key, parameter in module.named_parameters():
         grad = whole.get_parameter(key).grad
         assert grad is not None
-        pairs[f"the gradient of {key}"] = (parameter.grad, own_part(key, grad, rank))
+        pairs[f"the gradient of {key}"] = (parameter.grad, own_part(key, grad, rank, ranks))
     for what, (mine, other) in pairs.items():
         # the gradient of k.bias is zero but for rounding, hence the floor
         size = local(other).abs().max().clamp(min=1.0)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from espalier.comm.ledger import Collective
+from espalier.comm.traced import collective, tracers
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
 from espalier.mesh.process import first_line
@@ -56,6 +57,7 @@ class Pending:
             self._work = None
 
 
+@collective
 def all_reduce(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> torch.Tensor:
     """The reduction of ``x`` over the axis, on every rank; NaN wins in a maximum or minimum.
 
@@ -86,6 +88,9 @@ def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> Pend
     n = mesh.shape[axis]
     if n == 1:
         return Pending()
+    if tracers() and not mesh.is_dry:
+        x.copy_(all_reduce(x, mesh, axis, op))
+        return Pending()
     if mesh.ledgers:
         _record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size(), x, x.shape)
     if mesh.is_dry:
@@ -95,6 +100,7 @@ def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> Pend
     return Pending(mesh.group(axis).allreduce([wire], _ALL_REDUCE[op]))
 
 
+@collective
 def all_gather(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> torch.Tensor:
     """Put together, along ``dim``, the pieces that the ranks hold of a dim of ``size``."""
     n = mesh.shape[axis]
@@ -116,6 +122,7 @@ def all_gather(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> t
     return torch.cat([p.narrow(dim, 0, chunk_bounds(size, n, i)[1]) for i, p in enumerate(parts)], dim)
 
 
+@collective
 def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:
     """This rank's piece, along ``dim``, of the sum of ``x`` over the axis."""
     n = mesh.shape[axis]
@@ -143,6 +150,7 @@ def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Te
     return out if own == piece else out.narrow(dim, 0, own).contiguous()
 
 
+@collective
 def all_to_all(
     x: torch.Tensor, mesh: Mesh, axis: int, split_dim: int, join_dim: int, join_size: int
 ) -> torch.Tensor:
@@ -198,6 +206,7 @@ def _by_place(of_coordinates: Sequence[T], order: tuple[int, ...]) -> list[T]:
     return [of_coordinates[order.index(place)] for place in range(len(order))]
 
 
+@collective
 def send(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list[int]) -> torch.Tensor:
     """What the ranks of the axis send this one, of flat buffers, so many elements from and to each."""
     here = mesh.coordinate[axis]
@@ -205,6 +214,7 @@ def send(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list
     return wire.new_empty(sum(gets)) if mesh.is_dry else _exchanged(wire, mesh, axis, gets, gives)
 
 
+@collective
 def broadcast(x: torch.Tensor, mesh: Mesh, axis: int, source: int = 0) -> torch.Tensor:
     """The value of one coordinate of the axis, on every rank."""
     n = mesh.shape[axis]
@@ -219,6 +229,7 @@ def broadcast(x: torch.Tensor, mesh: Mesh, axis: int, source: int = 0) -> torch.
     return out
 
 
+@collective
 def scatter(
     x: torch.Tensor, mesh: Mesh, axis: int, dim: int, shape: Sequence[int], source: int = 0
 ) -> torch.Tensor:

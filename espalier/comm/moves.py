@@ -14,8 +14,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function
 
 from espalier.comm import collectives as door
+from espalier.comm.traced import recorders
 from espalier.layout import (
     Layout,
     Step,
@@ -89,6 +91,13 @@ class Itinerary:
         self.summed = tuple(s.axis for s in busy) if sums else ()
         self.cleared = bool(busy) and not returns and all(s.operation == KEEP for s in busy)
 
+    @property
+    def operations(self) -> list[str] | None:
+        """What is done forward along the axes (see ``espalier.layout.transitions``); None to another mesh."""
+        if self._src.mesh is not self._dst.mesh:
+            return None
+        return [step.operation for step in route(self._src, self._dst).steps if not _idle(step)]
+
     def back(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient taken the other way."""
         if self._back is None:
@@ -122,6 +131,8 @@ def travel(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
     """:func:`move` along an itinerary at hand."""
     if way.idle:
         return x
+    if recorders():
+        return handle_torch_function(travel, (), x, way)
     if way.scale is not None and way.scale != 1:
         if not (x.is_floating_point() or x.is_complex()):
             raise ValueError(

@@ -14,8 +14,10 @@ from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import handle_torch_function
 
 from espalier.comm.collectives import send
+from espalier.comm.traced import recorders
 from espalier.layout import Layout
 from espalier.layout.regions import bounds
 from espalier.mesh import Mesh
@@ -69,6 +71,8 @@ def exchange(
     have, want = tuple(have), tuple(want)
     if have == want:
         return x
+    if recorders():
+        return handle_torch_function(exchange, (), x, mesh, axes, dim, have, want)
     axis, *inner = axes
     if not inner:
         return _apply(x, mesh, axis, dim, have, want)

@@ -4,6 +4,7 @@ import os
 
 from espalier.tensor import dispatch as _dispatch  # puts the dispatcher into DTensor
 from espalier.tensor.api import distribute_tensor, full_tensor, lay_out, register_rule
+from espalier.tensor.compiled import compile
 from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, stamp
 from espalier.tensor.explain import Explanation, explain, explaining
 from espalier.tensor.factories import (
@@ -41,6 +42,7 @@ __all__ = [
     "SanitizeError",
     "Spec",
     "arange",
+    "compile",
     "distribute_module",
     "distribute_tensor",
     "empty",

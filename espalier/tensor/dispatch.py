@@ -27,7 +27,7 @@ from espalier.tensor.fallback import asks_in_place, enter_or_gather, torch_error
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
 from espalier.tensor.rules.spec import Operand, Placed, Spec
-from espalier.tensor.saved import Shard, gather_before_backward, saving_shards
+from espalier.tensor.saved import Shard, gather_before_backward, hold, saving_shards
 from espalier.tensor.strictness import is_strict, refuse_plain
 
 _plain_call = torch._C._disabled_torch_function_impl
@@ -470,7 +470,7 @@ def _shard_of(x: torch.Tensor, moved: torch.Tensor, m: Move) -> Shard:
     """What stands for a gathered tensor until the backward pass; one for all operations that use it."""
     known: Shard | None = moved.__dict__.get("_shard")
     if known is None:
-        known = moved._shard = Shard(x, moved, m.src, m.dst)  # type: ignore[attr-defined]
+        known = moved._shard = hold(x, moved, m.src, m.dst)  # type: ignore[attr-defined]
     return known
 
 

@@ -16,7 +16,9 @@ import torch
 import torch.utils.checkpoint
 from torch._C import DisableTorchFunctionSubclass as raw
 from torch._functorch import eager_transforms, vmap
+from torch.overrides import handle_torch_function
 
+from espalier.comm.traced import recorders
 from espalier.tensor.dtensor import DTensor
 
 # torch's own functions that take tensors through without computing with them
@@ -36,6 +38,8 @@ def install() -> None:
                 name = (cls.__module__, cls.__name__)
                 if name not in _PASSING:
                     raise TypeError(_refusal(name, a))
+        if recorders():
+            return handle_torch_function(cls.apply, (), *args, **kwargs)
         return original(cls, *args, **kwargs)
 
     apply._espalier = True  # type: ignore[attr-defined]

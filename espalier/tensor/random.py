@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.overrides import handle_torch_function
 
+from espalier.comm.traced import recorders
 from espalier.layout import Layout, local_box
 
 
@@ -24,14 +26,25 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
+def _times(key: Key, factor: int) -> Key:
+    """The product modulo 2^64, as int64 counts."""
+    return key * _signed(factor) if isinstance(key, torch.Tensor) else _signed(key * factor)
+
+
 _WEYL = _signed(0x9E3779B97F4A7C15)
+_STEP = _signed(0x2545F4914F6CDD1D * pow(0x9E3779B97F4A7C15, -1, 1 << 64))
 _MIX1 = _signed(0xBF58476D1CE4E5B9)
 _MIX2 = _signed(0x94D049BB133111EB)
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def draw_key(generator: torch.Generator | None = None) -> int:
+Key = int | torch.Tensor  # a 0-d int64 tensor in recorded programs, which are given keys when they run
+
+
+def draw_key(generator: torch.Generator | None = None) -> Key:
     """The key of one random operation, from torch's CPU generator."""
+    if recorders():
+        return handle_torch_function(draw_key, (), generator)
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(
             "DTensors draw their keys from a CPU generator, so that they are the same on every device; "
@@ -57,15 +70,16 @@ def element_index(layout: Layout, device: torch.device) -> torch.Tensor:
     return total.contiguous()
 
 
-def bits(index: torch.Tensor, key: int) -> torch.Tensor:
+def bits(index: torch.Tensor, key: Key) -> torch.Tensor:
     """64 random bits (as int64) for each index; ``index`` is overwritten."""
-    x = index.mul_(_WEYL).add_(_signed(key * 0x2545F4914F6CDD1D))
-    x = _xor_shift(x, 30).mul_(_MIX1).add_(_signed((key ^ 0x5851F42D4C957F2D) * 0xD1342543DE82EF95))
+    # index * _WEYL + key * 0x2545F4914F6CDD1D; inductor cannot multiply a bare index by so large a number
+    x = index.add_(_times(key, _STEP)).mul_(_WEYL)
+    x = _xor_shift(x, 30).mul_(_MIX1).add_(_times(key ^ 0x5851F42D4C957F2D, 0xD1342543DE82EF95))
     x = _xor_shift(x, 27).mul_(_MIX2)
     return _xor_shift(x, 31)
 
 
-def uniform(layout: Layout, key: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def uniform(layout: Layout, key: Key, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """This rank's part of uniform values in [0, 1), multiples of the dtype's resolution."""
     digits = _DIGITS.get(dtype, 24)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -73,7 +87,7 @@ def uniform(layout: Layout, key: int, dtype: torch.dtype, device: torch.device) 
     return top.to(wide).mul_(2.0**-digits).to(dtype)
 
 
-def normal(layout: Layout, key: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def normal(layout: Layout, key: Key, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """This rank's part of standard normal values (Box and Muller, 1958)."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     index = element_index(layout, device)
@@ -82,7 +96,7 @@ def normal(layout: Layout, key: int, dtype: torch.dtype, device: torch.device) -
     return radius.mul_(angle.cos_()).to(dtype)
 
 
-def integers(layout: Layout, key: int, low: int, high: int, device: torch.device) -> torch.Tensor:
+def integers(layout: Layout, key: Key, low: int, high: int, device: torch.device) -> torch.Tensor:
     """This rank's part of whole numbers in [low, high), as int64."""
     raw = bits(element_index(layout, device), key)
     return raw.bitwise_and_((1 << 62) - 1).remainder_(high - low).add_(low)

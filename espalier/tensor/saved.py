@@ -12,13 +12,17 @@ before the operation's node gathers, one before the node of the first gathering 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function
 
 from espalier.comm.moves import carry_out
+from espalier.comm.traced import recorders
 from espalier.layout import Layout
+from espalier.tensor.dtensor import plain
 
 _outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
@@ -32,7 +36,7 @@ class Shard:
         self.storage = full.untyped_storage()._cdata
         self._version = shard._version
         self._full: torch.Tensor | None = None
-        self._shard: Any = shard.detach().as_subclass(torch.Tensor)
+        self._shard: Any = plain(shard.detach())
         self._outer: Callable[[Any], torch.Tensor] | None = None
         # checkpointing and offloading have the last word on what is kept
         outer = _outer_hooks(True)
@@ -71,6 +75,13 @@ class Shard:
             self._shard = None
 
 
+def hold(shard: torch.Tensor, full: torch.Tensor, src: Layout, dst: Layout) -> Shard:
+    """What stands for ``full``, which was gathered from ``shard``, until the backward pass."""
+    if recorders():
+        return handle_torch_function(hold, (), shard, full, src, dst)
+    return Shard(shard, full, src, dst)
+
+
 class _View:
     def __init__(self, source: Shard, seen: torch.Tensor) -> None:
         self.source = source
@@ -89,8 +100,20 @@ class _Outer:
         return self.unpack(self.held)
 
 
-def saving_shards(shards: Sequence[Shard]) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context in which autograd saves shards in place of gathered tensors."""
+@contextmanager
+def saving_shards(shards: Sequence[Shard]) -> Iterator[None]:
+    """While open, autograd saves shards in place of gathered tensors."""
+    hooks = open_saving(shards)
+    try:
+        yield
+    finally:
+        close_saving(hooks)
+
+
+def open_saving(shards: Sequence[Shard]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Begin to save shards in place of gathered tensors."""
+    if recorders():
+        return handle_torch_function(open_saving, (), shards)
     sources = {shard.storage: shard for shard in shards}
     outer = _outer_hooks(True)
 
@@ -103,11 +126,23 @@ def saving_shards(shards: Sequence[Shard]) -> torch.autograd.graph.saved_tensors
     def unpack(held: torch.Tensor | _View | _Outer) -> torch.Tensor:
         return held if isinstance(held, torch.Tensor) else held.get()
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    hooks.__enter__()
+    return hooks
+
+
+def close_saving(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
+    """End what :func:`open_saving` began."""
+    if recorders():
+        handle_torch_function(close_saving, (), hooks)
+    else:
+        hooks.__exit__()
 
 
 def gather_before_backward(out: Any, gathered: Sequence[torch.Tensor], shards: Sequence[Shard]) -> None:
     """Gather again when the backward pass reaches the operation that made ``out`` of ``gathered``."""
+    if recorders():
+        return handle_torch_function(gather_before_backward, (), out, gathered, shards)
     for x in out if isinstance(out, tuple | list) else (out,):
         if isinstance(x, torch.Tensor) and x.grad_fn is not None:
             for full, shard in zip(gathered, shards, strict=True):

@@ -1,0 +1,331 @@
+"""``espalier.compile``: compiled regions give what the plain program gives, collectives in one graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import espalier
+from espalier import Replicate, Shard
+from espalier.models.gpt import GPT, GPTConfig
+
+SIZES = {"vocab_size": 24, "max_positions": 8, "layers": 2, "hidden": 16, "heads": 4, "ffn": 24}
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+class Graphs:
+    """A backend that keeps the traced graphs and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.forward: list[Any] = []
+        self.backward: list[Any] = []
+
+    def __call__(self, module: Any, inputs: Any) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.aot_autograd import make_boxed_func
+
+        def keep(graphs: list[Any]) -> Callable[..., Any]:
+            def compiler(graph: Any, inputs: Any) -> Any:
+                graphs.append(graph)
+                return make_boxed_func(graph.forward)
+
+            return compiler
+
+        return aot_autograd(fw_compiler=keep(self.forward), bw_compiler=keep(self.backward))(module, inputs)
+
+
+def collectives(graph: Any) -> list[str]:
+    """The names of a graph's collectives, in order."""
+    words = [str(word) for n in graph.graph.nodes for word in (n.target, *n.args) if n.op == "call_function"]
+    return [w.split(".")[1] for w in words if w.startswith("espalier.") and w.split(".")[1] in COLLECTIVES]
+
+
+def batches(n: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(0, 24, (4, 8), generator=generator) for _ in range(n)]
+    return [{"input_ids": x, "labels": x} for x in tokens]
+
+
+def trained(mesh: Any, dropout: float, compiled: str, backend: Any) -> tuple[list[float], Any, Any]:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**SIZES, dropout=dropout)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    axes = dict(zip(mesh.names, mesh.shape, strict=True))
+    engine = espalier.initialize(model, optimizer, axes, mesh=mesh)
+    for part in {"no": [], "whole": [model], "blocks": list(model.blocks)}[compiled]:
+        assert espalier.compile(part, backend=backend) is part
+    torch.manual_seed(3)
+    with espalier.ledger(mesh) as book:
+        losses = [engine.train_step(batch).item() for batch in batches(3)]
+    return losses, book, engine.full_state_dict()
+
+
+def _trains(rank: int, world: int, compiled: str) -> None:
+    mesh = espalier.Mesh.from_env({"data": world // 2, "tensor": 2})
+    graphs = Graphs()
+    losses, book, state = trained(mesh, 0.1, "no", None)
+    found, other, compiled_state = trained(mesh, 0.1, compiled, graphs)
+    # keys of dropout are drawn at each call, in the same order: the same masks
+    assert found == pytest.approx(losses, rel=0, abs=1e-12)
+    for name, x in state.items():
+        assert torch.allclose(x, compiled_state[name], rtol=0, atol=1e-12), name
+    # the ledger is that of the program not compiled, in the same order
+    assert other == book
+    regions = 1 if compiled == "whole" else 2
+    assert (len(graphs.forward), len(graphs.backward)) == (regions, regions)
+    per_block = (["all_reduce"] * 2, ["all_reduce"] * 2)
+    if compiled == "blocks":
+        for forward, backward in zip(graphs.forward, graphs.backward, strict=True):
+            assert (collectives(forward), collectives(backward)) == per_block
+
+
+@pytest.mark.parametrize(("world", "compiled"), [(2, "blocks"), (4, "whole")])
+def test_trains_as_uncompiled(ranks: Any, world: int, compiled: str) -> None:
+    ranks(world, _trains, compiled)
+
+
+def _trains_as_plain(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**SIZES)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain = []
+    for batch in batches(3):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.append(loss.item())
+    mesh = espalier.Mesh.from_env({"data": 2, "tensor": 2})
+    losses, _, state = trained(mesh, 0.0, "blocks", "eager")
+    assert losses == pytest.approx(plain, rel=0, abs=1e-12)
+    for name, x in model.state_dict().items():
+        assert torch.allclose(x, state[name], rtol=0, atol=1e-12), name
+
+
+def test_trains_as_the_plain_model(ranks: Any) -> None:
+    ranks(4, _trains_as_plain)
+
+
+def _mlp(x: torch.Tensor, weights: list[torch.Tensor], target: torch.Tensor) -> Any:
+    """Sequence in and out, hidden features between; a loss over sharded classes."""
+    h = F.gelu(F.linear(F.layer_norm(x, x.shape[-1:]), weights[0]))
+    y = x + F.linear(h, weights[1])
+    z = y
+    if isinstance(y, espalier.DTensor):
+        y = y.redistribute(placements=x.placements)
+        z = y.redistribute(placements=[Replicate()])
+    return y, F.cross_entropy(F.linear(z, weights[2]).flatten(0, 1), target)
+
+
+def _sequence(rank: int, world: int, tokens: int) -> None:
+    axes = {"tensor": 2} if world == 2 else {"tensor": 4}
+    mesh = espalier.Mesh.from_env(axes)
+    torch.manual_seed(0)
+    plain = [torch.randn(*s, dtype=torch.float64) for s in [(2, tokens, 6), (7, 6), (6, 7), (9, 6)]]
+    target = torch.randint(0, 9, (2 * tokens,))
+    target[0] = -100
+    cuts = [Shard(1), Shard(0), Shard(1), Shard(0)]
+    graphs = Graphs()
+    region = espalier.compile(_mlp, backend=graphs)
+
+    def run(call: Any, tensors: list[torch.Tensor], target: Any) -> tuple[list[Any], Any]:
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        y, loss = call(leaves[0], leaves[1:], target)
+        (loss + y.square().sum()).backward()
+        return [espalier.full_tensor(t.detach()) for t in (y, loss, *(x.grad for x in leaves))], y
+
+    expected, _ = run(_mlp, plain, target)
+    laid = [espalier.distribute_tensor(x, mesh, [cut]) for x, cut in zip(plain, cuts, strict=True)]
+    whole = espalier.distribute_tensor(target, mesh)
+    with espalier.ledger(mesh) as uncompiled:
+        _, y = run(_mlp, laid, whole)
+    for _ in range(2):
+        with espalier.ledger(mesh) as book:
+            found, z = run(region, laid, whole)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=1e-12)
+        assert espalier.layout_of(z) is espalier.layout_of(y)
+        assert book == uncompiled, (book.by_op(), uncompiled.by_op())
+    assert len(graphs.forward) == len(graphs.backward) == 1
+    # what the loss sums over the classes is inside, too
+    assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(collectives(graphs.forward[0]))
+    # what was gathered is not kept for the backward pass, but gathered again
+    assert "all_gather" in collectives(graphs.backward[0])
+
+
+@pytest.mark.parametrize(("world", "tokens"), [(2, 5), (4, 4), (4, 3)])
+def test_sequence_parallel(ranks: Any, world: int, tokens: int) -> None:
+    """Even, uneven and empty shards; gathers whose tensors are not kept for the backward pass."""
+    ranks(world, _sequence, tokens)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.dropout, self.scale = nn.Dropout(0.5), 1.0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, extra: float = 0.0) -> dict[str, Any]:
+        self.seen.add_(x.detach().abs().sum())
+        with torch.no_grad():
+            shift = x.mean()
+        y = self.dropout(F.gelu(self.up(x))) * self.scale
+        return {"out": self.down(y) - shift + extra, "same": x, "two": 2}
+
+
+def net(mesh: Any) -> Net:
+    torch.manual_seed(0)
+    model = Net().double()
+
+    for name, module in model.named_modules():
+        for key, p in module._parameters.items():
+            cut = Shard(0) if name == "up" else Shard(1) if key == "weight" else Replicate()
+            module._parameters[key] = espalier.distribute_tensor(p, mesh, [cut])
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = espalier.distribute_tensor(buffer, mesh)
+    return model
+
+
+class Counting:
+    """A backend that compiles nothing and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, module: Any, inputs: Any) -> Any:
+        self.count += 1
+        return module.forward
+
+
+def _inductor(rank: int, world: int) -> None:
+    mesh = espalier.Mesh.from_env({"tensor": world})
+    x = espalier.distribute_tensor(torch.randn(4, 6, dtype=torch.float64), mesh, [Replicate()])
+    results = []
+    for compiled in (False, True):
+        model = net(mesh)
+        if compiled:
+            espalier.compile(model)
+        torch.manual_seed(1)
+        runs = []
+        for _ in range(3):
+            out = model(x)["out"]
+            out.square().sum().backward()
+            runs.append(out.full_tensor().detach())
+        assert not torch.equal(runs[1], runs[2])  # another mask each time
+        results.append(runs + [p.grad.full_tensor() for p in model.parameters()] + [model.seen.full_tensor()])
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_inductor(ranks: Any) -> None:
+    ranks(2, _inductor, timeout=400)
+
+
+def test_compiles_again_when_it_must() -> None:
+    mesh = espalier.Mesh.single(("tensor",))
+    model, backend = net(mesh), Counting()
+    plain = copy.deepcopy(model)
+    assert espalier.compile(model, backend=backend) is model
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    x = espalier.distribute_tensor(torch.randn(4, 6, dtype=torch.float64), mesh)
+
+    def check(count: int, *args: Any, times: int = 2) -> None:
+        for _ in range(times):
+            torch.manual_seed(5)
+            found = model(*args)
+            torch.manual_seed(5)
+            expected = plain(*args)
+            assert torch.equal(found["out"].full_tensor(), expected["out"].full_tensor())
+            assert found["same"] is args[0] and found["two"] == 2
+            assert espalier.layout_of(found["out"]) is espalier.layout_of(expected["out"])
+            assert torch.equal(model.seen.full_tensor(), plain.seen.full_tensor())
+        assert backend.count == count
+
+    check(1, x)
+    check(2, x, 0.5)
+    check(3, espalier.ones(2, 6, device_mesh=mesh, dtype=torch.float64))
+    check(4, x.redistribute(placements=[Shard(0)]))
+    check(5, x.clone().requires_grad_())
+    check(6, x.t().contiguous().t())
+    with torch.no_grad():
+        check(7, x)
+        for m in (model, plain):
+            m.eval()
+        check(8, x)
+        for m in (model, plain):
+            m.scale = 2.0
+        check(9, x)
+        for m in (model, plain):
+            m.down = nn.Identity()
+        check(10, x)
+
+
+def test_one_tensor_twice() -> None:
+    mesh, backend = espalier.Mesh.single(("tensor",)), Counting()
+    add = espalier.compile(lambda a, b: a + 2 * b, backend=backend)
+    x, y = espalier.ones(3, device_mesh=mesh), espalier.zeros(3, device_mesh=mesh)
+    for a, b, value in [(x, x, 3.0), (x, y, 1.0), (y, x, 2.0), (y, y, 0.0)]:
+        assert add(a, b).tolist() == [value] * 3
+    assert backend.count == 2
+
+    @espalier.compile(backend=backend)
+    def write(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(b)
+        return a + b
+
+    assert write(x, y).tolist() == [1.0] * 3
+    assert write(x.clone(), x.clone()).tolist() == [3.0] * 3
+    shared = x.clone()
+    assert write(shared, shared.view(3)).tolist() == [4.0] * 3  # each sees what the other wrote
+
+
+def test_refusals() -> None:
+    mesh = espalier.Mesh.single(("tensor",))
+    x = espalier.ones(4, device_mesh=mesh)
+    hidden = [[espalier.ones(4, device_mesh=mesh)]]
+    model = nn.Linear(4, 4)
+
+    def counts(x: torch.Tensor) -> torch.Tensor:
+        model.calls = getattr(model, "calls", 0) + 1
+        return x
+
+    regions: list[tuple[Callable[[torch.Tensor], Any], str]] = [
+        (lambda x: x * x.sum().item(), "item reads a tensor's value"),
+        (lambda x: x if x.sum() > 0 else -x, "reads a tensor's value"),
+        (lambda x: x[x > 0], "hangs on values"),
+        (lambda x: torch.nonzero(x), "hangs on values"),
+        (lambda x: x * hidden[0][0], "neither an argument"),
+        (lambda x: x.requires_grad_().sum().backward(), "backward"),
+        (lambda x: {"mesh": mesh, "x": x}, "returns a Mesh"),
+        (counts, "sets calls"),
+    ]
+    for region, message in regions:
+        with pytest.raises(RuntimeError, match=message):
+            espalier.compile(region, backend="eager")(x.clone())
+    with pytest.raises(ValueError, match="shapes are static"):
+        espalier.compile(model, dynamic=True)
+    with pytest.raises(ValueError, match="are inductor's"):
+        espalier.compile(model, backend="eager", mode="max-autotune")
+    assert espalier.compile(counts, disable=True) is counts
+
+
+def test_dry_runs_are_not_compiled() -> None:
+    backend = Counting()
+    reports = []
+    for compiled in (False, True):
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**SIZES))
+            tokens = torch.zeros(4, 8, dtype=torch.int64)
+        if compiled:
+            espalier.compile(model, backend=backend)
+        batch = {"input_ids": tokens, "labels": tokens}
+        reports.append(espalier.dry_run(model, {"data": 2, "tensor": 2}, batch))
+    assert reports[0].ledger == reports[1].ledger and backend.count == 0
