@@ -147,7 +147,7 @@ class Recorder(TorchFunctionMode):
             self._keep(func, args, out)
         elif func is torch.Tensor.as_subclass:
             self._nodes[out] = self.node(args[0])
-        elif tensors_in(out) or (before and name != "__set__" and writes(func, name)):
+        elif tensors_in(out) or (before and name != "__set__" and writes(func)):
             self._write(func, args, kwargs, out, before)
         elif before and not _is_metadata(func):
             raise Refused(_reading(func))
