@@ -169,10 +169,19 @@ def summed(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> torch.Tensor:
 
     P → V: an all-reduce along each axis, forward and backward.
     """
+    return _varying(x, mesh, axes, "sum")
+
+
+def varied(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> torch.Tensor:
+    """A value equal along the axes, which each rank then uses differently; differentiable to any order."""
+    return _varying(x, mesh, axes, R)
+
+
+def _varying(x: torch.Tensor, mesh: Mesh, axes: Iterable[int], state: AxisState) -> torch.Tensor:
     over, shape = set(axes), tuple(x.shape)
     src, dst = (
-        Layout.of(mesh, tuple(state if a in over else R for a in range(mesh.ndim)), ((),) * len(shape), shape)
-        for state in ("sum", V)
+        Layout.of(mesh, tuple(s if a in over else R for a in range(mesh.ndim)), ((),) * len(shape), shape)
+        for s in (state, V)
     )
     return move(x, src, dst)
 

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from espalier.comm import collectives as door
+from espalier.comm.moves import summed, varied
 from espalier.layout import Layout, local_box
 from espalier.tensor.rules.pointwise import found, letters
-from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec
+from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, of_nothing
 
 
 def weighted_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
@@ -25,10 +26,8 @@ def weighted_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) ->
 
 def elementwise_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     """Losses that compare element by element (bce, ...), reduced to mean, sum or not."""
-    reduction = kwargs.get("reduction", next((a for a in args if a in ("mean", "sum", "none")), "mean"))
-    if reduction not in ("mean", "sum", "none") or any(
-        kwargs.get(k) is not None for k in ("size_average", "reduce")
-    ):
+    reduction = kwargs.get("reduction", next((a for a in args if isinstance(a, str)), "mean"))
+    if any(kwargs.get(k) is not None for k in ("size_average", "reduce")):
         return None
     operands = found(input, target, args, kwargs)
     shape = tuple(torch.broadcast_shapes(*(o.shape for o in operands)))
@@ -36,20 +35,21 @@ def elementwise_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any)
     ins = [letters(o.shape, shape) for o in operands]
     if reduction == "none":
         return Spec(ins, [names], [shape])
-    count = math.prod(shape)
+    count = {"mean": math.prod(shape), "batchmean": operands[0].shape[0] if shape else 1}.get(reduction)
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-        if reduction == "sum":
+        if count is None:
             return func(*args, **kwargs)
-        args = tuple("sum" if a == "mean" else a for a in args) if "mean" in _words(args) else args
-        total = func(*args, **({**kwargs, "reduction": "sum"} if "sum" not in _words(args) else kwargs))
-        return total / count
+        return _summing(func, args, kwargs) / count
 
     return Spec(ins, [()], [()], reduce=dict.fromkeys(names, "sum"), run=run)
 
 
-def _words(args: tuple[Any, ...]) -> list[str]:
-    return [a for a in args if isinstance(a, str)]
+def _summing(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor:
+    """The call with its reduction, the only word among the arguments, a sum."""
+    if any(isinstance(a, str) for a in args):
+        return func(*("sum" if isinstance(a, str) else a for a in args), **kwargs)
+    return func(*args, **{**kwargs, "reduction": "sum"})
 
 
 def cross_entropy(
@@ -62,15 +62,11 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Spec | None:
-    """input [n.., c, d..] or [c] with target of classes or of probabilities.
-
-    The class dim may be sharded if there are neither weights, nor smoothing, nor probabilities.
-    """
+    """input [n.., c, d..] or [c] with target of classes or of probabilities; every dim may be sharded."""
     if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
         return None
     soft = target.shape == input.shape
-    whole = soft or weight is not None or label_smoothing != 0
-    return _of_classes(input, target, weight, reduction, None if whole else "c", soft, _cross_entropy)
+    return _of_classes(input, target, weight, reduction, "c", soft, _cross_entropy)
 
 
 def nll_loss(
@@ -97,7 +93,7 @@ def _of_classes(
     tokens: Dims = tuple(("n", i) for i in range(input.ndim) if i != at)
     ins: list[Dims] = [names, names if soft else tokens]
     if weight is not None:
-        ins.append((None,))
+        ins.append((classes,))
     kept = reduction == "none"
     shape = tuple(n for i, n in enumerate(input.shape) if i != at)
     reduced: dict[Any, str] = {"c": DONE} if classes else {}
@@ -117,8 +113,14 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
     lay = placed.ins[0]
     at = 0 if lay.ndim == 1 else 1
     class_axes = placed.axes_of(lay, (at,))
+    smoothing = bound.get("label_smoothing", 0.0)
+    soft = placed.ins[1].shape == lay.shape
+    if class_axes and (soft or smoothing or weight is not None):
+        part, divisor = _shares(logits, target, weight, ignored, smoothing, placed, at, class_axes)
+        total = placed.total(part if reduction == "none" else part.sum(), class_axes)
+        return total / divisor if reduction == "mean" else total
     if class_axes:
-        losses = _VocabularyParallel.apply(logits.movedim(at, -1), target, ignored, lay, at, class_axes)
+        losses, _ = _VocabularyParallel.apply(logits.movedim(at, -1), target, ignored, lay, at, class_axes)
         if reduction == "none":
             return losses
         total = losses.sum()
@@ -127,9 +129,9 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
         return func(*args, **kwargs)
     total = F.cross_entropy(
         logits, target, weight, ignore_index=ignored, reduction="sum",
-        label_smoothing=bound.get("label_smoothing", 0.0),
+        label_smoothing=smoothing,
     )  # fmt: skip
-    if placed.ins[1].shape == lay.shape:
+    if soft:
         return total / (math.prod(lay.shape) // lay.shape[at])
     return total / _weight_of(target, ignored, weight, total, placed)
 
@@ -171,7 +173,7 @@ class _VocabularyParallel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignored: int, lay: Layout, at: int, axes: Any
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         def reduced(x: torch.Tensor, op: str) -> torch.Tensor:
             for axis in axes:
                 x = door.all_reduce(x, lay.mesh, axis, op)
@@ -195,21 +197,66 @@ class _VocabularyParallel(torch.autograd.Function):
         hit = reduced(hit, "sum")
         softmax = exps.div_(total.unsqueeze(-1))
         ctx.save_for_backward(softmax, index, mine, target != ignored)
-        return (total.log() - hit).masked_fill(target == ignored, 0)
+        ctx.set_materialize_grads(False)
+        ctx.across = lay.mesh, axes
+        return (total.log() - hit).masked_fill(target == ignored, 0), softmax
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True through cross-entropy over sharded classes: its backward keeps only the "
-                "softmax and has no second derivative. Redistribute the logits to Replicate() first."
-            )
+    def backward(ctx: Any, grad: torch.Tensor | None, of_softmax: torch.Tensor | None) -> Any:
+        # in terms of the softmax, an output, and of what can be differentiated: so for every order
         softmax, index, mine, valid = ctx.saved_tensors
-        scale = (grad * valid).unsqueeze(-1)
-        out = softmax * scale
-        if out.shape[-1]:
-            out.scatter_add_(-1, index, -(scale * mine.unsqueeze(-1)))
+        mesh, axes = ctx.across
+        out = None
+        if grad is not None:
+            # each rank uses it for its own classes
+            scale = (varied(grad, mesh, axes) * valid).unsqueeze(-1)
+            out = softmax * scale
+            if out.shape[-1]:
+                out = out.scatter_add(-1, index, -(scale * mine.unsqueeze(-1)))
+        if of_softmax is not None:
+            along = summed((of_softmax * softmax).sum(-1, keepdim=True), mesh, axes)
+            part = softmax * (of_softmax - along)
+            out = part if out is None else out + part
         return out, None, None, None, None, None
+
+
+def _shares(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignored: int, smoothing: float,
+    placed: Placed, at: int, axes: tuple[int, ...],
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    """This rank's addend of each token's loss, from its own classes, and what a mean divides by."""
+    lay, mesh = placed.ins[0], placed.mesh
+    x, classes = logits.movedim(at, -1), lay.shape[at]
+    length = x.shape[-1]
+    top = x.detach().amax(-1, keepdim=True) if length else x.new_full((*x.shape[:-1], 1), -math.inf)
+    for axis in axes:
+        top = door.all_reduce(top, mesh, axis, "max")
+    top = top.masked_fill(~top.isfinite(), 0)
+    shifted = x - top
+    logs = shifted - summed(shifted.exp().sum(-1, keepdim=True), mesh, axes).log()
+    if placed.ins[1].shape == lay.shape:
+        share = target.movedim(at, -1) * (1 - smoothing) + smoothing / classes
+        share = share if weight is None else share * weight
+        return -(share * logs).sum(-1), math.prod(lay.shape) // classes
+    local = target - local_box(lay).offsets[at]
+    valid = target != ignored
+    mine = (local >= 0) & (local < length) & valid
+    if length:
+        index = local.masked_fill(~mine, 0)
+        hit = logs.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        counts = mine.to(x.dtype) if weight is None else weight.detach()[index] * mine
+        part = -(1 - smoothing) * hit * counts
+    else:
+        part = logs.sum(-1)
+        counts = torch.zeros_like(part)
+    if smoothing:
+        every = (logs if weight is None else logs * weight).sum(-1)
+        part = part - every.masked_fill(~valid, 0) * (smoothing / classes)
+    divisor = counts.detach().sum()
+    tokens = placed.ins[1]
+    for axis in (*axes, *placed.axes_of(tokens, range(tokens.ndim))):
+        divisor = door.all_reduce(divisor, mesh, axis)
+    return part, divisor
 
 
 def log_sum_exp(x: Operand, dim: Any, keepdim: bool = False) -> Spec | None:
@@ -238,6 +285,86 @@ def log_sum_exp(x: Operand, dim: Any, keepdim: bool = False) -> Spec | None:
     return Spec([x.dims()], [out], [shape], reduce=reduce, run=run)
 
 
+def row_loss(*letters: str) -> Callable[..., Spec | None]:
+    """Losses of rows: for each tensor its dims (``n`` rows, ``_`` whole); a mean is one over the rows."""
+
+    def rule(*args: Any, **kwargs: Any) -> Spec | None:
+        operands = found(args, kwargs)
+        reduction = kwargs.get("reduction", next((a for a in args if isinstance(a, str)), "mean"))
+        legacy = any(kwargs.get(k) is not None for k in ("size_average", "reduce"))
+        if legacy or reduction not in ("mean", "sum", "none"):
+            return None
+        single = operands[0].ndim == len(letters[0]) - 1  # one row, without its dim
+        ins: list[Dims] = []
+        for dims, x in zip(letters, operands, strict=False):
+            dims = dims.replace("n", "") if single else dims
+            if x.ndim != len(dims) or ("n" in dims and x.shape[dims.index("n")] != operands[0].shape[0]):
+                return None
+            ins.append(tuple("n" if d == "n" else None for d in dims))
+        rows = 1 if single else operands[0].shape[0]
+        kept = reduction == "none" and not single
+
+        def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+            given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+            if given[0].numel() == 0:
+                return of_nothing(placed, *(a for a in given if a.is_floating_point()))
+            if reduction != "mean":
+                return func(*args, **kwargs)
+            return _summing(func, args, kwargs) / rows
+
+        out: Dims = ("n",) if kept else ()
+        reduce = {} if kept else {"n": "sum"}
+        return Spec(
+            ins,
+            [out],
+            [(rows,) if kept else ()],
+            reduce=reduce,
+            run=run,
+            when=lambda placed: placed.lacks() or placed.axes_of(placed.ins[0], range(operands[0].ndim)),
+        )
+
+    return rule
+
+
+def ctc_loss(
+    log_probs: Operand, targets: Operand, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> Spec | None:  # fmt: skip
+    """log_probs[t, n, c], targets[n, s], lengths[n]; the batch may be sharded."""
+    lengths = [x for x in (input_lengths, target_lengths) if isinstance(x, Operand)]
+    if log_probs.ndim != 3 or targets.ndim != 2 or any(x.ndim != 1 for x in lengths):
+        return None
+    n = log_probs.shape[1]
+    kept = reduction == "none"
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank")
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        start, own = local_box(placed.ins[0]).offsets[1], bound["log_probs"].shape[1]
+        if own == 0:
+            return of_nothing(placed, bound["log_probs"])
+        for name in names[2:4]:
+            if not isinstance(bound[name], torch.Tensor):
+                bound[name] = bound[name][start : start + own]
+        bound |= {"reduction": "none", "zero_infinity": zero_infinity}
+        losses = F.ctc_loss(**bound)
+        if kept:
+            return losses
+        if reduction == "sum":
+            return losses.sum()
+        sizes = torch.as_tensor(bound["target_lengths"], device=losses.device).clamp(min=1)
+        return (losses / sizes).sum() / n
+
+    return Spec(
+        [(None, "n", None), ("n", None), *(("n",) for _ in lengths)],
+        [("n",) if kept else ()],
+        [(n,) if kept else ()],
+        reduce={} if kept else {"n": "sum"},
+        run=run,
+        when=lambda placed: placed.axes_of(placed.ins[0], (1,)),
+    )
+
+
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
     rules.add(F.cross_entropy, cross_entropy)
@@ -249,6 +376,15 @@ def register(rules: Rules) -> None:
         F.binary_cross_entropy,
         F.binary_cross_entropy_with_logits,
         F.soft_margin_loss,
+        F.kl_div,
+        F.poisson_nll_loss,
+        F.hinge_embedding_loss,
+        F.margin_ranking_loss,
     ):
         rules.add(f, elementwise_loss)
+    rules.add(F.cosine_embedding_loss, row_loss("n_", "n_", "n"))
+    rules.add(F.triplet_margin_loss, row_loss("n_", "n_", "n_"))
+    rules.add(F.multi_margin_loss, row_loss("n_", "n", "_"))
+    rules.add(F.multilabel_margin_loss, row_loss("n_", "n_"))
+    rules.add(F.ctc_loss, ctc_loss)
     rules.name("logsumexp", typed=True)(log_sum_exp)
