@@ -208,9 +208,7 @@ def second(rank: int, world: int) -> None:
         (lambda x, w: F.group_norm(x, 2, w), [values(2, 4, 5), values(4)]),
         (lambda x, w, b: F.layer_norm(x, (5,), w, b), [values(3, 5), values(5), values(5)]),
         (lambda x, w: F.rms_norm(x, (5,), w), [values(3, 5), values(5)]),
-        (lambda x: F.cross_entropy(x, torch.tensor([1, 4, -100])), [values(3, 5)]),
-        (lambda x: F.cross_entropy(x, torch.tensor([1, 4, 0]), reduction="none"), [values(3, 5)]),
-        (lambda x, p: F.cross_entropy(x, p.exp(), label_smoothing=0.1), [values(3, 5), values(3, 5)]),
+        (lambda x: F.cross_entropy(x, torch.tensor([1, 4, -100]), reduction="none"), [values(3, 5)]),
     ]
     for call, inputs in calls:
         shapes = [x.shape for x in inputs]

@@ -3,6 +3,7 @@
 from espalier.tensor.rules import (
     attention,
     conv,
+    images,
     indexing,
     joining,
     loss,
@@ -28,6 +29,7 @@ for _part in (
     joining,
     indexing,
     conv,
+    images,
     pool,
     rnn,
     norm,

@@ -2,6 +2,7 @@
 
 from tests.ranks.cases import (
     conv,
+    images,
     indexing,
     loss,
     matmul,
@@ -21,6 +22,7 @@ CASES = {
     "matmul": matmul.CASES,
     "attention": matmul.ATTENTION,
     "conv": conv.CASES,
+    "images": images.CASES,
     "norm": norm.CASES,
     "pool": pool.CASES,
     "reduction": reduction.CASES,

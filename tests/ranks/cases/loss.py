@@ -77,7 +77,7 @@ CASES = [
     ),
     case(
         "",
-        A(X((4, 6)), X((4, 6), 0.1, 1)),
+        A(X((4, 6)), X((4, 6), 0.1, 1), reduction="sum"),
         A(X((5, 2)), X((5, 2)), reduction="batchmean", log_target=True),
         A(X((5, 2)), X((5, 2), 0.1, 1), None, None, "none"),
         also=[F.kl_div],
