@@ -278,6 +278,35 @@ class DTensor(torch.Tensor):
         with raw():
             return plain(move(self, lay, Layout.replicated(lay.mesh, lay.shape)))
 
+    def to_torch(self) -> Any:
+        """torch's own DTensor over the same memory; gradients flow back.
+
+        Raises:
+            ValueError: the mesh is dry or a single process, or two axes cut an uneven dim in another order
+                than the mesh's.
+        """
+        from espalier.tensor.bridge import to_torch
+
+        return to_torch(self)
+
+    @staticmethod
+    def from_torch(tensor: Any) -> DTensor:
+        """The DTensor over the same memory as torch's own ``tensor``; gradients flow back.
+
+        Raises:
+            ValueError: a placement that is private to torch, or one that cuts elsewhere than ours.
+        """
+        from espalier.tensor.bridge import from_torch
+
+        return from_torch(tensor)
+
+    @property
+    def _spec(self) -> Any:
+        """torch's DTensorSpec: mesh, placements, shape, strides and dtype, as programs ask for them."""
+        from espalier.tensor.bridge import spec_of
+
+        return spec_of(self)
+
     @property
     def _local_tensor(self) -> torch.Tensor:
         """This rank's part, plain and outside autograd (torch's name for it, which programs use)."""

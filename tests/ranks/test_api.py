@@ -230,6 +230,16 @@ def grads_of_parts(rank: int, world: int) -> None:
         y = DTensor.from_local(x.to_local(grad_placements=[placement]), mesh, [placement], shape=(5, 4))
         (y**2).sum().backward()
         assert torch.equal(x.grad.full_tensor(), 2 * start.detach())
+    # of an average each rank has its share, wherever backward starts
+    for start in (lambda x: x.sum(), lambda x: x.redistribute(placements=[R]).sum(), lambda x: x):
+        local = torch.ones(1, requires_grad=True)
+        x = start(DTensor.from_local(local, mesh, [Partial("avg")]))
+        for given in (None, torch.ones(x.shape)):
+            local.grad = None
+            x.backward(given, retain_graph=True)
+            torch.testing.assert_close(local.grad, torch.full((1,), 1 / world))
+    with pytest.raises(ValueError, match="has no gradient"):
+        DTensor.from_local(torch.ones((), requires_grad=True), mesh, [Partial("max")]).backward()
     # .item() and comparison of a Partial see its value (pytorch 144054)
     total = DTensor.from_local(torch.tensor(1.0), mesh, [P])
     assert total.item() == world and bool(total == world) and bool(total > world - 0.5)

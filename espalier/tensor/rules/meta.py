@@ -118,16 +118,25 @@ def gradients(
 
 def _seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where backward starts on this rank, and the local gradient it starts from."""
-    own = x._layout
+    own, share = x._layout, 1.0
+    for n, state in zip(own.mesh.shape, own.axes, strict=True):
+        if state in ("max", "min", "product") and n > 1:
+            raise ValueError(
+                f"A Partial({state}) value has no gradient: only sums and averages have one. Redistribute "
+                "before the operation that made it."
+            )
+        share /= n if state == "avg" else 1  # of an average each rank has its share
     if gradient is not None:
-        return plain(x), plain(move(gradient, layout_of(gradient, own.mesh), gradient_layout(own)))
+        local = plain(move(gradient, layout_of(gradient, own.mesh), gradient_layout(own)))
+        return plain(x), local if share == 1 else local * share
     if math.prod(own.shape) != 1:
         raise RuntimeError(
             f"Gradients without a given start need a loss of one element; its shape is {list(own.shape)}."
         )
     # an addend's gradient is one on every rank, as is that of a replicated value
     axes = tuple(s if is_partial(s) else R for s in own.axes)
-    return plain(move(x, own, Layout.of(own.mesh, axes, ((),) * own.ndim, own.shape))), None
+    start = plain(move(x, own, Layout.of(own.mesh, axes, ((),) * own.ndim, own.shape)))
+    return start, None if share == 1 else torch.full_like(start, share)
 
 
 def register_hook(
