@@ -26,7 +26,7 @@ from espalier.tensor.local_map import local_map
 from espalier.tensor.modules import distribute_module
 from espalier.tensor.rules.spec import Operand, Spec
 from espalier.tensor.sanitize import SanitizeError, sanitize, switch_on
-from espalier.tensor.strictness import strict
+from espalier.tensor.strictness import implicit_replication, strict
 from espalier.tensor.visualize import visualize_sharding
 
 _install_guard()
@@ -51,6 +51,7 @@ __all__ = [
     "eye",
     "full",
     "full_tensor",
+    "implicit_replication",
     "lay_out",
     "layout_of",
     "linspace",

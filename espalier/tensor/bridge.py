@@ -118,7 +118,7 @@ def _order(placements: tuple[Placement, ...], mesh: Mesh, shape: tuple[int, ...]
         if before != factor:
             raise ValueError(
                 f"from_torch: {placement} on axis {mesh.names[axis]!r} is cut by no later axes of the mesh "
-                f"first (placements {list(placements)}, sizes {list(mesh.shape)}). Redistribute in torch first."
+                f"first (placements {list(placements)}, sizes {list(mesh.shape)}). Redistribute it first."
             )
         if factor > 1:
             cutting = [a for a, p in enumerate(placements) if getattr(p, "dim", None) == dim]

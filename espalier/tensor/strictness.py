@@ -28,6 +28,16 @@ def strict() -> Iterator[None]:
         is_strict.reset(token)
 
 
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """While open, a plain tensor among DTensors is taken as replicated, also inside :func:`strict`."""
+    token = is_strict.set(False)
+    try:
+        yield
+    finally:
+        is_strict.reset(token)
+
+
 def refuse_plain(func: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> None:
     """Raise for a plain tensor with dims.
 
