@@ -22,8 +22,8 @@ OURS = (
     "from espalier import (\n"
     + ", ".join(
         """init_device_mesh DTensor Partial Replicate Shard distribute_module distribute_tensor ones randn
-    zeros implicit_replication local_map ColwiseParallel ParallelStyle PrepareModuleInput PrepareModuleInputOutput
-    PrepareModuleOutput RowwiseParallel SequenceParallel loss_parallel parallelize_module""".split()
+    zeros implicit_replication local_map ColwiseParallel ParallelStyle PrepareModuleInput
+    PrepareModuleInputOutput PrepareModuleOutput RowwiseParallel SequenceParallel loss_parallel parallelize_module""".split()
     )
     + "\n)\n"
 )
