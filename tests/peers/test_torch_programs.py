@@ -18,15 +18,13 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel, SequenceParallel, loss_parallel, parallelize_module,
 )
 """
-OURS = (
-    "from espalier import (\n"
-    + ", ".join(
-        """init_device_mesh DTensor Partial Replicate Shard distribute_module distribute_tensor ones randn
-    zeros implicit_replication local_map ColwiseParallel ParallelStyle PrepareModuleInput
-    PrepareModuleInputOutput PrepareModuleOutput RowwiseParallel SequenceParallel loss_parallel parallelize_module""".split()
-    )
-    + "\n)\n"
-)
+NAMES = """
+    init_device_mesh DTensor Partial Replicate Shard distribute_module distribute_tensor ones randn zeros
+    implicit_replication local_map ColwiseParallel ParallelStyle PrepareModuleInput
+    PrepareModuleInputOutput PrepareModuleOutput RowwiseParallel SequenceParallel loss_parallel
+    parallelize_module
+"""
+OURS = f"from espalier import {', '.join(NAMES.split())}\n"
 
 COMMON = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
