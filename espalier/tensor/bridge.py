@@ -28,9 +28,13 @@ def to_torch(x: DTensor) -> theirs.DTensor:
     typed = Layout.of(own.mesh, states, own.cuts, own.shape)
     with raw():
         local = plain(move(x, own, typed))
-        strides = _strides(local, own)
         return theirs.DTensor.from_local(
-            local, own.mesh.to_torch(), _placements(typed), run_check=False, shape=own.shape, stride=strides
+            local,
+            own.mesh.to_torch(),
+            _placements(typed),
+            run_check=False,
+            shape=torch.Size(own.shape),
+            stride=_strides(local, own),
         )
 
 
@@ -39,11 +43,11 @@ def from_torch(x: theirs.DTensor) -> DTensor:
     if not isinstance(x, theirs.DTensor):
         raise TypeError(f"from_torch expects a torch.distributed.tensor.DTensor, got {type(x).__name__}.")
     mesh, shape = Mesh.from_torch(x.device_mesh), tuple(x.shape)
-    placements = [Shard(p.dim) if _is_strided(p) else p for p in x.placements]
+    placements = [Shard(p.dim) if _is_strided(p) else p for p in x.placements]  # type: ignore[attr-defined]
     layout = Layout(mesh, placements, shape, order=_order(x.placements, mesh, shape))
     local = x.to_local()
     if hasattr(local, "wait"):  # a collective under way
-        local = _Waited.apply(local)  # type: ignore[no-untyped-call]
+        local = _Waited.apply(local)
     if tuple(local.shape) != layout.local_shape:
         raise ValueError(
             f"from_torch: the local part has the shape {list(local.shape)}, but {layout!r} gives this rank "
