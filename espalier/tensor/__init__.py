@@ -26,6 +26,7 @@ from espalier.tensor.local_map import local_map
 from espalier.tensor.modules import distribute_module
 from espalier.tensor.rules.spec import Operand, Spec
 from espalier.tensor.sanitize import SanitizeError, sanitize, switch_on
+from espalier.tensor.sharding import register_sharding
 from espalier.tensor.strictness import implicit_replication, strict
 from espalier.tensor.visualize import visualize_sharding
 
@@ -64,6 +65,7 @@ __all__ = [
     "randn",
     "redistribute",
     "register_rule",
+    "register_sharding",
     "sanitize",
     "stamp",
     "strict",

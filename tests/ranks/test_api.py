@@ -11,6 +11,8 @@ from torch import nn
 
 import espalier
 from espalier import DTensor, Layout, Mesh, Partial, Replicate, Shard, distribute_tensor, layout_of, local_map
+from espalier.tensor.dispatch import forget
+from espalier.tensor.rules import RULES
 
 F64 = torch.float64
 R, P = Replicate(), Partial()
@@ -313,7 +315,68 @@ def test_local_map_on_a_dry_mesh() -> None:
     assert out.shape == (6,) and out.to_local().shape == (2,)
 
 
-ON_FOUR = [sources, sent, factories]
+@torch.library.custom_op("tests::outer_sum", mutates_args=())
+def outer_sum(x: torch.Tensor, n: int, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (x @ w) * n, x.relu()
+
+
+@outer_sum.register_fake
+def _(x: torch.Tensor, n: int, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape[0], w.shape[1]), torch.empty_like(x)
+
+
+def shardings(rank: int, world: int) -> None:
+    mesh = grid()
+    seen: list[Any] = []
+
+    @espalier.register_sharding(torch.ops.tests.outer_sum.default)
+    def _(x: Any, n: int, w: Any) -> Any:
+        seen.append((tuple(x.shape), x.ndim, n))
+        return [
+            ([R, R], [R, None, R]),
+            ([S(0), S(0)], [S(0), None, R]),
+            ([S(-1), R], [R, None, S(1)]),
+            ([P, S(1)], [S(1), None, S(0)]),
+        ]
+
+    x, w = seeded(5, 6), seeded(6, 3)
+    right = (x @ w) * 2, x.relu()
+    for px, pw in itertools.product(itertools.product([R, S(0), S(1), P], repeat=2), repeat=2):
+        mine = distribute_tensor(x, mesh, px), distribute_tensor(w, mesh, pw)
+        out = outer_sum(mine[0], 2, mine[1])
+        for got, wanted in zip(out, right, strict=True):
+            torch.testing.assert_close(got.full_tensor(), wanted)
+    first, second = outer_sum(
+        distribute_tensor(x, mesh, [S(0), S(1)]), 2, distribute_tensor(w, mesh, [R, S(0)])
+    )
+    assert first.placements == (S(0), P) and second.placements == (S(0), S(1))
+    assert ((5, 6), 2, 2) in seen
+
+    known = {f: RULES.get(f) for f in RULES.functions()}
+
+    @espalier.register_sharding([torch.ops.aten.logaddexp2.default])
+    def _(a: Any, b: Any) -> Any:
+        return [([S(0)], [S(0), S(0)])]
+
+    a = distribute_tensor(x, mesh, [S(0), R])
+    assert (
+        torch.logaddexp2(a, a).placements == (S(0), R) == torch.ops.aten.logaddexp2.default(a, a).placements
+    )
+    for function, rule in known.items():
+        RULES.add(function, rule)
+    forget()
+    with pytest.raises(ValueError, match="writes to its inputs"):
+        espalier.register_sharding(torch.ops.aten.relu_.default)
+
+    @espalier.register_sharding(torch.ops.tests.outer_sum.default)
+    def _(x: Any, n: int, w: Any) -> Any:
+        return [([S(0)], [S(0), None, R])]
+
+    with pytest.raises(ValueError, match=r"2 output\(s\)"):
+        outer_sum(mine[0], 2, mine[1])
+
+
+ON_FOUR = [shardings, sources, sent, factories]
 ON_ANY = [deferred, dtypes, grads_of_parts, locals_as_torch_names_them, mapped]
 
 

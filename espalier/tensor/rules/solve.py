@@ -103,6 +103,9 @@ def _candidates(
             if any(states[i] == op for i in group):
                 ins = tuple(op if i in group else R for i in range(len(operands)))
                 yield Candidate(ins, (op,) * len(spec.outs), None)
+    for k, (ways_in, ways_out) in enumerate(spec.ways):
+        if any(s == t and s != R for s, t in zip(states, ways_in, strict=True)):
+            yield Candidate(ways_in, ways_out, ("way", k))
 
 
 def _fits(spec: Spec, letter: Letter, cuts: dict[Letter, list[int]], axis: int, mesh: Mesh) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from espalier.comm import move
 from espalier.layout import Layout
+from espalier.layout.layout import AxisState
 from espalier.mesh import Mesh
 
 Letter = Hashable
@@ -100,6 +101,7 @@ class Spec:
         tail: the arguments after the first for the local call, from the layouts (for views).
         inplace: the operand that is written to; its layout stays.
         buffers: operands that the runner writes to besides; their layouts stay too.
+        ways: more that one axis may do, told outright: states of the operands, and of the outputs.
         sends: for a letter the elements that the runner reduces along an axis that cuts it.
     """
 
@@ -117,6 +119,7 @@ class Spec:
     inplace: int | None = None
     buffers: Sequence[int] = ()
     sends: Mapping[Any, int] = field(default_factory=dict)
+    ways: Sequence[tuple[tuple[AxisState, ...], tuple[AxisState, ...]]] = ()
 
 
 def of_nothing(placed: Placed, *inputs: torch.Tensor, out: int = 0) -> torch.Tensor:
