@@ -19,7 +19,8 @@ class Collective(NamedTuple):
     Attributes:
         sent: bytes that this rank sends (ring algorithms).
         dtype: of what is sent, where that is one tensor.
-        whole: a shape that all ranks of the axis must agree on, however uneven their parts.
+        whole: a shape that all ranks of the axis must agree on, however uneven their parts; None for an
+            exchange that only those ranks of the mesh make that have something for each other.
         goal: for what crosses to another mesh, that one; ``axis`` is -1, and the ranks of both take part.
     """
 

@@ -148,14 +148,14 @@ class Sanitizer(Watcher):
     def saw(self, event: Collective) -> None:
         """A collective is about to start: all ranks of the mesh meet."""
         desk = self._desk(event.mesh)
-        if desk is None:
+        if desk is None or event.whole is None:
             return
         owner = self._trail.here() if in_backward() else None
         call = f"the backward of {owner}" if owner else self._calls[-1].name if self._calls else ""
         doing = f"{event.op} along {event.mesh.names[event.axis]!r} in {call or library_function()}"
-        size = f"{list(event.whole or ())} {event.dtype}".replace("torch.", "")
+        size = f"{list(event.whole)} {event.dtype}".replace("torch.", "")
         with raw():
-            desk.meet(doing, site(user_frame()[1]), size if event.whole is not None else "", event.axis)
+            desk.meet(doing, site(user_frame()[1]), size, event.axis)
 
     def claimed(self, x: torch.Tensor, layout: Layout, what: str) -> None:
         """A plain tensor that is said to lie so."""
