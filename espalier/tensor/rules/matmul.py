@@ -118,9 +118,15 @@ def embedding(
     sparse: bool = False,
 ) -> Spec | None:
     """weight[v, h] looked up at input[...]; over a sharded vocabulary each rank adds what it has."""
-    if max_norm is not None or sparse or scale_grad_by_freq:
+    if max_norm is not None or sparse:
         return None
     ids = input.dims("i")
+    if scale_grad_by_freq:
+        # how often an index stands in all of the input decides
+        ends: list[Dims] = [(None,) * input.ndim, (None, "h")]
+        if input.index > weight.index:
+            ends.reverse()
+        return Spec(ends, [(*(None,) * input.ndim, "h")], [(*input.shape, weight.shape[1])])
     ins: list[Dims] = [ids, ("v", "h")]
     if input.index > weight.index:  # torch.embedding
         ins.reverse()
@@ -135,6 +141,35 @@ def embedding(
     )
 
 
+def embedding_bag(
+    input: Operand,
+    weight: Operand,
+    offsets: Operand | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Operand | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Spec | None:
+    """Sums, means or maxima of weight[v, h] over bags input[b, n]; features and bags may be sharded."""
+    if input.ndim != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+    ins: list[Dims] = [("b", None), (None, "h")]
+    if per_sample_weights is not None:
+        ins.append(("b", None))
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        bound = dict(zip(("input", "weight"), args, strict=False)) | kwargs
+        scale = bound.get("per_sample_weights")
+        return of_nothing(placed, bound["weight"], *([] if scale is None else [scale]))
+
+    shape = (input.shape[0], weight.shape[1])
+    return Spec(ins, [("b", "h")], [shape], run=run, when=Placed.lacks)
+
+
 def table_embedding(
     weight: Operand,
     indices: Operand,
@@ -144,7 +179,7 @@ def table_embedding(
 ) -> Spec | None:
     """torch.embedding: the same, the table first; -1 is no padding."""
     spec = embedding(indices, weight, None, None, 2.0, scale_grad_by_freq, sparse)
-    if spec is not None:
+    if spec is not None and spec.run is not None:
         spec.run = _table_lookup
     return spec
 
@@ -185,4 +220,5 @@ def register(rules: Rules) -> None:
     for f in (torch.einsum, torch.functional.einsum):
         rules.add(f, einsum)
     rules.add(F.embedding, embedding)
+    rules.add(F.embedding_bag, embedding_bag)
     rules.add(torch.embedding, table_embedding)

@@ -66,6 +66,16 @@ CASES = [
         A(X((7, 3)), ints((5, 2), 0, 7)),
         A(X((7, 7)), ints((7, 7), 0, 7)),
         A(X((7, 2)), ints((4,), 0, 7), 1),
+        A(ints((5, 2), 0, 4), X((4, 3)), scale_grad_by_freq=True),
+        A(X((4, 3)), ints((5, 2), 0, 4), -1, True),
+    ),
+    case(
+        "",
+        A(ints((5, 2), 0, 7), X((7, 3))),
+        A(ints((4, 3), 0, 6), X((6, 4)), mode="max"),
+        A(ints((4, 3), 0, 6), X((6, 4)), mode="sum", per_sample_weights=X((4, 3)), padding_idx=2),
+        also=[torch.nn.functional.embedding_bag],
+        most=40,
     ),
 ]
 
