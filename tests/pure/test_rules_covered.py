@@ -7,6 +7,10 @@ import torch
 from espalier.tensor.rules import RULES
 from tests.ranks.brute import name_of
 from tests.ranks.cases import CASES
+from tests.ranks.ours import ruled_names
+
+# distinct public functions of torch with a rule of their own
+LEAST = 265
 
 
 def test_every_ruled_function_has_a_case():
@@ -16,3 +20,8 @@ def test_every_ruled_function_has_a_case():
     functions.append(torch.Tensor.cuda)
     missing = [name_of(f) for f in RULES.functions() if f not in functions]
     assert not missing, f"give these a case in tests/ranks/cases: {', '.join(missing)}"
+
+
+def test_so_many_public_functions_have_rules():
+    names = ruled_names()
+    assert len(names) >= LEAST, f"{len(names)} functions have rules: {' '.join(sorted(names))}"

@@ -168,13 +168,15 @@ def _avg_pooled(nd: int, windows: Sequence[Window]) -> Callable[..., torch.Tenso
     return run
 
 
-def adaptive(nd: int, kind: str) -> Callable[..., Spec]:
+def adaptive(nd: int, kind: str) -> Callable[..., Spec | None]:
     """To given sizes. Space may be sharded where all windows are equal, or where a mean is one for all."""
 
-    def rule(input: Operand, output_size: Any, return_indices: bool = False) -> Spec:
+    def rule(input: Operand, output_size: Any, return_indices: bool = False) -> Spec | None:
         sizes = tuple(
             n if m is None else m for n, m in zip(input.shape[-nd:], several(output_size, nd), strict=True)
         )
+        if min(sizes) < 0:
+            return None  # torch refuses it
         lead, space = _lead(input, nd), _space(nd)
         shape = (*input.shape[: input.ndim - nd], *sizes)
         pairs = list(zip(space, input.shape[-nd:], sizes, strict=True))
@@ -197,12 +199,14 @@ def adaptive(nd: int, kind: str) -> Callable[..., Spec]:
     return rule
 
 
-def adaptive_max(nd: int) -> Callable[..., Spec]:
+def adaptive_max(nd: int) -> Callable[..., Spec | None]:
     """Adaptive maxima without their indices."""
     both = adaptive(nd, "max")
 
-    def rule(*args: Any, **kwargs: Any) -> Spec:
+    def rule(*args: Any, **kwargs: Any) -> Spec | None:
         spec = both(*args, **kwargs)
+        if spec is None:
+            return None
         return Spec(
             spec.ins, spec.outs[:1], spec.shapes[:1], blocked=spec.blocked, run=spec.run, when=spec.when
         )
