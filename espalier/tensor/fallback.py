@@ -194,11 +194,11 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     with raw():
         local_args, local_kwargs = tree_map(whole, args), tree_map(whole, kwargs)
         if any(not same_data(lay, Layout.replicated(mesh, lay.shape)) for lay in held):
-            if name in _RESHAPING:
+            if name in _RESHAPING and type(target) is DTensor and not _is_plain(target):
                 raise NotImplementedError(
-                    f"{name} of a DTensor that is not replicated ({held[0]!r}): it would change the shape or "
-                    "the memory of what each rank holds, and the rest of the layout with it. Redistribute to "
-                    "Replicate first, or call the function without the underscore."
+                    f"{name} of a DTensor that is not replicated ({target._layout!r}): it would change the "
+                    "shape or the memory of what each rank holds, and the rest of the layout with it. "
+                    "Redistribute to Replicate first, or call the function without the underscore."
                 )
             _warn(name, tuple(held))
         out = func(*local_args, **local_kwargs)
@@ -213,6 +213,10 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             return target
     out = tree_map(lambda x: _stamp_whole(x, mesh), out)
     return lend(out, func, args, kwargs) if is_view(func, args) else out
+
+
+def _is_plain(x: DTensor) -> bool:
+    return x._layout.own is Layout.replicated(x._layout.mesh, x._layout.shape)
 
 
 def _averages(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

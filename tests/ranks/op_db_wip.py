@@ -17,12 +17,15 @@ FEW = int(os.environ.get("ESPALIER_SWEEP", "1"))
 PARTS = 6
 
 # what cannot be right, by operation: a part of the message, which gives the reason
+MOVES = "its data would have to move"
 MEMORY = "would change the shape or the memory of what each rank holds"
 REFUSED = {
     "as_strided": MEMORY,  # as_strided_
     "as_strided.partial_views": MEMORY,
     "resize_": MEMORY,
     "resize_as_": MEMORY,
+    "squeeze": MOVES,  # squeeze_ of a sharded dim
+    "squeeze.multiple": MOVES,
 }
 
 

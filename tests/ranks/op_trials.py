@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
@@ -125,7 +126,7 @@ def trials(op: Any, seed: int, few: int) -> Iterator[Trial]:
     rng = random.Random(f"{name_of(op)} {seed}")
     turn = rng.randrange(64)
     for dtype, gradients, share in _passes(op):
-        torch.default_generator.manual_seed(seed)
+        _seed(seed)
         samples = _sampled(op.sample_inputs_func(op, "cpu", dtype, gradients))
         rng.shuffle(samples)
         if not samples:
@@ -146,6 +147,7 @@ def trials(op: Any, seed: int, few: int) -> Iterator[Trial]:
                 if any(placements):
                     yield Trial(op, form, sample, placements, gradients, rng.randrange(1 << 30))
     if op.error_inputs_func is not None:
+        _seed(seed)
         samples = _sampled(op.error_inputs_func(op, "cpu"))
         for given in rng.sample(samples, min(few, len(samples))):
             turn += 1
@@ -165,6 +167,13 @@ def _passes(op: Any) -> list[tuple[torch.dtype, bool, int]]:
         :1
     ]
     return found
+
+
+def _seed(seed: int) -> None:
+    """The database draws from all of these, and every rank must get the same."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 def _sampled(samples: Iterable[Any]) -> list[Any]:

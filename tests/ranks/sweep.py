@@ -12,7 +12,6 @@ leaves the group, which makes the others fail at once, and all meet again in a n
 from __future__ import annotations
 
 import random
-import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -218,7 +217,9 @@ def unequal(a: Any, b: Any, tight: bool, values: bool = True) -> str:
             return f"{a.dtype}{list(a.shape)}, not {b.dtype}{list(b.shape)}"
         loose = (1e-7, 1e-8) if tight else (2e-4, 2e-5)
         coarse = b.is_floating_point() or b.is_complex()
-        rtol, atol = loose if coarse and b.dtype.itemsize > 1 else (0, 0)
+        rtol, atol = loose if coarse else (0.0, 0.0)
+        if b.dtype.itemsize == 1 and coarse:
+            values = False  # of eight bits: torch itself rounds otherwise in another memory format
         try:
             if values:
                 torch.testing.assert_close(a, b, equal_nan=True, rtol=rtol, atol=atol)
@@ -367,7 +368,8 @@ def _summary(error: BaseException) -> str:
 
 def _core(error: BaseException) -> str:
     """An error's message without what names the tensor's class."""
-    return re.sub(r"DTensor|Tensor", "Tensor", " ".join(str(error).split()))
+    text, _, _ = " ".join(str(error).split()).partition(" didn't match because")
+    return text.replace("DTensor", "Tensor")
 
 
 def coverage(findings: Sequence[Finding]) -> dict[str, str]:

@@ -18,6 +18,11 @@ _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
+def _mixed(*operands: Operand | None) -> bool:
+    """Whether the dtypes differ: a rank without work to do would not notice."""
+    return len({x.dtype for x in operands if x is not None}) > 1
+
+
 def convolution(nd: int) -> Callable[..., Spec | None]:
     """input[b, c, s...] with weight[o, c/groups, k...]: all dims but those of the kernel may be sharded.
 
@@ -33,6 +38,8 @@ def convolution(nd: int) -> Callable[..., Spec | None]:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Spec | None:
+        if _mixed(input, weight, bias):
+            return None  # torch refuses it
         (shape,) = meta_shapes(_CONV[nd], input, weight, None, stride, padding, dilation, groups)
         given = stride, padding, dilation
         return _spec(nd, input, weight, bias, groups, shape, transposed=False, given=given)
@@ -54,6 +61,8 @@ def transposed(nd: int) -> Callable[..., Spec | None]:
         dilation: Any = 1,
     ) -> Spec | None:
         given = stride, padding, output_padding, groups, dilation
+        if _mixed(input, weight, bias):
+            return None  # torch refuses it
         (shape,) = meta_shapes(_CONV_TRANSPOSE[nd], input, weight, None, *given)
         return _spec(
             nd, input, weight, bias, groups, shape, transposed=True, given=(stride, padding, dilation)
@@ -189,5 +198,5 @@ def _nothing(
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
     for nd in (1, 2, 3):
-        rules.name(f"conv{nd}d")(convolution(nd))
-        rules.name(f"conv_transpose{nd}d")(transposed(nd))
+        rules.name(f"conv{nd}d", typed=True)(convolution(nd))
+        rules.name(f"conv_transpose{nd}d", typed=True)(transposed(nd))

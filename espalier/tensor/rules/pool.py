@@ -114,7 +114,7 @@ def _nothing(placed: Placed, x: torch.Tensor) -> torch.Tensor:
     return of_nothing(placed, x) if x.is_floating_point() else x.new_zeros(placed.outs[0].local_shape)
 
 
-def avg_pool(nd: int) -> Callable[..., Spec]:
+def avg_pool(nd: int) -> Callable[..., Spec | None]:
     """input[..., s...]; linear."""
 
     def rule(
@@ -125,8 +125,10 @@ def avg_pool(nd: int) -> Callable[..., Spec]:
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: int | None = None,
-    ) -> Spec:
+    ) -> Spec | None:
         given = kernel_size, kernel_size if stride is None else stride, padding, ceil_mode
+        if not input.dtype.is_floating_point:
+            return None  # of whole numbers the mean is cut down
         (shape,) = meta_shapes(getattr(torch.nn.functional, f"avg_pool{nd}d"), input, *given)
         dims = (*_lead(input, nd), *_space(nd))
         run = _avg_pooled(nd, _windows(nd, kernel_size, stride, padding))
@@ -259,7 +261,7 @@ def register(rules: Rules) -> None:
     for nd in (1, 2, 3):
         rules.name(f"max_pool{nd}d")(max_pool(nd))
         rules.name(f"max_pool{nd}d_with_indices")(max_pool_with_indices(nd))
-        rules.name(f"avg_pool{nd}d")(avg_pool(nd))
+        rules.name(f"avg_pool{nd}d", typed=True)(avg_pool(nd))
         rules.name(f"adaptive_avg_pool{nd}d")(adaptive(nd, "avg"))
         rules.name(f"adaptive_max_pool{nd}d_with_indices")(adaptive(nd, "max"))
         rules.add(getattr(torch.nn.functional, f"adaptive_max_pool{nd}d"), adaptive_max(nd))
