@@ -205,7 +205,7 @@ def transitions() -> Figure:
         axes.add_patch(Circle((x, y), _RADIUS, facecolor=face, edgecolor=edge, linewidth=2, zorder=5))
         write(axes, x, y + 0.36, title, 11, edge, weight="bold", zorder=6)
         write(axes, x, y + 0.02, text, 7.4, zorder=6)
-        gradient = {"V": "P", "P": "R"}.get(name, name)
+        gradient = {"V": "P", "P": "V"}.get(name, name)
         write(axes, x, y - 0.38, f"gradient: {_SAYS[gradient][0]}", 7.4, BLUE, zorder=6)
     return figure
 

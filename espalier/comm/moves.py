@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from espalier.comm import collectives as door
@@ -50,8 +51,8 @@ class Itinerary:
     Attributes:
         forward: what to do to the local tensor, step by step.
         idle: on this rank neither forward nor backward does anything.
-        summed: the axes, if forward is all-reduces of sums along them and backward does nothing.
-        cleared: forward leaves zeros here, backward does nothing.
+        summed: the axes, if forward is all-reduces of sums along them and backward does nothing to data.
+        cleared: forward leaves zeros here, backward does nothing to data.
         unsummed: a reduction without gradient that the source still lacks.
     """
 
@@ -104,6 +105,11 @@ class Itinerary:
             self._back = itinerary(gradient_layout(self._dst), gradient_layout(self._src))
         return travel(grad, self._back)
 
+    def back_again(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor] | None:
+        """:meth:`back` as a hook before a node that hands the gradient on as it is: to record it."""
+        grad = grads[0]
+        return None if grad is None or not grad.requires_grad else (self.back(grad),)
+
 
 @lru_cache(maxsize=65536)
 def itinerary(src: Layout, dst: Layout) -> Itinerary:
@@ -140,7 +146,8 @@ def travel(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
                 "dtype. Convert it first (x.float()), or use Partial(sum)."
             )
         x = x * way.scale
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    if not (dual or (x.requires_grad and torch.is_grad_enabled())):
         for step in way.forward:
             x = step(x)
         return x
@@ -149,15 +156,17 @@ def travel(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
             f"A Partial({way.unsummed}) value that needs a gradient cannot be reduced: only sums and "
             "averages have one. Reduce over an unsharded dim, or redistribute before the operation."
         )
-    if way.summed:
-        # clone's backward is the identity, which is what the gradient of a sum needs
+    if way.summed and not dual:
+        # clone's backward, in C++, is the identity, which is what the data of the gradient needs
         out = x.clone(memory_format=torch.contiguous_format)
+        out.grad_fn.register_prehook(way.back_again)  # type: ignore[union-attr]
         inner = out.detach()
         for axis in way.summed:
             door.all_reduce_(inner, way.mesh, axis).wait()
         return out
-    if way.cleared:
+    if way.cleared and not dual:
         out = x.clone()
+        out.grad_fn.register_prehook(way.back_again)  # type: ignore[union-attr]
         out.detach().zero_()
         return out
     moved: torch.Tensor = _apply(x, way)
@@ -253,6 +262,10 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.way.back(grad), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, way: None) -> torch.Tensor:
+        return travel(tangent, ctx.way)
 
 
 class _Shadow(torch.autograd.Function):

@@ -8,12 +8,15 @@ value      what the ranks hold                         its gradient
 ``R``      the same value, on every rank               ``R``: every rank gets it whole
 ``V``      the same value, used differently by each    ``P``: what each rank got is an addend
 ``S(d)``   disjoint slices along dim d                 ``S(d)``
-``P``      addends                                     ``R``
+``P``      addends                                     ``V``: the same on every rank, and each goes
+                                                       on with it from its own addend
 =========  ==========================================  ====================================
 
 ``V`` (varied) differs from ``R`` in nothing but its gradient. Carrying the difference as a state
-makes the table closed: the backward of ``a -> b`` is the forward of ``grad(b) -> grad(a)``, so
-double backward needs nothing more, and a test derives the second column from the first.
+makes the table closed: the backward of ``a -> b`` is the forward of ``grad(b) -> grad(a)``, and the
+gradient of a gradient has the type of the value. So derivatives of any order need nothing more,
+and a test derives the second column from the first. (Were the gradient of ``P`` taken as ``R``,
+first derivatives would be the same and second ones would miss the other ranks' share.)
 The same four types stand in JAX's shard_map (varying axes) and meta-pytorch/spmd_types.
 """
 
@@ -22,7 +25,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
-from espalier.layout.layout import AxisState, Layout, R, V, is_partial
+from espalier.layout.layout import AxisState, Layout, V, is_partial
 
 IDENTITY: Final = "identity"
 ALL_REDUCE: Final = "all_reduce"
@@ -75,7 +78,7 @@ def gradient_state(state: AxisState) -> AxisState:
     """The state of the gradient of a value in ``state``."""
     if state == V:
         return "sum"
-    return R if is_partial(state) else state
+    return V if is_partial(state) else state
 
 
 def gradient_layout(layout: Layout) -> Layout:

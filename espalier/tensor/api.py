@@ -246,13 +246,16 @@ def register_rule(*functions: Callable[..., Any]) -> Callable[[RuleFunction], Ru
 
     See :class:`espalier.Spec` for the words. ``my_op`` must be a function that honours
     ``__torch_function__``: torch's own, a ``torch.library`` op, or Python made of them and
-    wrapped by ``torch.overrides.wrap_torch_function``.
+    wrapped by ``torch.overrides.wrap_torch_function``; or a ``torch.autograd.Function``, whose
+    ``apply`` the rule then describes: forward and backward see local tensors.
     """
 
     def register(rule: RuleFunction) -> RuleFunction:
         from espalier.tensor.dispatch import forget
 
         for function in functions:
+            if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+                function = function.apply
             RULES.add(function, rule, typed=True)
         forget()
         return rule

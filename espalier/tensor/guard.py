@@ -1,56 +1,115 @@
-"""What would bypass the type is refused: custom autograd functions, functional transforms.
+"""The doors of torch that do not ask ``__torch_function__``: wrapped, once, when the library is imported.
 
-``torch.autograd.Function.apply`` does not ask ``__torch_function__``: its backward would get
-plain local gradients beside saved DTensors, and the result would be silently local. ``torch.vmap``
-and ``torch.func.grad`` wrap tensors in C++, and the type is lost on the way. So these doors are
-wrapped, once, when the library is imported; for calls without DTensors that costs one look at
-the arguments.
+``torch.autograd.Function.apply`` would hand a function's backward plain local gradients beside saved
+DTensors, and the result would be silently local; ``torch.autograd.backward`` would start from local
+gradients. ``torch.vmap`` and ``torch.func``'s transforms wrap tensors in C++, and the type is lost on
+the way. What can be right is typed at its edges (see ``espalier.tensor.functions``), the rest is refused.
+For calls without DTensors that costs one look at the arguments.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.func
 import torch.utils.checkpoint
+import torch.utils.hooks
 from torch._C import DisableTorchFunctionSubclass as raw
 from torch._functorch import eager_transforms, vmap
+from torch.nn.modules import _functions
 from torch.overrides import handle_torch_function
 
 from espalier.comm.traced import recorders
+from espalier.tensor import functions
+from espalier.tensor.dispatch import dispatch, tensors_in
 from espalier.tensor.dtensor import DTensor
+from espalier.tensor.rules import RULES
+from espalier.tensor.rules.meta import seeded
 
-# torch's own functions that take tensors through without computing with them
-_PASSING = frozenset({("torch.utils.checkpoint", "_NoopSaveInputs")})
+_intercepted = torch._C._is_torch_function_enabled
+_DOORS = (
+    (vmap, "_add_batch_dim"),
+    (eager_transforms, "_wrap_for_grad"),
+    (eager_transforms, "_jvp_with_argnums"),
+    (eager_transforms, "linearize"),
+    (torch.func, "linearize"),
+    (eager_transforms, "_wrap_all_tensors_to_functional"),
+)
 
 
 def install() -> None:
-    """Wrap ``torch.autograd.Function.apply`` (a second call does nothing)."""
+    """Wrap torch's doors (a second call does nothing)."""
     base = torch.autograd.Function
     original = base.__dict__["apply"].__func__
     if getattr(original, "_espalier", False):
         return
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            return functions.checkpointed(original, cls, *args)
         for a in args:
             if type(a) is DTensor and not getattr(cls, "espalier", False):
-                name = (cls.__module__, cls.__name__)
-                if name not in _PASSING:
-                    raise TypeError(_refusal(name, a))
+                return _typed(original, cls, args, kwargs, a)
         if recorders():
             return handle_torch_function(cls.apply, (), *args, **kwargs)
         return original(cls, *args, **kwargs)
 
     apply._espalier = True  # type: ignore[attr-defined]
     base.apply = classmethod(apply)  # type: ignore[assignment]
+    torch.autograd.backward = _backward(torch.autograd.backward)
+    hook = torch.utils.hooks.BackwardHook
+    hook._apply_on_tensors = functions.typed_hooks(hook._apply_on_tensors)  # type: ignore[method-assign]
     # checkpointing compares what it saved with what it recomputes: local parts both, wherever it asks
     checks = getattr(torch.utils.checkpoint, "_allowed_determinism_checks_to_fns", {})
     for mode, describe in checks.items():
         checks[mode] = _of_local(describe)
-    for module, name in ((vmap, "_add_batch_dim"), (eager_transforms, "_wrap_for_grad")):
+    for module, name in _DOORS:
         if hasattr(module, name):  # private, so it may go
             setattr(module, name, _closed(getattr(module, name)))
+
+
+def _typed(original: functions.Apply, cls: Any, args: tuple[Any, ...], kwargs: Any, x: DTensor) -> Any:
+    """``cls.apply`` on DTensors."""
+    if not _intercepted():
+        return functions.run_on_locals(original, cls, args, kwargs)
+    if cls is _functions.BackwardHookFunction:
+        return functions.carried(original, cls, args)
+    if cls is getattr(torch.utils.checkpoint, "_NoopSaveInputs", None):
+        return original(cls, *args, **kwargs)
+    if RULES.get(cls.apply) is not None:
+        return dispatch(DTensor, cls.apply, (), args, kwargs)
+    raise TypeError(
+        f"{cls.__name__}.apply was given a DTensor ({x._layout!r}). A custom autograd function computes on local "
+        "data and would silently give local results. State its layouts: by a rule, "
+        f"@espalier.register_rule({cls.__name__}), or for this one call by espalier.local_map; or call it on "
+        "to_local()."
+    )
+
+
+def _backward(original: Callable[..., None]) -> Callable[..., None]:
+    """``torch.autograd.backward``, which starts from the DTensors' local addends."""
+
+    @functools.wraps(original)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        if type(tensors) is torch.Tensor:
+            return original(tensors, grad_tensors, *args, **kwargs)
+        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        if not any(type(x) is DTensor for x in roots):
+            return original(tensors, grad_tensors, *args, **kwargs)
+        alone = grad_tensors is None or isinstance(grad_tensors, torch.Tensor)
+        grads = (grad_tensors,) * len(roots) if alone else tuple(grad_tensors)
+        if len(grads) != len(roots):
+            raise RuntimeError(f"{len(roots)} tensors to start from, but {len(grads)} gradients for them.")
+        with raw():
+            pairs = [
+                seeded(x, g) if type(x) is DTensor else (x, g) for x, g in zip(roots, grads, strict=True)
+            ]
+        return original([x for x, _ in pairs], [g for _, g in pairs], *args, **kwargs)
+
+    return backward
 
 
 def _of_local(describe: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
@@ -62,27 +121,15 @@ def _of_local(describe: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor
 
 
 def _closed(door: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(*args: Any) -> Any:
-        for a in args:
+    @functools.wraps(door)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for a in tensors_in(args):
             if type(a) is DTensor:
                 raise TypeError(
                     "torch.vmap and torch.func's transforms would compute on local data alone; got a DTensor "
-                    f"({a._layout!r}). Use torch.autograd.grad, write the batch dim out, or wrap the call in "
-                    "espalier.local_map, which states the layouts at its edges."
+                    f"({a._layout!r}). Use torch.autograd.grad, torch.autograd.forward_ad, write the batch dim "
+                    "out, or wrap the call in espalier.local_map, which states the layouts at its edges."
                 )
-        return door(*args)
+        return door(*args, **kwargs)
 
     return checked
-
-
-def _refusal(name: tuple[str, str], x: DTensor) -> str:
-    if name == ("torch.utils.checkpoint", "CheckpointFunction"):
-        return (
-            "Reentrant checkpointing recomputes on plain local tensors and would give wrong gradients for "
-            f"DTensors ({x._layout!r}). Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-        )
-    return (
-        f"{name[1]}.apply was given a DTensor ({x._layout!r}). A custom autograd function computes on local "
-        "data and would silently give local results. Wrap the call in espalier.local_map, which states the "
-        "layouts at its edges, or call it on to_local()."
-    )

@@ -244,9 +244,10 @@ def test_same_cuts_against_brute_force() -> None:
 def test_the_tables_backward_follows_from_the_gradient_states() -> None:
     letters = "RVSP"
     assert set(TABLE) == set(itertools.product(letters, repeat=2))
-    gradient = {"R": "R", "V": "P", "S": "S", "P": "R"}
+    gradient = {"R": "R", "V": "P", "S": "S", "P": "V"}
     for letter, state in zip(letters, (R, V, 1, "sum"), strict=True):
         assert kind(state) == letter and kind(gradient_state(state)) == gradient[letter]
+        assert gradient_state(gradient_state(state)) == state
     for (src, dst), (_, backward) in TABLE.items():
         there, back = gradient[dst], gradient[src]
         assert backward == TABLE[there, back][0], f"backward of {src} -> {dst} goes {there} -> {back}"
@@ -265,6 +266,6 @@ def test_gradient_layouts() -> None:
     for axes, cuts in nodes(2, 2, (R, V, "sum", "avg")):
         layout = Layout.of(mesh, axes, cuts, (4, 6))
         grad = gradient_layout(layout)
-        expected = [{V: "sum", "sum": R, "avg": R}.get(s, s) if isinstance(s, str) else s for s in axes]
+        expected = [{V: "sum", "sum": V, "avg": V}.get(s, s) if isinstance(s, str) else s for s in axes]
         assert grad.axes == tuple(expected) and grad.cuts == cuts and grad.shape == (4, 6)
         assert gradient_layout(layout) is grad

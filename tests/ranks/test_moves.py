@@ -45,7 +45,7 @@ class Spec(NamedTuple):
     @property
     def gradient(self) -> Spec:
         """The layout of the gradient, by the table of design section 3.1."""
-        states = tuple("sum" if s == "V" else "R" if s in REDUCTIONS else s for s in self.states)
+        states = tuple("sum" if s == "V" else "V" if s in REDUCTIONS else s for s in self.states)
         return Spec(states, self.order)
 
     def averaged(self, sizes: Sizes) -> int:

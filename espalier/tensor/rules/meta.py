@@ -85,7 +85,7 @@ def backward(
     bound = dict(zip(names, args, strict=False)) | kwargs
     loss, gradient = bound.pop("self"), bound.pop("gradient", None)
     with raw():
-        local, gradient = _seeded(loss, gradient)
+        local, gradient = seeded(loss, gradient)
     # intercepted again: hooks and recomputation see DTensors
     torch.autograd.backward(local, gradient, **bound)
 
@@ -106,17 +106,23 @@ def gradients(
     given = bound.pop("grad_outputs", None)
     given = given if isinstance(given, tuple | list) else (given,) * len(outputs)
     with raw():
-        ends = [_seeded(x, g) if type(x) is DTensor else (x, g) for x, g in zip(outputs, given, strict=True)]
-        edges = [get_gradient_edge(x) for x in inputs]
+        ends = [seeded(x, g) if type(x) is DTensor else (x, g) for x, g in zip(outputs, given, strict=True)]
+        edges = [get_gradient_edge(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+    zeros = bound.pop("materialize_grads", False)
+    if zeros:
+        bound["allow_unused"] = True
     found = torch.autograd.grad([x for x, _ in ends], edges, [g for _, g in ends], **bound)
+
+    def typed(x: Any, g: torch.Tensor | None) -> torch.Tensor | None:
+        if g is None and zeros and isinstance(x, torch.Tensor):
+            g = torch.zeros_like(plain(x), requires_grad=bool(bound.get("create_graph")))
+        return stamp(g.view_as(g), gradient_layout(x._layout)) if g is not None and type(x) is DTensor else g
+
     with raw():
-        return tuple(
-            stamp(g.view_as(g), gradient_layout(x._layout)) if g is not None and type(x) is DTensor else g
-            for x, g in zip(inputs, found, strict=True)
-        )
+        return tuple(map(typed, inputs, found))
 
 
-def _seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where backward starts on this rank, and the local gradient it starts from."""
     own, share = x._layout, 1.0
     for n, state in zip(own.mesh.shape, own.axes, strict=True):
@@ -137,6 +143,26 @@ def _seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, to
     axes = tuple(s if is_partial(s) else R for s in own.axes)
     start = plain(move(x, own, Layout.of(own.mesh, axes, ((),) * own.ndim, own.shape)))
     return start, None if share == 1 else torch.full_like(start, share)
+
+
+def make_dual(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> DTensor:
+    """Forward-mode derivatives: the tangent lies as its primal does."""
+    x, tangent, *level = args
+    lay = x._layout if type(x) is DTensor else layout_of(x, tangent._layout.mesh)
+    with raw():
+        tangent = plain(move(tangent, layout_of(tangent, lay.mesh), lay))
+        return stamp(func(plain(x), tangent, *level, **kwargs), lay)
+
+
+def unpack_dual(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The primal and the tangent, if there is one."""
+    with raw():
+        found = func(plain(args[0]), *args[1:], **kwargs)
+    return type(found)([x if x is None else stamp(x, args[0]._layout) for x in found])
 
 
 def register_hook(
@@ -188,5 +214,7 @@ def register(rules: Rules) -> None:
     rules.add_special(torch.Tensor.backward, backward)
     rules.add_special(torch.autograd.grad, gradients)
     rules.add_special(torch.Tensor.register_hook, register_hook)
+    rules.add_special(torch._VF._make_dual, make_dual)
+    rules.add_special(torch._VF._unpack_dual, unpack_dual)
     for f in spellings("is_same_size"):
         rules.add_special(f, same_size)

@@ -1,0 +1,125 @@
+"""``torch.autograd.Function`` on DTensors: torch's own that carry tensors through, and those with a rule.
+
+A custom function computes on local data. Three kinds are let through, typed at their edges:
+
+* one that has a rule (``register_rule(MyFunction)``) goes the way of every ruled call: its ``forward``
+  and ``backward`` see local tensors, in the layouts that the rule allows;
+* the identity on which a module's full backward hooks hang: the hooks see DTensors;
+* reentrant checkpointing: what it runs, and runs again, gets its inputs with their layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as raw
+
+from espalier.comm import move
+from espalier.layout import Layout, gradient_layout
+from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp
+
+Apply = Callable[..., Any]
+
+
+def layouts_of(values: Sequence[Any]) -> list[Layout | None]:
+    """The layout of each DTensor, None for all else."""
+    return [x._layout if type(x) is DTensor else None for x in values]
+
+
+def stamped(values: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
+    """Aliases of local tensors as DTensors, where there is a layout for them."""
+    return [
+        x if lay is None or x is None else stamp(x.view_as(x), lay)
+        for x, lay in zip(values, layouts, strict=True)
+    ]
+
+
+def run_on_locals(original: Apply, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The function on local tensors: the call that the dispatcher makes.
+
+    Raises:
+        RuntimeError: it wrote to an input, which its rule cannot say.
+    """
+    locals_ = [plain(a) if isinstance(a, torch.Tensor) else a for a in args]
+    before = _versions(args)
+    out = original(cls, *locals_, **kwargs)
+    if _versions(args) != before:
+        raise RuntimeError(
+            f"{cls.__name__}.apply has written to a DTensor it was given. An autograd function with a rule must "
+            "return new tensors; write to a clone inside it."
+        )
+    return out
+
+
+def _versions(args: Sequence[Any]) -> list[int]:
+    return [a._version for a in args if isinstance(a, torch.Tensor) and not a.is_inference()]
+
+
+def carried(original: Apply, cls: Any, args: Sequence[Any]) -> Any:
+    """A function that gives back what it gets, typed as before."""
+    outs = original(cls, *map(plain, args))
+    return tuple(x if lay is None else stamp(x, lay) for x, lay in zip(outs, layouts_of(args), strict=True))
+
+
+def checkpointed(original: Apply, cls: Any, run: Callable[..., Any], preserve: Any, *args: Any) -> Any:
+    """Reentrant checkpointing: autograd sees local tensors, ``run`` sees DTensors, both times.
+
+    Gradients need no types of their own here: what autograd hands to the outputs and takes from the
+    inputs lies in their gradient layouts, within the recomputation as without.
+    """
+    layouts = layouts_of(args)
+    left: list[Layout | None] = []
+
+    def local(*inputs: Any) -> Any:
+        out = run(*stamped(inputs, layouts))
+        alone = not isinstance(out, tuple | list)
+        outs = (out,) if alone else out
+        left[:] = layouts_of(outs)
+        with raw():
+            found = tuple(plain(x) if isinstance(x, torch.Tensor) else x for x in outs)
+        return found[0] if alone else found
+
+    with raw():
+        inputs = [plain(a) if isinstance(a, torch.Tensor) else a for a in args]
+    out = original(cls, local, preserve, *inputs)
+    if not isinstance(out, tuple):
+        return out if left[0] is None else stamp(out, left[0])
+    return tuple(x if lay is None else stamp(x, lay) for x, lay in zip(out, left, strict=True))
+
+
+class TypedNode:
+    """A node of autograd's graph whose hooks see and return DTensors; of an identity, in these layouts."""
+
+    def __init__(self, node: torch.autograd.graph.Node, layouts: Sequence[Layout | None]) -> None:
+        self._node = node
+        self._layouts = [None if lay is None else gradient_layout(lay) for lay in layouts]
+
+    def register_hook(self, hook: Callable[[Any, Any], Any]) -> Any:
+        """As the node's own."""
+
+        def typed(inputs: Any, outputs: Any) -> Any:
+            found = hook(tuple(stamped(inputs, self._layouts)), tuple(stamped(outputs, self._layouts)))
+            return None if found is None else tuple(map(self._local, found, self._layouts))
+
+        return self._node.register_hook(typed)
+
+    @staticmethod
+    def _local(grad: Any, layout: Layout | None) -> Any:
+        if grad is None or layout is None:
+            return grad
+        with raw():
+            return plain(move(grad, layout_of(grad, layout.mesh), layout))
+
+
+def typed_hooks(apply_on_tensors: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's ``BackwardHook._apply_on_tensors``, whose hooks see DTensors where the module had them."""
+
+    def wrapped(self: Any, fn: Callable[[Any], Any], args: Any) -> Any:
+        layouts = layouts_of([a for a in args if isinstance(a, torch.Tensor)])
+        if not any(layouts):
+            return apply_on_tensors(self, fn, args)
+        return apply_on_tensors(self, lambda node: fn(TypedNode(node, layouts)), args)
+
+    return wrapped
