@@ -42,6 +42,7 @@ from espalier.layout.transitions import (
 )
 from espalier.mesh import Mesh
 
+_unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
 LocalStep = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -53,11 +54,13 @@ class Itinerary:
         idle: on this rank neither forward nor backward does anything.
         summed: the axes, if forward is all-reduces of sums along them and backward does nothing to data.
         cleared: forward leaves zeros here, backward does nothing to data.
+        operations: what forward does, on whatever rank.
         unsummed: a reduction without gradient that the source still lacks.
     """
 
     __slots__ = (
-        "_back", "_dst", "_src", "cleared", "forward", "idle", "mesh", "scale", "summed", "unsummed"
+        "_back", "_dst", "_src", "cleared", "forward", "idle", "mesh", "operations", "scale", "summed",
+        "unsummed",
     )  # fmt: skip
 
     def __init__(self, src: Layout, dst: Layout) -> None:
@@ -82,6 +85,7 @@ class Itinerary:
             self.forward = _across(src, dst)
             return
         steps = () if same_data(src, dst) else route(src, dst).steps
+        self.operations = frozenset(step.operation for step in steps)
         self.forward = tuple(_compiled(step) for step in steps if not _idle(step))
         back_src, back_dst = gradient_layout(dst), gradient_layout(src)
         back = () if same_data(back_src, back_dst) else route(back_src, back_dst).steps
@@ -146,7 +150,7 @@ def travel(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
                 "dtype. Convert it first (x.float()), or use Partial(sum)."
             )
         x = x * way.scale
-    dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    dual = forward_ad._current_level >= 0 and _unpack_dual(x).tangent is not None
     if not (dual or (x.requires_grad and torch.is_grad_enabled())):
         for step in way.forward:
             x = step(x)
@@ -197,7 +201,8 @@ def _varying(x: torch.Tensor, mesh: Mesh, axes: Iterable[int], state: AxisState)
 
 def carry_out(x: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
     """Take a local tensor from one layout to another, without autograd."""
-    return _carried(x, itinerary(src, dst))
+    way = itinerary(src, dst)
+    return _carried(x if way.scale in (None, 1) else x * way.scale, way)
 
 
 def _carried(x: torch.Tensor, way: Itinerary) -> torch.Tensor:

@@ -4,7 +4,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from espalier.layout.crossings import Crossing, Parcel, crossing
 from espalier.layout.layout import Layout, same_data
-from espalier.layout.regions import Box, chunk_bounds, local_box, same_cuts
+from espalier.layout.regions import Box, chunk_bounds, local_box, may_be_empty, same_cuts
 from espalier.layout.routes import Route, Step, route
 from espalier.layout.transitions import TABLE, gradient_layout, operation
 
@@ -24,6 +24,7 @@ __all__ = [
     "crossing",
     "gradient_layout",
     "local_box",
+    "may_be_empty",
     "operation",
     "route",
     "same_cuts",

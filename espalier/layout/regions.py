@@ -71,6 +71,12 @@ def local_box(layout: Layout, coordinate: tuple[int, ...] | None = None) -> Box:
     return Box(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs))
 
 
+def may_be_empty(layout: Layout) -> bool:
+    """Whether some rank holds nothing of a tensor that has elements."""
+    last = tuple(n - 1 for n in layout.mesh.shape)  # it holds the smallest piece of each dim
+    return 0 in local_sizes(layout.shape, layout.cuts, layout.mesh.shape, last) and 0 not in layout.shape
+
+
 def same_cuts(size: int, factor: int, sizes: tuple[int, ...]) -> bool:
     """Whether cutting ``size * factor`` by the axis sizes, one after another, cuts at multiples of factor.
 

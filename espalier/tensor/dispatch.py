@@ -17,7 +17,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm.moves import itinerary, on_dry, travel
-from espalier.layout import Layout, route, same_data
+from espalier.layout import Layout, may_be_empty, same_data
 from espalier.layout.layout import R, V
 from espalier.layout.transitions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from espalier.mesh import Mesh
@@ -27,7 +27,7 @@ from espalier.tensor.fallback import asks_in_place, enter_or_gather, torch_error
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
 from espalier.tensor.rules.spec import Operand, Placed, Spec
-from espalier.tensor.saved import Shard, gather_before_backward, hold, saving_shards
+from espalier.tensor.saved import Shard, gather_before_backward, hold, keep_in_step, saving_shards
 from espalier.tensor.strictness import is_strict, refuse_plain
 
 _plain_call = torch._C._disabled_torch_function_impl
@@ -50,7 +50,7 @@ class Move:
         self.only_varies = src.cuts == dst.cuts and all(
             a == b or (a == R and b == V) for a, b in zip(src.axes, dst.axes, strict=True)
         )
-        ops = {step.operation for step in route(src, dst).steps}
+        ops = self.way.operations
         self.gathers = bool(ops & {ALL_GATHER, ALL_TO_ALL}) and ALL_REDUCE not in ops
         self.remember = self.only_varies or bool(ops & {ALL_GATHER, ALL_TO_ALL, ALL_REDUCE})
 
@@ -59,13 +59,14 @@ class Entry:
     """How one kind of call is carried out."""
 
     __slots__ = (
-        "flat", "keeps", "lends", "moves", "out", "outs", "placed", "quick", "run", "simple", "tail",
-        "writes", "written",
+        "flat", "keeps", "lends", "marked", "moves", "out", "outs", "placed", "quick", "run", "simple",
+        "tail", "writes", "written",
     )  # fmt: skip
 
     def __init__(self, spec: Spec, placed: Placed, operands: list[Operand], is_view: bool) -> None:
         self.placed = placed
         self.run = spec.run if spec.when is None or spec.when(placed) else None
+        self.marked = any(may_be_empty(layout) for layout in (*placed.ins, *placed.outs))
         self.tail = spec.tail(placed) if spec.tail is not None else None
         self.outs = placed.outs
         self.out = placed.outs[0] if len(placed.outs) == 1 else None
@@ -87,7 +88,7 @@ class Entry:
         """After the first call: whether the next ones may take a short cut."""
         if self.run is not None or self.out is None or not isinstance(out, torch.Tensor):
             return
-        if self.placed.mesh.is_dry:
+        if self.marked or self.placed.mesh.is_dry:
             return
         if self.moves:
             plain_paths = all(len(m.path) == 1 and type(m.path[0]) is int for m in self.moves)
@@ -119,6 +120,8 @@ class Entry:
                 gather_before_backward(out, gathered, shards)
             else:
                 out = self._local(func, args, kwargs)
+            if self.marked:
+                keep_in_step(out)
         out = self._stamped(out, args, kwargs)
         return loans.lend(out, func, *given) if self.lends else out
 
@@ -340,7 +343,9 @@ def ask(
             return None  # an overload that the rule does not know
         operands = _renumbered(bound.arguments)
         spec = rule(*seen_args, **seen_kwargs)
-    return None if spec is None else (spec, operands, mesh)
+    if spec is None or len(spec.ins) != len(operands):
+        return None  # or it is given a tensor where it expects a number
+    return spec, operands, mesh
 
 
 def _operands(a: Any, mesh: Mesh, found: list[Operand], path: Path) -> Any:
@@ -398,6 +403,9 @@ def _unruled(
     lent = loans.loans_in(tensors_in((args, kwargs)))
     if lent:
         return loans.call(dispatch, func, args, kwargs, lent, writes(func))
+    for name in ("alpha", "value"):
+        if type(kwargs.get(name)) is DTensor:
+            return func(*args, **{**kwargs, name: kwargs[name].item()})  # as torch does
     return enter_or_gather(func, args, kwargs, mesh_of(func, args, kwargs))
 
 

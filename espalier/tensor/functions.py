@@ -10,6 +10,8 @@ A custom function computes on local data. Three kinds are let through, typed at 
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +33,7 @@ def layouts_of(values: Sequence[Any]) -> list[Layout | None]:
 def stamped(values: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
     """Aliases of local tensors as DTensors, where there is a layout for them."""
     return [
-        x if lay is None or x is None else stamp(x.view_as(x), lay)
+        x if lay is None or x is None or type(x) is DTensor else stamp(x.view_as(x), lay)
         for x, lay in zip(values, layouts, strict=True)
     ]
 
@@ -47,8 +49,8 @@ def run_on_locals(original: Apply, cls: Any, args: Sequence[Any], kwargs: dict[s
     out = original(cls, *locals_, **kwargs)
     if _versions(args) != before:
         raise RuntimeError(
-            f"{cls.__name__}.apply has written to a DTensor it was given. An autograd function with a rule must "
-            "return new tensors; write to a clone inside it."
+            f"{cls.__name__}.apply has written to a DTensor it was given. An autograd function with a rule "
+            "must return new tensors; write to a clone inside it."
         )
     return out
 
@@ -61,6 +63,24 @@ def carried(original: Apply, cls: Any, args: Sequence[Any]) -> Any:
     """A function that gives back what it gets, typed as before."""
     outs = original(cls, *map(plain, args))
     return tuple(x if lay is None else stamp(x, lay) for x, lay in zip(outs, layouts_of(args), strict=True))
+
+
+def typed_recomputation(generator: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's non-reentrant checkpointing, whose inputs come back with their layouts.
+
+    Hooks on saved tensors (of a checkpoint around this one, of offloading) give back plain ones.
+    """
+    kinds = [p.kind for p in inspect.signature(generator).parameters.values()]
+    options = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+
+    @functools.wraps(generator)
+    def wrapped(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        layouts = layouts_of(args[options - 1 :])
+        if not any(layouts):
+            return generator(run, *args, **kwargs)
+        return generator(lambda *xs, **named: run(*stamped(xs, layouts), **named), *args, **kwargs)
+
+    return wrapped
 
 
 def checkpointed(original: Apply, cls: Any, run: Callable[..., Any], preserve: Any, *args: Any) -> Any:

@@ -66,6 +66,10 @@ def install() -> None:
     checks = getattr(torch.utils.checkpoint, "_allowed_determinism_checks_to_fns", {})
     for mode, describe in checks.items():
         checks[mode] = _of_local(describe)
+    name = "_checkpoint_without_reentrant_generator"
+    setattr(
+        torch.utils.checkpoint, name, functions.typed_recomputation(getattr(torch.utils.checkpoint, name))
+    )
     for module, name in _DOORS:
         if hasattr(module, name):  # private, so it may go
             setattr(module, name, _closed(getattr(module, name)))
@@ -78,14 +82,14 @@ def _typed(original: functions.Apply, cls: Any, args: tuple[Any, ...], kwargs: A
     if cls is _functions.BackwardHookFunction:
         return functions.carried(original, cls, args)
     if cls is getattr(torch.utils.checkpoint, "_NoopSaveInputs", None):
-        return original(cls, *args, **kwargs)
+        return original(cls, *args)  # of torch before 2.13: takes tensors through without computing
     if RULES.get(cls.apply) is not None:
         return dispatch(DTensor, cls.apply, (), args, kwargs)
     raise TypeError(
-        f"{cls.__name__}.apply was given a DTensor ({x._layout!r}). A custom autograd function computes on local "
-        "data and would silently give local results. State its layouts: by a rule, "
-        f"@espalier.register_rule({cls.__name__}), or for this one call by espalier.local_map; or call it on "
-        "to_local()."
+        f"{cls.__name__}.apply was given a DTensor ({x._layout!r}). A custom autograd function computes on "
+        "local data and would silently give local results. State its layouts: by a rule, "
+        f"@espalier.register_rule({cls.__name__}), or for this one call by espalier.local_map; or call it "
+        "on to_local()."
     )
 
 
@@ -127,8 +131,8 @@ def _closed(door: Callable[..., Any]) -> Callable[..., Any]:
             if type(a) is DTensor:
                 raise TypeError(
                     "torch.vmap and torch.func's transforms would compute on local data alone; got a DTensor "
-                    f"({a._layout!r}). Use torch.autograd.grad, torch.autograd.forward_ad, write the batch dim "
-                    "out, or wrap the call in espalier.local_map, which states the layouts at its edges."
+                    f"({a._layout!r}). Use torch.autograd.grad, torch.autograd.forward_ad, write the batch "
+                    "dim out, or wrap the call in espalier.local_map, which states the layouts at its edges."
                 )
         return door(*args, **kwargs)
 

@@ -48,7 +48,7 @@ class Shard:
     def gather(self, *grads: Any) -> None:
         """Have the gathered tensor at hand (as a hook before the operation's node)."""
         # of several outputs the last may come when all that used the gathered tensor are done
-        if self._full is None and self._shard is not None:
+        if self._full is None and self._shard is not None and not self._changed():
             self._full = self._gathered()
 
     def get(self) -> torch.Tensor:
@@ -61,13 +61,17 @@ class Shard:
                 "Trying to backward through the graph a second time: pass retain_graph=True to the first."
             )
         shard = self._shard if self._outer is None else self._outer(self._shard)
-        if self._outer is None and shard._version != self._version:
+        if self._changed():
             raise RuntimeError(
                 f"A tensor needed for the gradient has been modified by an in-place operation: it lies as "
                 f"{self.src!r}, is at version {shard._version}, expected version {self._version}."
             )
         with torch.no_grad():
             return carry_out(shard, self.src, self.dst)
+
+    def _changed(self) -> bool:
+        """Whether it was written to since: on all ranks, and no harm if nobody asks for it."""
+        return self._outer is None and self._shard._version != self._version
 
     def _let_go(self, *grads: Any) -> None:
         self._full = None
@@ -149,3 +153,27 @@ def gather_before_backward(out: Any, gathered: Sequence[torch.Tensor], shards: S
                 # a function may give back what it was given
                 if x.grad_fn is not full.grad_fn:
                     x.grad_fn.register_prehook(shard.gather)
+
+
+def keep_in_step(out: Any) -> None:
+    """After an operation of which some rank may hold nothing: let checkpointing count alike on all ranks.
+
+    Non-reentrant checkpointing starts to recompute when a tensor that it dropped is asked for, and
+    stops when the last one is saved again. On nothing an operation may save nothing, and ranks that
+    recompute at different places call different collectives. So here each drops a tensor more, and
+    asks for it where the backward pass reaches the operation.
+    """
+    outer = _outer_hooks(True)
+    if outer is None or recorders() or not torch.is_grad_enabled():
+        return
+    held, asked = outer[0](torch.empty(0)), set()
+
+    def ask(*grads: Any) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in asked:
+            asked.add(task)
+            outer[1](held)
+
+    for x in out if isinstance(out, tuple | list) else (out,):
+        if isinstance(x, torch.Tensor) and x.grad_fn is not None:
+            x.grad_fn.register_prehook(ask)

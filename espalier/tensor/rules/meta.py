@@ -53,7 +53,7 @@ def same(
 def set_data(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """x.data = y: the data and the layout of y."""
+    """x.data = y: the data of y; x stays as it lies, unless its global shape changes."""
     x, y = args
     if type(x) is DTensor and type(y) is not DTensor and tuple(y.shape) != x._layout.local_shape:
         raise ValueError(
@@ -61,9 +61,13 @@ def set_data(
             f"tensor of the shape {list(y.shape)}. Assign a DTensor, or this rank's part."
         )
     with raw():
+        if type(x) is DTensor and type(y) is DTensor and y._layout is not x._layout:
+            if x._layout.shape == y._layout.shape and x._layout.is_firm:
+                # autograd may know the local shape already
+                y = move(y.detach(), y._layout.own, x._layout.own)
+            else:
+                x._layout = y._layout
         func(x, y)
-    if type(x) is DTensor and type(y) is DTensor:
-        x._layout = y._layout
     return None
 
 
