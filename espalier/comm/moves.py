@@ -54,12 +54,12 @@ class Itinerary:
         idle: on this rank neither forward nor backward does anything.
         summed: the axes, if forward is all-reduces of sums along them and backward does nothing to data.
         cleared: forward leaves zeros here, backward does nothing to data.
-        operations: what forward does, on whatever rank.
+        kinds: the operations of forward, on whatever rank.
         unsummed: a reduction without gradient that the source still lacks.
     """
 
     __slots__ = (
-        "_back", "_dst", "_src", "cleared", "forward", "idle", "mesh", "operations", "scale", "summed",
+        "_back", "_dst", "_src", "cleared", "forward", "idle", "mesh", "kinds", "scale", "summed",
         "unsummed",
     )  # fmt: skip
 
@@ -85,7 +85,7 @@ class Itinerary:
             self.forward = _across(src, dst)
             return
         steps = () if same_data(src, dst) else route(src, dst).steps
-        self.operations = frozenset(step.operation for step in steps)
+        self.kinds = frozenset(step.operation for step in steps)
         self.forward = tuple(_compiled(step) for step in steps if not _idle(step))
         back_src, back_dst = gradient_layout(dst), gradient_layout(src)
         back = () if same_data(back_src, back_dst) else route(back_src, back_dst).steps

@@ -50,7 +50,7 @@ class Move:
         self.only_varies = src.cuts == dst.cuts and all(
             a == b or (a == R and b == V) for a, b in zip(src.axes, dst.axes, strict=True)
         )
-        ops = self.way.operations
+        ops = self.way.kinds
         self.gathers = bool(ops & {ALL_GATHER, ALL_TO_ALL}) and ALL_REDUCE not in ops
         self.remember = self.only_varies or bool(ops & {ALL_GATHER, ALL_TO_ALL, ALL_REDUCE})
 
