@@ -59,7 +59,16 @@ class Itinerary:
     """
 
     __slots__ = (
-        "_back", "_dst", "_src", "cleared", "forward", "idle", "mesh", "kinds", "scale", "summed",
+        "_back",
+        "_dst",
+        "_src",
+        "cleared",
+        "forward",
+        "idle",
+        "kinds",
+        "mesh",
+        "scale",
+        "summed",
         "unsummed",
     )  # fmt: skip
 
