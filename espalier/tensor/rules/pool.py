@@ -241,10 +241,12 @@ def _adapted(nd: int) -> Callable[..., Any]:
     return run
 
 
-def max_unpool(nd: int) -> Callable[..., Spec]:
+def max_unpool(nd: int) -> Callable[..., Spec | None]:
     """input and indices[..., s...] to a given size of space, which is whole."""
 
-    def rule(input: Operand, indices: Operand, output_size: Sequence[int], *args: Any) -> Spec:
+    def rule(input: Operand, indices: Operand, output_size: Sequence[int], *args: Any) -> Spec | None:
+        if indices.shape != input.shape:
+            return None  # torch refuses it
         dims = (*_lead(input, nd), *(None,) * nd)
         shape = (*input.shape[: input.ndim - nd], *output_size[-nd:])
 

@@ -49,7 +49,8 @@ def sum_(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: 
 
 def mean(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
     """The mean: each rank divides its sum by the global count."""
-    if dtype is None and not (x.dtype.is_floating_point or x.dtype.is_complex):
+    kind = x.dtype if dtype is None else dtype
+    if not (kind.is_floating_point or kind.is_complex):
         return None  # torch refuses it
     spec = sum_(x, dim, keepdim)
     dims = normal_dims(dim, x.ndim)
