@@ -140,8 +140,8 @@ def duals(rank: int, world: int) -> list[str]:
     x, w, t = (values(*shape, seed=i) for i, shape in enumerate([(4, 6), (8, 6), (4, 6)]))
     wrong = []
     for name, f in PROGRAMS.items():
-        if name in ("pieces", "slices", "written"):
-            continue  # an exchange of rows has no forward mode, and says so
+        if name in ("pieces", "slices", "written", "layer norm"):
+            continue  # an exchange of rows and a norm over sharded dims have no forward mode, and say so
         for at, recorded in itertools.product(itertools.product((R, S(0), S(1)), repeat=2), (False, True)):
             found = []
             for on in (True, False):
