@@ -27,6 +27,7 @@ def distribute_tensor(
     placements: Sequence[Placement] | None = None,
     *,
     src_data_rank: int | Sequence[int] | None = 0,
+    order: Sequence[int | str] | None = None,
 ) -> DTensor:
     """Lay a global tensor on a mesh; a leaf that needs gradients if ``tensor`` does.
 
@@ -37,6 +38,8 @@ def distribute_tensor(
         placements: one for each axis; replicated by default. Partial: addends whose sum it is.
         src_data_rank: whose values are sent: the rank at this coordinate on *every* axis, as in torch, or a
             coordinate for each axis. None: every rank holds the same values already, and nothing is sent.
+        order: where several axes cut one dim, the axes (names or indices) in the order in which they cut,
+            outermost first; by default the mesh's own.
 
     Raises:
         ValueError: there is no such source, or the tensor is no leaf.
@@ -45,13 +48,14 @@ def distribute_tensor(
     if placements is None:
         placements = [Replicate()] * mesh.ndim
     if isinstance(tensor, DTensor):
-        return tensor.redistribute(mesh, placements)
+        return tensor.redistribute(mesh, placements, order=order)
     if not tensor.is_leaf:
         raise ValueError(
             "distribute_tensor makes a new leaf, so that gradients would not reach what this tensor was "
             "computed from. Give a leaf (tensor.detach() is one); inside a computation use from_local."
         )
-    return lay_out(tensor, Layout(mesh, placements, tuple(tensor.shape)), source=src_data_rank)
+    layout = Layout(mesh, placements, tuple(tensor.shape), order=order)
+    return lay_out(tensor, layout, source=src_data_rank)
 
 
 def lay_out(tensor: torch.Tensor, layout: Layout, *, source: int | Sequence[int] | None = 0) -> DTensor:
@@ -130,6 +134,7 @@ def from_local(
     run_check: bool = False,
     shape: Sequence[int] | None = None,
     grad_placements: Sequence[Placement] | None = None,
+    order: Sequence[int | str] | None = None,
 ) -> DTensor:
     """See :meth:`DTensor.from_local`."""
     mesh = as_mesh(device_mesh)
@@ -142,7 +147,7 @@ def from_local(
             if isinstance(placement, Shard):
                 grown[placement.dim] *= n
         shape = grown
-    layout = Layout(mesh, placements, shape)
+    layout = Layout(mesh, placements, shape, order=order)
     wrong = tuple(local.shape) != layout.local_shape
     if run_check:
         check_parts(local, layout, wrong)
@@ -217,7 +222,7 @@ def _held(layout: Layout, grads: Sequence[Placement], what: str) -> Layout:
     Raises:
         ValueError: there is none.
     """
-    wanted = Layout(layout.mesh, grads, layout.shape)
+    wanted = Layout(layout.mesh, grads, layout.shape, order=layout.order)
     states = [
         s if s not in (R, V) else V if is_partial(g) else R
         for s, g in zip(layout.axes, wanted.axes, strict=True)

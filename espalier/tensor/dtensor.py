@@ -177,6 +177,7 @@ class DTensor(torch.Tensor):
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
+        order: Sequence[int | str] | None = None,
     ) -> DTensor:
         """The DTensor of which each rank gives its part; gradients flow to ``local_tensor``.
 
@@ -192,6 +193,7 @@ class DTensor(torch.Tensor):
             grad_placements: how the gradients of the parts lie. By default they follow from the value's
                 type: a shard's is a shard; the others are whole on every rank. ``Partial()`` where it is
                 replicated: the gradients that the ranks get add up to the whole one.
+            order: where several axes cut one dim, the axes in the order in which they cut, outermost first.
 
         Raises:
             ValueError: this rank's part does not have the shape that the layout gives it, the check
@@ -206,6 +208,7 @@ class DTensor(torch.Tensor):
             run_check=run_check,
             shape=shape,
             grad_placements=grad_placements,
+            order=order,
         )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -231,6 +234,7 @@ class DTensor(torch.Tensor):
         async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
+        order: Sequence[int | str] | None = None,
     ) -> DTensor:
         """The same global value in another layout, by the cheapest route; differentiable.
 
@@ -243,11 +247,13 @@ class DTensor(torch.Tensor):
             placements: one for each axis.
             forward_dtype: that of the communication and of the result; by default the tensor's own.
             backward_dtype: that of the gradient's communication; by default the tensor's own.
+            order: where several axes cut one dim, the axes in the order in which they cut, outermost first;
+                by default the mesh's own.
         """
         mesh = self._layout.mesh if device_mesh is None else as_mesh(device_mesh)
         if placements is None:
             raise ValueError("redistribute needs placements, one for each axis of the mesh.")
-        layout = Layout(mesh, placements, self._layout.shape)
+        layout = Layout(mesh, placements, self._layout.shape, order=order)
         own = self.dtype
         forward_dtype, backward_dtype = forward_dtype or own, backward_dtype or own
         if forward_dtype == backward_dtype == own:

@@ -24,19 +24,20 @@ def _factory(
     placements: Sequence[Placement] | None = None,
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
+    order: Sequence[int | str] | None = None,
 ) -> DTensor:
     if layout is not torch.strided:
         raise ValueError(f"layout={layout}: a DTensor is strided. (How it lies on the mesh: placements=.)")
     mesh = as_mesh(device_mesh)
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    lay = Layout(mesh, placements or [Replicate()] * mesh.ndim, shape)
+    lay = Layout(mesh, placements or [Replicate()] * mesh.ndim, shape, order=order)
     return stamp(as_addend(make(lay, mesh.device()), lay).requires_grad_(requires_grad), lay)
 
 
 def full(
     size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = None, **options: Any
 ) -> DTensor:
-    """``torch.full`` on a mesh (options: device_mesh, placements, requires_grad, layout).
+    """``torch.full`` on a mesh (options: device_mesh, placements, order, requires_grad, layout).
 
     Every factory takes these options. Without ``device_mesh`` the mesh is the one whose ``with`` block is
     open; without ``placements`` the tensor is replicated.

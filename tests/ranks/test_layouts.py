@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import espalier
-from espalier import DTensor, Mesh, Partial, Replicate, Shard
+from espalier import DTensor, Layout, Mesh, Partial, Replicate, Shard
 from tests.ranks.brute import A, Case, X, bools, case, check_case, ints
 from tests.ranks.test_rules import report
 
@@ -116,6 +116,53 @@ def test_nan_infinities_and_negative_zeros(ranks: Any) -> None:
     ranks(3, specials)
 
 
+# --- the order of cuts -------------------------------------------------------------------------------------
+
+
+def orders(rank: int, world: int) -> None:
+    mesh = Mesh.from_env({"a": 2, "b": 2})
+    value = torch.arange(14.0, dtype=torch.float64).view(7, 2)
+    both = [Shard(0), Shard(0)]
+    i, j = mesh.coordinate
+    for order, first, second in (
+        (None, (2, i), (2, j)),
+        (["b", "a"], (2, j), (2, i)),
+        ([1, 0], (2, j), (2, i)),
+    ):
+        right = value
+        for n, at in (first, second):
+            pieces = right.chunk(n)
+            right = pieces[at] if at < len(pieces) else right[:0]
+        laid = Layout(mesh, both, (7, 2), order=order)
+        made = [
+            espalier.distribute_tensor(value, mesh, both, order=order),
+            espalier.distribute_tensor(value, mesh, [Shard(1), Replicate()]).redistribute(
+                mesh, both, order=order
+            ),
+            DTensor.from_local(right, mesh, both, shape=(7, 2), order=order),
+            espalier.arange(14.0, device_mesh=mesh, dtype=torch.float64)
+            .view(7, 2)
+            .redistribute(placements=both, order=order),
+        ]
+        for x in made:
+            assert espalier.layout_of(x) is laid and torch.equal(x.to_local(), right)
+            assert torch.equal(x.full_tensor(), value)
+            # an operation keeps it
+            y = (x * 2 + x).exp()
+            assert espalier.layout_of(y) is laid and torch.equal(y.full_tensor(), (value * 3).exp())
+        x = made[0].requires_grad_()
+        x.to_local(grad_placements=both).square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), 2 * value)  # type: ignore[union-attr]
+        torch.manual_seed(0)
+        drawn = espalier.rand(7, 2, device_mesh=mesh, placements=both, order=order)
+        torch.manual_seed(0)
+        assert torch.equal(drawn.full_tensor(), espalier.rand(7, 2, device_mesh=mesh).full_tensor())
+
+
+def test_a_stated_order_of_cuts(ranks: Any) -> None:
+    ranks(4, orders)
+
+
 # --- dims of size 0 and 1 ----------------------------------------------------------------------------------
 
 ZERO, ONE = X((0, 3)), X((1, 3))
@@ -156,7 +203,7 @@ def first_spelling(of: Case) -> Case:
 
 @pytest.mark.parametrize(("axes", "few"), [({"a": 3}, None), ({"a": 2, "b": 2}, 8)], ids=["3", "2x2"])
 def test_dims_of_size_0_and_1(ranks: Any, axes: dict[str, int], few: int | None) -> None:
-    report(ranks(3 if few is None else 4, edges, axes, few))
+    report(ranks(3 if few is None else 4, edges, axes, few, timeout=300))
 
 
 def casts_and_steps(rank: int, world: int) -> None:
