@@ -51,6 +51,7 @@ class Itinerary:
 
     Attributes:
         forward: what to do to the local tensor, step by step.
+        scale, late: what the input and the result are to be multiplied by, where there are averages.
         idle: on this rank neither forward nor backward does anything.
         summed: the axes, if forward is all-reduces of sums along them and backward does nothing to data.
         cleared: forward leaves zeros here, backward does nothing to data.
@@ -66,6 +67,7 @@ class Itinerary:
         "forward",
         "idle",
         "kinds",
+        "late",
         "mesh",
         "scale",
         "summed",
@@ -75,13 +77,10 @@ class Itinerary:
     def __init__(self, src: Layout, dst: Layout) -> None:
         if src.mesh is not dst.mesh:
             dst = _other_names(src, dst)
-        self.scale = _average_factor(src, dst)
+        self.scale, self.late = _average_factor(src, dst), 1.0
         if self.scale is not None:
-            if self.scale != 1 and "product" in src.axes:
-                raise ValueError(
-                    f"{src!r} averages along one axis and multiplies along another: redistribute the product "
-                    "first, to Replicate along its axis."
-                )
+            if "product" in src.axes:
+                self.scale, self.late = _around_products(src, dst)
             # an average is a sum of parts already divided
             src, dst = _as_sums(src), _as_sums(dst)
         self._src, self._dst, self.mesh = src, dst, src.mesh
@@ -163,7 +162,7 @@ def travel(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
     if not (dual or (x.requires_grad and torch.is_grad_enabled())):
         for step in way.forward:
             x = step(x)
-        return x
+        return x * way.late if way.late != 1 else x
     if way.unsummed is not None:
         raise ValueError(
             f"A Partial({way.unsummed}) value that needs a gradient cannot be reduced: only sums and "
@@ -402,6 +401,31 @@ def _average_factor(src: Layout, dst: Layout) -> float | None:
         if new == "avg" and (src.mesh is not dst.mesh or src.axes[axis] != new):
             factor *= n
     return factor
+
+
+def _around_products(src: Layout, dst: Layout) -> tuple[float, float]:
+    """The factors before and after a route that reduces products: an average is taken inside or outside.
+
+    Raises:
+        ValueError: it would have to be taken in between.
+    """
+    before, after, sizes = 1.0, 1.0, dst.mesh.shape
+    products = [a for a, s in enumerate(src.axes) if s == "product"]
+    for axis in (a for a, s in enumerate(src.axes) if s == "avg"):
+        if axis > max(products):
+            before /= src.mesh.shape[axis]
+        elif axis < min(products):
+            after /= src.mesh.shape[axis]
+        else:
+            raise ValueError(f"{src!r}: redistribute the last axis alone first, to Replicate.")
+    averages = [a for a, s in enumerate(dst.axes) if s == "avg"]
+    for axis in averages:
+        after *= sizes[axis]
+    if after != 1 and averages and "product" in dst.axes[averages[0] :]:
+        raise ValueError(
+            f"No way from {src!r} to {dst!r}: products cannot be turned into averages of products."
+        )
+    return before, after
 
 
 def _as_sums(layout: Layout) -> Layout:
