@@ -406,6 +406,13 @@ def _unruled(
     for name in ("alpha", "value"):
         if type(kwargs.get(name)) is DTensor:
             return func(*args, **{**kwargs, name: kwargs[name].item()})  # as torch does
+    body = RULES.body(func)
+    if body is not None and kwargs.get("out") is None:
+        named = {_ALIASES.get(k, k): v for k, v in kwargs.items() if k != "out"}
+        first = (named.pop("input"),) if "input" in named else ()
+        out = body(*first, *args, **named)
+        if out is not NotImplemented:
+            return out
     return enter_or_gather(func, args, kwargs, mesh_of(func, args, kwargs))
 
 

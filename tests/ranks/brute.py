@@ -47,7 +47,12 @@ class X:
     @property
     def differentiable(self) -> bool:
         """Whether its gradient is compared."""
-        return self.grad and self.dtype.is_floating_point
+        return self.grad and self.is_real_or_complex
+
+    @property
+    def is_real_or_complex(self) -> bool:
+        """Whether it may be made of addends, and have a gradient."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
 
 
 def ints(shape: tuple[int, ...], low: int, high: int) -> X:
@@ -108,7 +113,7 @@ def case(names: str, *samples: A, also: Sequence[Callable[..., Any]] = (), **opt
     functions: list[Callable[..., Any]] = list(also)
     for name in names.split():
         for f in spellings(name) + spellings(name + "_", f"__i{name}__"):
-            if RULES.get(f) is not None and f not in functions:
+            if (RULES.get(f) or RULES.body(f)) is not None and f not in functions:
                 functions.append(f)
     assert functions, f"no rule for {names}"
     return Case(names.split()[0] if names else name_of(also[0]), functions, samples, **options)
@@ -134,7 +139,7 @@ def writes(function: Callable[..., Any]) -> bool:
 def states(x: X, ndim: int | None = None) -> list[Any]:
     """The states that a tensor can have along one axis."""
     found: list[Any] = [R, *range(len(x.shape))]
-    if x.dtype.is_floating_point:
+    if x.is_real_or_complex:
         found.append("sum")
         if x.differentiable:
             found.append(V)
@@ -192,10 +197,19 @@ def value_of(x: X, generator: torch.Generator) -> torch.Tensor:
     """A plain tensor as described, the same on every rank."""
     if x.values is not None:
         return torch.tensor(x.values, dtype=x.dtype).view(x.shape)
-    if not x.dtype.is_floating_point:
+    if not x.is_real_or_complex:
         return torch.randint(int(x.low), int(x.high), x.shape, generator=generator).to(x.dtype)
+    if x.dtype.is_complex:
+        parts = [value_of(replace(x, dtype=x.dtype.to_real()), generator) for _ in range(2)]
+        return torch.complex(*parts)
     low, high = math.ceil(x.low / GRAIN), math.ceil(x.high / GRAIN)
     return torch.randint(low, high, x.shape, generator=generator).to(x.dtype).mul_(GRAIN)
+
+
+def quarters(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random multiples of a quarter, in the shape and dtype of another tensor."""
+    drawn = torch.randint(-8, 8, like.shape, generator=generator).to(like.dtype).mul_(0.25)
+    return drawn * (1 - 2j) if like.dtype.is_complex else drawn
 
 
 def laid(value: torch.Tensor, layout: Layout, generator: torch.Generator) -> DTensor:
@@ -205,10 +219,7 @@ def laid(value: torch.Tensor, layout: Layout, generator: torch.Generator) -> DTe
     for a in partial:
         own = own * mesh.shape[a] + mesh.coordinate[a]
     n = math.prod(mesh.shape[a] for a in partial)
-    parts = [
-        torch.randint(-8, 8, value.shape, generator=generator).to(value.dtype).mul_(0.25)
-        for _ in range(n - 1)
-    ]
+    parts = [quarters(value, generator) for _ in range(n - 1)]
     parts.append(value - sum(parts) if parts else value)
     return stamp(parts[own][local_box(layout).slices].clone(), layout)
 
@@ -289,10 +300,7 @@ def truth(
         for o in called(function, sample, inputs)
     ]
     cotangents = [
-        torch.randint(-8, 8, o.shape, generator=generator).to(o.dtype).mul_(0.25)
-        if isinstance(o, torch.Tensor) and o.requires_grad
-        else None
-        for o in outs
+        quarters(o, generator) if isinstance(o, torch.Tensor) and o.requires_grad else None for o in outs
     ]
     _backward(outs, cotangents)
     outs = [o.detach() if isinstance(o, torch.Tensor) else o for o in outs]
@@ -388,7 +396,8 @@ def close(given: torch.Tensor, right: torch.Tensor, what: str, dtype: torch.dtyp
     """Equal but for rounding (where the call computes in float32, in that precision)."""
     if torch.equal(given, right):
         return
-    rtol, atol = (1e-10, 1e-11) if dtype.itemsize == 8 or not dtype.is_floating_point else (1e-4, 1e-6)
+    coarse = dtype.to_real().itemsize < 8 and (dtype.is_floating_point or dtype.is_complex)
+    rtol, atol = (1e-4, 1e-6) if coarse else (1e-10, 1e-11)
     try:
         torch.testing.assert_close(given, right, rtol=rtol, atol=atol, equal_nan=True)
     except AssertionError as error:
@@ -404,6 +413,9 @@ def check(rank: int, world: int, group: str, axes: dict[str, int], few: int | No
     from tests.ranks.cases import CASES
 
     mesh = Mesh.from_env(axes)
+    # torch's own remarks, which the plain call makes too
+    remarks = "deprecated|in beta|default value of dim|window was not provided"
+    warnings.filterwarnings("ignore", f"(?s).*({remarks})", UserWarning)
     failures: list[str] = []
     for of in CASES[group]:
         for line in check_case(of, mesh, few):

@@ -129,10 +129,10 @@ def test_composites_are_entered(ranks: Any, body: Any) -> None:
 def falls_back(rank: int, world: int) -> None:
     mesh = line(world)
     fallback._warn.cache_clear()
-    ops: list[Callable[..., Any]] = [torch.linalg.inv, torch.linalg.det, torch.cdist]
+    ops: list[Callable[..., Any]] = [torch.linalg.tensorinv, torch.linalg.tensorsolve]
     for op in ops:
-        assert RULES.get(op) is None
-        rest = [values(3, 3, seed=4)] if op is torch.cdist else []
+        assert RULES.get(op) is None and RULES.body(op) is None
+        rest = [values(3, seed=4)] if op is torch.linalg.tensorsolve else [1]
         for placements in ([S(0)], [S(1)], [R]):
             value = values(3, 3).requires_grad_()
             x = distribute_tensor(value, mesh, placements)
@@ -162,19 +162,20 @@ def falls_back_with_many(rank: int, world: int) -> None:
     mesh = line(world)
     value = values(5, 3)
     x = distribute_tensor(value, mesh, [S(0)])
-    with pytest.warns(GatherWarning, match="kthvalue"):
-        top = torch.kthvalue(x, 2, dim=0)
-    expected = torch.kthvalue(value, 2, dim=0)
+    with pytest.warns(GatherWarning, match="histogram"):
+        top = torch.histogram(x, 4)
+    expected = torch.histogram(value, 4)
     assert type(top) is type(expected)
-    assert torch.equal(top.values.full_tensor(), expected.values)
-    assert torch.equal(top.indices.full_tensor(), expected.indices)
-    with pytest.warns(GatherWarning, match="renorm_"):
-        x.renorm_(2, 0, 0.5)
-    torch.testing.assert_close(x.full_tensor(), value.renorm(2, 0, 0.5))
+    assert torch.equal(top.hist.full_tensor(), expected.hist)
+    assert torch.equal(top.bin_edges.full_tensor(), expected.bin_edges)
+    mask, others = value > 0, values(15, seed=7)
+    with pytest.warns(GatherWarning, match="masked_scatter_"):
+        x.masked_scatter_(mask, others)
+    torch.testing.assert_close(x.full_tensor(), value.masked_scatter(mask, others))
     assert x.placements == (S(0),)
     part = DTensor.from_local(values(3, 3, seed=rank), mesh, [P])
     with pytest.warns(GatherWarning, match="inv"):
-        found = torch.linalg.inv(part)
+        found = torch.linalg.tensorinv(part, 1)
     torch.testing.assert_close(found.full_tensor(), torch.linalg.inv(part.full_tensor()))
 
 

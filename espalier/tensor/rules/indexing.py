@@ -1,57 +1,280 @@
-"""Slices, indices, gathers and scatters."""
+"""x[index] and its like: slices of a sharded dim exchange rows, single indices and few of them sum."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from espalier.layout import local_box
+from espalier.comm import exchange, pieces
+from espalier.layout import Layout, local_box
 from espalier.layout.layout import normal_dim
 from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec
 
+Tensors = Operand | torch.Tensor
+
+
+def items_of(index: Any, ndim: int) -> list[Any] | None:
+    """An index as one item for each dim (slice, integer or tensor) and None for each new dim.
+
+    Lists become tensors. None: the shape of the result hangs on values, or the index is of another kind.
+    """
+    items: list[Any] = []
+    for item in index if isinstance(index, tuple) else (index,):
+        if isinstance(item, list):
+            item = torch.tensor(item) if item else torch.zeros(0, dtype=torch.int64)
+        if isinstance(item, Tensors):
+            if item.dtype in (torch.bool, torch.uint8):
+                return None
+        elif isinstance(item, bool):
+            return None
+        elif isinstance(item, slice):
+            if any(isinstance(v, Tensors) for v in (item.start, item.stop, item.step)):
+                return None
+        elif item is not None and item is not Ellipsis:
+            try:
+                item = operator.index(item)
+            except TypeError:
+                return None
+        items.append(item)
+    used = sum(1 for i in items if i is not None and i is not Ellipsis)
+    at = next((k for k, i in enumerate(items) if i is Ellipsis), len(items))
+    return [*items[:at], *[slice(None)] * (ndim - used), *items[at + 1 :]]
+
+
+@dataclass
+class Reading:
+    """What an index makes of a tensor.
+
+    Attributes:
+        ins: a letter for each dim of x.
+        out: the letters of x[index], ``shape`` its shape.
+        joint: where in the result the index tensors' own dims begin, and their shape.
+        tensors: the letters of each index tensor.
+        singles: the letters of the dims that integers and tensors index.
+        sliced: dim of x to dim of the result, where a part of it is taken.
+    """
+
+    ins: list[Letter | None]
+    out: list[Letter | None]
+    shape: list[int]
+    joint: tuple[int, tuple[int, ...]]
+    tensors: list[Dims]
+    singles: list[Letter]
+    sliced: dict[int, int]
+
+
+def read(shape: tuple[int, ...], items: Sequence[Any]) -> Reading:
+    """How the dims of x[items] stem from those of x.
+
+    Raises:
+        IndexError: an integer is out of range.
+    """
+    ins: list[Letter | None] = [("x", i) for i in range(len(shape))]
+    singles: list[Letter] = []
+    partly: dict[Letter, int] = {}
+    out: list[Letter | None] = []
+    sizes: list[int] = []
+    given = [i for i in items if isinstance(i, Tensors)]
+    joint = tuple(torch.broadcast_shapes(*(t.shape for t in given)))
+    names: Dims = tuple(("i", k) for k in range(len(joint)))
+    # integers count among the advanced indices when tensors stand beside them
+    advanced = [k for k, i in enumerate(items) if isinstance(i, Tensors | int)] if given else []
+    adjacent = bool(advanced) and advanced == list(range(advanced[0], advanced[-1] + 1))
+    place = 0
+    dim = 0
+    for k, item in enumerate(items):
+        if given and k == advanced[0]:
+            place = len(out) if adjacent else 0
+        if item is None:
+            out.append(None)
+            sizes.append(1)
+            continue
+        n, letter = shape[dim], ins[dim]
+        if isinstance(item, slice):
+            taken = range(*item.indices(n))
+            if len(taken) != n or (n > 1 and taken.step != 1):
+                partly[letter] = dim
+            out.append(letter)
+            sizes.append(len(taken))
+        else:
+            if isinstance(item, int) and not -n <= item < n:
+                raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {n}")
+            singles.append(letter)
+        dim += 1
+    out[place:place] = names
+    sizes[place:place] = joint
+    tensors = [
+        tuple(
+            names[k + len(joint) - t.ndim] if n == joint[k + len(joint) - t.ndim] else None
+            for k, n in enumerate(t.shape)
+        )
+        for t in given
+    ]
+    sliced = {d: out.index(letter) for letter, d in partly.items()}
+    return Reading(ins, out, sizes, (place, joint), tensors, singles, sliced)
+
 
 def getitem(x: Operand, index: Any) -> Spec | None:
-    """x[index]: dims taken whole keep their shards; indexed ones must be whole.
+    """x[index]. Along a sharded dim a slice exchanges rows; an integer, or few indices, leave a Partial."""
+    items = items_of(index, x.ndim)
+    return None if items is None else taking(x, items, lambda args, kwargs: items_of(args[1], x.ndim))
 
-    Index tensors may be sharded: the result is, too.
+
+def taking(
+    x: Operand, items: Sequence[Any], again: Callable[[Any, Any], Sequence[Any] | None] | None = None
+) -> Spec:
+    """The rule of x[items]; ``again`` gives the items of the local call (where there are tensors)."""
+    seen = read(x.shape, items)
+    operands = [dims for dims, t in zip(seen.tensors, _tensors(items), strict=True) if isinstance(t, Operand)]
+    # a gather sends all of x once, a sum the result twice
+    few = not seen.tensors or 2 * math.prod(seen.shape) <= math.prod(x.shape)
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
+        local = args[0] if args else kwargs["input"]
+        return _take(local, (again and again(args, kwargs)) or items, seen, placed)
+
+    touched = [d for d, letter in enumerate(seen.ins) if letter in seen.singles or d in seen.sliced]
+    return Spec(
+        [tuple(seen.ins), *operands],
+        [tuple(seen.out)],
+        [tuple(seen.shape)],
+        reduce=dict.fromkeys(seen.singles, "sum") if few else {},
+        linear=[(x.index,)],
+        blocked=frozenset() if few else frozenset(seen.singles),
+        run=run if any(x.layout.cuts[d] for d in touched) or again is None else None,
+    )
+
+
+def _tensors(items: Sequence[Any]) -> list[Any]:
+    return [i for i in items if isinstance(i, Tensors)]
+
+
+def _take(x: torch.Tensor, items: Sequence[Any], seen: Reading, placed: Placed) -> torch.Tensor:
+    lay, out = placed.ins[0], placed.outs[0]
+    box = local_box(lay)
+    here: list[Any] = []
+    away: torch.Tensor | None = None
+    d = 0
+    for item in items:
+        if item is None:
+            here.append(None)
+            continue
+        if placed.axes_of(lay, (d,)):
+            offset, size = box.offsets[d], box.sizes[d]
+            if isinstance(item, slice):
+                if d in seen.sliced:
+                    x = sliced(x, item, lay, d, out, seen.sliced[d])
+                item = slice(None)
+            elif isinstance(item, int):
+                item = item % lay.shape[d] - offset
+                # a copy on its own rank too, or the ranks would differ in whether the result is a view
+                own = 0 <= item < size
+                x = x.narrow(d, item, 1).clone() if own else one_more(x.narrow(d, 0, 0), d)
+                item = 0
+            else:
+                item, outside = local_index(item, lay, d, 0)
+                away = outside if away is None else away | outside
+                x = x if size else one_more(x, d)
+        here.append(item)
+        d += 1
+    found = x[tuple(here)]
+    if away is None:
+        return found
+    place, joint = seen.joint
+    return found.masked_fill(away[(..., *[None] * (found.ndim - place - len(joint)))], absent(found))
+
+
+def absent(x: torch.Tensor) -> float:
+    """What adds nothing: not even to a negative zero."""
+    return -0.0 if x.is_floating_point() or x.is_complex() else 0
+
+
+def one_more(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """A copy with one more index along a dim, which holds nothing."""
+    return F.pad(x, (*[0, 0] * (x.ndim - 1 - dim), 0, 1), value=absent(x))
+
+
+def local_index(
+    index: torch.Tensor, lay: Layout, dim: int, outside: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Global indices of a dim as local ones; ``outside`` for those on other ranks, and which these are.
+
+    Raises:
+        IndexError: an index is out of range (on a CPU; on other devices they are not looked at).
     """
-    items = index if isinstance(index, tuple) else (index,)
-    if any(_is_mask(i) or isinstance(i, list | bool) for i in items):
-        return None
-    ins, out, shape, ops = _indexed(x, items)
-    if ins is None:
-        return None
-    linear = [(x.index,)]
-    return Spec([ins, *(dims for _, dims in ops)], [out], [shape], linear=linear)
+    n, box = lay.shape[dim], local_box(lay)
+    if index.device.type == "cpu" and bool(((index < -n) | (index >= n)).any()):
+        raise IndexError(f"index out of range for dim {dim} of size {n}: {index}")
+    local = torch.where(index < 0, index + n, index) - box.offsets[dim]
+    away = (local < 0) | (local >= box.sizes[dim])
+    return local.masked_fill(away, outside), away
+
+
+def overlap(wanted: range, start: int, end: int) -> tuple[int, int]:
+    """Which of the positions ``wanted`` (rising) fall into [start, end): the first and the one after."""
+    first = min(max(-((wanted.start - start) // wanted.step), 0), len(wanted))
+    return first, min(max(-((wanted.start - end) // wanted.step), first), len(wanted))
+
+
+def sliced(x: torch.Tensor, item: slice, lay: Layout, dim: int, out: Layout, to: int) -> torch.Tensor:
+    """A slice of a sharded dim: each rank takes what falls into its rows, then they are spread anew."""
+    wanted = range(*item.indices(lay.shape[dim]))
+    have = [(overlap(wanted, *span),) for (span,) in pieces(lay, dim)]
+    offset, size = (values[dim] for values in local_box(lay))
+    first, last = overlap(wanted, offset, offset + size)
+    begin = wanted.start + first * wanted.step - offset
+    local = slice(begin, begin + (last - first) * wanted.step, wanted.step) if last > first else slice(0, 0)
+    return exchange(x[(*[slice(None)] * dim, local)], lay.mesh, lay.cuts[dim], dim, have, pieces(out, to))
 
 
 def setitem(x: Operand, index: Any, value: Any) -> Spec | None:
-    """x[index] = value for integers and slices: each rank writes what falls into its box."""
-    items = index if isinstance(index, tuple) else (index,)
-    if len(items) == 1 and _is_mask(items[0]):
-        return _masked(x, items[0], value)
-    if any(_is_mask(i) or isinstance(i, list | Operand | bool) for i in items):
+    """x[index] = value: each rank writes what falls into its box."""
+    if isinstance(index, tuple) and len(index) == 1:
+        (index,) = index
+    if isinstance(index, Operand) and index.dtype in (torch.bool, torch.uint8):
+        return _masked(x, index, value)
+    items = items_of(index, x.ndim)
+    if items is None:
         return None
-    if any(i is None for i in items) and isinstance(value, Operand):
-        return None
-    letters, out, shape, _ = _indexed(x, items)
-    if letters is None:
-        return None
-    # a dim that is not taken whole may be sharded: x has it alone
-    ins = tuple(("part", i) if d is None else d for i, d in enumerate(letters))
-    operands: list[Dims] = [ins]
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> None:
+        written, index, value = args
+        items = items_of(index, x.ndim)
+        assert items is not None
+        if not _tensors(items):
+            _set_part(func, written, items, value, placed)
+        elif not _write_among(written, items, placed, lambda x, i: func(x, i, value)):
+            func(written, index, value)
+
+    return _putting(x, items, value, run)
+
+
+def _putting(x: Operand, items: Sequence[Any], value: Any, run: Callable[..., Any]) -> Spec:
+    """The rule of writing ``value`` to x[items]."""
+    seen = read(x.shape, items)
+    # a slice of a sharded dim beside tensors is not worked out: that dim must be whole
+    gone = {d for d in seen.sliced if seen.tensors}
+    ins = tuple(None if d in gone else letter for d, letter in enumerate(seen.ins))
+    operands: list[Dims] = [ins, *[(None,) * t.ndim for t in _tensors(items) if isinstance(t, Operand)]]
     if isinstance(value, Operand):
-        skip = len(shape) - value.ndim
+        skip = len(seen.shape) - value.ndim
+        whole = {letter for d, letter in enumerate(seen.ins) if d not in seen.sliced}
         operands.append(
             tuple(
-                out[i + skip] if i + skip >= 0 and n == shape[i + skip] else None
+                seen.out[i + skip]
+                if i + skip >= 0 and n == seen.shape[i + skip] and seen.out[i + skip] in whole
+                else None
                 for i, n in enumerate(value.shape)
             )
         )
-    linear = [(0, 1)] if len(operands) == 2 else []
-    return Spec(operands, [ins], [x.shape], linear=linear, inplace=0, run=_set_part)
+    linear = [(0, len(operands) - 1)] if isinstance(value, Operand) else []
+    return Spec(operands, [ins], [x.shape], linear=linear, inplace=0, run=run)
 
 
 def _masked(x: Operand, mask: Operand, value: Any) -> Spec | None:
@@ -63,163 +286,109 @@ def _masked(x: Operand, mask: Operand, value: Any) -> Spec | None:
     return Spec(ins, [dims], [x.shape], inplace=0)
 
 
-def _set_part(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> None:
-    x, index, value = args
-    box = local_box(placed.ins[0])
-    full = placed.ins[0].shape
-    if box.sizes == full:
-        func(x, index, value)
-        return
-    given = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
-    at = next((k for k, i in enumerate(given) if i is Ellipsis), len(given))
-    rest = len(full) - sum(1 for i in given if i is not Ellipsis)
-    items = [*given[:at], *[slice(None)] * rest, *given[at + 1 :]]
+def _set_part(
+    func: Callable[..., Any], x: torch.Tensor, items: Sequence[Any], value: Any, placed: Placed
+) -> None:
+    """For integers and slices, which the box cuts down; the value with them."""
+    lay = placed.ins[0]
+    box = local_box(lay)
     here: list[slice] = []
-    for d in reversed(range(len(full))):
-        item, right = items[d], len(full) - 1 - d
-        if not isinstance(item, slice):
-            item = slice(int(item) % full[d], int(item) % full[d] + 1)
+    d, right = len(lay.shape), 0  # right: dims of the result behind this one
+    for item in reversed(items):
+        stands = isinstance(value, torch.Tensor) and value.ndim > right
+        if item is None:
+            value = value.squeeze(-1 - right) if stands else value
+            continue
+        d -= 1
+        if isinstance(item, int):
+            item = slice(item % lay.shape[d], item % lay.shape[d] + 1)
             if isinstance(value, torch.Tensor) and value.ndim >= right:
                 value = value.unsqueeze(value.ndim - right)
-        start, stop, step = item.indices(full[d])
-        count = len(range(start, stop, step))
-        # those of the positions start + k * step that fall into the box
-        first = min(max(-((start - box.offsets[d]) // step), 0), count)
-        last = min(max(-((start - box.offsets[d] - box.sizes[d]) // step), first), count)
-        begin = start + first * step - box.offsets[d]
-        here.insert(0, slice(begin, begin + (last - first) * step, step) if last > first else slice(0, 0))
-        if isinstance(value, torch.Tensor) and value.ndim > right and value.shape[-1 - right] == count != 1:
+                stands = False
+        wanted = range(*item.indices(lay.shape[d]))
+        first, last = overlap(wanted, box.offsets[d], box.offsets[d] + box.sizes[d])
+        begin = wanted.start + first * wanted.step - box.offsets[d]
+        end = begin + (last - first) * wanted.step
+        here.insert(0, slice(begin, end, wanted.step) if last > first else slice(0, 0))
+        if stands and value.shape[-1 - right] == len(wanted) != 1:
             value = value.narrow(-1 - right, first, last - first)
+        right += 1
     func(x, tuple(here), value)
 
 
-def _is_mask(i: Any) -> bool:
-    return isinstance(i, Operand) and i.dtype in (torch.bool, torch.uint8)
-
-
-def _indexed(
-    x: Operand, items: tuple[Any, ...]
-) -> tuple[Dims | None, Dims, tuple[int, ...], list[tuple[int, Dims]]]:
-    """Letters of x, letters and shape of x[items], and the index operands with theirs."""
-    used = sum(1 for i in items if i is not None and i is not Ellipsis)
-    if any(i is Ellipsis for i in items):
-        at = next(k for k, i in enumerate(items) if i is Ellipsis)
-        items = (*items[:at], *[slice(None)] * (x.ndim - used), *items[at + 1 :])
-    else:
-        items = (*items, *[slice(None)] * (x.ndim - used))
-    ins: list[Letter | None] = list(x.dims("x"))
-    parts: list[tuple[Letter | None, int] | Operand] = []
-    dim = 0
+def _write_among(
+    x: torch.Tensor, items: Sequence[Any], placed: Placed, write: Callable[[torch.Tensor, Any], Any]
+) -> bool:
+    """Write to x by index tensors; what is another rank's goes to a row too many. False: none is sharded."""
+    lay = placed.ins[0]
+    box = local_box(lay)
+    more, here, d = x, [], 0
     for item in items:
-        if item is None:
-            parts.append((None, 1))
-            continue
-        n = x.shape[dim]
-        if isinstance(item, slice):
-            if any(isinstance(v, Operand) for v in (item.start, item.stop, item.step)):
-                return None, (), (), []
-            length = len(range(*item.indices(n)))
-            if length != n or item.step not in (None, 1):
-                ins[dim] = None
-            parts.append((ins[dim], length))
-        elif isinstance(item, Operand):
-            ins[dim] = None
-            parts.append(item)
-        else:
-            normal_dim(int(item), n, "index")
-            ins[dim] = None
-        dim += 1
-    return _result(tuple(ins), parts, items)
+        if item is not None:
+            if placed.axes_of(lay, (d,)) and not isinstance(item, slice):
+                if isinstance(item, int):
+                    item = item % lay.shape[d] - box.offsets[d]
+                    item = item if 0 <= item < box.sizes[d] else box.sizes[d]
+                else:
+                    item, _ = local_index(item, lay, d, box.sizes[d])
+                more = one_more(more, d)
+            d += 1
+        here.append(item)
+    if more is x:
+        return False
+    write(more, tuple(here))
+    x.copy_(more[tuple(slice(n) for n in box.sizes)])
+    return True
 
 
-def _result(
-    ins: Dims, parts: list[tuple[Letter | None, int] | Operand], items: tuple[Any, ...]
-) -> tuple[Dims | None, Dims, tuple[int, ...], list[tuple[int, Dims]]]:
-    tensors = [p for p in parts if isinstance(p, Operand)]
-    if not tensors:
-        out = tuple(p[0] for p in parts if not isinstance(p, Operand))
-        return ins, out, tuple(p[1] for p in parts if not isinstance(p, Operand)), []
-    # integers count among the advanced indices when tensors stand beside them
-    advanced = [k for k, i in enumerate(items) if isinstance(i, Operand | int)]
-    adjacent = advanced == list(range(advanced[0], advanced[-1] + 1))
-    joint = tuple(torch.broadcast_shapes(*(t.shape for t in tensors)))
-    names: Dims = tuple(("i", k) for k in range(len(joint)))
-    operands = [
-        (
-            t.index,
-            tuple(
-                names[k + len(joint) - t.ndim] if n == joint[k + len(joint) - t.ndim] else None
-                for k, n in enumerate(t.shape)
-            ),
-        )
-        for t in tensors
-    ]
-    plain = [p for p in parts if not isinstance(p, Operand)]
-    before = sum(1 for i in items[: advanced[0]] if not isinstance(i, int)) if adjacent else 0
-    out = (*(p[0] for p in plain[:before]), *names, *(p[0] for p in plain[before:]))
-    shape = (*(p[1] for p in plain[:before]), *joint, *(p[1] for p in plain[before:]))
-    return ins, out, shape, operands
-
-
-def index_select(x: Operand, dim: int, index: Operand) -> Spec:
-    """Whole along dim; the index may be sharded."""
-    at = normal_dim(dim, x.ndim)
-    dims = x.dims()
-    ins = tuple(None if i == at else d for i, d in enumerate(dims))
-    picked: Dims = ("i",) if index.ndim else (None,)
-    out = tuple(picked[0] if i == at else d for i, d in enumerate(dims))
-    shape = tuple((index.shape[0] if index.ndim else 1) if i == at else n for i, n in enumerate(x.shape))
-    return Spec([ins, picked if index.ndim else ()], [out], [shape], linear=[(0,)])
-
-
-def gather(x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -> Spec:
-    """Whole along dim; where the index spans another dim fully, that may be sharded."""
-    at = normal_dim(dim, x.ndim)
-    shared = [("d", i) if i != at and x.shape[i] == index.shape[i] else None for i in range(x.ndim)]
-    own = tuple(("i", i) if i == at else s for i, s in enumerate(shared))
-    return Spec([tuple(shared), own], [own], [index.shape], linear=[(0,)])
-
-
-def take_along_dim(x: Operand, indices: Operand, dim: int | None = None) -> Spec | None:
-    """gather with broadcasting; without a dim left to the fallback."""
-    if dim is None or x.ndim != indices.ndim:
+def index_put(x: Operand, indices: Any, values: Any, accumulate: bool = False) -> Spec | None:
+    """x with values at x[indices]: as x[indices] = values."""
+    items = items_of(tuple(indices), x.ndim)
+    if items is None:
         return None
-    at = normal_dim(dim, x.ndim)
-    if any(i != at and a != b for i, (a, b) in enumerate(zip(x.shape, indices.shape, strict=True))):
-        return None
-    return gather(x, dim, indices)
 
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        names = ("self", "indices", "values", "accumulate")
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        written, add = bound.get("self", bound.get("input")), bound.get("accumulate", False)
+        if func is not torch.Tensor.index_put_ and func is not torch.index_put_:
+            written = written.clone()
+        items = items_of(tuple(bound["indices"]), x.ndim)
+        assert items is not None
 
-def scatter(x: Operand, dim: int, index: Operand, src: Any = None, *args: Any, **kwargs: Any) -> Spec | None:
-    """Whole along dim; where x, index and src span another dim fully, that may be sharded."""
-    at = normal_dim(dim, x.ndim)
-    source = src if isinstance(src, Operand) else None
-    dims = tuple(
-        ("d", i)
-        if i != at and x.shape[i] == index.shape[i] and (source is None or source.shape[i] == x.shape[i])
-        else None
-        for i in range(x.ndim)
-    )
-    ins: list[Dims] = [dims, dims]
-    if source is not None:
-        ins.append(dims)
-    return Spec(ins, [dims], [x.shape])
+        def write(target: torch.Tensor, index: Any) -> None:
+            target.index_put_([i for i in index if isinstance(i, torch.Tensor)], bound["values"], add)
+
+        if not _write_among(written, items, placed, write):
+            write(written, items)
+        return written
+
+    spec = _putting(x, items, values, run)
+    spec.inplace = None
+    return spec
 
 
 def narrow(x: Operand, dim: int, start: Any, length: int) -> Spec | None:
-    """A stretch of a whole dim."""
+    """A stretch of a dim."""
     if isinstance(start, Operand):
         return None
     at = normal_dim(dim, x.ndim)
-    first = start % x.shape[at] if start < 0 else start
-    return getitem(x, (*[slice(None)] * at, slice(first, first + length)))
+    first = start + x.shape[at] if start < 0 else start
+    if not 0 <= first <= first + length <= x.shape[at]:
+        raise IndexError(f"narrow: {first} to {first + length} is out of bounds for size {x.shape[at]}.")
+    return _of_dim(x, at, slice(first, first + length))
 
 
 def select(x: Operand, dim: int, index: Any) -> Spec | None:
-    """One index of a whole dim."""
-    if isinstance(index, Operand):
-        return None
-    return getitem(x, (*[slice(None)] * normal_dim(dim, x.ndim), int(index)))
+    """One index of a dim."""
+    return None if isinstance(index, Operand) else _of_dim(x, normal_dim(dim, x.ndim), operator.index(index))
+
+
+def _of_dim(x: Operand, at: int, item: Any) -> Spec:
+    spec = taking(x, [item if d == at else slice(None) for d in range(x.ndim)])
+    if not x.layout.cuts[at]:
+        spec.run = None
+    return spec
 
 
 def one_hot(x: Operand, num_classes: int = -1) -> Spec | None:
@@ -234,10 +403,7 @@ def register(rules: Rules) -> None:
     # a mask is not an index
     rules.add(torch.Tensor.__getitem__, getitem, typed=True)
     rules.add(torch.Tensor.__setitem__, setitem, typed=True)
-    rules.name("index_select")(index_select)
-    rules.name("gather")(gather)
-    rules.name("take_along_dim")(take_along_dim)
-    rules.name("scatter", "scatter_add", "scatter_reduce", inplace=True)(scatter)
-    rules.name("narrow")(narrow)
-    rules.name("select")(select)
+    rules.name("index_put", inplace=True)(index_put)
+    rules.name("narrow", "narrow_copy")(narrow)
+    rules.name("select", "select_copy")(select)
     rules.name("one_hot")(one_hot)

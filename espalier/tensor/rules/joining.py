@@ -1,4 +1,4 @@
-"""cat, stack: the joined dim must be whole. Their inverses: a sharded dim is exchanged."""
+"""cat, stack and their inverses: the rows of a sharded dim are exchanged."""
 
 from __future__ import annotations
 
@@ -14,16 +14,33 @@ from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec
 
 
 def cat(tensors: Sequence[Operand], dim: int = 0) -> Spec | None:
-    """Put together along a whole dim; jointly linear. Empty 1-d tensors join anything, as in torch."""
+    """Put together along a dim; jointly linear. Empty 1-d tensors join anything, as in torch.
+
+    Along a sharded dim each rank puts together its rows of all, and those are exchanged.
+    """
     real = [x for x in tensors if x.shape != (0,)]
     if not real or any(x.ndim != real[0].ndim for x in real):
         return None
     first = real[0]
     at = normal_dim(dim, first.ndim)
-    dims: Dims = tuple(None if i == at else ("d", i) for i in range(first.ndim))
+    dims = first.dims()
     shape = tuple(sum(x.shape[at] for x in real) if i == at else n for i, n in enumerate(first.shape))
     ins = [(None,) if x.shape == (0,) else dims for x in tensors]
-    return Spec(ins, [dims], [shape], linear=[tuple(range(len(tensors)))])
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        joined, out = func(*args, **kwargs), placed.outs[0]
+        if not placed.axes_of(out, (at,)):
+            return joined
+        lays = [lay for x, lay in zip(tensors, placed.ins, strict=True) if x.shape != (0,)]
+        starts = list(itertools.accumulate((lay.shape[at] for lay in lays), initial=0))
+        have: list[Spans] = [
+            tuple((start + a, start + b) for start, ((a, b),) in zip(starts, own, strict=False))
+            for own in zip(*(pieces(lay, at) for lay in lays), strict=True)
+        ]
+        return exchange(joined, out.mesh, out.cuts[at], at, have, pieces(out, at))
+
+    apart = any(x.layout.cuts[at] for x in real)
+    return Spec(ins, [dims], [shape], linear=[tuple(range(len(tensors)))], run=run if apart else None)
 
 
 def stack(tensors: Sequence[Operand], dim: int = 0) -> Spec:
@@ -105,7 +122,8 @@ def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
     rules.name("cat", "concat", "concatenate")(cat)
     rules.name("stack")(stack)
-    rules.name("split", "split_with_sizes")(split)
-    rules.name("chunk")(chunk)
+    rules.name("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "unsafe_split")(split)
+    rules.name("unsafe_split_with_sizes")(split)
+    rules.name("chunk", "unsafe_chunk")(chunk)
     rules.name("tensor_split")(tensor_split)
-    rules.name("unbind")(unbind)
+    rules.name("unbind", "unbind_copy")(unbind)

@@ -207,6 +207,8 @@ def register(rules: Rules) -> None:
             "mT",
             "H",
             "mH",
+            "real",
+            "imag",
             "data",
         }:
             rules.add_special(attribute.__get__, aside)

@@ -11,18 +11,21 @@ from espalier.tensor.rules.spec import Dims, Operand, Placed, RuleFunction, Rule
 
 # f(x) linear in x: a Partial passes through
 LINEAR = """
-    neg positive clone contiguous cpu cuda detach alias resolve_conj resolve_neg
+    neg negative positive clone contiguous cpu cuda detach alias alias_copy detach_copy resolve_conj
+    resolve_neg conj conj_physical
 """.split()
 
 NONLINEAR = """
-    abs absolute acos acosh angle arccos arcsin arctan asin asinh atan atanh bitwise_not ceil conj_physical
+    abs absolute acos acosh angle arccos arcsin arctan asin asinh atan atanh bitwise_not ceil
     cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac isfinite isinf isnan
     isneginf isposinf isreal lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num
     polygamma rad2deg reciprocal round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square
     tan tanh trunc bool int long short byte char i0 expit entr log_ndtr ndtr ndtri
     relu relu6 elu selu celu gelu silu mish hardtanh hardsigmoid hardswish hardshrink softshrink
     tanhshrink softsign softplus logsigmoid leaky_relu threshold clamp clamp_min clamp_max clip
-    invert abs
+    invert abs gammaln psi multigammaln exp2 i0e i1 i1e erfcx airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1
+    modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0
+    scaled_modified_bessel_k1 spherical_bessel_j0
 """.split()
 
 # several tensors, no linearity used
@@ -30,7 +33,11 @@ BROADCAST = """
     pow float_power atan2 fmod remainder floor_divide maximum minimum fmax fmin hypot copysign nextafter
     logaddexp logaddexp2 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
     bitwise_left_shift bitwise_right_shift eq ne lt le gt ge equal_ greater greater_equal less less_equal
-    not_equal xlogy heaviside ldexp isclose mod floordiv and or xor lshift rshift
+    not_equal xlogy heaviside ldexp isclose mod floordiv and or xor lshift rshift gcd lcm igamma igammac
+    gammainc gammaincc xlog1py zeta polar arctan2 chebyshev_polynomial_t chebyshev_polynomial_u
+    chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he
+    laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
+    shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
 """.split()
 
 
@@ -165,6 +172,27 @@ def lerp(x: Operand, end: Operand, weight: Any) -> Spec:
     return elementwise(found(x, end, weight), linear=[(0, 1)])
 
 
+def complex_(real: Operand, imag: Operand) -> Spec:
+    """real + i imag: jointly linear."""
+    return elementwise([real, imag], linear=[(0, 1)])
+
+
+def as_real(x: Operand) -> Spec:
+    """Complex numbers as a new last dim of two; linear."""
+    return Spec([x.dims()], [(*x.dims(), None)], [(*x.shape, 2)], linear=[(0,)])
+
+
+def as_complex(x: Operand) -> Spec:
+    """A last dim of two as complex numbers; linear."""
+    dims = x.dims()[:-1]
+    return Spec([(*dims, None)], [dims], [x.shape[:-1]], linear=[(0,)])
+
+
+def frexp(x: Operand) -> Spec:
+    """Mantissa and exponent."""
+    return Spec([x.dims()], [x.dims()] * 2, [x.shape] * 2)
+
+
 def zero_(x: Operand) -> Spec:
     """Zeros are zeros in every layout, a Partial too."""
     return elementwise([x], linear=[(0,)])
@@ -229,8 +257,15 @@ def register(rules: Rules) -> None:
     ]
     for cast, names_ in casts:
         rules.name(*names_.split(), typed=True)(cast)
+    rules.name("complex")(complex_)
+    rules.name("view_as_real", "view_as_real_copy")(as_real)
+    rules.name("view_as_complex", "view_as_complex_copy")(as_complex)
+    rules.name("frexp")(frexp)
+    for part in (torch.real, torch.imag, torch.Tensor.real.__get__, torch.Tensor.imag.__get__):  # type: ignore[attr-defined]
+        rules.add(part, linear)
     rules.add(torch.Tensor.__itruediv__, writing(div))
-    rules.add(torch.Tensor.neg_, writing(linear))
+    for f in spellings("neg_", "negative_", "conj_physical_"):
+        rules.add(f, writing(linear))
     rules.add(torch.Tensor.__rtruediv__, reverse_div)
     rules.add(torch.Tensor.__rdiv__, reverse_div)
     rules.add(torch.Tensor.copy_, writing(copy_))

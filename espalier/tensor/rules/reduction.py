@@ -47,6 +47,13 @@ def sum_(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: 
     return Spec([x.dims()], [out], [shape], reduce=reduce, linear=[(0,)] if exact(x.dtype, dtype) else [])
 
 
+def nansum(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Spec:
+    """The sum of what is a number, so not linear."""
+    spec = sum_(x, dim, keepdim)
+    spec.linear = []
+    return spec
+
+
 def mean(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
     """The mean: each rank divides its sum by the global count."""
     kind = x.dtype if dtype is None else dtype
@@ -157,14 +164,16 @@ def vector_norm(
     """The p-norm; over sharded dims each rank's part joins by one all-reduce of the result's size."""
     dims = normal_dims(dim, x.ndim)
     out, shape = reduced(x, dims, keepdim)
-    ok = isinstance(ord, int | float) and 0 < ord < math.inf
+    ok = isinstance(ord, int | float) and 1 <= ord < math.inf
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         axes = placed.axes_of(placed.ins[0], dims)
         local = torch.linalg.vector_norm(args[0], ord, dims, keepdim, dtype=dtype)
         if not axes:
             return local
-        return placed.total(local.pow(ord), axes).pow(1 / ord)
+        total = placed.total(local.pow(ord), axes)
+        none = total == 0  # where the root has no gradient, and torch's norm has zero
+        return total.masked_fill(none, 1).pow(1 / ord).masked_fill(none, 0)
 
     reduce = {("d", i): DONE for i in dims} if ok else {}
     blocked = frozenset() if ok else frozenset(("d", i) for i in dims)
@@ -184,6 +193,7 @@ def triangle(x: Operand, diagonal: int = 0) -> Spec:
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
     rules.name("sum", typed=True)(sum_)
+    rules.name("nansum")(nansum)
     rules.name("mean", typed=True)(mean)
     rules.name("amax", "amin")(extreme)
     rules.name("max", "min")(max_)

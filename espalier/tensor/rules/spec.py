@@ -9,6 +9,7 @@ letters ``espalier.tensor.rules.solve`` derives every legal layout.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +123,29 @@ class Spec:
     ways: Sequence[tuple[tuple[AxisState, ...], tuple[AxisState, ...]]] = ()
 
 
+def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[int, ...]]:
+    """The shapes of what a function gives, from a call on the meta device (lacking it there, on numbers)."""
+
+    def empty(x: Any, device: str) -> Any:
+        if isinstance(x, Operand) and device == "meta":
+            return torch.empty(x.shape, dtype=x.dtype, device=device)
+        if isinstance(x, Operand):
+            # matrices of full rank, windows above zero
+            counted = torch.arange(math.prod(x.shape), dtype=torch.float64)
+            return counted.square_().sin_().div_(2).add_(1).to(x.dtype).view(x.shape)
+        return type(x)(empty(y, device) for y in x) if type(x) in (tuple, list) else x
+
+    def call(device: str) -> Any:
+        return function(*(empty(a, device) for a in args), **{k: empty(v, device) for k, v in kwargs.items()})
+
+    with torch.no_grad():
+        try:
+            out = call("meta")
+        except NotImplementedError:
+            out = call("cpu")
+    return [tuple(x.shape) for x in (out if isinstance(out, tuple | list) else (out,))]
+
+
 def of_nothing(placed: Placed, *inputs: torch.Tensor, out: int = 0) -> torch.Tensor:
     """Zeros for an output, by default the first, of a rank with an empty shard.
 
@@ -133,6 +157,7 @@ def of_nothing(placed: Placed, *inputs: torch.Tensor, out: int = 0) -> torch.Ten
 
 
 RuleFunction = Callable[..., "Spec | None"]
+RuleMaker = Callable[[Any], RuleFunction]
 Special = Callable[[Callable[..., Any], Iterable[type], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -142,6 +167,7 @@ class Rules:
     def __init__(self) -> None:
         self._rules: dict[Any, RuleFunction] = {}
         self._specials: dict[Any, Special] = {}
+        self._bodies: dict[Any, Callable[..., Any]] = {}
         self.typed: set[Any] = set()
 
     def add(self, function: Any, rule: RuleFunction, *, typed: bool = False) -> None:
@@ -163,8 +189,41 @@ class Rules:
         return self._specials.get(function)
 
     def functions(self) -> tuple[Any, ...]:
-        """All functions that have a rule."""
-        return tuple(self._rules)
+        """All functions that have a rule or are put together from others."""
+        return (*self._rules, *(f for f in self._bodies if f not in self._rules))
+
+    def made(self, names: str, maker: RuleMaker) -> None:
+        """For each public spelling of these names the rule that ``maker`` makes of it."""
+        for name in names.split():
+            found = spellings(name)
+            assert found, f"torch has no {name}"
+            for function in found:
+                self.add(function, maker(function))
+
+    def compose(self, body: Callable[..., Any], *functions: Any) -> None:
+        """Let ``body``, which calls other functions, stand for these where no rule speaks for a call.
+
+        It gets the call's arguments (under torch's own names: dim, keepdim) and may give
+        NotImplemented.
+        """
+        for function in functions:
+            self._bodies[function] = body
+
+    def composed(self, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """:meth:`compose` for every public spelling of these names."""
+
+        def register(body: Callable[..., Any]) -> Callable[..., Any]:
+            for name in names:
+                found = spellings(name)
+                assert found, f"torch has no {name}"
+                self.compose(body, *found)
+            return body
+
+        return register
+
+    def body(self, function: Any) -> Callable[..., Any] | None:
+        """What a function is put together from, if that is known."""
+        return self._bodies.get(function)
 
     def name(
         self, *names: str, inplace: bool = False, typed: bool = False

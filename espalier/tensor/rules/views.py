@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from espalier.layout.layout import normal_dim
-from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, of_nothing
+from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec
 
 
 def linear_view(
@@ -248,60 +248,23 @@ def repeat_interleave(
     return spec
 
 
-def flip(x: Operand, *some: Any, dims: Any = ()) -> Spec:
-    """Reversed along whole dims."""
-    given = {normal_dim(d, x.ndim) for d in sizes(some or (dims,) if isinstance(dims, int) else some or dims)}
-    return _whole(x, given)
-
-
-def roll(x: Operand, shifts: Any, dims: Any = None) -> Spec:
-    """Rolled along whole dims."""
-    if dims is None:
-        return _whole(x, set(range(x.ndim)))
-    return _whole(x, {normal_dim(d, x.ndim) for d in ((dims,) if isinstance(dims, int) else dims)})
-
-
-def _whole(x: Operand, dims: set[int]) -> Spec:
-    letters = tuple(None if i in dims else d for i, d in enumerate(x.dims()))
-    return linear_view(x, letters, letters, x.shape)
-
-
-def pad(x: Operand, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Spec:
-    """Padded along whole dims; not linear, for what is padded need not be zero."""
-    count = len(pad) // 2
-    shape = list(x.shape)
-    for i in range(count):
-        shape[-1 - i] += pad[2 * i] + pad[2 * i + 1]
-    letters = tuple(None if i >= x.ndim - count else d for i, d in enumerate(x.dims()))
-
-    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-        local = args[0] if args else kwargs["input"]
-        # reflect and its like take no empty tensors
-        return func(*args, **kwargs) if local.numel() else of_nothing(placed, local)
-
-    return Spec([letters], [letters], [tuple(shape)], run=run)
-
-
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
-    rules.name("view", "reshape")(view)
+    rules.name("view", "reshape", "view_copy")(view)
     rules.name("view_as", "reshape_as")(view_as)
     rules.name("flatten")(flatten)
     rules.name("ravel")(ravel)
     rules.name("unflatten")(unflatten)
-    rules.name("transpose", "swapaxes", "swapdims")(transpose)
-    rules.name("permute")(permute)
+    rules.name("transpose", "swapaxes", "swapdims", "transpose_copy")(transpose)
+    rules.name("permute", "permute_copy")(permute)
     rules.name("movedim", "moveaxis")(movedim)
-    rules.name("t")(t)
+    rules.name("t", "t_copy")(t)
     rules.add(torch.Tensor.T.__get__, t)  # type: ignore[attr-defined]
     rules.add(torch.Tensor.mT.__get__, mt)  # type: ignore[attr-defined]
-    rules.name("unsqueeze")(unsqueeze)
-    rules.name("squeeze")(squeeze)
-    rules.name("expand")(expand)
+    rules.name("unsqueeze", "unsqueeze_copy")(unsqueeze)
+    rules.name("squeeze", "squeeze_copy")(squeeze)
+    rules.name("expand", "expand_copy")(expand)
     rules.name("expand_as")(expand_as)
     rules.name("broadcast_to")(broadcast_to)
     rules.name("repeat")(repeat)
     rules.name("repeat_interleave")(repeat_interleave)
-    rules.name("flip")(flip)
-    rules.name("roll")(roll)
-    rules.name("pad")(pad)

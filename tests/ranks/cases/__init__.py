@@ -1,9 +1,11 @@
 """The cases of the brute force, in groups of about equal cost."""
 
 from tests.ranks.cases import (
+    composed,
     conv,
     images,
     indexing,
+    linalg,
     loss,
     matmul,
     norm,
@@ -31,5 +33,10 @@ CASES = {
     "joining": views.JOINING,
     "indexing": indexing.CASES,
     "loss": loss.CASES,
+    "linalg": linalg.BATCHED,
+    "fourier": linalg.FOURIER,
+    "shaped": composed.SHAPED,
+    "numeric": composed.NUMERIC,
+    "order": composed.ORDER,
     "randomness": randomness.CASES,
 }

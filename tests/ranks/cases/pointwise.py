@@ -29,7 +29,7 @@ UNARY = [
     case("polygamma", A(1, X((5, 2), 0.5, 3)), A(X((5, 2), 0.5, 3), 1)),
     *each(
         """
-        abs absolute angle arctan asinh atan ceil conj_physical cos cosh deg2rad erf erfc exp exp2 expm1 fix
+        abs absolute angle arctan asinh atan ceil cos cosh deg2rad erf erfc exp exp2 expm1 fix
         floor frac isfinite isinf isnan isneginf isposinf isreal nan_to_num rad2deg round sgn sigmoid sign
         signbit sin sinc sinh square tan tanh trunc logical_not i0 expit log_ndtr ndtr relu relu6 elu selu
         celu gelu silu mish hardtanh hardsigmoid hardswish hardshrink softshrink tanhshrink softsign softplus
@@ -38,6 +38,18 @@ UNARY = [
         -2,
         2,
     ),
+    case("gammaln psi", A(X((5, 2), 0.5, 3)), most=6),
+    case("multigammaln", A(X((5, 2), 3, 5), 2), most=6),
+    case(
+        """
+        i0e i1 i1e erfcx airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1
+        modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1
+        spherical_bessel_j0
+        """,
+        A(X((5, 2), 0.1, 3)),
+        most=4,
+    ),
+    case("frexp", *over(-2, 2)),
     case("bitwise_not invert", A(ints((5, 2), -4, 5)), A(bools((4, 6)))),
     case("threshold", *over(-2, 2, 0.1, 7.0)),
     case("clamp clip", *over(-2, 2, -0.5, 0.7), A(X((5, 2)), X((5, 2)), X((2,)))),
@@ -118,12 +130,26 @@ BINARY = [
     *[case(n, *_BOOLS, _TWO[0]) for n in ["logical_and", "logical_or", "logical_xor"]],
     *[case(n, *_INTS, *_BOOLS) for n in ["bitwise_and", "bitwise_or", "bitwise_xor", "and", "or", "xor"]],
     *[case(n, *_INTS) for n in ["bitwise_left_shift", "bitwise_right_shift", "lshift", "rshift"]],
-    *[case(n, A(2, ints((5, 2), 0, 4))) for n in ()],
+    case("gcd lcm", A(ints((5, 2), 1, 8), ints((2,), 1, 8)), most=6),
+    case("igamma igammac gammainc gammaincc", A(X((5, 2), 0.5, 3, grad=False), X((2,), 0.5, 3)), most=6),
+    case("xlog1py zeta arctan2", A(X((5, 2), 1.5, 3, grad=False), X((2,), 0.5, 3)), most=6),
+    case("polar", A(X((5, 2), 0.5, 3), X((2,))), most=6),
+    case(
+        """
+        chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
+        hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
+        shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+        shifted_chebyshev_polynomial_w
+        """,
+        A(X((5, 2), 0.1, 0.9, grad=False), ints((2,), 0, 4)),
+        most=4,
+    ),
 ]
 
 LINEAR = [
     case(
-        "neg positive clone contiguous detach resolve_conj resolve_neg float double half bfloat16 cpu",
+        "neg negative positive clone contiguous detach resolve_conj resolve_neg "
+        "float double half bfloat16 cpu",
         *over(-2, 2),
     ),
     case(
@@ -155,6 +181,17 @@ LINEAR = [
         *_TWO,
         A(X((4, 6)), X((5, 1, 6)), alpha=3),
         A(X((4, 6)), X((4, 6)), alpha=3),
+    ),
+    case("conj conj_physical", *over(-2, 2), A(X((5, 2), dtype=torch.complex128)), most=8),
+    case("complex", A(X((5, 2)), X((2,))), A(X((4, 6)), X((4, 6))), most=20),
+    case("view_as_real", A(X((5, 2), dtype=torch.complex128)), A(X((4,), dtype=torch.complex128))),
+    case("view_as_complex", A(X((5, 2))), A(X((4, 3, 2)))),
+    case("view_as_real_copy", A(X((5, 2), dtype=torch.complex128)), most=4),
+    case("view_as_complex_copy", A(X((5, 2))), most=4),
+    case(
+        "real imag",
+        A(X((5, 2), dtype=torch.complex128)),
+        also=[torch.Tensor.real.__get__, torch.Tensor.imag.__get__],  # type: ignore[attr-defined]
     ),
     case("rsub", *_TWO),
     case("mul multiply", *_TWO),

@@ -1,0 +1,317 @@
+"""Linear algebra on batches of matrices: the batch may be sharded, each matrix is whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from espalier.layout import local_box
+from espalier.layout.layout import normal_dim
+from espalier.tensor.rules.pointwise import found
+from espalier.tensor.rules.spec import (
+    DONE,
+    Dims,
+    Operand,
+    Placed,
+    RuleFunction,
+    RuleMaker,
+    Rules,
+    Spec,
+    outcome,
+)
+
+MATRIX = """
+    cholesky cholesky_ex cholesky_inverse cholesky_solve qr svd svdvals eigvals eigh eigvalsh inv inverse
+    inv_ex det slogdet logdet lu_factor lu_factor_ex ldl_factor ldl_factor_ex matrix_exp matrix_power
+    solve_triangular triangular_solve geqrf
+""".split()
+
+# how many dims of each operand belong to the matrix (or vector), where that is not 2 for all
+CORES: list[tuple[str, tuple[int, ...]]] = [
+    ("householder_product orgqr", (2, 1)),
+    ("ormqr", (2, 1, 2)),
+    ("ldl_solve", (2, 1, 2)),
+    ("lu_unpack", (2, 1)),
+    ("vander", (1,)),
+    ("pinv pinverse", (2, 0)),
+]
+
+
+def batched(*cores: int) -> RuleMaker:
+    """Rules of functions whose operands end in so many dims of their own, after dims of the batch.
+
+    The batches are broadcast; the outputs begin with them. The last number stands for the operands
+    that follow.
+    """
+
+    def make(function: Any) -> RuleFunction:
+        def rule(*args: Any, **kwargs: Any) -> Spec | None:
+            operands = found(args, kwargs)
+            own = [*cores, *cores[-1:] * len(operands)][: len(operands)]
+            if function in _SOLVES and _is_vector(operands):
+                own[1] = 1
+            return _over_batch(function, args, kwargs, operands, own)
+
+        return rule
+
+    return make
+
+
+def _over_batch(
+    function: Any, args: Any, kwargs: Any, operands: Sequence[Operand], cores: Sequence[int]
+) -> Spec | None:
+    if any(o.ndim < c for o, c in zip(operands, cores, strict=True)):
+        return None  # torch says what is wrong
+    leads = [o.shape[: o.ndim - c] for o, c in zip(operands, cores, strict=True)]
+    batch = tuple(torch.broadcast_shapes(*leads))
+    ins: list[Dims] = []
+    for lead, core in zip(leads, cores, strict=True):
+        skip = len(batch) - len(lead)
+        named = tuple(("b", i + skip) if n == batch[i + skip] else None for i, n in enumerate(lead))
+        ins.append((*named, *(None,) * core))
+    shapes = outcome(function, *args, **kwargs)
+    outs: list[Dims] = []
+    for shape in shapes:
+        named = tuple(
+            ("b", i) if i < len(batch) and len(shape) >= len(batch) and n == batch[i] else None
+            for i, n in enumerate(shape)
+        )
+        outs.append(named)
+    # an output of no elements is the same everywhere
+    empty = all(math.prod(shape) == 0 for shape, dims in zip(shapes, outs, strict=True) if not any(dims))
+    reduce = {("b", i): DONE for i in range(len(batch))} if empty else {}
+    return Spec(ins, outs, shapes, reduce=reduce)
+
+
+# of which the second operand may be vectors
+_SOLVES = frozenset({torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.lstsq})
+
+
+def _is_vector(operands: Sequence[Operand]) -> bool:
+    a, b = operands
+    return b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
+
+
+def cross(function: Any) -> RuleFunction:
+    """Vectors of three along a whole dim; linear in each."""
+
+    def rule(x: Operand, other: Operand, dim: int | None = None) -> Spec:
+        shape = tuple(torch.broadcast_shapes(x.shape, other.shape))
+        fixed = -1 if function is torch.linalg.cross else None
+        at = dim if dim is not None else fixed
+        at = shape.index(3) if at is None else normal_dim(at, len(shape))
+        names: Dims = tuple(None if i == at else ("d", i) for i in range(len(shape)))
+        ins: list[Dims] = []
+        for o in (x, other):
+            skip = len(shape) - o.ndim
+            ins.append(
+                tuple(names[i + skip] if n == shape[i + skip] else None for i, n in enumerate(o.shape))
+            )
+        return Spec(ins, [names], [shape], linear=[(0,), (1,)])
+
+    return rule
+
+
+def vecdot(x: Operand, y: Operand, *, dim: int = -1) -> Spec:
+    """Products summed along a dim that may be sharded."""
+    shape = tuple(torch.broadcast_shapes(x.shape, y.shape))
+    at = normal_dim(dim, len(shape))
+    ins: list[Dims] = []
+    for o in (x, y):
+        skip = len(shape) - o.ndim
+        ins.append(tuple(("d", i + skip) if n == shape[i + skip] else None for i, n in enumerate(o.shape)))
+    kept = [i for i in range(len(shape)) if i != at]
+    out: Dims = tuple(("d", i) for i in kept)
+    short = not all(("d", at) in dims for dims in ins)  # a stretched dim is not summed piece by piece
+    blocked = frozenset([("d", at)]) if short else frozenset()
+    return Spec(
+        ins, [out], [tuple(shape[i] for i in kept)], reduce={("d", at): "sum"}, linear=[(0,), (1,)],
+        blocked=blocked,
+    )  # fmt: skip
+
+
+def tensordot(x: Operand, y: Operand, dims: Any = 2, out: Any = None) -> Spec | None:
+    """Dims of x contracted with dims of y."""
+    if isinstance(dims, Operand) or out is not None:
+        return None
+    if isinstance(dims, int):
+        left, right = list(range(x.ndim - dims, x.ndim)), list(range(dims))
+    else:
+        pair = [[d] if isinstance(d, int) else list(d) for d in dims]
+        left = [normal_dim(d, x.ndim) for d in pair[0]]
+        right = [normal_dim(d, y.ndim) for d in pair[1]]
+    a, b = list(x.dims("x")), list(y.dims("y"))
+    summed: dict[Any, str] = {}
+    for i, j in zip(left, right, strict=True):
+        if x.shape[i] != y.shape[j]:  # a dim of size 1, stretched
+            a[i] = b[j] = None
+        else:
+            b[j] = a[i]
+            summed[a[i]] = "sum"
+    free = [(a[i], x.shape[i]) for i in range(x.ndim) if i not in left]
+    free += [(b[j], y.shape[j]) for j in range(y.ndim) if j not in right]
+    return Spec(
+        [tuple(a), tuple(b)], [tuple(d for d, _ in free)], [tuple(n for _, n in free)], reduce=summed,
+        linear=[(0,), (1,)],
+    )  # fmt: skip
+
+
+def inner(x: Operand, y: Operand) -> Spec | None:
+    """The last dims contracted; a 0-d operand multiplies."""
+    if not x.ndim or not y.ndim:
+        whole = x if x.ndim else y
+        return Spec([x.dims(), y.dims()], [whole.dims()], [whole.shape], linear=[(0,), (1,)])
+    return tensordot(x, y, ([-1], [-1]))
+
+
+def addmv(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Spec:
+    """beta·bias + alpha·x[m, k]·y[k]."""
+    return _added(bias, [("m", "k"), ("k",)], ("m",), (x.shape[0],), ("k",))
+
+
+def addr(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Spec:
+    """beta·bias + alpha·x[m] ⊗ y[n]."""
+    return _added(bias, [("m",), ("n",)], ("m", "n"), (*x.shape, *y.shape), ())
+
+
+def addbmm(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Spec:
+    """beta·bias + alpha·Σ x[b, m, k]·y[b, k, n]."""
+    shape = (x.shape[1], y.shape[2])
+    return _added(bias, [("b", "m", "k"), ("b", "k", "n")], ("m", "n"), shape, ("b", "k"))
+
+
+def _added(bias: Operand, ins: list[Dims], out: Dims, shape: tuple[int, ...], summed: Dims) -> Spec:
+    skip = len(out) - bias.ndim
+    added = tuple(out[i + skip] if n == shape[i + skip] else None for i, n in enumerate(bias.shape))
+    return Spec(
+        [added, *ins], [out], [shape], reduce=dict.fromkeys(summed, "sum"), linear=[(0, 1), (0, 2)],
+        addends=(0,),
+    )  # fmt: skip
+
+
+def bilinear(x: Operand, y: Operand, weight: Operand, bias: Operand | None = None) -> Spec:
+    """x[..., i] · weight[o, i, j] · y[..., j] + bias[o]."""
+    lead: Dims = tuple(("b", i) for i in range(x.ndim - 1))
+    ins: list[Dims] = [(*lead, "i"), (*lead, "j"), ("o", "i", "j")]
+    groups: list[tuple[int, ...]] = [(0,), (1,), (2,)]
+    if bias is not None:
+        ins.append(("o",))
+        groups = [(*g, 3) for g in groups]
+    return Spec(
+        ins, [(*lead, "o")], [(*x.shape[:-1], weight.shape[0])], reduce={"i": "sum", "j": "sum"},
+        linear=groups, addends=(3,), run=_bilinear,
+    )  # fmt: skip
+
+
+def _bilinear(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+    bound = dict(zip(("input1", "input2", "weight", "bias"), args, strict=False)) | kwargs
+    # torch's own refuses empty shards
+    out = torch.einsum("...i,oij,...j->...o", bound["input1"], bound["weight"], bound["input2"])
+    return out if bound.get("bias") is None else out + bound["bias"]
+
+
+def trace(x: Operand) -> Spec:
+    """The sum of what falls on the diagonal of each rank's box."""
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        row, column = local_box(placed.ins[0]).offsets
+        return (args[0] if args else kwargs["input"]).diagonal(row - column).sum()
+
+    return Spec([("m", "n")], [()], [()], reduce={"m": "sum", "n": "sum"}, linear=[(0,)], run=run)
+
+
+def matrix_norm(
+    x: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    """By sums and singular values: every order is a norm of a norm."""
+    if dtype is not None:
+        x = x.to(dtype)
+    a, b = (normal_dim(d, x.ndim) for d in dim)
+    if ord == "fro":
+        return torch.linalg.vector_norm(x, 2, (a, b), keepdim)
+    if ord in (1, -1, math.inf, -math.inf):
+        first, last = (a, b) if abs(ord) == 1 else (b, a)
+        sums = x.abs().sum(first, keepdim=True)
+        out = sums.amax(last, keepdim=True) if ord > 0 else sums.amin(last, keepdim=True)
+    elif ord in (2, -2, "nuc"):
+        values = torch.linalg.svdvals(x.movedim((a, b), (-2, -1)))
+        out = values.sum(-1) if ord == "nuc" else values.amax(-1) if ord > 0 else values.amin(-1)
+        first, last = sorted((a, b))
+        return out.unsqueeze(first).unsqueeze(last) if keepdim else out
+    else:
+        return NotImplemented
+    return out if keepdim else out.squeeze((a, b))
+
+
+def norm(x: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """torch.linalg.norm: of vectors or of matrices."""
+    if dim is None and ord is not None and x.ndim == 2:
+        dim = (0, 1)
+    if isinstance(ord, str) or (
+        dim is not None and not isinstance(dim, int) and len(dim) == 2 and ord is not None
+    ):
+        return torch.linalg.matrix_norm(x, ord, dim if dim is not None else (-2, -1), keepdim, dtype=dtype)
+    return torch.linalg.vector_norm(x, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
+
+
+def multi_dot(matrices: Sequence[Any]) -> Any:
+    """The products in the cheapest order (Cormen, Leiserson, Rivest: matrix-chain order)."""
+    first, last = matrices[0], matrices[-1]
+    chain = [first.unsqueeze(0) if first.ndim == 1 else first, *matrices[1:]]
+    if last.ndim == 1:
+        chain[-1] = last.unsqueeze(1)
+    size = [m.shape[0] for m in chain] + [chain[-1].shape[1]]
+    best: dict[tuple[int, int], tuple[int, Any]] = {(i, i + 1): (0, None) for i in range(len(chain))}
+    for length in range(2, len(chain) + 1):
+        for i in range(len(chain) - length + 1):
+            j = i + length
+            best[i, j] = min(
+                (best[i, k][0] + best[k, j][0] + size[i] * size[k] * size[j], k) for k in range(i + 1, j)
+            )
+
+    def product(i: int, j: int) -> Any:
+        cut = best[i, j][1]
+        return chain[i] if cut is None else product(i, cut) @ product(cut, j)
+
+    out = product(0, len(chain))
+    gone = [d for d, m in ((0, first), (1, last)) if m.ndim == 1]
+    return out.squeeze(tuple(gone)) if gone else out
+
+
+def chain_matmul(*matrices: Any) -> Any:
+    """torch.chain_matmul: the matrices one by one."""
+    return multi_dot(matrices) if len(matrices) > 1 else matrices[0]
+
+
+def register(rules: Rules) -> None:
+    """Put the rules of this file into the table."""
+    rules.made(" ".join(MATRIX), batched(2))
+    for f in _SOLVES:
+        rules.add(f, batched(2)(f))
+    for names, cores in CORES:
+        rules.made(names, batched(*cores))
+    # operands in the order of their parameters
+    # torch has others of these names, removed or of another kind
+    for f in (torch.linalg.eig, torch.linalg.lu, torch.linalg.cond):
+        rules.add(f, batched(2)(f))
+    rules.add(torch.linalg.matrix_rank, batched(2, 0)(torch.linalg.matrix_rank))
+    rules.add(torch.linalg.lu_solve, batched(2, 1, 2)(torch.linalg.lu_solve))
+    for f in (torch.lu_solve, torch.Tensor.lu_solve):
+        rules.add(f, batched(2, 2, 1)(f))
+    for f in (torch.cross, torch.linalg.cross, torch.Tensor.cross):
+        rules.add(f, cross(f))
+    rules.add(torch.linalg.vecdot, vecdot)
+    rules.add(torch.tensordot, tensordot)
+    rules.name("inner")(inner)
+    rules.name("addmv", inplace=True)(addmv)
+    rules.name("addr", inplace=True)(addr)
+    rules.name("addbmm", inplace=True)(addbmm)
+    rules.name("bilinear")(bilinear)
+    rules.name("trace")(trace)
+    rules.compose(matrix_norm, torch.linalg.matrix_norm)
+    rules.compose(norm, torch.linalg.norm)
+    rules.compose(multi_dot, torch.linalg.multi_dot)
+    rules.compose(chain_matmul, torch.chain_matmul, torch.functional.chain_matmul)

@@ -1,0 +1,171 @@
+"""flip, roll, pad, unfold: along a sharded dim the ranks exchange the rows that change places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from espalier.comm import Spans, exchange, pieces
+from espalier.layout import Layout, local_box
+from espalier.layout.layout import normal_dim
+from espalier.tensor.rules.spec import Operand, Placed, Rules, Spec, of_nothing
+from espalier.tensor.rules.views import sizes
+
+# rows [start, end) to the spans where they land
+Landing = Callable[[int, int], Spans]
+
+
+def _reordered(x: Operand, moves: Sequence[tuple[int, Callable[..., torch.Tensor] | None, Landing]]) -> Spec:
+    """The rule of a function that reorders the rows of dims, one after another.
+
+    Args:
+        moves: the dim, what is done to the rows of a rank by themselves, and where they land.
+    """
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        out, lay = args[0] if args else kwargs["input"], placed.ins[0]
+        for d, local, landing in moves:
+            out = out if local is None else local(out)
+            have = [landing(*span) for (span,) in pieces(lay, d)]
+            out = exchange(out, lay.mesh, lay.cuts[d], d, have, pieces(lay, d)) if lay.cuts[d] else out
+        return out
+
+    return Spec([x.dims()], [x.dims()], [x.shape], linear=[(0,)], run=run)
+
+
+def flip(x: Operand, *some: Any, dims: Any = ()) -> Spec:
+    """Reversed along dims."""
+    given = some or ((dims,) if isinstance(dims, int) else dims)
+    whole = {normal_dim(d, x.ndim) for d in sizes(given)} if x.ndim else set()
+    cut = [d for d in whole if x.layout.cuts[d]]
+
+    def landing(n: int) -> Landing:
+        return lambda start, end: ((n - end, n - start),)
+
+    spec = _reordered(x, [(d, None, landing(x.shape[d])) for d in cut])
+    exchanged = spec.run
+    assert exchanged is not None
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        return exchanged(func, (func(*args, **kwargs),), {}, placed)
+
+    spec.run = run if cut else None
+    return spec
+
+
+def roll(x: Operand, shifts: Any, dims: Any = None) -> Spec | None:
+    """Rolled along dims."""
+    if dims is None:
+        return None
+    if isinstance(dims, int):
+        shifts, dims = (shifts if isinstance(shifts, int) else shifts[0],), (dims,)
+    dims = [normal_dim(d, x.ndim) for d in dims]
+    if not any(x.layout.cuts[d] for d in dims):
+        return Spec([x.dims()], [x.dims()], [x.shape], linear=[(0,)])
+    return _reordered(x, [_rolled(x, shift, d) for shift, d in zip(shifts, dims, strict=True)])
+
+
+def _rolled(x: Operand, shift: int, dim: int) -> tuple[int, Any, Landing]:
+    n = x.shape[dim]
+
+    def landing(start: int, end: int) -> Spans:
+        length, start = end - start, (start + shift) % n if n else 0
+        over = max(start + length - n, 0)
+        return ((start, start + length - over), (0, over))
+
+    return dim, None if x.layout.cuts[dim] else lambda local: torch.roll(local, shift, dim), landing
+
+
+def roll_flat(x: Any, shifts: Any, dims: Any = None) -> Any:
+    """Rolled as one row."""
+    return x.flatten().roll(shifts, 0).view(x.shape) if dims is None else NotImplemented
+
+
+def pad(x: Operand, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Spec:
+    """Padded: along a sharded dim with a constant, else also with what x has. Linear but for constants."""
+    ends = {x.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
+    ends = {d: lengths for d, lengths in ends.items() if lengths != (0, 0)}
+    shape = tuple(n + sum(ends.get(d, ())) for d, n in enumerate(x.shape))
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        local = args[0] if args else kwargs["input"]
+        cut = [d for d in ends if placed.axes_of(placed.ins[0], (d,))]
+        lengths = dict(ends)
+        for d in cut:
+            local, lengths[d] = _padded(local, placed, d, ends[d][0])
+        if cut:
+            flat = [n for d in reversed(range(x.ndim)) for n in lengths.get(d, (0, 0))]
+            return F.pad(local, flat, value=value)
+        # reflect and its like take no empty tensors
+        return func(*args, **kwargs) if local.numel() else of_nothing(placed, local)
+
+    blocked = frozenset(("d", d) for d in ends) if mode != "constant" else frozenset()
+    linear = [(0,)] if mode != "constant" or not value else []
+    return Spec([x.dims()], [x.dims()], [shape], linear=linear, run=run, blocked=blocked)
+
+
+def _padded(x: torch.Tensor, placed: Placed, dim: int, before: int) -> tuple[torch.Tensor, tuple[int, int]]:
+    """The rows of the input that this rank has in the output, and how many to pad on either side."""
+    lay, out = placed.ins[0], placed.outs[0]
+    n, total = lay.shape[dim], out.shape[dim]
+
+    def kept(start: int, end: int) -> tuple[int, int]:
+        # in rows of the output, those that a negative length cuts off left out
+        first = min(max(start, before, 0), end)
+        return first, max(min(end, before + n, total), first)
+
+    have = [(kept(a + before, b + before),) for ((a, b),) in pieces(lay, dim)]
+    want = [(kept(*span),) for (span,) in pieces(out, dim)]
+    (start, end), place = kept(*_own(lay, dim, before)), local_box(lay).offsets[dim] + before
+    x = exchange(x.narrow(dim, start - place, end - start), lay.mesh, lay.cuts[dim], dim, have, want)
+    begin, stop = _own(out, dim)
+    first, last = kept(begin, stop)
+    return x, (first - begin, stop - last)
+
+
+def _own(lay: Layout, dim: int, shift: int = 0) -> tuple[int, int]:
+    box = local_box(lay)
+    return box.offsets[dim] + shift, box.offsets[dim] + box.sizes[dim] + shift
+
+
+def constant_pad(x: Any, pad: Any, value: Any = 0) -> Any:
+    """torch.constant_pad_nd."""
+    return F.pad(x, pad, "constant", value)
+
+
+def unfold(x: Operand, dimension: int, size: int, step: int) -> Spec | None:
+    """Windows along a dim: a rank has some of them, and fetches the rows that they reach beyond its own."""
+    if x.ndim == 0:
+        return None
+    at = normal_dim(dimension, x.ndim)
+    count = (x.shape[at] - size) // step + 1
+    if count < 1:
+        return None
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        lay, out = placed.ins[0], placed.outs[0]
+        if not placed.axes_of(lay, (at,)):
+            return func(*args, **kwargs)
+        want = [((a * step, (b - 1) * step + size if b > a else a * step),) for ((a, b),) in pieces(out, at)]
+        rows = exchange(args[0], lay.mesh, lay.cuts[at], at, pieces(lay, at), want)
+        if not rows.shape[at]:
+            return rows.unsqueeze(-1).expand(*rows.shape, size)
+        return rows.unfold(at, size, step)
+
+    shape = (*x.shape[:at], count, *x.shape[at + 1 :], size)
+    run_ = run if x.layout.cuts[at] else None
+    return Spec([x.dims()], [(*x.dims(), None)], [shape], linear=[(0,)], run=run_)
+
+
+def register(rules: Rules) -> None:
+    """Put the rules of this file into the table."""
+    rules.name("flip")(flip)
+    rules.name("roll")(roll)
+    rules.composed("roll")(roll_flat)
+    rules.name("pad")(pad)
+    rules.composed("constant_pad_nd")(constant_pad)
+    rules.add(torch.Tensor.unfold, unfold)
+    rules.name("unfold_copy")(unfold)

@@ -1,0 +1,246 @@
+"""Gathers and scatters along a dim by an index tensor; along a sharded dim each rank does what falls to it.
+
+Reading, a rank gives nothing where the index points to another, and the output is Partial. Writing,
+what is another rank's goes to a row too many. Over a sharded index sums are Partial.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from espalier.layout.layout import normal_dim
+from espalier.tensor.rules.indexing import absent, local_index, one_more
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec
+
+
+def _reading(
+    x: Operand, at: int, ins: Sequence[Dims], shape: tuple[int, ...], out: Dims, names: tuple[str, ...],
+    read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Spec:  # fmt: skip
+    """The rule of a read along dim ``at`` of the first of ``names`` by the one called index or indices."""
+    letter = ins[0][at]
+    # a gather sends all of x once, a sum the result twice
+    few = 2 * math.prod(shape) <= math.prod(x.shape)
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        if not placed.axes_of(placed.ins[0], (at,)):
+            return func(*args, **kwargs)
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        local, index = bound["input"], bound.get("index", bound.get("indices"))
+        index, away = local_index(index, placed.ins[0], at, 0)
+        found = read(local if local.shape[at] else one_more(local, at), index)
+        away = away if away.ndim == found.ndim else away.view(-1, *[1] * (found.ndim - 1 - at))
+        return found.masked_fill(away, absent(found))
+
+    return Spec(
+        ins, [out], [shape], linear=[(0,)], run=run if x.layout.cuts[at] else None,
+        reduce={letter: "sum"} if few else {}, blocked=frozenset() if few else frozenset([letter]),
+    )  # fmt: skip
+
+
+def index_select(x: Operand, dim: int, index: Operand) -> Spec | None:
+    """The index may be sharded; few indices of a sharded dim leave a Partial."""
+    if x.ndim == 0:
+        return None
+    at = normal_dim(dim, x.ndim)
+    dims = x.dims()
+    picked: Dims = ("i",) if index.ndim else (None,)
+    out = (*dims[:at], *picked, *dims[at + 1 :])
+    shape = (*x.shape[:at], index.shape[0] if index.ndim else 1, *x.shape[at + 1 :])
+    return _reading(
+        x, at, [dims, picked if index.ndim else ()], shape, out, ("input", "dim", "index"),
+        lambda local, i: torch.index_select(local, at, i),
+    )  # fmt: skip
+
+
+def gather(x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -> Spec | None:
+    """Where the index spans another dim fully, that may be sharded; so may dim, for few indices."""
+    if x.ndim != index.ndim or x.ndim == 0:
+        return None
+    at = normal_dim(dim, x.ndim)
+    own = tuple(("i", i) if i == at or n != index.shape[i] else ("d", i) for i, n in enumerate(x.shape))
+    # a dim of which the index takes a part begins where x begins: it must be whole
+    ins = tuple(("d", i) if i == at or n == index.shape[i] else None for i, n in enumerate(x.shape))
+    return _reading(
+        x, at, [ins, own], index.shape, own, ("input", "dim", "index"),
+        lambda local, i: torch.gather(local, at, i),
+    )  # fmt: skip
+
+
+def take_along_dim(x: Operand, indices: Operand, dim: int | None = None) -> Spec | None:
+    """gather with broadcasting."""
+    if dim is None or x.ndim != indices.ndim:
+        return None
+    at = normal_dim(dim, x.ndim)
+    shape = tuple(
+        n if i == at else max(n, m) if n and m else 0
+        for i, (m, n) in enumerate(zip(x.shape, indices.shape, strict=True))
+    )
+    out = tuple(("i", i) if i == at else ("d", i) for i in range(x.ndim))
+    ins = [
+        tuple(("d", i) if i == at or m == shape[i] else None for i, m in enumerate(x.shape)),
+        tuple(
+            ("i", i) if i == at else ("d", i) if n == shape[i] else None for i, n in enumerate(indices.shape)
+        ),
+    ]
+    return _reading(
+        x, at, ins, shape, out, ("input", "indices", "dim"),
+        lambda local, i: torch.take_along_dim(local, i, at),
+    )  # fmt: skip
+
+
+def flat_take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
+    """take_along_dim without a dim."""
+    return torch.take_along_dim(x.flatten(), indices.flatten(), 0) if dim is None else NotImplemented
+
+
+def take(x: Any, index: Any) -> Any:
+    """x as one row, read at flat indices."""
+    return x.reshape(x.shape or (1,))[_coordinates(index, x.shape)]
+
+
+def put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    """x as one row, written at flat indices."""
+    if not x.shape:
+        return put(x.reshape(1), index, source, accumulate).reshape(())
+    return x.index_put(_coordinates(index, x.shape), source.reshape(index.shape), accumulate)
+
+
+def put_(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    """put in place."""
+    if not x.shape:
+        return x.copy_(put(x, index, source, accumulate))
+    return x.index_put_(_coordinates(index, x.shape), source.reshape(index.shape), accumulate)
+
+
+def _coordinates(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Flat indices as one index for each dim; the first is out of range if they are."""
+    rest = torch.where(index < 0, index + math.prod(shape), index)
+    found: list[Any] = []
+    for n in reversed(shape[1:]):
+        found.insert(0, rest % n)
+        rest = rest // n
+    return (rest, *found)
+
+
+def _writing(
+    x: Operand,
+    at: int,
+    ins: list[Dims],
+    *,
+    linear: bool = False,
+    summed: Any = None,
+    like: Operand | None = None,
+) -> Spec:
+    """The rule of a write along dim ``at`` by operand 1."""
+    groups = [(0,)] if like is None else [(0, like.index)]
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        lay = placed.ins[0]
+        if not placed.axes_of(lay, (at,)):
+            return func(*args, **kwargs)
+        x = args[0] if args else kwargs["input"]
+        index = args[2] if len(args) > 2 else kwargs["index"]
+        local, _ = local_index(index, lay, at, lay.local_shape[at])
+        more = one_more(x, at)
+        args, kwargs = _instead(args, kwargs, more, local)
+        out = func(*args, **kwargs).narrow(at, 0, lay.local_shape[at])
+        return x.copy_(out) if func.__name__.endswith("_") else out
+
+    return Spec(
+        ins, [ins[0]], [x.shape], linear=groups if linear else [], reduce={summed: "sum"} if summed else {},
+        addends=(0,) if summed else (), run=run if x.layout.cuts[at] else None,
+    )  # fmt: skip
+
+
+def _instead(args: tuple[Any, ...], kwargs: dict[str, Any], x: Any, index: Any) -> tuple[Any, Any]:
+    """The arguments with another x and index."""
+    for name, place, value in (("input", 0, x), ("index", 2, index)):
+        if len(args) > place:
+            args = (*args[:place], value, *args[place + 1 :])
+        else:
+            kwargs = {**kwargs, name: value}
+    return args, kwargs
+
+
+def scatter(x: Operand, dim: int, index: Operand, src: Any = None, *args: Any, **kwargs: Any) -> Spec | None:
+    """Where x, index and src span another dim fully, that may be sharded; dim itself too."""
+    return _scattered(x, dim, index, src, linear=False)
+
+
+def scatter_add(x: Operand, dim: int, index: Operand, src: Operand) -> Spec | None:
+    """As scatter, and linear: over a sharded index the output is Partial."""
+    return _scattered(x, dim, index, src, linear=True)
+
+
+def _scattered(x: Operand, dim: int, index: Operand, src: Any, linear: bool) -> Spec | None:
+    if x.ndim == 0 or index.ndim != x.ndim:
+        return None
+    at = normal_dim(dim, x.ndim)
+    source = src if isinstance(src, Operand) and src.ndim else None
+    sizes = [x.shape, index.shape, *([source.shape] if source else [])]
+    whole = [all(s[i] == x.shape[i] for s in sizes) for i in range(x.ndim)]
+    # where index and src are of one size they may be cut alike
+    along = ("j", at) if linear and source and source.shape[at] == index.shape[at] else None
+    dims: Dims = tuple(("d", i) if i == at or whole[i] else None for i in range(x.ndim))
+    given: Dims = tuple(along if i == at else ("d", i) if whole[i] else None for i in range(x.ndim))
+    ins = [dims, given, *([given] if source else [()] if isinstance(src, Operand) else [])]
+    return _writing(x, at, ins, linear=linear, summed=along, like=source)
+
+
+def index_add(x: Operand, dim: int, index: Operand, source: Operand, *, alpha: Any = 1) -> Spec | None:
+    """Rows added; over a sharded index the output is Partial."""
+    return _rows(x, dim, index, source, summed="j", linear=True)
+
+
+def index_copy(x: Operand, dim: int, index: Operand, source: Operand) -> Spec | None:
+    """Rows put in place of others."""
+    return _rows(x, dim, index, source, linear=True)
+
+
+def index_reduce(
+    x: Operand, dim: int, index: Operand, source: Operand, reduce: str, *, include_self: bool = True
+) -> Spec | None:
+    """Rows multiplied, averaged, ..."""
+    return _rows(x, dim, index, source)
+
+
+def _rows(
+    x: Operand, dim: int, index: Operand, source: Operand, summed: Any = None, linear: bool = False
+) -> Spec | None:
+    if x.ndim == 0 or x.ndim != source.ndim or index.ndim != 1:
+        return None
+    at = normal_dim(dim, x.ndim)
+    dims = x.dims()
+    ins = [dims, (summed,), (*dims[:at], summed, *dims[at + 1 :])]
+    return _writing(x, at, ins, linear=linear, summed=summed, like=source)
+
+
+def index_fill(x: Operand, dim: int, index: Operand, value: Any) -> Spec | None:
+    """One value in some rows."""
+    if x.ndim == 0 or index.ndim != 1:
+        return None
+    ins: list[Dims] = [x.dims(), (None,), *([()] if isinstance(value, Operand) else [])]
+    like = value if isinstance(value, Operand) else None
+    return _writing(x, normal_dim(dim, x.ndim), ins, linear=like is not None, like=like)
+
+
+def register(rules: Rules) -> None:
+    """Put the rules of this file into the table."""
+    rules.name("index_select")(index_select)
+    rules.name("gather")(gather)
+    rules.name("take_along_dim")(take_along_dim)
+    rules.composed("take_along_dim")(flat_take_along_dim)
+    rules.composed("take")(take)
+    rules.composed("put")(put)
+    rules.composed("put_")(put_)
+    rules.name("scatter", "scatter_reduce", inplace=True)(scatter)
+    rules.name("scatter_add", inplace=True)(scatter_add)
+    rules.name("index_add", inplace=True)(index_add)
+    rules.name("index_copy", inplace=True)(index_copy)
+    rules.name("index_reduce", inplace=True)(index_reduce)
+    rules.name("index_fill", inplace=True)(index_fill)
