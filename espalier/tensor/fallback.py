@@ -184,7 +184,7 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         held.append(own)
         full = Layout.replicated(mesh, own.shape)
         moved = move(x, own, full)
-        if own is full or moved is x:
+        if same_data(own, full):  # not whether it moved: of a varied value that hangs on the rank
             return x if x is target else moved.as_subclass(torch.Tensor)
         value = moved.as_subclass(torch.Tensor)
         value = value.clone() if x is target else value
