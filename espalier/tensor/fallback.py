@@ -143,6 +143,9 @@ def torch_error(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     than a real device's, which is then asked too.
     """
     error = _error_on("meta", func, args, kwargs)
+    if error is None and kwargs.get("out") is not None:
+        error = _error_on("cpu", func, args, kwargs)  # meta takes an out of any dtype
+        return error if "dtype" in str(error) else None
     if error is None or isinstance(error, NotImplementedError) or "meta" in str(error).lower():
         return None
     return _error_on("cpu", func, args, kwargs) or error

@@ -47,6 +47,10 @@ _VIEWS = frozenset(
 )
 
 
+# of single precision the last bit of what is given moves the third digit of the plain call's own vectors
+_SHAKY = frozenset(["pca_lowrank", "svd_lowrank"])
+
+
 class Unclear(Exception):
     """torch leaves open what this call gives."""
 
@@ -145,9 +149,12 @@ def carried_out(
     with torch.set_grad_enabled(trial.gradients):
         if trial.form == "out":
             plain = put(trial.sample_tree, iter([x.detach() for x in tensors_in(trial.sample_tree)]))
-            outs = make_out(trial.op.op(plain[0], *plain[1], **plain[2]))
+            result = trial.op.op(plain[0], *plain[1], **plain[2])
+            outs = make_out(result)
             out = call(first, *args, **kwargs, out=outs)
             reads += [str(a is b) for a, b in zip(tensors_in(out), tensors_in(outs), strict=True)]
+            if make_out is _zeros and not trial.is_random and _misses(trial, outs, result):
+                raise Unclear  # fft.ihfftn of one dim leaves out as it was
         else:
             out = call(first, *args, **kwargs)
         if writes:
@@ -167,6 +174,11 @@ def carried_out(
         [None if g is None else full(g).detach() for g in grads],
         reads,
     )
+
+
+def _misses(trial: Trial, outs: Any, result: Any) -> bool:
+    values = trial.op.name not in _UNDEFINED
+    return bool(unequal(tensors_in(outs), tensors_in(result), 4, values))
 
 
 def _write(out: Any, given: Sequence[torch.Tensor]) -> None:
@@ -193,20 +205,20 @@ def differences(trial: Trial, found: Done, right: Done) -> str:
     """What differs between two ways of making a call; nothing if they agree."""
     if found.reads != right.reads:
         return f"{found.reads}, not {right.reads}"
-    tight = trial.gradients
+    digits = 7 if trial.gradients else 2 if trial.op.name in _SHAKY else 4
     pairs = [("output", found.out, right.out), ("inputs after it", found.inputs, right.inputs)]
     pairs += [
         (f"gradient {i}", g, torch.zeros_like(g) if h is None and g is not None else h)
         for i, (g, h) in enumerate(zip(found.grads, right.grads, strict=True))
     ]
     for what, a, b in pairs:
-        text = unequal(a, b, tight, values=trial.op.name not in _UNDEFINED)
+        text = unequal(a, b, digits, values=trial.op.name not in _UNDEFINED)
         if text:
             return f"{what}: {text}"
     return ""
 
 
-def unequal(a: Any, b: Any, tight: bool, values: bool = True) -> str:
+def unequal(a: Any, b: Any, digits: int, values: bool = True) -> str:
     """What is unequal in two trees of plain tensors."""
     if isinstance(b, torch.Tensor):
         if not isinstance(a, torch.Tensor):
@@ -215,23 +227,22 @@ def unequal(a: Any, b: Any, tight: bool, values: bool = True) -> str:
             return "" if a.layout is b.layout else f"{a.layout}, not {b.layout}"
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"{a.dtype}{list(a.shape)}, not {b.dtype}{list(b.shape)}"
-        loose = (1e-7, 1e-8) if tight else (2e-4, 2e-5)
         coarse = b.is_floating_point() or b.is_complex()
-        rtol, atol = loose if coarse else (0.0, 0.0)
+        rtol = 2 * 10.0**-digits if coarse else 0.0
         if b.dtype.itemsize == 1 and coarse:
             values = False  # of eight bits: torch itself rounds otherwise in another memory format
         try:
             if values:
-                torch.testing.assert_close(a, b, equal_nan=True, rtol=rtol, atol=atol)
+                torch.testing.assert_close(a, b, equal_nan=True, rtol=rtol, atol=rtol / 10)
         except AssertionError as error:
             return " ".join(str(error).split())[:160]
         return ""
     if isinstance(b, tuple | list) and not isinstance(b, torch.Size):
         if type(a) is not type(b) or len(a) != len(b):
             return f"{type(a).__name__}{_length(a)}, not {type(b).__name__}{_length(b)}"
-        return next(filter(None, (unequal(x, y, tight, values) for x, y in zip(a, b, strict=True))), "")
+        return next(filter(None, (unequal(x, y, digits, values) for x, y in zip(a, b, strict=True))), "")
     if isinstance(b, dict):
-        return unequal(tuple(a.items()), tuple(b.items()), tight, values)
+        return unequal(tuple(a.items()), tuple(b.items()), digits, values)
     if isinstance(b, float):
         return "" if isinstance(a, float) and (a == b or abs(a - b) < 1e-4 or a != a) else f"{a!r}, not {b!r}"
     return "" if a == b else f"{a!r}, not {b!r}"

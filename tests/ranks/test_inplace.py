@@ -235,6 +235,15 @@ def written_unannounced(rank: int, world: int) -> None:
         torch.native_batch_norm(value, None, None, *plain, True, 0.1, 1e-5)
         torch.testing.assert_close(mean.full_tensor(), plain[0])
         torch.testing.assert_close(var.full_tensor(), plain[1])
+    wide = value.view(4, 6, 1).expand(4, 6, 2) * torch.tensor([1.0, -2.0], dtype=value.dtype)
+    for norm in (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm):
+        plain = torch.zeros(6, dtype=value.dtype), torch.ones(6, dtype=value.dtype)
+        mean, var = laid(plain[0], mesh, [Shard(0)]), DTensor.from_local(plain[1] / world, mesh, [Partial()])
+        out = norm(laid(wide, mesh, [Shard(1)]), mean, var, None, None, True)
+        torch.testing.assert_close(out.full_tensor(), norm(wide, *plain, None, None, True))
+        assert mean.placements == (Shard(0),) and var.placements == (Partial(),)
+        torch.testing.assert_close(mean.full_tensor(), plain[0])
+        torch.testing.assert_close(var.full_tensor(), plain[1])
     x = DTensor.from_local(value.clone(), mesh, [Partial()])
     out = torch.nn.functional.elu(x, inplace=True)
     assert out is x

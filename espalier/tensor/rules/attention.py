@@ -68,7 +68,7 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     if q.numel() == 0:
         # kernels differ on empty heads
         mask = bound.get("attn_mask")
-        return of_nothing(placed, q, k, v, *([mask] if mask is not None and mask.is_floating_point() else []))
+        return of_nothing(placed, q, k, v, *([] if mask is None else [mask]))
     whole_q, whole_k = placed.ins[0], placed.ins[1]
     heads, kv = whole_q.shape[-3], whole_k.shape[-3]
     if heads != kv:

@@ -20,8 +20,7 @@ _UPSAMPLE = (
 
 def _empty(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
     """For a rank without a part: torch resamples no empty tensors."""
-    given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-    return of_nothing(placed, *(a for a in given if a.is_floating_point()))
+    return of_nothing(placed, *(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)))
 
 
 def upsample(function: Callable[..., Any]) -> Callable[..., Spec]:

@@ -107,11 +107,11 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Spec:
+) -> Spec | None:
     """input[b, c, s...]: every dim may be sharded; the statistics are those of the global batch.
 
     Raises:
-        ValueError: there is one value for each channel; the running statistics lie differently.
+        ValueError: there is one value for each channel.
     """
     if training and math.prod(input.shape) == input.shape[1]:
         # as torch says it
@@ -120,7 +120,10 @@ def batch_norm(
         )
     spec = _by_channel(input, [running_mean, running_var, weight, bias], ("c",))
     if training:
-        spec.buffers = _buffers(running_mean, running_var)
+        written = _buffers(running_mean, running_var)
+        if written is None:
+            return None
+        spec.buffers = written
         spec.sends = {name: 2 * input.shape[1] for name in spec.ins[0] if name != "c"}
     spec.run = _batch_normed
     over = [0, *range(2, input.ndim)] if training else []
@@ -130,7 +133,7 @@ def batch_norm(
 
 def torch_batch_norm(
     input: Operand, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, *rest: Any
-) -> Spec:
+) -> Spec | None:
     """torch.batch_norm: other names for the same."""
     spec = batch_norm(input, running_mean, running_var, weight, bias, training)
     return _reordered(spec, [weight, bias, running_mean, running_var])
@@ -145,11 +148,11 @@ def instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Spec:
+) -> Spec | None:
     """input[b, c, s...] over space, every sample by itself; every dim may be sharded.
 
     Raises:
-        ValueError: space has one element; the running statistics lie differently.
+        ValueError: space has one element.
     """
     if use_input_stats and math.prod(input.shape[2:]) == 1:
         raise ValueError(
@@ -157,7 +160,10 @@ def instance_norm(
         )
     spec = _by_channel(input, [running_mean, running_var, weight, bias], ("c",))
     if use_input_stats:
-        spec.buffers = _buffers(running_mean, running_var)
+        written = _buffers(running_mean, running_var)
+        if written is None:
+            return None
+        spec.buffers = written
         spec.sends = {("s", i): 2 * math.prod(input.shape[:2]) for i in range(input.ndim - 2)}
     spec.run = _instance_normed
     space = range(2, input.ndim)
@@ -169,7 +175,7 @@ def instance_norm(
 def torch_instance_norm(
     input: Operand, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
     *rest: Any,
-) -> Spec:  # fmt: skip
+) -> Spec | None:  # fmt: skip
     """torch.instance_norm: other names for the same."""
     spec = instance_norm(input, running_mean, running_var, weight, bias, use_input_stats)
     return _reordered(spec, [weight, bias, running_mean, running_var])
@@ -180,23 +186,19 @@ def _by_channel(x: Operand, small: Sequence[Operand | None], channel: Dims) -> S
     return Spec([dims, *(channel for o in small if isinstance(o, Operand))], [dims], [x.shape])
 
 
-def _reordered(spec: Spec, small: Sequence[Operand | None]) -> Spec:
+def _reordered(spec: Spec | None, small: Sequence[Operand | None]) -> Spec | None:
     """For a function that takes the running statistics last."""
-    if spec.buffers:
+    if spec is not None and spec.buffers:
         n = sum(isinstance(o, Operand) for o in small)
         spec.buffers = [n - 1, n]
     return spec
 
 
-def _buffers(mean: Operand | None, variance: Operand | None) -> list[int]:
+def _buffers(mean: Operand | None, variance: Operand | None) -> list[int] | None:
+    """What is written to besides; None if the two lie differently, or are Partial."""
     if not (isinstance(mean, Operand) and isinstance(variance, Operand)):
         return []
-    if mean.layout is not variance.layout or not mean.layout.is_firm:
-        raise ValueError(
-            f"running_mean lies as {mean.layout!r} and running_var as {variance.layout!r}; they must lie "
-            "alike, and not be Partial, for both are written to."
-        )
-    return [mean.index, variance.index]
+    return [mean.index, variance.index] if mean.layout is variance.layout and mean.layout.is_firm else None
 
 
 _BATCH = "input running_mean running_var weight bias training momentum eps"

@@ -84,7 +84,7 @@ def _max_pooled(nd: int, windows: Sequence[Window], ceil_mode: bool) -> Callable
         reach = {front + i: _reach(w) for i, w in enumerate(windows)}
         x, first = fetched(x, placed.ins[0], placed.outs[0], reach, lowest)
         if not x.numel() or 0 in placed.outs[0].local_shape:
-            none = _nothing(placed, x)
+            none = of_nothing(placed, x)
             return none if len(placed.outs) == 1 else (none, none.detach().long())
         taps, steps, edges, gaps = zip(*windows, strict=True)
         edges = tuple(0 if front + i in cut else n for i, n in enumerate(edges))
@@ -108,10 +108,6 @@ def _globally(
         along = indices.div(inner, rounding_mode="floor") % local[i] + offsets[i]
         found += along * math.prod(whole[i + 1 :])
     return found
-
-
-def _nothing(placed: Placed, x: torch.Tensor) -> torch.Tensor:
-    return of_nothing(placed, x) if x.is_floating_point() else x.new_zeros(placed.outs[0].local_shape)
 
 
 def avg_pool(nd: int) -> Callable[..., Spec | None]:
@@ -230,7 +226,7 @@ def _adapted(nd: int) -> Callable[..., Any]:
                 reach[dim] = _reach((n // max(m, 1), n // max(m, 1), 0, 1))
         x, first = fetched(x, lay, out, reach)
         if not x.numel() or 0 in out.local_shape:
-            none = _nothing(placed, x)
+            none = of_nothing(placed, x)
             return none if len(placed.outs) == 1 else (none, none.detach().long())
         y = func(x, out.local_shape[front:])
         if len(placed.outs) == 1:

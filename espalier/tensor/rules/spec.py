@@ -149,11 +149,13 @@ def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tup
 def of_nothing(placed: Placed, *inputs: torch.Tensor, out: int = 0) -> torch.Tensor:
     """Zeros for an output, by default the first, of a rank with an empty shard.
 
-    They hang on all inputs: where a collective waits in the backward pass, every rank must get there.
-    So must it in the backward of the backward pass, where the gradient of one input hangs on the others.
+    They hang on all inputs that have gradients: where a collective waits in the backward pass, every rank
+    must get there. So must it in the backward of the backward pass, where the gradient of one input hangs on
+    the others.
     """
-    zero = torch.expm1(sum((x.reshape(-1)[:0].sum() for x in inputs), inputs[0].new_zeros(())))
-    return inputs[0].new_zeros(placed.outs[out].local_shape) + zero
+    zeros = inputs[0].new_zeros(placed.outs[out].local_shape)
+    smooth = [x.reshape(-1)[:0].sum() for x in inputs if x.is_floating_point() or x.is_complex()]
+    return zeros + torch.expm1(sum(smooth[1:], smooth[0])) if smooth else zeros
 
 
 RuleFunction = Callable[..., "Spec | None"]
