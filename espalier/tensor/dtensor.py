@@ -319,6 +319,16 @@ class DTensor(torch.Tensor):
         with raw():
             return plain(self.detach())
 
+    def set_(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+        """Refused: torch does not ask ``__torch_function__`` here, and other memory would have no layout."""
+        if _intercepted():
+            raise NotImplementedError(
+                f"set_ of a DTensor ({self._layout.own!r}) would put other memory behind its layout. Assign "
+                "x.data = y, or make a new one: DTensor.from_local."
+            )
+        torch.Tensor.set_(self, *args, **kwargs)
+        return self
+
     # ---- values, copies
 
     def item(self) -> Any:
