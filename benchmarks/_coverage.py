@@ -26,8 +26,8 @@ from tests.ranks.op_trials import is_random, name_of, trials
 from tests.ranks.ours import Ours
 from tests.ranks.sweep import CLASSES, Sweep, op_db
 
-FEW = 2
-LIMIT = 60  # seconds for the calls of an operator; then it counts as one that hangs
+FEW = 1
+LIMIT = 40  # seconds for the calls of an operator; then it counts as one that hangs
 
 
 class Theirs:
