@@ -179,3 +179,40 @@ def _timed(contender: Contender, calls: int, clock: Callable[[], float]) -> floa
     for _ in repeat:
         run()
     return (clock() - start) / calls
+
+
+@dataclass
+class Section:
+    """A table, and the claims about it: what was measured, the bar, whether it holds."""
+
+    title: str
+    words: str
+    rows: list[Row] = field(default_factory=list)
+    bars: list[tuple[str, float, float]] = field(default_factory=list)
+
+    def bar(self, claim: str, value: float, limit: float) -> None:
+        """``value`` is to be at most ``limit``."""
+        self.bars.append((claim, value, limit))
+
+    def claims(self) -> list[str]:
+        """Each bar in a line."""
+        return [
+            f"{'PASS' if value <= limit else 'MISS'}  {claim}: {value:.2f} (bar {limit:g})"
+            for claim, value, limit in self.bars
+        ]
+
+    @property
+    def missed(self) -> int:
+        """How many bars do not hold."""
+        return sum(value > limit for _, value, limit in self.bars)
+
+    def text(self) -> str:
+        """For a terminal."""
+        return "\n".join([f"== {self.title}", table(self.rows), "", *self.claims(), ""])
+
+    def markdown(self) -> str:
+        """For the docs."""
+        head, *rest = [f"| {' | '.join(row)} |" for row in self.rows]
+        line = "|".join(["", "---", *["--:"] * (len(self.rows[0]) - 1), ""])
+        claims = [f"- {claim}" for claim in self.claims()]
+        return "\n".join([f"## {self.title}", "", self.words, "", head, line, *rest, "", *claims, ""])

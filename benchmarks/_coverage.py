@@ -26,6 +26,7 @@ from tests.ranks.op_trials import is_random, name_of, trials
 from tests.ranks.ours import Ours
 from tests.ranks.sweep import CLASSES, Sweep, op_db
 
+HUNG = "ended"
 FEW = 1
 LIMIT = 40  # seconds for the calls of an operator; then it counts as one that hangs
 
@@ -62,7 +63,7 @@ def swept(mesh: espalier.Mesh, library: str, start: int, notes: str) -> None:
             # torch draws random values otherwise on purpose
             if index < start or is_random(op):
                 continue
-            page.write(f"{index} {name_of(op)} ended-the-process\n")
+            page.write(f"{index} {name_of(op)} {HUNG}\n")
             signal.alarm(LIMIT)  # ends the process
             outcomes = ["rule"]
             for trial in trials(op, seed=0, few=FEW):
