@@ -423,10 +423,10 @@ def covered() -> Section:
         "Coverage",
         "Each operator of torch's own test database on two gloo ranks: some of its samples, in float32 and "
         "with float64 gradients, its tensors laid out at random (replicated, sharded on any dim, Partial), "
-        "against the plain call. An operator counts by the worst of its calls; those that draw random numbers "
+        "against the plain call. An operator counts by the worst of its calls; those that draw randomly "
         "are left out. *Rule*: carried out where the shards lie. *Fallback*: right, but gathered, or entered "
-        "as a composite. *Refused*: an error that says why; for torch any error. *Wrong*: another result; the "
-        "process ended or hung; for Espalier also an error where the plain call has none.",
+        "as a composite. *Refused*: an error that says why; for torch any error. *Wrong*: another result; "
+        "the process ended or hung; for Espalier also an error where the plain call has none.",
         [("library", "operators", "rule", "fallback", "refused", "wrong")],
     )
     for library in ("Espalier", "torch"):
