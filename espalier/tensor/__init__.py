@@ -18,6 +18,7 @@ from espalier.tensor.factories import (
     rand,
     randint,
     randn,
+    randperm,
     zeros,
 )
 from espalier.tensor.fallback import GatherWarning
@@ -63,6 +64,7 @@ __all__ = [
     "rand",
     "randint",
     "randn",
+    "randperm",
     "redistribute",
     "register_rule",
     "register_sharding",

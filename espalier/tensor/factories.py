@@ -11,7 +11,7 @@ from espalier.comm.moves import as_addend
 from espalier.layout import Layout, Placement, Replicate, local_box
 from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.tensor.dtensor import DTensor, stamp
-from espalier.tensor.random import draw_key, integers, normal, uniform
+from espalier.tensor.random import bits, draw_key, integers, normal, uniform
 
 Make = Callable[[Layout, torch.device], torch.Tensor]
 
@@ -147,6 +147,22 @@ def randint(
     key = draw_key(generator)
     make = _random(lambda lay, device: integers(lay, key, low, high, device).to(dtype))
     return _factory((given["size"],), make, **options)
+
+
+def randperm(
+    n: int, *, dtype: torch.dtype = torch.int64, generator: torch.Generator | None = None, **options: Any
+) -> DTensor:
+    """``torch.randperm`` on a mesh (options as for :func:`full`): the same order under every layout.
+
+    Every rank makes all of it, and keeps its part.
+    """
+    key = draw_key(generator)
+
+    def make(lay: Layout, device: torch.device) -> torch.Tensor:
+        order = bits(torch.arange(n, device=device), key).sort(stable=True).indices
+        return order[local_box(lay).slices].to(dtype)
+
+    return _factory((n,), _random(make), **options)
 
 
 def _random(make: Make) -> Make:

@@ -53,10 +53,26 @@ DRAWS: dict[str, Draw] = {
     "bernoulli": lambda x: torch.bernoulli(torch.sigmoid(x)),
     "random_": lambda x: x.random_(3, 9),
     "exponential_": lambda x: x.exponential_(2.0),
+    "geometric_": lambda x: x.geometric_(0.2),
+    "cauchy_": lambda x: x.cauchy_(1.0, 2.0),
+    "log_normal_": lambda x: x.log_normal_(0.5, 0.2),
+    "randint_like": lambda x: torch.randint_like(x, -3, 9),
+    "bernoulli p": lambda x: torch.bernoulli(x, 0.3),
+    "normal": lambda x: torch.normal(x, x.abs()),
+    "poisson": lambda x: torch.poisson(x.exp()),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, True),
+    "dropout1d": lambda x: F.dropout1d(x, 0.4),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=0),
+    "orthogonal_": nn.init.orthogonal_,
+    "sparse_": lambda x: nn.init.sparse_(x, 0.4),
     "trunc_normal_": lambda x: nn.init.trunc_normal_(x, 0.5, 1.0, -1.0, 1.0),
     "kaiming_uniform_": lambda x: nn.init.kaiming_uniform_(x, a=math.sqrt(5)),
     "xavier_normal_": nn.init.xavier_normal_,
 }
+
+# what these give may lie otherwise than their input
+FREE = {"gumbel_softmax", "multinomial"}
 
 
 def drawn(rank: int, world: int, expected: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
@@ -92,6 +108,7 @@ def factories(rank: int, world: int) -> list[list[torch.Tensor]]:
                 espalier.randn(
                     7, 2, 3, device_mesh=mesh, placements=placements, dtype=torch.bfloat16
                 ).full_tensor(),
+                espalier.randint(-5, 99, (4, 3, 5), device_mesh=mesh, placements=placements).full_tensor(),
                 espalier.rand(
                     1, 2, 3, device_mesh=mesh, placements=placements, dtype=torch.float64, generator=generator
                 ).full_tensor(),
@@ -105,6 +122,26 @@ def test_factories_are_the_same_under_every_layout_and_rank_count(ranks: Any) ->
     for world in WORLDS:
         for found in itertools.chain.from_iterable(ranks(world, factories)):
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def shuffled(rank: int, world: int) -> list[torch.Tensor]:
+    found = []
+    for mesh, placements in layouts(world, 1):
+        torch.manual_seed(3)
+        found.append(espalier.randperm(7, device_mesh=mesh, placements=placements).full_tensor())
+        weights = laid(torch.linspace(0, 1, 5), mesh, [Replicate()] * mesh.ndim)
+        found.append(torch.multinomial(weights, 4).full_tensor())
+        found.append(torch.multinomial(weights, 4, replacement=True).full_tensor())
+    return found
+
+
+def test_orders_and_samples_are_the_same_under_every_layout_and_rank_count(ranks: Any) -> None:
+    expected = ranks(1, shuffled)[0][:3]
+    assert sorted(expected[0].tolist()) == list(range(7))
+    assert len(set(expected[1].tolist())) == 4 and 0 not in expected[1]
+    for world in WORLDS:
+        for found in ranks(world, shuffled):
+            assert all(torch.equal(a, expected[i % 3]) for i, a in enumerate(found))
 
 
 def dropout_gradients(rank: int, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -275,6 +312,27 @@ def moments(rank: int, world: int) -> None:
     check(nn.init.trunc_normal_(x.clone(), 0, 1, -1, 1), 0, math.sqrt(0.29112), -1, 1)
     bound = math.sqrt(6 / 300)
     check(nn.init.kaiming_uniform_(x.clone()), 0, 2 * bound * third, -bound, bound)
+    check(x.clone().geometric_(0.25), 4, math.sqrt(12), 1, 200)
+    check(
+        x.clone().log_normal_(0, 0.5), math.exp(0.125), math.exp(0.125) * math.sqrt(math.expm1(0.25)), 0, 20
+    )
+    check(torch.randint_like(x, -2, 8), 2.5, math.sqrt(99 / 12), -2, 7)
+    check(torch.normal(torch.ones_like(x), 2.0), 1, 2, -12, 14)
+    for rate in (0.3, 40.0, 2000.0):
+        check(torch.poisson(torch.full_like(x, rate)), rate, math.sqrt(rate), 0, 2 * rate + 9)
+    # what keeps zero mean and unit variance
+    check(F.alpha_dropout(torch.randn_like(x), 0.3, True), 0, 1, -9, 9)
+    quartile = (
+        x.clone().cauchy_(3.0, 2.0).full_tensor().double().quantile(torch.tensor([0.25, 0.5, 0.75]).double())
+    )
+    torch.testing.assert_close(quartile, torch.tensor([1.0, 3.0, 5.0]).double(), atol=0.08, rtol=0)
+    weights = espalier.distribute_tensor(torch.tensor([0.1, 0.0, 0.4, 0.5]).expand(3000, 4), mesh, [Shard(0)])
+    first = torch.multinomial(weights, 2).full_tensor()
+    again = torch.multinomial(weights, 2, replacement=True).full_tensor()
+    assert (first[:, 0] != first[:, 1]).all()
+    for found in (first[:, 0], again[:, 0], again[:, 1]):
+        shares = torch.bincount(found, minlength=4) / 3000
+        torch.testing.assert_close(shares, torch.tensor([0.1, 0.0, 0.4, 0.5]), atol=0.04, rtol=0)
     two = [torch.rand_like(x).full_tensor().flatten() for _ in range(2)]
     assert abs(torch.corrcoef(torch.stack(two))[0, 1].item()) < 0.03
 

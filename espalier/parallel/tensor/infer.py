@@ -179,6 +179,8 @@ class _Watch(TorchFunctionMode):
             self.leaked.add(stream)  # met by something whole, as in a residual sum
         if not all(same_cuts(size, factor, (self.ranks,)) for size, factor in spec.factors.get(letter, ())):
             self.leaked.add(stream)
+        if kept and letter in spec.sends:
+            self.leaked.add(stream)  # a norm over it can be, but for a message of its own
         if not kept:
             if letter in spec.reduce and (named or spec.reduce[letter] == "done"):
                 self.closed.add(stream)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from espalier.comm.moves import as_addend
+from espalier.layout import Layout
+from espalier.layout.layout import R
 from espalier.tensor.random import draw_key, integers, normal, uniform
 from espalier.tensor.rules.pointwise import found, letters
 from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, writing
@@ -39,6 +42,67 @@ def keep_mask(placed: Placed, p: float, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(like)
     lay = placed.outs[0]
     return (uniform(lay, draw_key(), torch.float32, like.device) >= p).to(like.dtype).div_(1 - p)
+
+
+def _features(placed: Placed) -> Placed:
+    """One value for each sample and channel of the first output."""
+    lay = placed.outs[0]
+    axes = tuple(R if isinstance(s, int) and s > 1 else s for s in lay.axes)
+    cuts = tuple(cut if d < 2 else () for d, cut in enumerate(lay.cuts))
+    few = Layout.of(lay.mesh, axes, cuts, tuple(n if d < 2 else 1 for d, n in enumerate(lay.shape)))
+    return Placed(placed.mesh, placed.ins, (few,))
+
+
+def _dropping(features: bool, alpha: bool) -> Callable[..., Spec]:
+    """The forms that drop whole channels, or keep mean and variance (Klambauer et al., 2017)."""
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        bound = dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
+        x, p = bound["input"], bound["p"]
+        if not bound["train"] or not 0 < p < 1:
+            return func(*args, **kwargs)
+        noted = _features(placed) if features else placed
+        mask = keep_mask(noted, p, x.new_empty(noted.outs[0].local_shape))
+        if not alpha:
+            return x * mask
+        kept, low = mask * (1 - p), -1.7580993408473766  # what SELU tends to, far below zero
+        scale = 1 / math.sqrt((low * low * p + 1) * (1 - p))
+        shift = (1 - kept - p) * (low * scale)
+        return x * (kept * scale) + shift
+
+    def rule(input: Operand, p: float, train: bool) -> Spec:
+        dims = input.dims()
+        linear = [] if alpha and train and 0 < p < 1 else [(0,)]
+        return Spec([dims], [dims], [input.shape], linear=linear, run=run)
+
+    return rule
+
+
+def rrelu(
+    input: Operand, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Spec:
+    """What is below zero is multiplied by slopes that are the same under every layout."""
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        names = ("input", "lower", "upper", "training", "generator")
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        x = bound["input"]
+        if not bound.get("training", False):
+            return func(*args, **kwargs)
+        low, high = bound.get("lower", 1 / 8), bound.get("upper", 1 / 3)
+        func(x.new_empty(0), low, high, True)  # torch's own word on the slopes
+        drawn = uniform(placed.outs[0], draw_key(bound.get("generator")), x.dtype, x.device)
+        slopes = torch.where(x.detach() <= 0, drawn * (high - low) + low, 1)
+        return x * slopes
+
+    return Spec([input.dims()], [input.dims()], [input.shape], run=run)
+
+
+def _written(func: Callable[..., Any]) -> Callable[..., Any]:
+    def body(input: Any, *args: Any, **kwargs: Any) -> Any:
+        return input.copy_(func(input, *args, **kwargs))
+
+    return body
 
 
 def letters_of_all(operands: list[Operand]) -> list[Dims]:
@@ -95,6 +159,24 @@ def _exponential(
     return -torch.log1p(-uniform(placed.outs[0], draw_key(generator), x.dtype, x.device)) / lambd
 
 
+def _geometric(placed: Placed, x: torch.Tensor, p: float, *, generator: Any = None) -> torch.Tensor:
+    drawn = uniform(placed.outs[0], draw_key(generator), torch.float64, x.device)
+    return torch.log1p(-drawn).div_(math.log1p(-p)).ceil_().clamp_min_(1)
+
+
+def _cauchy(
+    placed: Placed, x: torch.Tensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None
+) -> torch.Tensor:
+    drawn = uniform(placed.outs[0], draw_key(generator), x.dtype, x.device)
+    return drawn.sub_(0.5).mul_(math.pi).tan_() * sigma + median
+
+
+def _log_normal(
+    placed: Placed, x: torch.Tensor, mean: float = 1.0, std: float = 2.0, *, generator: Any = None
+) -> torch.Tensor:
+    return _normal(placed, x, mean, std, generator=generator).exp_()
+
+
 def _like(draw: Callable[..., torch.Tensor]) -> Callable[..., Spec]:
     """rand_like and randn_like: a new tensor that lies as the given one."""
 
@@ -110,17 +192,111 @@ def _like(draw: Callable[..., torch.Tensor]) -> Callable[..., Spec]:
     return rule
 
 
-def bernoulli(x: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    """Each element is the probability of its own 1."""
-    if args:
+def randint_like(x: Operand, *bounds: Any, **kwargs: Any) -> Spec:
+    """Whole numbers, which lie as the given tensor."""
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        x, *bounds = args
+        func(x.new_empty(0), *bounds, **kwargs)  # torch's own word on the bounds
+        names = ("low", "high") if len(bounds) > 1 or "high" in kwargs else ("high",)
+        given = dict(zip(names, bounds, strict=False)) | kwargs
+        low, high = given.get("low", 0), given["high"]
+        device = torch.device(kwargs.get("device") or x.device)
+        drawn = integers(placed.outs[0], draw_key(kwargs.get("generator")), low, high, device)
+        return drawn.to(kwargs.get("dtype") or x.dtype).requires_grad_(kwargs.get("requires_grad", False))
+
+    return Spec([x.dims()], [x.dims()], [x.shape], run=run)
+
+
+def _flat(drawn: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    """The values, whose gradient is zero."""
+    for x in inputs:
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            drawn = torch.where(x.new_zeros((), dtype=torch.bool), x, drawn)
+    return drawn
+
+
+def bernoulli(x: Operand, p: Any = None, *, generator: Any = None, out: Any = None) -> Spec | None:
+    """Each element is the probability of its own 1, or p is that of all."""
+    if out is not None:
         return None
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-        p = args[0]
-        drawn = uniform(placed.outs[0], draw_key(kwargs.get("generator")), torch.float32, p.device)
-        return (drawn < p).to(p.dtype)
+        x, p = args[0], args[1] if len(args) > 1 else kwargs.get("p")
+        # torch's own word on what is given, from a generator that nobody else draws from
+        aside = torch.Generator(x.device)
+        func(*((x.new_empty(0), p) if p is not None else (x.detach(),)), generator=aside)
+        drawn = uniform(placed.outs[0], draw_key(kwargs.get("generator")), torch.float32, x.device)
+        return _flat((drawn < (x if p is None else p)).to(x.dtype), x)
 
     return Spec([x.dims()], [x.dims()], [x.shape], run=run)
+
+
+def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = None) -> Spec | None:
+    """torch.normal: each element has a mean and a deviation of its own."""
+    given = found((mean, std), {})
+    if out is not None or not given:
+        return None
+    shape = tuple(torch.broadcast_shapes(*(x.shape for x in given)))
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        bound = {"std": 1.0} | dict(zip(("mean", "std"), args, strict=False)) | kwargs
+        both = [x for x in (bound["mean"], bound["std"]) if isinstance(x, torch.Tensor)]
+        mean, std = (x.detach() if isinstance(x, torch.Tensor) else x for x in (bound["mean"], bound["std"]))
+        dtype = both[0].dtype
+        drawn = normal(placed.outs[0], draw_key(bound.get("generator")), dtype, both[0].device)
+        if (torch.as_tensor(std) < 0).any():
+            raise RuntimeError("normal expects all elements of std >= 0.0")
+        return _flat(drawn * std + mean, *both)
+
+    dims = [letters(x.shape, shape) for x in given]
+    return Spec(dims, [letters(shape, shape)], [shape], run=run)
+
+
+def poisson(input: Operand, generator: Any = None) -> Spec:
+    """Each element is the mean of its own count: the least k whose distribution function reaches a uniform
+    value, found by halving."""
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        rate, generator = args[0].detach(), args[1] if len(args) > 1 else kwargs.get("generator")
+        func(rate.reshape(-1)[:0])
+        wide = rate.double()
+        drawn = uniform(placed.outs[0], draw_key(generator), torch.float64, rate.device)
+        low, high = torch.full_like(wide, -1), (wide + 20 * wide.sqrt() + 60).ceil_()
+        for _ in range(64 if rate.numel() else 0):
+            middle = ((low + high) / 2).floor_()
+            enough = torch.special.gammaincc(middle + 1, wide) > drawn
+            low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+        return _flat(high.to(rate.dtype), args[0])
+
+    return Spec([input.dims()], [input.dims()], [input.shape], run=run)
+
+
+def multinomial(
+    input: Operand, num_samples: int, replacement: bool = False, *, generator: Any = None, out: Any = None
+) -> Spec | None:
+    """Samples of each row; its weights lie together."""
+    if out is not None:
+        return None
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        names = ("input", "num_samples", "replacement")
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        x, count, again = bound["input"].detach(), bound["num_samples"], bound.get("replacement", False)
+        # torch's own word on the weights, from a generator that nobody else draws from
+        func(x, count, again, generator=torch.Generator(x.device))
+        key, wide = draw_key(bound.get("generator")), x.double()
+        if again:
+            sums = wide.cumsum(-1)
+            drawn = uniform(placed.outs[0], key, torch.float64, x.device)
+            return torch.searchsorted(sums, drawn * sums[..., -1:], right=True)
+        # waiting times at these rates: those who come first (Efraimidis and Spirakis, 2006)
+        drawn = uniform(placed.ins[0], key, torch.float64, x.device)
+        times = torch.where(wide > 0, -torch.log1p(-drawn) / wide, torch.inf)
+        return times.topk(count, -1, largest=False).indices
+
+    dims = (*input.dims()[:-1], None)
+    return Spec([dims], [dims], [(*input.shape[:-1], num_samples)], run=run)
 
 
 def register(rules: Rules) -> None:
@@ -134,10 +310,25 @@ def register(rules: Rules) -> None:
         "bernoulli_": _bernoulli,
         "random_": _integers,
         "exponential_": _exponential,
+        "geometric_": _geometric,
+        "cauchy_": _cauchy,
+        "log_normal_": _log_normal,
     }
     for name, draw in fillers.items():
         rules.add(getattr(torch.Tensor, name), _filler(draw))
     rules.add(torch.rand_like, _like(uniform))
     rules.add(torch.randn_like, _like(normal))
-    for f in (torch.bernoulli, torch.Tensor.bernoulli):
-        rules.add(f, bernoulli)
+    rules.add(torch.randint_like, randint_like)
+    rules.name("bernoulli")(bernoulli)
+    rules.name("multinomial")(multinomial)
+    rules.add(torch.poisson, poisson)
+    rules.add(torch.normal, normal_of)
+    for name, features, alpha in (
+        ("feature_dropout", True, False),
+        ("alpha_dropout", False, True),
+        ("feature_alpha_dropout", True, True),
+    ):
+        rules.add(getattr(torch, name), _dropping(features, alpha))
+    rules.add(torch.rrelu, rrelu)
+    for name in ("feature_dropout", "alpha_dropout", "feature_alpha_dropout", "rrelu"):
+        rules.compose(_written(getattr(torch, name)), getattr(torch, name + "_"))
