@@ -370,22 +370,6 @@ def unruled(rank: int, world: int) -> None:
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
-def recurrent(rank: int, world: int) -> None:
-    mesh = mesh_of(world)
-    torch.manual_seed(0)
-    plain = nn.LSTM(3, 4, dtype=F64)
-    model = lay_out_module(copy.deepcopy(plain), mesh, [0])
-    with pytest.warns(GatherWarning) as caught:
-        out = model(seeded(5, 2, 3))[0]
-    assert len(caught) == 1
-    right = plain(seeded(5, 2, 3))[0]
-    torch.testing.assert_close(out.full_tensor(), right)
-    out.pow(2).sum().backward()
-    right.pow(2).sum().backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-
-
 def strictly(rank: int, world: int) -> None:
     mesh = mesh_of(world)
     x = distribute_tensor(seeded(4), mesh, [Shard(0)])
@@ -417,8 +401,3 @@ def test_uneven_nested_shards(ranks):
 def test_optimizers_step_as_on_one_rank(ranks, world):
     for wrong in ranks(world, optimizers):
         assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("world", [2])
-def test_recurrent_network_gathers_with_one_warning(ranks, world):
-    ranks(world, recurrent)

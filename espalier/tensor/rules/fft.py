@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from espalier.layout.layout import normal_dim
-from espalier.tensor.rules.spec import Dims, Operand, RuleFunction, Rules, Spec, outcome
+from espalier.tensor.rules.spec import Dims, Operand, Placed, RuleFunction, Rules, Spec, outcome
 
 # names to the dims transformed by default; None: all, or as many of the last as there are sizes
 TRANSFORMS: list[tuple[str, tuple[int, ...] | None]] = [
@@ -35,7 +36,19 @@ def transform(function: Any, default: tuple[int, ...] | None) -> RuleFunction:
 
 def _over_others(x: Operand, whole: set[int], shape: tuple[int, ...]) -> Spec:
     dims: Dims = tuple(None if i in whole else d for i, d in enumerate(x.dims()))
-    return Spec([dims], [(*dims, *(None,) * (len(shape) - x.ndim))], [shape], linear=[(0,)])
+    out = (*dims, *(None,) * (len(shape) - x.ndim))
+    return Spec([dims], [out], [shape], linear=[(0,)], run=_of_nothing, when=lambda placed: placed.lacks())
+
+
+def _of_nothing(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+    """Some libraries refuse to transform no rows at all: they get one of zeros."""
+    x, *rest = args or (kwargs["input"],)
+    empty = [d for d, n in enumerate(x.shape) if not n]
+    named = {k: v for k, v in kwargs.items() if k != "input"}
+    out = func(x.sum(empty, keepdim=True), *rest, **named)
+    for d in empty:
+        out = out.narrow(d, 0, 0)
+    return out
 
 
 def shift(x: Operand, dim: Any = None) -> Spec:
@@ -49,7 +62,7 @@ def short_time(function: Any) -> RuleFunction:
 
     def rule(x: Operand, *args: Any, **kwargs: Any) -> Spec:
         shape = outcome(function, x, *args, **kwargs)[0]
-        single = x.ndim == (1 if function in (torch.stft, torch.Tensor.stft) else 2)
+        single = x.ndim == (1 if function.__name__ == "stft" else 2)
         lead: Dims = () if single else ("b",)
         window = [(None,)] if any(isinstance(a, Operand) for a in (*args, *kwargs.values())) else []
         given, result = ((*lead, *(None,) * (n - len(lead))) for n in (x.ndim, len(shape)))
