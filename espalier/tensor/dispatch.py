@@ -27,7 +27,7 @@ from espalier.tensor.fallback import asks_in_place, enter_or_gather, torch_error
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
 from espalier.tensor.rules.spec import Operand, Placed, Spec
-from espalier.tensor.saved import Shard, gather_before_backward, hold, keep_in_step, saving_shards
+from espalier.tensor.saved import Shard, apart, gather_before_backward, hold, keep_in_step, saving_shards
 from espalier.tensor.strictness import is_strict, refuse_plain
 
 _plain_call = torch._C._disabled_torch_function_impl
@@ -116,8 +116,8 @@ class Entry:
                     gathered.append(moved)
             if shards:
                 with saving_shards(shards):
-                    out = self._local(func, args, kwargs)
-                gather_before_backward(out, gathered, shards)
+                    out = apart(self._local(func, args, kwargs), gathered)
+                gather_before_backward(out, shards)
             else:
                 out = self._local(func, args, kwargs)
             if self.marked:

@@ -143,16 +143,26 @@ def close_saving(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
         hooks.__exit__()
 
 
-def gather_before_backward(out: Any, gathered: Sequence[torch.Tensor], shards: Sequence[Shard]) -> None:
-    """Gather again when the backward pass reaches the operation that made ``out`` of ``gathered``."""
+def gather_before_backward(out: Any, shards: Sequence[Shard]) -> None:
+    """Gather again when the backward pass reaches the operation that made ``out``."""
     if recorders():
-        return handle_torch_function(gather_before_backward, (), out, gathered, shards)
+        return handle_torch_function(gather_before_backward, (), out, shards)
     for x in out if isinstance(out, tuple | list) else (out,):
         if isinstance(x, torch.Tensor) and x.grad_fn is not None:
-            for full, shard in zip(gathered, shards, strict=True):
-                # a function may give back what it was given
-                if x.grad_fn is not full.grad_fn:
-                    x.grad_fn.register_prehook(shard.gather)
+            for shard in shards:
+                x.grad_fn.register_prehook(shard.gather)
+
+
+def apart(out: Any, gathered: Sequence[torch.Tensor]) -> Any:
+    """The outputs, each with a place of its own in the graph.
+
+    A function may give back what it was given: on some ranks only, where their sizes happen to be right.
+    """
+    if isinstance(out, tuple | list):
+        return type(out)(apart(x, gathered) for x in out) if type(out) in (tuple, list) else out
+    if isinstance(out, torch.Tensor) and any(x.grad_fn is out.grad_fn for x in gathered):
+        return out.view_as(out)
+    return out
 
 
 def keep_in_step(out: Any) -> None:

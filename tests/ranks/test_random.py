@@ -72,7 +72,7 @@ DRAWS: dict[str, Draw] = {
 }
 
 # what these give may lie otherwise than their input
-FREE = {"gumbel_softmax", "multinomial"}
+FREE = {"gumbel_softmax"}
 
 
 def drawn(rank: int, world: int, expected: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
@@ -83,7 +83,8 @@ def drawn(rank: int, world: int, expected: dict[str, torch.Tensor] | None) -> di
         for name, draw in DRAWS.items():
             torch.manual_seed(11)
             out = draw(laid(value, mesh, placements))
-            assert isinstance(out, DTensor) and out.placements == tuple(placements), name
+            assert isinstance(out, DTensor), name
+            assert out.placements == tuple(placements) or name in FREE, (name, out.placements)
             whole = out.full_tensor()
             assert torch.equal(found.setdefault(name, whole), whole), (name, placements)
     return found if expected is None else {}
