@@ -44,12 +44,14 @@ class Mesh(TorchNames):
         world_rank: this process's rank in the world, or that from which a dry mesh is seen.
         is_member: whether ``world_rank`` is one of ``ranks``.
         ledgers: the open ledgers that traffic on this mesh is written to (see ``espalier.comm``).
-        everywhere: those that are opened on every mesh there will be; ``known``: the meshes there are.
+        everywhere: those that are opened on every mesh there will be; ``known``: the meshes there are;
+            ``built``: the running world, and its meshes (a cache).
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
     """
 
     everywhere: ClassVar[tuple[Any, ...]] = ()
     known: ClassVar[weakref.WeakSet[Mesh]] = weakref.WeakSet()
+    built: ClassVar[tuple[Any, dict[Any, Mesh]]] = (None, {})
 
     def __init__(
         self,
@@ -89,7 +91,9 @@ class Mesh(TorchNames):
     def from_env(
         axes: Mapping[str, int], device_type: str | None = None, *, ranks: Sequence[int] | None = None
     ) -> Mesh:
-        """A mesh over the ranks of the running world, the last axis varying fastest.
+        """The mesh over the ranks of the running world, the last axis varying fastest.
+
+        Asked again for the same, it is the same object: process groups are made once.
 
         Under torchrun (or ``espalier run``) the world is joined first, if the program has not done so.
 
@@ -121,13 +125,17 @@ class Mesh(TorchNames):
             return Mesh.single(names, device_type or "cpu")
         if device_type is None:
             device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        members = tuple(range(needed) if ranks is None else map(int, ranks))
+        known = _built().get((device_type, names, shape, members))
+        if known is not None:
+            return known
         if ranks is not None:
             return Mesh.from_torch(DeviceMesh(device_type, _array(ranks, shape), mesh_dim_names=names))
         return Mesh.from_torch(init_device_mesh(device_type, shape, mesh_dim_names=names))
 
     @staticmethod
     def from_torch(device_mesh: DeviceMesh) -> Mesh:
-        """The mesh over a ``DeviceMesh``; the same object every time it is asked for.
+        """The mesh over a ``DeviceMesh``; the same object every time it is asked for, and for its equals.
 
         On a rank outside it the mesh is dry (:attr:`is_member` says which).
         """
@@ -149,6 +157,8 @@ class Mesh(TorchNames):
             ranks=device_mesh.mesh.flatten().tolist(),
             world_rank=dist.get_rank(),
         )
+        if device_mesh is _root(device_mesh):
+            _built()[device_mesh.device_type, mesh.names, shape, mesh.ranks] = mesh
         for relative in family.values():
             mesh.ledgers = relative.ledgers
         family[device_mesh] = mesh
@@ -358,11 +368,39 @@ def _check_ranks(
         )
 
 
+def _built() -> dict[Any, Mesh]:
+    """The meshes of the running world by what they are made of.
+
+    Those of a world that has gone give up its process groups, each of which has threads.
+    """
+    world, known = Mesh.built
+    if world is not dist.group.WORLD:
+        for mesh in Mesh.known:
+            mesh._groups = [None] * mesh.ndim
+            if mesh._device_mesh is not None:
+                vars(_root(mesh._device_mesh)).get("_pg_registry", {}).clear()
+        known = {}
+        Mesh.built = (dist.group.WORLD, known)
+    return known
+
+
 def _family(device_mesh: DeviceMesh) -> dict[DeviceMesh, Mesh]:
-    """The meshes made so far of a ``DeviceMesh`` and of the slices of its root."""
-    root = device_mesh._get_root_mesh() if hasattr(device_mesh, "_get_root_mesh") else device_mesh
-    family: dict[DeviceMesh, Mesh] = vars(root).setdefault("_espalier_meshes", {})
+    """The meshes made so far of a ``DeviceMesh``, of the slices of its root, and of their equals."""
+    built, root = _built(), _root(device_mesh)
+    family: dict[DeviceMesh, Mesh] | None = vars(root).get("_espalier_meshes")
+    if family is None:
+        names, shape, ranks = root.mesh_dim_names, root.mesh.shape, root.mesh.flatten().tolist()
+        equal = built.get((root.device_type, names, tuple(shape), tuple(ranks)))
+        family = {}
+        if equal is not None and equal._device_mesh is not None:
+            family = vars(_root(equal._device_mesh))["_espalier_meshes"]
+        vars(root)["_espalier_meshes"] = family
     return family
+
+
+def _root(device_mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a ``DeviceMesh`` is a slice of."""
+    return device_mesh._get_root_mesh() if hasattr(device_mesh, "_get_root_mesh") else device_mesh
 
 
 def _check_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> None:

@@ -319,7 +319,7 @@ class DTensor(torch.Tensor):
         with raw():
             return plain(self.detach())
 
-    def set_(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+    def set_(self, *args: Any, **kwargs: Any) -> DTensor:
         """Refused: torch does not ask ``__torch_function__`` here, and other memory would have no layout."""
         if _intercepted():
             raise NotImplementedError(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import espalier
@@ -88,6 +91,9 @@ def test_dry_meshes_are_seen_from_a_rank_of_a_world() -> None:
         Mesh.dry({"a": 2}, ranks=[1, 1])
 
 
+members = dist.get_process_group_ranks
+
+
 def parts(rank: int, world: int) -> None:
     theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     ours = Mesh.from_torch(theirs)
@@ -102,13 +108,14 @@ def parts(rank: int, world: int) -> None:
             assert getattr(mine, name) == getattr(other, name), name
         assert torch.equal(mine.mesh, other.mesh) and mine == other and hash(mine) == hash(other)
         assert mine.get_rank() == other.get_rank() and mine.get_coordinate() == other.get_coordinate()
-        assert mine.size() == other.size() and mine.get_all_groups() == other.get_all_groups()
+        assert mine.size() == other.size()
+        assert list(map(members, mine.get_all_groups())) == list(map(members, other.get_all_groups()))
         for axis in range(other.ndim):
             assert mine.size(axis) == other.size(axis)
             assert mine.get_local_rank(axis) == other.get_local_rank(axis)
-            assert mine.get_group(axis) == other.get_group(axis)
+            assert members(mine.get_group(axis)) == members(other.get_group(axis))
             name = other.mesh_dim_names[axis]
-            assert mine.get_group(name) == other.get_group(name) == mine[name].get_group()
+            assert mine.get_group(name) == mine.get_group(axis) == mine[name].get_group()
     with pytest.raises(ValueError, match="say which of data, tensor"):
         ours.get_local_rank()
     with pytest.raises(ValueError, match="no axis 'pipe'"):
@@ -167,3 +174,44 @@ def test_wrong_meshes_are_told_at_once() -> None:
         Mesh.single(("data",)).axis("pipe")
     with pytest.raises(TypeError, match="DeviceMesh"):
         espalier.zeros(2, device_mesh=3)  # type: ignore[arg-type]
+
+
+def asked_twice(rank: int, world: int) -> None:
+    mesh = Mesh.from_env({"data": 2, "tensor": 2})
+    assert Mesh.from_env({"data": 2, "tensor": 2}) is mesh
+    assert Mesh.from_env({"tensor": 2, "data": 2}) is not mesh
+    # as torch has it, DTensors of equal meshes go together
+    first, second = (init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")) for _ in range(2))
+    assert Mesh.from_torch(first) is Mesh.from_torch(second)
+    assert Mesh.from_torch(first["a"]) is Mesh.from_torch(first)["a"]
+    x, y = (
+        espalier.distribute_tensor(torch.ones(4), device_mesh, [Shard(0), Replicate()])
+        for device_mesh in (first, second)
+    )
+    assert (x + y).full_tensor().tolist() == [2.0] * 4
+
+
+@pytest.mark.world(4)
+def test_asked_twice_for_a_mesh_gives_the_same(ranks: Any) -> None:
+    ranks(4, asked_twice)
+
+
+def threads(rank: int, world: int) -> int:
+    for shape in ({"a": 2, "b": 2}, {"a": 2, "b": 1, "c": 2}):
+        mesh = Mesh.from_env(shape)
+        espalier.ones(4, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim).full_tensor()
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.world(4)
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_the_groups_of_a_world_that_has_gone_are_freed(ranks: Any) -> None:
+    first = ranks(4, threads)
+    for _ in range(3):
+        ranks(2, asked_alone)
+        last = ranks(4, threads)
+    assert all(a <= b for a, b in zip(last, first, strict=True))
+
+
+def asked_alone(rank: int, world: int) -> None:
+    Mesh.from_env({"a": 2})
