@@ -218,7 +218,8 @@ def mixes(rank: int, world: int) -> None:
     net = nn.Linear(3, 2, dtype=F64)
     assert isinstance(F.relu(net(x.detach())), DTensor)
     with pytest.raises(ValueError, match="lie on 2 meshes"):
-        x + espalier.zeros(4, 3, device_mesh=line(world), dtype=F64)
+        x + espalier.zeros(4, 3, device_mesh=Mesh.from_env({"other": world}), dtype=F64)
+    assert (x + espalier.zeros(4, 3, device_mesh=line(world), dtype=F64)).shape == (4, 3)
 
 
 def functional(rank: int, world: int) -> None:
