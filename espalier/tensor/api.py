@@ -261,7 +261,7 @@ def register_rule(*functions: Callable[..., Any]) -> Callable[[RuleFunction], Ru
         for function in functions:
             if isinstance(function, type) and issubclass(function, torch.autograd.Function):
                 function = function.apply
-            RULES.add(function, rule, typed=True)
+            RULES.add(function, rule)
         forget()
         return rule
 

@@ -199,15 +199,15 @@ class _Slot(dict[Any, "Entry | None"]):
     def __init__(self, func: Callable[..., Any]) -> None:
         super().__init__()
         self.special = RULES.special(func)
-        self.typed = func in RULES.typed
+        self.typed = func not in RULES.loose
 
 
 _slots: dict[Any, _Slot] = {}
 
 _NO_KWARGS: dict[str, Any] = {}
 _UNSEEN: Any = object()
-# what of an argument is part of the key only where the rule says so: a DTensor's dtype, a float's value
-_TOLD = frozenset({DTensor, float})
+# what of an argument is not part of the key where the rule is loose: a DTensor's dtype, a float's value
+_TOLD = frozenset({DTensor, float, complex, tuple, list, torch.Size})
 # NumPy's names, which torch takes too
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 
@@ -237,9 +237,9 @@ def dispatch(
     else:
         kwargs = _NO_KWARGS
     if slot.typed:
-        key = (key, *[a.dtype if type(a) is DTensor else a for a in args if type(a) in _TOLD])
+        key = (key, *[a.dtype if type(a) is DTensor else _told(a) for a in args if type(a) in _TOLD])
         if kwargs:
-            key = (key, *[a for a in kwargs.values() if type(a) is float])
+            key = (key, *[_told(a) for a in kwargs.values() if type(a) in _TOLD])
     entry = slot.get(key, _UNSEEN)
     if entry is _UNSEEN:
         return _first(slot, key, func, args, kwargs)
@@ -283,6 +283,16 @@ def _key(a: Any) -> Any:
     except TypeError:
         return t
     return a
+
+
+def _told(a: Any) -> Any:
+    """Of an argument, what :func:`_key` leaves out."""
+    t = type(a)
+    if t is DTensor:
+        return a.dtype
+    if t in (tuple, list, torch.Size):
+        return tuple([_told(x) for x in a if type(x) in _TOLD])
+    return a if t in (float, complex) else None
 
 
 def _first(

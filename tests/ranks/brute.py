@@ -23,6 +23,7 @@ from espalier.comm.moves import carry_out
 from espalier.layout import gradient_layout, local_box
 from espalier.layout.layout import R, V, is_partial
 from espalier.tensor import stamp
+from espalier.tensor.fallback import tree_map
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.spec import spellings
 
@@ -256,6 +257,26 @@ def without_gradient(tree: Any) -> Any:
     return type(tree)(map(without_gradient, tree)) if isinstance(tree, tuple | list) else tree
 
 
+def others(samples: Sequence[A]) -> Iterator[A]:
+    """The samples with other numbers, and in single precision: not to be taken for those seen before."""
+    for sample in samples:
+        trees = (sample.args, sample.kwargs)
+        for change in (_other_number, _single):
+            changed = [tree_map(change, tree) for tree in trees]
+            if tuple(changed) != trees:
+                yield A(*changed[0], **changed[1])
+
+
+def _other_number(leaf: Any) -> Any:
+    if type(leaf) is not float:
+        return leaf
+    return leaf / 2 if abs(leaf) > 1e-3 else leaf * 1000
+
+
+def _single(leaf: Any) -> Any:
+    return replace(leaf, dtype=torch.float32) if isinstance(leaf, X) and leaf.dtype == torch.float64 else leaf
+
+
 def called(function: Callable[..., Any], sample: A, tensors: Sequence[torch.Tensor]) -> list[Any]:
     """The tensors that come out; of a function that writes, what was written."""
     queue = iter(tensors)
@@ -373,7 +394,7 @@ def compare(
             grad._layout,
             right,
             f"gradient of input {k} as {layouts[k]}",
-            dtype,
+            min(dtype, right.dtype, key=lambda d: d.itemsize),
         )
 
 
@@ -434,7 +455,8 @@ def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
     for function in of.functions:
         first = writes(function) not in seen
         fitted = 0
-        for sample in of.samples:
+        for sample in (*of.samples, *(others(of.samples) if first else ())):
+            again = sample not in of.samples
             xs = described((sample.args, sample.kwargs))
             values = [value_of(x, generator) for x in xs]
             try:
@@ -448,10 +470,15 @@ def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
                 wanted = truth(function, sample, values, of, generator)
             fitted += 1
             if mesh.ndim > 1:
-                combos = drawn_layouts(xs, mesh, few if first else 1, rng) if few else iter(())
+                some = few if first and not again else 1
+                combos = drawn_layouts(xs, mesh, some, rng) if few else iter(())
             else:
                 combos = axis_layouts(
-                    xs, mesh, None if first else FEW, of.most if mesh.size() == 2 else of.most // 3, rng
+                    xs,
+                    mesh,
+                    None if first and not again else FEW,
+                    of.most if mesh.size() == 2 else of.most // 3,
+                    rng,
                 )
             for layouts in combos:
                 line = _tried(function, sample, layouts, values, wanted, of, generator)

@@ -198,5 +198,5 @@ def _nothing(
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
     for nd in (1, 2, 3):
-        rules.name(f"conv{nd}d", typed=True)(convolution(nd))
-        rules.name(f"conv_transpose{nd}d", typed=True)(transposed(nd))
+        rules.name(f"conv{nd}d")(convolution(nd))
+        rules.name(f"conv_transpose{nd}d")(transposed(nd))

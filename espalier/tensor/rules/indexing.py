@@ -401,8 +401,8 @@ def one_hot(x: Operand, num_classes: int = -1) -> Spec | None:
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
     # a mask is not an index
-    rules.add(torch.Tensor.__getitem__, getitem, typed=True)
-    rules.add(torch.Tensor.__setitem__, setitem, typed=True)
+    rules.add(torch.Tensor.__getitem__, getitem)
+    rules.add(torch.Tensor.__setitem__, setitem)
     rules.name("index_put", inplace=True)(index_put)
     rules.name("narrow", "narrow_copy")(narrow)
     rules.name("select", "select_copy")(select)

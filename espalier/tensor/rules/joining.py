@@ -120,10 +120,12 @@ def unbind(x: Operand, dim: int = 0) -> Spec:
 
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
-    rules.name("cat", "concat", "concatenate")(cat)
-    rules.name("stack")(stack)
-    rules.name("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "unsafe_split")(split)
-    rules.name("unsafe_split_with_sizes")(split)
-    rules.name("chunk", "unsafe_chunk")(chunk)
-    rules.name("tensor_split")(tensor_split)
-    rules.name("unbind", "unbind_copy")(unbind)
+    rules.name("cat", "concat", "concatenate", loose=True)(cat)
+    rules.name("stack", loose=True)(stack)
+    rules.name(
+        "split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "unsafe_split", loose=True
+    )(split)
+    rules.name("unsafe_split_with_sizes", loose=True)(split)
+    rules.name("chunk", "unsafe_chunk", loose=True)(chunk)
+    rules.name("tensor_split", loose=True)(tensor_split)
+    rules.name("unbind", "unbind_copy", loose=True)(unbind)

@@ -387,4 +387,4 @@ def register(rules: Rules) -> None:
     rules.add(F.multi_margin_loss, row_loss("n_", "n", "_"))
     rules.add(F.multilabel_margin_loss, row_loss("n_", "n_"))
     rules.add(F.ctc_loss, ctc_loss)
-    rules.name("logsumexp", typed=True)(log_sum_exp)
+    rules.name("logsumexp")(log_sum_exp)

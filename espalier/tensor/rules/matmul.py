@@ -212,13 +212,13 @@ def _lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
 
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
-    rules.name("linear")(linear)
-    rules.name("matmul", "mm", "bmm", "mv", "dot", "vdot")(matmul)
-    rules.add(torch.Tensor.__rmatmul__, reverse_matmul)
-    rules.name("addmm", "baddbmm")(addmm)
-    rules.name("outer", "ger")(outer)
+    rules.name("linear", loose=True)(linear)
+    rules.name("matmul", "mm", "bmm", "mv", "dot", "vdot", loose=True)(matmul)
+    rules.add(torch.Tensor.__rmatmul__, reverse_matmul, loose=True)
+    rules.name("addmm", "baddbmm", loose=True)(addmm)
+    rules.name("outer", "ger", loose=True)(outer)
     for f in (torch.einsum, torch.functional.einsum):
-        rules.add(f, einsum)
-    rules.add(F.embedding, embedding)
+        rules.add(f, einsum, loose=True)
+    rules.add(F.embedding, embedding, loose=True)
     rules.add(F.embedding_bag, embedding_bag)
-    rules.add(torch.embedding, table_embedding)
+    rules.add(torch.embedding, table_embedding, loose=True)

@@ -170,7 +170,7 @@ def register(rules: Rules) -> None:
     rules.name("bucketize")(bucketize)
     rules.name("isin")(isin)
     # whether two bounds differ hangs on their values
-    rules.name("histc", typed=True)(histc)
+    rules.name("histc")(histc)
     rules.name("gradient")(gradient)
     rules.name("cdist")(cdist)
     for f in (torch.diagonal, torch.Tensor.diagonal, torch.diagonal_copy):

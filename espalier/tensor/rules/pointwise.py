@@ -228,13 +228,13 @@ def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
     for name in LINEAR:
         for f in spellings(name):
-            rules.add(f, linear)
+            rules.add(f, linear, loose=True)
     for names in (NONLINEAR, BROADCAST):
         for name in names:
             for f in spellings(name):
-                rules.add(f, nonlinear)
+                rules.add(f, nonlinear, loose=True)
             for f in spellings(name + "_", f"__i{name}__"):
-                rules.add(f, writing(nonlinear))
+                rules.add(f, writing(nonlinear), loose=True)
     named: list[tuple[RuleFunction, str]] = [
         (add, "add sub subtract rsub"),
         (mul, "mul multiply"),
@@ -247,7 +247,7 @@ def register(rules: Rules) -> None:
         (prelu, "prelu"),
     ]
     for rule, names_ in named:
-        rules.name(*names_.split(), inplace=True)(rule)
+        rules.name(*names_.split(), inplace=True, loose=True)(rule)
     casts: list[tuple[RuleFunction, str]] = [
         (casting(), "to type type_as"),
         (casting(torch.float32), "float"),
@@ -256,22 +256,22 @@ def register(rules: Rules) -> None:
         (casting(torch.bfloat16), "bfloat16"),
     ]
     for cast, names_ in casts:
-        rules.name(*names_.split(), typed=True)(cast)
-    rules.name("complex")(complex_)
-    rules.name("view_as_real", "view_as_real_copy")(as_real)
-    rules.name("view_as_complex", "view_as_complex_copy")(as_complex)
-    rules.name("frexp")(frexp)
+        rules.name(*names_.split())(cast)
+    rules.name("complex", loose=True)(complex_)
+    rules.name("view_as_real", "view_as_real_copy", loose=True)(as_real)
+    rules.name("view_as_complex", "view_as_complex_copy", loose=True)(as_complex)
+    rules.name("frexp", loose=True)(frexp)
     for part in (torch.real, torch.imag, torch.Tensor.real.__get__, torch.Tensor.imag.__get__):  # type: ignore[attr-defined]
-        rules.add(part, linear)
-    rules.add(torch.Tensor.__itruediv__, writing(div))
+        rules.add(part, linear, loose=True)
+    rules.add(torch.Tensor.__itruediv__, writing(div), loose=True)
     for f in spellings("neg_", "negative_", "conj_physical_"):
-        rules.add(f, writing(linear))
-    rules.add(torch.Tensor.__rtruediv__, reverse_div)
-    rules.add(torch.Tensor.__rdiv__, reverse_div)
+        rules.add(f, writing(linear), loose=True)
+    rules.add(torch.Tensor.__rtruediv__, reverse_div, loose=True)
+    rules.add(torch.Tensor.__rdiv__, reverse_div, loose=True)
     rules.add(torch.Tensor.copy_, writing(copy_))
-    rules.add(torch.Tensor.zero_, writing(zero_))
-    rules.add(torch.zero_, writing(zero_))
-    rules.add(torch.Tensor.fill_, writing(fill_))
-    rules.add(torch.functional.broadcast_tensors, broadcast_tensors)
+    rules.add(torch.Tensor.zero_, writing(zero_), loose=True)
+    rules.add(torch.zero_, writing(zero_), loose=True)
+    rules.add(torch.Tensor.fill_, writing(fill_), loose=True)
+    rules.add(torch.functional.broadcast_tensors, broadcast_tensors, loose=True)
     for f in spellings("zeros_like", "ones_like", "empty_like", "full_like"):
-        rules.add(f, like)
+        rules.add(f, like, loose=True)

@@ -259,7 +259,7 @@ def register(rules: Rules) -> None:
     for nd in (1, 2, 3):
         rules.name(f"max_pool{nd}d")(max_pool(nd))
         rules.name(f"max_pool{nd}d_with_indices")(max_pool_with_indices(nd))
-        rules.name(f"avg_pool{nd}d", typed=True)(avg_pool(nd))
+        rules.name(f"avg_pool{nd}d")(avg_pool(nd))
         rules.name(f"adaptive_avg_pool{nd}d")(adaptive(nd, "avg"))
         rules.name(f"adaptive_max_pool{nd}d_with_indices")(adaptive(nd, "max"))
         rules.add(getattr(torch.nn.functional, f"adaptive_max_pool{nd}d"), adaptive_max(nd))

@@ -192,19 +192,19 @@ def triangle(x: Operand, diagonal: int = 0) -> Spec:
 
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
-    rules.name("sum", typed=True)(sum_)
+    rules.name("sum")(sum_)
     rules.name("nansum")(nansum)
-    rules.name("mean", typed=True)(mean)
+    rules.name("mean")(mean)
     rules.name("amax", "amin")(extreme)
     rules.name("max", "min")(max_)
     rules.name("argmax", "argmin")(argmax)
     rules.name("var", "std")(variance)
     rules.name("all", "any")(truth)
     rules.name("logsumexp", "prod", "count_nonzero")(whole)
-    rules.name("cumsum", typed=True)(cumsum)
+    rules.name("cumsum")(cumsum)
     rules.name("cumprod", "logcumsumexp", "softmax", "log_softmax", "softmin")(_along(1))
     rules.name("sort", "cummax", "cummin")(_along(2))
     rules.name("argsort")(_along(1))
     rules.name("topk")(topk)
-    rules.name("vector_norm", typed=True)(vector_norm)
+    rules.name("vector_norm")(vector_norm)
     rules.name("tril", "triu", inplace=True)(triangle)

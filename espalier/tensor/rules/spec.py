@@ -170,13 +170,16 @@ class Rules:
         self._rules: dict[Any, RuleFunction] = {}
         self._specials: dict[Any, Special] = {}
         self._bodies: dict[Any, Callable[..., Any]] = {}
-        self.typed: set[Any] = set()
+        self.loose: set[Any] = set()
 
-    def add(self, function: Any, rule: RuleFunction, *, typed: bool = False) -> None:
-        """Let ``rule`` speak for ``function``; ``typed``: its answer hangs on dtypes and values of floats."""
+    def add(self, function: Any, rule: RuleFunction, *, loose: bool = False) -> None:
+        """Let ``rule`` speak for ``function``.
+
+        ``loose``: neither the answer nor its runner hangs on dtypes, nor on more of a float than whether it
+        is zero. So a call with another float, a rate that falls from step to step, finds the old answer.
+        """
         self._rules[function] = rule
-        if typed:
-            self.typed.add(function)
+        (self.loose.add if loose else self.loose.discard)(function)
 
     def get(self, function: Any) -> RuleFunction | None:
         """The rule for a function, if there is one."""
@@ -228,7 +231,7 @@ class Rules:
         return self._bodies.get(function)
 
     def name(
-        self, *names: str, inplace: bool = False, typed: bool = False
+        self, *names: str, inplace: bool = False, loose: bool = False
     ) -> Callable[[RuleFunction], RuleFunction]:
         """Register a rule for every public spelling of these names (see :func:`spellings`).
 
@@ -240,10 +243,10 @@ class Rules:
                 found = spellings(name)
                 assert found, f"torch has no {name}"
                 for function in found:
-                    self.add(function, rule, typed=typed)
+                    self.add(function, rule, loose=loose)
                 if inplace:
                     for function in spellings(name + "_", f"__i{name}__"):
-                        self.add(function, writing(rule), typed=typed)
+                        self.add(function, writing(rule), loose=loose)
             return rule
 
         return register

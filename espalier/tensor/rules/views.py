@@ -250,21 +250,21 @@ def repeat_interleave(
 
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
-    rules.name("view", "reshape", "view_copy")(view)
-    rules.name("view_as", "reshape_as")(view_as)
-    rules.name("flatten")(flatten)
-    rules.name("ravel")(ravel)
-    rules.name("unflatten")(unflatten)
-    rules.name("transpose", "swapaxes", "swapdims", "transpose_copy")(transpose)
-    rules.name("permute", "permute_copy")(permute)
-    rules.name("movedim", "moveaxis")(movedim)
-    rules.name("t", "t_copy")(t)
-    rules.add(torch.Tensor.T.__get__, t)  # type: ignore[attr-defined]
-    rules.add(torch.Tensor.mT.__get__, mt)  # type: ignore[attr-defined]
-    rules.name("unsqueeze", "unsqueeze_copy")(unsqueeze)
-    rules.name("squeeze", "squeeze_copy")(squeeze)
-    rules.name("expand", "expand_copy")(expand)
-    rules.name("expand_as")(expand_as)
-    rules.name("broadcast_to")(broadcast_to)
-    rules.name("repeat")(repeat)
-    rules.name("repeat_interleave")(repeat_interleave)
+    rules.name("view", "reshape", "view_copy", loose=True)(view)
+    rules.name("view_as", "reshape_as", loose=True)(view_as)
+    rules.name("flatten", loose=True)(flatten)
+    rules.name("ravel", loose=True)(ravel)
+    rules.name("unflatten", loose=True)(unflatten)
+    rules.name("transpose", "swapaxes", "swapdims", "transpose_copy", loose=True)(transpose)
+    rules.name("permute", "permute_copy", loose=True)(permute)
+    rules.name("movedim", "moveaxis", loose=True)(movedim)
+    rules.name("t", "t_copy", loose=True)(t)
+    rules.add(torch.Tensor.T.__get__, t, loose=True)  # type: ignore[attr-defined]
+    rules.add(torch.Tensor.mT.__get__, mt, loose=True)  # type: ignore[attr-defined]
+    rules.name("unsqueeze", "unsqueeze_copy", loose=True)(unsqueeze)
+    rules.name("squeeze", "squeeze_copy", loose=True)(squeeze)
+    rules.name("expand", "expand_copy", loose=True)(expand)
+    rules.name("expand_as", loose=True)(expand_as)
+    rules.name("broadcast_to", loose=True)(broadcast_to)
+    rules.name("repeat", loose=True)(repeat)
+    rules.name("repeat_interleave", loose=True)(repeat_interleave)
