@@ -23,7 +23,14 @@ from espalier.layout.transitions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from espalier.mesh import Mesh
 from espalier.tensor import loans
 from espalier.tensor.dtensor import DTensor, layout_of, stamp
-from espalier.tensor.fallback import asks_in_place, enter_or_gather, torch_error, tree_map, writes
+from espalier.tensor.fallback import (
+    asks_in_place,
+    enter_or_gather,
+    rejected,
+    torch_error,
+    tree_map,
+    writes,
+)  # fmt: skip
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
 from espalier.tensor.rules.spec import Operand, Placed, Spec
@@ -313,6 +320,10 @@ def _first(
         if wanted is None or (type(wanted) is type(error) and str(wanted) == str(error)):
             raise
         raise wanted from error
+    refused = rejected(func, args, kwargs) if RULES.body(func) is not None else None
+    if refused is not None:
+        slot.pop(key, None)
+        raise refused
     return _unruled(func, (), args, kwargs)
 
 

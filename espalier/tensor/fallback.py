@@ -151,8 +151,16 @@ def torch_error(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return _error_on("cpu", func, args, kwargs) or error
 
 
+def rejected(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    """What torch says of arguments that no values can make right."""
+    with torch.no_grad():
+        if _error_on("meta", func, args, kwargs) is None:
+            return None
+        return _error_on("cpu", func, args, kwargs, fill=1)
+
+
 def _error_on(
-    device: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    device: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fill: int = 0
 ) -> Exception | None:
     def blank(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
@@ -160,8 +168,8 @@ def _error_on(
             small = device == "meta" or x.numel() < 1 << 16
             shape = tuple(x.shape)
             with torch.no_grad():
-                like = torch.zeros(shape if small else (), dtype=x.dtype, device=device).expand(shape)
-            return like.requires_grad_() if x.requires_grad else like
+                like = torch.full(shape if small else (), fill, dtype=x.dtype, device=device).expand(shape)
+            return like.requires_grad_() if x.requires_grad and torch.is_grad_enabled() else like
         return torch.device(device) if isinstance(x, torch.device) else x
 
     args, kwargs = tree_map(blank, args), tree_map(blank, kwargs)

@@ -418,7 +418,7 @@ def close(given: torch.Tensor, right: torch.Tensor, what: str, dtype: torch.dtyp
     if torch.equal(given, right):
         return
     coarse = dtype.to_real().itemsize < 8 and (dtype.is_floating_point or dtype.is_complex)
-    rtol, atol = (1e-4, 1e-6) if coarse else (1e-10, 1e-11)
+    rtol, atol = (1e-4, 1e-5) if coarse else (1e-10, 1e-11)
     try:
         torch.testing.assert_close(given, right, rtol=rtol, atol=atol, equal_nan=True)
     except AssertionError as error:

@@ -86,6 +86,8 @@ def flipud(x: Any) -> Any:
 
 def rot90(x: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
     """Turned by quarters in the plane of two dims."""
+    if len(dims) != 2 or x.ndim < 2:
+        return NotImplemented
     a, b = dims
     if k % 4 == 2:
         return x.flip(a, b)
@@ -189,8 +191,10 @@ def dist(x: Any, other: Any, p: float = 2) -> Any:
 
 def diff(x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     """Differences of neighbours, n times."""
-    if x.ndim == 0:
+    if x.ndim == 0 or n < 0:
         return NotImplemented
+    if n == 0:
+        return x.clone()
     at = normal_dim(dim, x.ndim)
     ends = [t for t in (prepend, x, append) if t is not None]
     x = torch.cat(ends, at) if len(ends) > 1 else x
@@ -233,6 +237,8 @@ def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -
 
 def renorm(x: Any, p: float, dim: int, maxnorm: float) -> Any:
     """Slices of a larger norm scaled down."""
+    if x.ndim < 2:
+        return NotImplemented
     others = [d for d in range(x.ndim) if d != normal_dim(dim, x.ndim)]
     norms = torch.linalg.vector_norm(x, p, others, keepdim=True)
     return x * torch.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1.0).to(x.dtype)
@@ -240,13 +246,17 @@ def renorm(x: Any, p: float, dim: int, maxnorm: float) -> Any:
 
 def renorm_(x: Any, p: float, dim: int, maxnorm: float) -> Any:
     """renorm in place."""
-    return x.copy_(renorm(x.clone(), p, dim, maxnorm))
+    scaled = renorm(x.clone(), p, dim, maxnorm)
+    return scaled if scaled is NotImplemented else x.copy_(scaled)
 
 
 def cov(x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
     """Covariances of the rows."""
     if x.ndim > 2 or not (x.is_floating_point() or x.is_complex()):
         return NotImplemented
+    for given in (fweights, aweights):
+        if given is not None and (given.ndim > 1 or bool((given < 0).any())):
+            return NotImplemented
     rows = x if x.ndim == 2 else x.reshape(1, -1)
     weights = fweights
     if aweights is not None:
@@ -261,7 +271,7 @@ def cov(x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = No
     free = max(free, 0) if weights is None else free.clamp(min=0)
     away = rows - mean
     out = (away if weights is None else away * weights) @ away.mT.conj() / free
-    return out.reshape(()) if x.ndim < 2 else out
+    return out.squeeze()
 
 
 def corrcoef(x: Any) -> Any:
@@ -269,7 +279,7 @@ def corrcoef(x: Any) -> Any:
     if x.ndim > 2:
         return NotImplemented
     c = torch.cov(x)
-    if not x.ndim or x.ndim == 1:
+    if not c.ndim:
         return c / c
     d = torch.diagonal(c).real.sqrt() if c.is_complex() else torch.diagonal(c).sqrt()
     c = c / d[:, None] / d[None, :]

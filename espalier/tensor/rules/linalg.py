@@ -110,7 +110,13 @@ def cross(function: Any) -> RuleFunction:
             ins.append(
                 tuple(names[i + skip] if n == shape[i + skip] else None for i, n in enumerate(o.shape))
             )
-        return Spec(ins, [names], [shape], linear=[(0,), (1,)])
+
+        def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+            given = dict(zip(("input", "other"), args, strict=False)) | kwargs
+            # which dim has three elements hangs on the global shape
+            return torch.linalg.cross(given["input"], given["other"], dim=at)
+
+        return Spec(ins, [names], [shape], linear=[(0,), (1,)], run=run)
 
     return rule
 

@@ -294,6 +294,8 @@ def row_loss(*letters: str) -> Callable[..., Spec | None]:
         legacy = any(kwargs.get(k) is not None for k in ("size_average", "reduce"))
         if legacy or reduction not in ("mean", "sum", "none"):
             return None
+        if 0 in operands[0].shape[1:] or operands[0].shape == (0,):
+            return None
         single = operands[0].ndim == len(letters[0]) - 1  # one row, without its dim
         ins: list[Dims] = []
         for dims, x in zip(letters, operands, strict=False):

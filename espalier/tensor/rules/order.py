@@ -133,7 +133,9 @@ def diag_embed(x: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1) -> S
 
 def diag(x: Any, diagonal: int = 0) -> Any:
     """A matrix of a vector, or a vector of a matrix."""
-    return torch.diag_embed(x, diagonal) if x.ndim == 1 else torch.diagonal(x, diagonal)
+    if x.ndim == 1:
+        return torch.diag_embed(x, diagonal)
+    return torch.diagonal(x, diagonal).clone() if x.ndim == 2 else NotImplemented
 
 
 def diagflat(x: Any, offset: int = 0) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from espalier.comm import Spans, exchange, pieces
 from espalier.layout import Layout, local_box
@@ -84,8 +83,8 @@ def roll_flat(x: Any, shifts: Any, dims: Any = None) -> Any:
     return x.flatten().roll(shifts, 0).view(x.shape) if dims is None else NotImplemented
 
 
-def pad(x: Operand, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Spec:
-    """Padded: along a sharded dim with a constant, else also with what x has. Linear but for constants."""
+def padding(x: Operand, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Spec:
+    """F.pad: along a sharded dim with a constant, else also with what x has. Linear but for constants."""
     ends = {x.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
     ends = {d: lengths for d, lengths in ends.items() if lengths != (0, 0)}
     shape = tuple(n + sum(ends.get(d, ())) for d, n in enumerate(x.shape))
@@ -96,9 +95,9 @@ def pad(x: Operand, pad: Sequence[int], mode: str = "constant", value: float | N
         lengths = dict(ends)
         for d in cut:
             local, lengths[d] = _padded(local, placed, d, ends[d][0])
-        if cut:
+        if mode == "constant":
             flat = [n for d in reversed(range(x.ndim)) for n in lengths.get(d, (0, 0))]
-            return F.pad(local, flat, value=value)
+            return torch.constant_pad_nd(local, flat, value or 0)
         # reflect and its like take no empty tensors
         return func(*args, **kwargs) if local.numel() else of_nothing(placed, local)
 
@@ -131,9 +130,9 @@ def _own(lay: Layout, dim: int, shift: int = 0) -> tuple[int, int]:
     return box.offsets[dim] + shift, box.offsets[dim] + box.sizes[dim] + shift
 
 
-def constant_pad(x: Any, pad: Any, value: Any = 0) -> Any:
+def constant_pad(input: Operand, pad: Sequence[int], value: Any = 0) -> Spec:
     """torch.constant_pad_nd."""
-    return F.pad(x, pad, "constant", value)
+    return padding(input, pad, "constant", value)
 
 
 def unfold(x: Operand, dimension: int, size: int, step: int) -> Spec | None:
@@ -165,7 +164,7 @@ def register(rules: Rules) -> None:
     rules.name("flip")(flip)
     rules.name("roll")(roll)
     rules.composed("roll")(roll_flat)
-    rules.name("pad")(pad)
-    rules.composed("constant_pad_nd")(constant_pad)
+    rules.name("pad")(padding)
+    rules.name("constant_pad_nd")(constant_pad)
     rules.add(torch.Tensor.unfold, unfold)
     rules.name("unfold_copy")(unfold)

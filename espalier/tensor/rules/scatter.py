@@ -100,7 +100,8 @@ def flat_take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
 
 def take(x: Any, index: Any) -> Any:
     """x as one row, read at flat indices."""
-    return x.reshape(x.shape or (1,))[_coordinates(index, x.shape)]
+    found = x.reshape(x.shape or (1,))[_coordinates(index, x.shape)]
+    return found if index.ndim else found.clone()  # one index makes a view
 
 
 def put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:

@@ -106,8 +106,13 @@ def view_as(x: Operand, other: Operand) -> Spec | None:
     if spec is not None:
         spec.ins = [spec.ins[0], (None,) * other.ndim]
         spec.tail = None
-        spec.run = lambda func, args, kwargs, placed: args[0].reshape(placed.outs[0].local_shape)
+        spec.run = _reshaped
     return spec
+
+
+def _reshaped(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+    out: torch.Tensor = args[0].reshape(placed.outs[0].local_shape)
+    return out.clone() if func.__name__.endswith("_copy") else out
 
 
 def flatten(x: Operand, start_dim: int = 0, end_dim: int = -1) -> Spec | None:
@@ -139,7 +144,7 @@ def _filled(total: int, parts: tuple[int, ...]) -> tuple[int, ...]:
 def _reshaping(spec: Spec | None) -> Spec | None:
     if spec is not None:
         spec.tail = None
-        spec.run = lambda func, args, kwargs, placed: args[0].reshape(placed.outs[0].local_shape)
+        spec.run = _reshaped
     return spec
 
 
