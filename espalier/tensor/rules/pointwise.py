@@ -216,7 +216,12 @@ def broadcast_tensors(*tensors: Any) -> Spec:
     operands = found(tensors)
     spec = elementwise(operands)
     n = len(operands)
-    return Spec(spec.ins, [*spec.outs] * n, [*spec.shapes] * n)
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
+        # torch gives back what has the shape already: on some ranks only, and it may be plain
+        return tuple([x.view_as(x) if any(x is a for a in args) else x for x in func(*args)])
+
+    return Spec(spec.ins, [*spec.outs] * n, [*spec.shapes] * n, run=run)
 
 
 def like(x: Operand, *args: Any, **kwargs: Any) -> Spec:
