@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -178,7 +179,9 @@ def _seed(seed: int) -> None:
 
 def _sampled(samples: Iterable[Any]) -> list[Any]:
     found = []
-    with suppress(Exception):  # the database itself may be unable to make some
+    # the database itself may be unable to make some; torch warns once in a process, so not on all ranks alike
+    with suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         for sample in itertools.islice(samples, 40):
             found.append(sample)
     return found
