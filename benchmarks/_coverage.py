@@ -28,7 +28,7 @@ from tests.ranks.sweep import CLASSES, Sweep, op_db
 
 HUNG = "ended"
 FEW = 1
-LIMIT = 40  # seconds for the calls of an operator; then it counts as one that hangs
+LIMIT = 15  # seconds for the calls of an operator; then it counts as one that hangs
 
 
 class Theirs:

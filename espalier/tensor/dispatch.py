@@ -31,6 +31,7 @@ from espalier.tensor.fallback import (
     tree_map,
     writes,
 )  # fmt: skip
+from espalier.tensor.keys import TOLD, key_of, told
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
 from espalier.tensor.rules.spec import Operand, Placed, Spec
@@ -213,8 +214,6 @@ _slots: dict[Any, _Slot] = {}
 
 _NO_KWARGS: dict[str, Any] = {}
 _UNSEEN: Any = object()
-# what of an argument is not part of the key where the rule is loose: a DTensor's dtype, a float's value
-_TOLD = frozenset({DTensor, float, complex, tuple, list, torch.Size})
 # NumPy's names, which torch takes too
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 
@@ -238,15 +237,15 @@ def dispatch(
     if len(args) == 2 and type(args[0]) is DTensor and type(args[1]) is DTensor:
         key = (args[0]._layout, args[1]._layout)
     else:
-        key = tuple([a._layout if type(a) is DTensor else a if type(a) is int else _key(a) for a in args])
+        key = tuple([a._layout if type(a) is DTensor else a if type(a) is int else key_of(a) for a in args])
     if kwargs:
-        key = (key, *[(name, _key(a)) for name, a in kwargs.items()])
+        key = (key, *[(name, key_of(a)) for name, a in kwargs.items()])
     else:
         kwargs = _NO_KWARGS
     if slot.typed:
-        key = (key, *[a.dtype if type(a) is DTensor else _told(a) for a in args if type(a) in _TOLD])
+        key = (key, *[a.dtype if type(a) is DTensor else told(a) for a in args if type(a) in TOLD])
         if kwargs:
-            key = (key, *[_told(a) for a in kwargs.values() if type(a) in _TOLD])
+            key = (key, *[told(a) for a in kwargs.values() if type(a) in TOLD])
     entry = slot.get(key, _UNSEEN)
     if entry is _UNSEEN:
         return _first(slot, key, func, args, kwargs)
@@ -269,39 +268,6 @@ def dispatch(
     return entry.call(func, args, kwargs)
 
 
-def _key(a: Any) -> Any:
-    t = type(a)
-    if t is DTensor:
-        return (a._layout, a.dtype)
-    if t is bool:
-        return (bool, a)  # else True would be found for 1
-    if t is float or t is complex:
-        return t if a else 0.0  # of a scalar's value, no more than whether it is zero decides
-    if isinstance(a, torch.Tensor):
-        return (t, a.shape, a.dtype, is_strict.get()) if a.ndim else (t, a.dtype)
-    if t is tuple or t is list or t is torch.Size:
-        return (t, *[_key(x) for x in a])
-    if t is slice:
-        return (slice, _key(a.start), _key(a.stop), _key(a.step))
-    if isinstance(a, dict):
-        return (dict, *[(k, _key(v)) for k, v in a.items()])
-    try:
-        hash(a)
-    except TypeError:
-        return t
-    return a
-
-
-def _told(a: Any) -> Any:
-    """Of an argument, what :func:`_key` leaves out."""
-    t = type(a)
-    if t is DTensor:
-        return a.dtype
-    if t in (tuple, list, torch.Size):
-        return tuple([_told(x) for x in a if type(x) in _TOLD])
-    return a if t in (float, complex) else None
-
-
 def _first(
     slot: _Slot, key: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -310,6 +276,8 @@ def _first(
     try:
         entry = slot[key] = _build(func, args, kwargs)
         if entry is not None:
+            if entry.run is not None:
+                _ask_torch(func, args, kwargs)
             out = entry.call(func, args, kwargs)
             entry.settle(out, args, kwargs)
             return out
@@ -320,11 +288,22 @@ def _first(
         if wanted is None or (type(wanted) is type(error) and str(wanted) == str(error)):
             raise
         raise wanted from error
-    refused = rejected(func, args, kwargs) if RULES.body(func) is not None else None
-    if refused is not None:
-        slot.pop(key, None)
-        raise refused
+    if RULES.body(func) is not None:
+        try:
+            _ask_torch(func, args, kwargs)
+        except Exception:
+            slot.pop(key, None)
+            raise
     return _unruled(func, (), args, kwargs)
+
+
+def _ask_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let torch speak first where a runner or a body of ours would have to check what it is given."""
+    if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
+        return  # a user's own
+    error = rejected(func, args, kwargs)
+    if error is not None:
+        raise error
 
 
 def _build(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:

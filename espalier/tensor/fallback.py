@@ -145,7 +145,7 @@ def torch_error(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     error = _error_on("meta", func, args, kwargs)
     if error is None and kwargs.get("out") is not None:
         error = _error_on("cpu", func, args, kwargs)  # meta takes an out of any dtype
-        return error if "dtype" in str(error) else None
+        return error if "dtype" in str(error) or "scalar type" in str(error) else None
     if error is None or isinstance(error, NotImplementedError) or "meta" in str(error).lower():
         return None
     return _error_on("cpu", func, args, kwargs) or error

@@ -18,9 +18,12 @@ _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def _mixed(*operands: Operand | None) -> bool:
-    """Whether the dtypes differ: a rank without work to do would not notice."""
-    return len({x.dtype for x in operands if x is not None}) > 1
+def _refused(operands: tuple[Operand | None, ...], stride: Any, padding: Any, dilation: Any) -> bool:
+    """Whether torch refuses what a rank without work to do would not notice."""
+    mixed = len({x.dtype for x in operands if x is not None}) > 1
+    edges = 0 if isinstance(padding, str) else padding
+    step, gap, edge = (a if isinstance(a, int) else min(a) for a in (stride, dilation, edges))
+    return mixed or step < 1 or gap < 1 or edge < 0
 
 
 def convolution(nd: int) -> Callable[..., Spec | None]:
@@ -38,8 +41,8 @@ def convolution(nd: int) -> Callable[..., Spec | None]:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Spec | None:
-        if _mixed(input, weight, bias):
-            return None  # torch refuses it
+        if _refused((input, weight, bias), stride, padding, dilation):
+            return None
         (shape,) = meta_shapes(_CONV[nd], input, weight, None, stride, padding, dilation, groups)
         given = stride, padding, dilation
         return _spec(nd, input, weight, bias, groups, shape, transposed=False, given=given)
@@ -61,8 +64,8 @@ def transposed(nd: int) -> Callable[..., Spec | None]:
         dilation: Any = 1,
     ) -> Spec | None:
         given = stride, padding, output_padding, groups, dilation
-        if _mixed(input, weight, bias):
-            return None  # torch refuses it
+        if _refused((input, weight, bias), stride, padding, dilation):
+            return None
         (shape,) = meta_shapes(_CONV_TRANSPOSE[nd], input, weight, None, *given)
         return _spec(
             nd, input, weight, bias, groups, shape, transposed=True, given=(stride, padding, dilation)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from espalier.layout.layout import normal_dim
-from espalier.tensor.rules.spec import Dims, Operand, Placed, RuleFunction, Rules, Spec, outcome
+from espalier.tensor.rules.spec import Dims, Operand, Placed, RuleFunction, Rules, Spec, of_one, outcome
 
 # names to the dims transformed by default; None: all, or as many of the last as there are sizes
 TRANSFORMS: list[tuple[str, tuple[int, ...] | None]] = [
@@ -37,18 +36,7 @@ def transform(function: Any, default: tuple[int, ...] | None) -> RuleFunction:
 def _over_others(x: Operand, whole: set[int], shape: tuple[int, ...]) -> Spec:
     dims: Dims = tuple(None if i in whole else d for i, d in enumerate(x.dims()))
     out = (*dims, *(None,) * (len(shape) - x.ndim))
-    return Spec([dims], [out], [shape], linear=[(0,)], run=_of_nothing, when=lambda placed: placed.lacks())
-
-
-def _of_nothing(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-    """Some libraries refuse to transform no rows at all: they get one of zeros."""
-    x, *rest = args or (kwargs["input"],)
-    empty = [d for d, n in enumerate(x.shape) if not n]
-    named = {k: v for k, v in kwargs.items() if k != "input"}
-    out = func(x.sum(empty, keepdim=True), *rest, **named)
-    for d in empty:
-        out = out.narrow(d, 0, 0)
-    return out
+    return Spec([dims], [out], [shape], linear=[(0,)], run=of_one, when=Placed.lacks)
 
 
 def shift(x: Operand, dim: Any = None) -> Spec:
@@ -66,7 +54,7 @@ def short_time(function: Any) -> RuleFunction:
         lead: Dims = () if single else ("b",)
         window = [(None,)] if any(isinstance(a, Operand) for a in (*args, *kwargs.values())) else []
         given, result = ((*lead, *(None,) * (n - len(lead))) for n in (x.ndim, len(shape)))
-        return Spec([given, *window], [result], [shape], linear=[(0,)])
+        return Spec([given, *window], [result], [shape], linear=[(0,)], run=of_one, when=Placed.lacks)
 
     return rule
 

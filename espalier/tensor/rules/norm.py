@@ -16,7 +16,7 @@ from espalier.comm import collectives as door
 from espalier.comm.moves import summed
 from espalier.mesh import Mesh
 from espalier.tensor.rules.space import bound_to
-from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, of_nothing
+from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, of_nothing, of_one
 
 
 class _Standardize(torch.autograd.Function):
@@ -355,10 +355,12 @@ def normalize(x: Operand, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out:
     )
 
 
-def local_response_norm(x: Operand, *args: Any, **kwargs: Any) -> Spec:
+def local_response_norm(x: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     """x[b, c, s...] over neighbouring channels, which are whole."""
+    if 0 in x.shape:
+        return None  # given back as it is
     dims = x.dims()
-    return Spec([dims], [dims], [x.shape], blocked=frozenset([dims[1]]))
+    return Spec([dims], [dims], [x.shape], blocked=frozenset([dims[1]]), run=of_one, when=Placed.lacks)
 
 
 def register(rules: Rules) -> None:

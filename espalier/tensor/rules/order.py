@@ -9,7 +9,7 @@ import torch
 from espalier.layout.layout import normal_dim
 from espalier.tensor.rules.pointwise import found, letters
 from espalier.tensor.rules.reduction import reduced, whole
-from espalier.tensor.rules.spec import Dims, Operand, RuleFunction, Rules, Spec, outcome
+from espalier.tensor.rules.spec import Dims, Operand, Placed, RuleFunction, Rules, Spec, of_nothing, outcome
 
 
 def middle(x: Operand, dim: Any = None, keepdim: bool = False) -> Spec:
@@ -37,8 +37,13 @@ def quantile(
     ins: list[Dims] = [x.dims(), *([(None,) * q.ndim] if isinstance(q, Operand) else [])]
     lead = (q.shape[0],) if several else ()
     return Spec(
-        ins, [(*(None,) * several, *out)], [(*lead, *shape)], blocked=frozenset(("d", i) for i in dims)
-    )  # fmt: skip
+        ins,
+        [(*(None,) * several, *out)],
+        [(*lead, *shape)],
+        blocked=frozenset(("d", i) for i in dims),
+        run=lambda func, args, kwargs, placed: of_nothing(placed, args[0] if args else kwargs["input"]),
+        when=Placed.lacks,
+    )
 
 
 def searchsorted(sequence: Operand, input: Any, *args: Any, **kwargs: Any) -> Spec:

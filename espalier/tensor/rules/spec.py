@@ -158,6 +158,21 @@ def of_nothing(placed: Placed, *inputs: torch.Tensor, out: int = 0) -> torch.Ten
     return zeros + torch.expm1(sum(smooth[1:], smooth[0])) if smooth else zeros
 
 
+def of_one(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+    """What a function that keeps its input's dims gives of none: of one row of zeros, less that row.
+
+    Some functions refuse to take nothing, or give it back in another dtype.
+    """
+    x, *rest = args or (kwargs["input"],)
+    empty = [d for d, n in enumerate(x.shape) if not n]
+    out = func(
+        x.sum(empty, keepdim=True, dtype=x.dtype), *rest, **{k: v for k, v in kwargs.items() if k != "input"}
+    )
+    for d in empty:
+        out = out.narrow(d, 0, 0)
+    return out
+
+
 RuleFunction = Callable[..., "Spec | None"]
 RuleMaker = Callable[[Any], RuleFunction]
 Special = Callable[[Callable[..., Any], Iterable[type], tuple[Any, ...], dict[str, Any]], Any]

@@ -1,0 +1,47 @@
+"""What of a call's arguments decides how it is carried out: the key to the dispatcher's cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from espalier.tensor.dtensor import DTensor
+from espalier.tensor.strictness import is_strict
+
+# what of an argument is not part of the key where the rule is loose: a DTensor's dtype, a float's value
+TOLD = frozenset({DTensor, float, complex, tuple, list, torch.Size})
+
+
+def key_of(a: Any) -> Any:
+    """What stands for an argument in the key of a call, whatever the function."""
+    t = type(a)
+    if t is DTensor:
+        return (a._layout, a.dtype)
+    if t is bool:
+        return (bool, a)  # else True would be found for 1
+    if t is float or t is complex:
+        return t if a else 0.0  # of a scalar's value, no more than whether it is zero decides
+    if isinstance(a, torch.Tensor):
+        return (t, a.shape, a.dtype, is_strict.get()) if a.ndim else (t, a.dtype)
+    if t is tuple or t is list or t is torch.Size:
+        return (t, *[key_of(x) for x in a])
+    if t is slice:
+        return (slice, key_of(a.start), key_of(a.stop), key_of(a.step))
+    if isinstance(a, dict):
+        return (dict, *[(k, key_of(v)) for k, v in a.items()])
+    try:
+        hash(a)
+    except TypeError:
+        return t
+    return a
+
+
+def told(a: Any) -> Any:
+    """Of an argument, what :func:`key_of` leaves out."""
+    t = type(a)
+    if t is DTensor:
+        return a.dtype
+    if t in (tuple, list, torch.Size):
+        return tuple([told(x) for x in a if type(x) in TOLD])
+    return a if t in (float, complex) else None
