@@ -174,7 +174,8 @@ def _error_on(
 
     args, kwargs = tree_map(blank, args), tree_map(blank, kwargs)
     try:
-        with raw(), warnings.catch_warnings():
+        # device="cpu" may be among the arguments, and then random functions draw
+        with raw(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             func(*args, **kwargs)
     except Exception as error:

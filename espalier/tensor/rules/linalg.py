@@ -20,6 +20,7 @@ from espalier.tensor.rules.spec import (
     RuleMaker,
     Rules,
     Spec,
+    of_one,
     outcome,
 )
 
@@ -287,6 +288,14 @@ def multi_dot(matrices: Sequence[Any]) -> Any:
     return out.squeeze(tuple(gone)) if gone else out
 
 
+def condition(A: Operand, p: Any = None) -> Spec | None:
+    """torch.linalg.cond, which of no matrices has no gradient."""
+    spec = _over_batch(torch.linalg.cond, (A, p), {}, [A], [2])
+    if spec is not None:
+        spec.run, spec.when = of_one, Placed.lacks
+    return spec
+
+
 def chain_matmul(*matrices: Any) -> Any:
     """torch.chain_matmul: the matrices one by one."""
     return multi_dot(matrices) if len(matrices) > 1 else matrices[0]
@@ -301,8 +310,9 @@ def register(rules: Rules) -> None:
         rules.made(names, batched(*cores))
     # operands in the order of their parameters
     # torch has others of these names, removed or of another kind
-    for f in (torch.linalg.eig, torch.linalg.lu, torch.linalg.cond):
+    for f in (torch.linalg.eig, torch.linalg.lu):
         rules.add(f, batched(2)(f))
+    rules.add(torch.linalg.cond, condition)
     rules.add(torch.linalg.matrix_rank, batched(2, 0)(torch.linalg.matrix_rank))
     rules.add(torch.linalg.lu_solve, batched(2, 1, 2)(torch.linalg.lu_solve))
     for f in (torch.lu_solve, torch.Tensor.lu_solve):

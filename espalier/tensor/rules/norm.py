@@ -113,6 +113,8 @@ def batch_norm(
     Raises:
         ValueError: there is one value for each channel.
     """
+    if input.ndim < 2:
+        return None
     if training and math.prod(input.shape) == input.shape[1]:
         # as torch says it
         raise ValueError(

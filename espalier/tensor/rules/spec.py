@@ -161,13 +161,12 @@ def of_nothing(placed: Placed, *inputs: torch.Tensor, out: int = 0) -> torch.Ten
 def of_one(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
     """What a function that keeps its input's dims gives of none: of one row of zeros, less that row.
 
-    Some functions refuse to take nothing, or give it back in another dtype.
+    Some functions refuse to take nothing, or give it back in another dtype or without a gradient.
     """
-    x, *rest = args or (kwargs["input"],)
+    named = dict(kwargs)
+    x, *rest = args or (named.pop(next(iter(named))),)
     empty = [d for d, n in enumerate(x.shape) if not n]
-    out = func(
-        x.sum(empty, keepdim=True, dtype=x.dtype), *rest, **{k: v for k, v in kwargs.items() if k != "input"}
-    )
+    out = func(x.sum(empty, keepdim=True, dtype=x.dtype), *rest, **named)
     for d in empty:
         out = out.narrow(d, 0, 0)
     return out
