@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from espalier.comm import collectives as door
 from espalier.comm.moves import summed, varied
 from espalier.layout import Layout, local_box
 from espalier.tensor.rules.pointwise import found, letters
+from espalier.tensor.rules.space import bound_to
 from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, of_nothing
 
 
@@ -102,12 +102,11 @@ def _of_classes(
     return Spec(ins, [tokens if kept else ()], [shape if kept else ()], reduce=reduced, run=run)
 
 
-_SIGNATURE = inspect.signature(F.cross_entropy)
-_NLL_SIGNATURE = inspect.signature(F.nll_loss)
+_NAMES = "input target weight size_average ignore_index reduce reduction label_smoothing"
 
 
 def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-    bound = _SIGNATURE.bind(*args, **kwargs).arguments
+    bound = bound_to(_NAMES, args, kwargs)
     logits, target, reduction = bound["input"], bound["target"], bound.get("reduction", "mean")
     weight, ignored = bound.get("weight"), bound.get("ignore_index", -100)
     lay = placed.ins[0]
@@ -137,7 +136,7 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
 
 
 def _nll(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-    bound = _NLL_SIGNATURE.bind(*args, **kwargs).arguments
+    bound = bound_to(_NAMES, args, kwargs)
     if bound.get("reduction", "mean") != "mean" or not placed.axes_of(
         placed.ins[1], range(placed.ins[1].ndim)
     ):
@@ -162,7 +161,7 @@ def _weight_of(
 
 
 class _VocabularyParallel(torch.autograd.Function):
-    """-log softmax(logits)[target] with the classes sharded: three all-reduces of [tokens].
+    """-log softmax(logits)[target] with the classes sharded: two all-reduces, of [tokens] and [2, tokens].
 
     Largest logit, sum of exponentials, target's logit (Shoeybi et al. 2019, Megatron-LM, section 3).
     Keeps the local softmax alone.
@@ -175,31 +174,33 @@ class _VocabularyParallel(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignored: int, lay: Layout, at: int, axes: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         def reduced(x: torch.Tensor, op: str) -> torch.Tensor:
+            # in place, for x is our own; a NaN that a maximum loses comes back in the sum
             for axis in axes:
-                x = door.all_reduce(x, lay.mesh, axis, op)
+                door.all_reduce_(x, lay.mesh, axis, op).wait()
             return x
 
         start, length = local_box(lay).offsets[at], logits.shape[-1]
-        local = target - start
-        mine = (local >= 0) & (local < length) & (target != ignored)
-        if length:
-            largest = reduced(logits.amax(-1), "max")
-        else:
-            largest = reduced(logits.new_full(target.shape, -math.inf), "max")
+        local, valid = target - start, target != ignored
+        inside = local.clamp(0, max(length - 1, 0))
+        mine = (local == inside) & valid if length else torch.zeros_like(valid)
+        largest = logits.amax(-1) if length else logits.new_full(target.shape, -math.inf)
+        # not every backend finds the largest of half precision
+        largest = reduced(largest.to(torch.promote_types(largest.dtype, torch.float32)), "max").to(
+            logits.dtype
+        )
         shifted = logits - largest.unsqueeze(-1)
-        index = local.masked_fill(~mine, 0).unsqueeze(-1)
+        index = inside.unsqueeze(-1)
         if length:
             hit = shifted.gather(-1, index).squeeze(-1).masked_fill(~mine, 0)
         else:
             hit = torch.zeros_like(largest)
         exps = shifted.exp_()
-        total = reduced(exps.sum(-1), "sum")
-        hit = reduced(hit, "sum")
+        total, hit = reduced(torch.stack((exps.sum(-1), hit)), "sum")
         softmax = exps.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(softmax, index, mine, target != ignored)
+        ctx.save_for_backward(softmax, index, mine, valid)
         ctx.set_materialize_grads(False)
         ctx.across = lay.mesh, axes
-        return (total.log() - hit).masked_fill(target == ignored, 0), softmax
+        return (total.log() - hit).masked_fill(~valid, 0), softmax
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, of_softmax: torch.Tensor | None) -> Any:
@@ -208,8 +209,9 @@ class _VocabularyParallel(torch.autograd.Function):
         mesh, axes = ctx.across
         out = None
         if grad is not None:
-            # each rank uses it for its own classes
-            scale = (varied(grad, mesh, axes) * valid).unsqueeze(-1)
+            # each rank uses it for its own classes, which only its own derivative has to know
+            grad = varied(grad, mesh, axes) if torch.is_grad_enabled() else grad
+            scale = (grad * valid).unsqueeze(-1)
             out = softmax * scale
             if out.shape[-1]:
                 out = out.scatter_add(-1, index, -(scale * mine.unsqueeze(-1)))
