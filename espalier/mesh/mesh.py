@@ -13,6 +13,7 @@ outside it is dry, so they follow the shapes of its tensors and neither compute 
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import weakref
@@ -373,15 +374,20 @@ def _built() -> dict[Any, Mesh]:
 
     Those of a world that has gone give up its process groups, each of which has threads.
     """
-    world, known = Mesh.built
-    if world is not dist.group.WORLD:
-        for mesh in Mesh.known:
-            mesh._groups = [None] * mesh.ndim
-            if mesh._device_mesh is not None:
-                vars(_root(mesh._device_mesh)).get("_pg_registry", {}).clear()
-        known = {}
-        Mesh.built = (dist.group.WORLD, known)
-    return known
+    if Mesh.built[0] is not dist.group.WORLD:
+        _release()
+        Mesh.built = (dist.group.WORLD, {})
+    return Mesh.built[1]
+
+
+@atexit.register
+def _release() -> None:
+    """Let go of all process groups: gloo aborts a process that has some when its interpreter has ended."""
+    for mesh in Mesh.known:
+        mesh._groups = [None] * mesh.ndim
+        if mesh._device_mesh is not None:
+            vars(_root(mesh._device_mesh)).get("_pg_registry", {}).clear()
+    Mesh.built = (None, {})
 
 
 def _family(device_mesh: DeviceMesh) -> dict[DeviceMesh, Mesh]:
