@@ -30,7 +30,7 @@ from espalier.tensor.fallback import (
     torch_error,
     tree_map,
     writes,
-)  # fmt: skip
+)
 from espalier.tensor.keys import TOLD, key_of, told
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
@@ -275,9 +275,9 @@ def _first(
         slot.clear()
     try:
         entry = slot[key] = _build(func, args, kwargs)
+        if (RULES.body(func) if entry is None else entry.run) is not None:
+            _ask_torch(func, args, kwargs)
         if entry is not None:
-            if entry.run is not None:
-                _ask_torch(func, args, kwargs)
             out = entry.call(func, args, kwargs)
             entry.settle(out, args, kwargs)
             return out
@@ -288,12 +288,6 @@ def _first(
         if wanted is None or (type(wanted) is type(error) and str(wanted) == str(error)):
             raise
         raise wanted from error
-    if RULES.body(func) is not None:
-        try:
-            _ask_torch(func, args, kwargs)
-        except Exception:
-            slot.pop(key, None)
-            raise
     return _unruled(func, (), args, kwargs)
 
 

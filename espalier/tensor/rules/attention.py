@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from espalier.layout import Layout, local_box, same_cuts
 from espalier.tensor.rules.randomness import keep_mask
-from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, of_nothing
+from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, bound_to, of_nothing
 
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_NAMES = "query key value attn_mask dropout_p is_causal"
 
 
 def attention(
@@ -63,7 +63,7 @@ def attention(
 
 
 def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-    bound = dict(zip(_NAMES, args, strict=False)) | kwargs
+    bound = bound_to(_NAMES, args, kwargs)
     q, k, v = bound["query"], bound["key"], bound["value"]
     if q.numel() == 0:
         # kernels differ on empty heads

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from espalier.layout import local_box
-from espalier.tensor.rules.space import bound_to, cut_dims, fetched, meta_shapes, several
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, of_nothing
+from espalier.tensor.rules.space import cut_dims, fetched, meta_shapes, several
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
 
 _NAMES = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"

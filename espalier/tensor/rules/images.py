@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from espalier.tensor.rules.space import bound_to, meta_shapes
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, of_nothing
+from espalier.tensor.rules.space import meta_shapes
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
 
 _nn = torch._C._nn
 _UPSAMPLE = (

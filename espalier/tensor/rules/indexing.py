@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from espalier.comm import exchange, pieces
 from espalier.layout import Layout, local_box
 from espalier.layout.layout import normal_dim
-from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec
+from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, bound_to
 
 Tensors = Operand | torch.Tensor
 
@@ -348,9 +348,8 @@ def index_put(x: Operand, indices: Any, values: Any, accumulate: bool = False) -
         return None
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-        names = ("self", "indices", "values", "accumulate")
-        bound = dict(zip(names, args, strict=False)) | kwargs
-        written, add = bound.get("self", bound.get("input")), bound.get("accumulate", False)
+        bound = bound_to("self indices values accumulate", args, kwargs)
+        written, add = bound["self" if "self" in bound else "input"], bound.get("accumulate", False)
         if func is not torch.Tensor.index_put_ and func is not torch.index_put_:
             written = written.clone()
         items = items_of(tuple(bound["indices"]), x.ndim)

@@ -20,6 +20,7 @@ from espalier.tensor.rules.spec import (
     RuleMaker,
     Rules,
     Spec,
+    bound_to,
     of_one,
     outcome,
 )
@@ -113,7 +114,7 @@ def cross(function: Any) -> RuleFunction:
             )
 
         def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-            given = dict(zip(("input", "other"), args, strict=False)) | kwargs
+            given = bound_to("input other", args, kwargs)
             # which dim has three elements hangs on the global shape
             return torch.linalg.cross(given["input"], given["other"], dim=at)
 
@@ -214,7 +215,7 @@ def bilinear(x: Operand, y: Operand, weight: Operand, bias: Operand | None = Non
 
 
 def _bilinear(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-    bound = dict(zip(("input1", "input2", "weight", "bias"), args, strict=False)) | kwargs
+    bound = bound_to("input1 input2 weight bias", args, kwargs)
     # torch's own refuses empty shards
     out = torch.einsum("...i,oij,...j->...o", bound["input1"], bound["weight"], bound["input2"])
     return out if bound.get("bias") is None else out + bound["bias"]

@@ -13,8 +13,7 @@ from espalier.comm import collectives as door
 from espalier.comm.moves import summed, varied
 from espalier.layout import Layout, local_box
 from espalier.tensor.rules.pointwise import found, letters
-from espalier.tensor.rules.space import bound_to
-from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, of_nothing
+from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
 
 
 def weighted_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
@@ -342,12 +341,11 @@ def ctc_loss(
     kept = reduction == "none"
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-        names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank")
-        bound = dict(zip(names, args, strict=False)) | kwargs
+        bound = bound_to("log_probs targets input_lengths target_lengths blank", args, kwargs)
         start, own = local_box(placed.ins[0]).offsets[1], bound["log_probs"].shape[1]
         if own == 0:
             return of_nothing(placed, bound["log_probs"])
-        for name in names[2:4]:
+        for name in ("input_lengths", "target_lengths"):
             if not isinstance(bound[name], torch.Tensor):
                 bound[name] = bound[name][start : start + own]
         bound |= {"reduction": "none", "zero_infinity": zero_infinity}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from espalier.layout import local_box
-from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, of_nothing
+from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
 
 
 def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Spec:
@@ -162,7 +162,7 @@ def embedding_bag(
         ins.append(("b", None))
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-        bound = dict(zip(("input", "weight"), args, strict=False)) | kwargs
+        bound = bound_to("input weight", args, kwargs)
         scale = bound.get("per_sample_weights")
         return of_nothing(placed, bound["weight"], *([] if scale is None else [scale]))
 
@@ -185,14 +185,14 @@ def table_embedding(
 
 
 def _table_lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-    bound = dict(zip(("weight", "indices", "padding_idx"), args, strict=False)) | kwargs
+    bound = bound_to("weight indices padding_idx", args, kwargs)
     padding = bound.get("padding_idx", -1)
     ends = Placed(placed.mesh, placed.ins[::-1], placed.outs)
     return _lookup(func, (bound["indices"], bound["weight"], None if padding < 0 else padding), {}, ends)
 
 
 def _lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-    bound = dict(zip(("input", "weight", "padding_idx"), args, strict=False)) | kwargs
+    bound = bound_to("input weight padding_idx", args, kwargs)
     ids, table, padding = bound["input"], bound["weight"], bound.get("padding_idx")
     layout = placed.ins[1]
     if padding is not None:
@@ -203,8 +203,9 @@ def _lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     else:
         local = ids - start
         elsewhere = (local < 0) | (local >= length)
-        inside = padding is not None and start <= padding < start + length
-        found = F.embedding(local.masked_fill(elsewhere, 0), table, padding - start if inside else None)
+        if padding is not None:
+            padding = padding - start if start <= padding < start + length else None
+        found = F.embedding(local.masked_fill(elsewhere, 0), table, padding)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
     # summed at once: left Partial, it would flow down the residual stream, and every norm sum it again
     return placed.total(found, placed.axes_of(layout, (0,)))

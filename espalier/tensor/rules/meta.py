@@ -14,7 +14,7 @@ from espalier.comm import move
 from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import R, is_partial
 from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp
-from espalier.tensor.rules.spec import Rules, spellings
+from espalier.tensor.rules.spec import Rules, bound_to, spellings
 
 _plain_call = torch._C._disabled_torch_function_impl
 
@@ -85,8 +85,7 @@ def backward(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """loss.backward(): each rank from its own addend, or from the replicated value."""
-    names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
-    bound = dict(zip(names, args, strict=False)) | kwargs
+    bound = bound_to("self gradient retain_graph create_graph inputs", args, kwargs)
     loss, gradient = bound.pop("self"), bound.pop("gradient", None)
     with raw():
         local, gradient = seeded(loss, gradient)
@@ -98,8 +97,7 @@ def gradients(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """torch.autograd.grad: gradients that lie as those of their inputs do."""
-    names = ("outputs", "inputs", "grad_outputs")
-    bound = dict(zip(names, args, strict=False)) | kwargs
+    bound = bound_to("outputs inputs grad_outputs", args, kwargs)
     if bound.get("is_grads_batched"):
         raise ValueError(
             "torch.autograd.grad(..., is_grads_batched=True) does not take DTensors: call it in a loop."

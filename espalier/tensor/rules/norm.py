@@ -15,8 +15,17 @@ import torch
 from espalier.comm import collectives as door
 from espalier.comm.moves import summed
 from espalier.mesh import Mesh
-from espalier.tensor.rules.space import bound_to
-from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, of_nothing, of_one
+from espalier.tensor.rules.spec import (
+    Dims,
+    Letter,
+    Operand,
+    Placed,
+    Rules,
+    Spec,
+    bound_to,
+    of_nothing,
+    of_one,
+)
 
 
 class _Standardize(torch.autograd.Function):

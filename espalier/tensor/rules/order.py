@@ -9,7 +9,17 @@ import torch
 from espalier.layout.layout import normal_dim
 from espalier.tensor.rules.pointwise import found, letters
 from espalier.tensor.rules.reduction import reduced, whole
-from espalier.tensor.rules.spec import Dims, Operand, Placed, RuleFunction, Rules, Spec, of_nothing, outcome
+from espalier.tensor.rules.spec import (
+    Dims,
+    Operand,
+    Placed,
+    RuleFunction,
+    Rules,
+    Spec,
+    bound_to,
+    of_nothing,
+    outcome,
+)
 
 
 def middle(x: Operand, dim: Any = None, keepdim: bool = False) -> Spec:
@@ -110,7 +120,7 @@ def whole_matrix(function: Any) -> RuleFunction:
 
     def rule(x: Operand, *args: Any, **kwargs: Any) -> Spec:
         first, second = (0, 1)
-        named = dict(zip(("offset", "dim1", "dim2"), args, strict=False)) | kwargs
+        named = bound_to("offset dim1 dim2", args, kwargs)
         first, second = named.get("dim1", first), named.get("dim2", second)
         gone = {normal_dim(first, x.ndim), normal_dim(second, x.ndim)}
         dims: Dims = tuple(None if i in gone else d for i, d in enumerate(x.dims()))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from espalier.layout import local_box
-from espalier.tensor.rules.space import bound_to, cut_dims, fetched, meta_shapes, several
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, of_nothing
+from espalier.tensor.rules.space import cut_dims, fetched, meta_shapes, several
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
 
 _MAX = "input kernel_size stride padding dilation ceil_mode return_indices"
 _AVG = "input kernel_size stride padding ceil_mode count_include_pad divisor_override"

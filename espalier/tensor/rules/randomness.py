@@ -13,7 +13,7 @@ from espalier.layout import Layout
 from espalier.layout.layout import R
 from espalier.tensor.random import draw_key, integers, normal, uniform
 from espalier.tensor.rules.pointwise import found, letters
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, writing
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, bound_to, writing
 
 
 def dropout(input: Operand, p: float = 0.5, training: bool = True, inplace: bool = False) -> Spec:
@@ -25,8 +25,7 @@ def dropout(input: Operand, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def _drop(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-    names = ("input", "p", "training" if func is not torch.dropout else "train", "inplace")
-    bound = dict(zip(names, args, strict=False)) | kwargs
+    bound = bound_to(f"input p {'training' if func is not torch.dropout else 'train'} inplace", args, kwargs)
     x, p = bound["input"], bound.get("p", 0.5)
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
@@ -57,7 +56,7 @@ def _dropping(features: bool, alpha: bool) -> Callable[..., Spec]:
     """The forms that drop whole channels, or keep mean and variance (Klambauer et al., 2017)."""
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-        bound = dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
+        bound = bound_to("input p train", args, kwargs)
         x, p = bound["input"], bound["p"]
         if not bound["train"] or not 0 < p < 1:
             return func(*args, **kwargs)
@@ -84,8 +83,7 @@ def rrelu(
     """What is below zero is multiplied by slopes that are the same under every layout."""
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-        names = ("input", "lower", "upper", "training", "generator")
-        bound = dict(zip(names, args, strict=False)) | kwargs
+        bound = bound_to("input lower upper training generator", args, kwargs)
         x = bound["input"]
         if not bound.get("training", False):
             return func(*args, **kwargs)
@@ -198,8 +196,8 @@ def randint_like(x: Operand, *bounds: Any, **kwargs: Any) -> Spec:
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         x, *bounds = args
         func(x.new_empty(0), *bounds, **kwargs)  # torch's own word on the bounds
-        names = ("low", "high") if len(bounds) > 1 or "high" in kwargs else ("high",)
-        given = dict(zip(names, bounds, strict=False)) | kwargs
+        names = "low high" if len(bounds) > 1 or "high" in kwargs else "high"
+        given = bound_to(names, tuple(bounds), kwargs)
         low, high = given.get("low", 0), given["high"]
         device = torch.device(kwargs.get("device") or x.device)
         drawn = integers(placed.outs[0], draw_key(kwargs.get("generator")), low, high, device)
@@ -240,7 +238,7 @@ def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = No
     shape = tuple(torch.broadcast_shapes(*(x.shape for x in given)))
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-        bound = {"std": 1.0} | dict(zip(("mean", "std"), args, strict=False)) | kwargs
+        bound = {"std": 1.0} | bound_to("mean std", args, kwargs)
         both = [x for x in (bound["mean"], bound["std"]) if isinstance(x, torch.Tensor)]
         mean, std = (x.detach() if isinstance(x, torch.Tensor) else x for x in (bound["mean"], bound["std"]))
         dtype = both[0].dtype
@@ -280,8 +278,7 @@ def multinomial(
         return None
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-        names = ("input", "num_samples", "replacement")
-        bound = dict(zip(names, args, strict=False)) | kwargs
+        bound = bound_to("input num_samples replacement", args, kwargs)
         x, count, again = bound["input"].detach(), bound["num_samples"], bound.get("replacement", False)
         # torch's own word on the weights, from a generator that nobody else draws from
         func(x, count, again, generator=torch.Generator(x.device))

@@ -12,8 +12,7 @@ import torch
 
 from espalier.tensor.random import draw_key
 from espalier.tensor.rules.randomness import keep_mask
-from espalier.tensor.rules.space import bound_to
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, of_nothing
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
 
 _NAMES = "input hx params has_biases num_layers dropout train bidirectional batch_first"
 

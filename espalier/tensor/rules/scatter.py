@@ -14,11 +14,11 @@ import torch
 
 from espalier.layout.layout import normal_dim
 from espalier.tensor.rules.indexing import absent, local_index, one_more
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, bound_to
 
 
 def _reading(
-    x: Operand, at: int, ins: Sequence[Dims], shape: tuple[int, ...], out: Dims, names: tuple[str, ...],
+    x: Operand, at: int, ins: Sequence[Dims], shape: tuple[int, ...], out: Dims, names: str,
     read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> Spec:  # fmt: skip
     """The rule of a read along dim ``at`` of the first of ``names`` by the one called index or indices."""
@@ -29,8 +29,8 @@ def _reading(
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         if not placed.axes_of(placed.ins[0], (at,)):
             return func(*args, **kwargs)
-        bound = dict(zip(names, args, strict=False)) | kwargs
-        local, index = bound["input"], bound.get("index", bound.get("indices"))
+        bound = bound_to(names, args, kwargs)
+        local, index = bound["input"], bound["index" if "index" in bound else "indices"]
         index, away = local_index(index, placed.ins[0], at, 0)
         found = read(local if local.shape[at] else one_more(local, at), index)
         away = away if away.ndim == found.ndim else away.view(-1, *[1] * (found.ndim - 1 - at))
@@ -52,7 +52,7 @@ def index_select(x: Operand, dim: int, index: Operand) -> Spec | None:
     out = (*dims[:at], *picked, *dims[at + 1 :])
     shape = (*x.shape[:at], index.shape[0] if index.ndim else 1, *x.shape[at + 1 :])
     return _reading(
-        x, at, [dims, picked if index.ndim else ()], shape, out, ("input", "dim", "index"),
+        x, at, [dims, picked if index.ndim else ()], shape, out, "input dim index",
         lambda local, i: torch.index_select(local, at, i),
     )  # fmt: skip
 
@@ -66,7 +66,7 @@ def gather(x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -
     # a dim of which the index takes a part begins where x begins: it must be whole
     ins = tuple(("d", i) if i == at or n == index.shape[i] else None for i, n in enumerate(x.shape))
     return _reading(
-        x, at, [ins, own], index.shape, own, ("input", "dim", "index"),
+        x, at, [ins, own], index.shape, own, "input dim index",
         lambda local, i: torch.gather(local, at, i),
     )  # fmt: skip
 
@@ -88,7 +88,7 @@ def take_along_dim(x: Operand, indices: Operand, dim: int | None = None) -> Spec
         ),
     ]
     return _reading(
-        x, at, ins, shape, out, ("input", "indices", "dim"),
+        x, at, ins, shape, out, "input indices dim",
         lambda local, i: torch.take_along_dim(local, i, at),
     )  # fmt: skip
 

@@ -22,11 +22,6 @@ def several(value: Any, nd: int) -> tuple[Any, ...]:
     return tuple(value) if len(value) == nd else tuple(value) * nd
 
 
-def bound_to(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
-    return dict(zip(names.split(), args, strict=False)) | kwargs
-
-
 def meta_shapes(func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[int, ...]]:
     """The shapes that a function gives, asked of torch itself: operands are stood for by meta tensors."""
 

@@ -146,6 +146,11 @@ def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tup
     return [tuple(x.shape) for x in (out if isinstance(out, tuple | list) else (out,))]
 
 
+def bound_to(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    return dict(zip(names.split(), args, strict=False)) | kwargs
+
+
 def of_nothing(placed: Placed, *inputs: torch.Tensor, out: int = 0) -> torch.Tensor:
     """Zeros for an output, by default the first, of a rank with an empty shard.
 
