@@ -8,7 +8,7 @@ is undefined. On an axis of size 1 the input comes back. Ranks outside a mesh se
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +38,8 @@ def _all_reduce_options(op: Any) -> dist.AllreduceOptions:
 
 
 _ALL_REDUCE = {name: _all_reduce_options(op) for name, op in _OPS.items()}
+
+_SUM = _ALL_REDUCE["sum"]
 
 # torch 2.13 renamed both; 2.11 knows the old names only
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -96,8 +98,17 @@ def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> Pend
     if mesh.is_dry:
         return Pending()
     wire, op = _summable(x, op)
-    # the group's own method: dist.all_reduce costs as much again in checks, on the hottest collective
-    return Pending(mesh.group(axis).allreduce([wire], _ALL_REDUCE[op]))
+    # the backend itself: dist.all_reduce costs several times as much in checks, on the hottest collective
+    return Pending(mesh.backend(axis, wire.device).allreduce([wire], _ALL_REDUCE[op]))
+
+
+def sum_here(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> None:
+    """Sum contiguous ``x`` over the axes, in place; done most of all, so the way to it is short."""
+    for axis in axes:
+        if mesh.ledgers or mesh.is_dry or tracers() or not x.is_floating_point():
+            all_reduce_(x, mesh, axis).wait()
+        else:
+            mesh.backend(axis, x.device).allreduce([x], _SUM).wait()
 
 
 @collective

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from espalier.comm import collectives as door
-from espalier.comm.traced import recorders
+from espalier.comm.traced import recorders, tracers
 from espalier.layout import (
     Layout,
     Step,
@@ -43,6 +43,10 @@ from espalier.layout.transitions import (
 from espalier.mesh import Mesh
 
 _unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
+# the C getter itself: a subclass' own costs more than all the questions asked here
+_requires_grad = vars(torch._C.TensorBase)["requires_grad"].__get__
+_grad_enabled = torch.is_grad_enabled
+_CONTIGUOUS = torch.contiguous_format
 LocalStep = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -53,7 +57,8 @@ class Itinerary:
         forward: what to do to the local tensor, step by step.
         scale, late: what the input and the result are to be multiplied by, where there are averages.
         idle: on this rank neither forward nor backward does anything.
-        summed: the axes, if forward is all-reduces of sums along them and backward does nothing to data.
+        sums: the axes, if forward is all-reduces of sums along them.
+        summed: the same, if also backward does nothing to data.
         cleared: forward leaves zeros here, backward does nothing to data.
         kinds: the operations of forward, on whatever rank.
         unsummed: a reduction without gradient that the source still lacks.
@@ -71,6 +76,7 @@ class Itinerary:
         "mesh",
         "scale",
         "summed",
+        "sums",
         "unsummed",
     )  # fmt: skip
 
@@ -89,6 +95,7 @@ class Itinerary:
         self.unsummed = lacking[0] if lacking else None
         if src.mesh is not dst.mesh:
             self.idle = self.cleared = False
+            self.sums: tuple[int, ...] = ()
             self.summed: tuple[int, ...] = ()
             self.forward = _across(src, dst)
             return
@@ -100,8 +107,9 @@ class Itinerary:
         returns = any(not _idle(step) for step in back)
         self.idle = not self.forward and not returns and self.scale is None
         busy = [step for step in steps if not _idle(step)]
-        sums = not returns and all(s.operation == ALL_REDUCE and s.src.axes[s.axis] == "sum" for s in busy)
-        self.summed = tuple(s.axis for s in busy) if sums else ()
+        sums = all(s.operation == ALL_REDUCE and s.src.axes[s.axis] == "sum" for s in busy)
+        self.sums = tuple(s.axis for s in busy) if sums else ()
+        self.summed = () if returns else self.sums
         self.cleared = bool(busy) and not returns and all(s.operation == KEEP for s in busy)
 
     @property
@@ -113,14 +121,15 @@ class Itinerary:
 
     def back(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient taken the other way."""
-        if self._back is None:
-            self._back = itinerary(gradient_layout(self._dst), gradient_layout(self._src))
-        return travel(grad, self._back)
+        back = self._back
+        if back is None:
+            back = self._back = itinerary(gradient_layout(self._dst), gradient_layout(self._src))
+        return travel(grad, back)
 
     def back_again(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor] | None:
         """:meth:`back` as a hook before a node that hands the gradient on as it is: to record it."""
         grad = grads[0]
-        return None if grad is None or not grad.requires_grad else (self.back(grad),)
+        return None if grad is None or not _requires_grad(grad) else (self.back(grad),)
 
 
 @lru_cache(maxsize=65536)
@@ -151,7 +160,7 @@ def travel(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
         return x
     if recorders():
         return handle_torch_function(travel, (), x, way)
-    if way.scale is not None and way.scale != 1:
+    if way.scale not in (None, 1):
         if not (x.is_floating_point() or x.is_complex()):
             raise ValueError(
                 f"A Partial(avg) value of {x.dtype} cannot be moved: an average needs a floating-point "
@@ -159,9 +168,13 @@ def travel(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
             )
         x = x * way.scale
     dual = forward_ad._current_level >= 0 and _unpack_dual(x).tangent is not None
-    if not (dual or (x.requires_grad and torch.is_grad_enabled())):
-        for step in way.forward:
-            x = step(x)
+    if not (dual or (_requires_grad(x) and _grad_enabled())):
+        if way.sums and x.is_floating_point() and not tracers():
+            x = x.clone(memory_format=_CONTIGUOUS)
+            door.sum_here(x, way.mesh, way.sums)
+        else:
+            for step in way.forward:
+                x = step(x)
         return x * way.late if way.late != 1 else x
     if way.unsummed is not None:
         raise ValueError(
@@ -170,11 +183,9 @@ def travel(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
         )
     if way.summed and not dual:
         # clone's backward, in C++, is the identity, which is what the data of the gradient needs
-        out = x.clone(memory_format=torch.contiguous_format)
+        out = x.clone(memory_format=_CONTIGUOUS)
         out.grad_fn.register_prehook(way.back_again)  # type: ignore[union-attr]
-        inner = out.detach()
-        for axis in way.summed:
-            door.all_reduce_(inner, way.mesh, axis).wait()
+        door.sum_here(out.detach(), way.mesh, way.summed)
         return out
     if way.cleared and not dual:
         out = x.clone()

@@ -82,6 +82,7 @@ class Mesh(TorchNames):
         Mesh.known.add(self)
         self.lately: Any = None
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
+        self._backends: dict[tuple[int, torch.device], Any] = {}
         self._index = {name: i for i, name in enumerate(names)}
         self._parts: dict[tuple[str, ...], Mesh] = {}
         if device_mesh is not None and self.is_member:
@@ -255,6 +256,13 @@ class Mesh(TorchNames):
         assert group is not None, "axes of size 1 and dry meshes have no process group"
         return group
 
+    def backend(self, axis: int, device: torch.device) -> Any:
+        """What carries an axis' traffic of a device's tensors: its group, less torch's dispatcher."""
+        known = self._backends.get((axis, device))
+        if known is None:
+            known = self._backends[axis, device] = self.group(axis)._get_backend(device)
+        return known
+
     def order(self, axis: int) -> tuple[int, ...] | None:
         """For each coordinate of the axis its place in the process group; None where they are equal.
 
@@ -385,6 +393,7 @@ def _release() -> None:
     """Let go of all process groups: gloo aborts a process that has some when its interpreter has ended."""
     for mesh in Mesh.known:
         mesh._groups = [None] * mesh.ndim
+        mesh._backends.clear()
         if mesh._device_mesh is not None:
             vars(_root(mesh._device_mesh)).get("_pg_registry", {}).clear()
     Mesh.built = (None, {})

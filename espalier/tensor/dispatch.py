@@ -42,6 +42,9 @@ _plain_call = torch._C._disabled_torch_function_impl
 # the C getters themselves: to be called where torch functions are not intercepted
 _requires_grad = vars(torch._C.TensorBase)["requires_grad"].__get__
 _is_leaf = vars(torch._C.TensorBase)["is_leaf"].__get__
+_version = vars(torch._C.TensorBase)["_version"].__get__
+_is_inference = torch._C.TensorBase.is_inference
+_grad_enabled, _inference_mode = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _CACHE_LIMIT = 10_000  # entries of one function
 
 Path = tuple[Any, ...]
@@ -136,16 +139,13 @@ class Entry:
     def call_flat(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """:meth:`call`, for moves of positional arguments that gather nothing."""
         with raw():
-            recorded = torch.is_grad_enabled()
-            moved = None
+            moved = list(args)
             for m in self.moves:
                 i = m.path[0]
                 x = args[i]
-                if not m.only_varies or (recorded and _requires_grad(x)):
-                    if moved is None:
-                        moved = list(args)
+                if not m.only_varies or (_requires_grad(x) and _grad_enabled()):
                     moved[i] = _moved(x, m)
-            out = func(*(moved or args), **kwargs)
+            out = func(*moved, **kwargs)
         if type(out) is DTensor:
             return _stamp(out, self.outs[0])
         out.__class__ = DTensor
@@ -234,18 +234,24 @@ def dispatch(
         return slot.special(func, types, args, kwargs or {})
     # the way of every call, so written for speed: tensors stand for their layouts in the key
     key: Any
-    if len(args) == 2 and type(args[0]) is DTensor and type(args[1]) is DTensor:
+    n = len(args)
+    if n == 1 and type(args[0]) is DTensor:
+        key = args[0]._layout
+    elif n == 2 and type(args[0]) is DTensor and type(args[1]) is DTensor:
         key = (args[0]._layout, args[1]._layout)
+    elif n == 3 and type(args[0]) is DTensor and type(args[1]) is DTensor and type(args[2]) is DTensor:
+        key = (args[0]._layout, args[1]._layout, args[2]._layout)
     else:
         key = tuple([a._layout if type(a) is DTensor else a if type(a) is int else key_of(a) for a in args])
     if kwargs:
-        key = (key, *[(name, key_of(a)) for name, a in kwargs.items()])
+        values = kwargs.values()
+        key = (key, *kwargs, *[a._layout if type(a) is DTensor else key_of(a) for a in values])
     else:
         kwargs = _NO_KWARGS
     if slot.typed:
         key = (key, *[a.dtype if type(a) is DTensor else told(a) for a in args if type(a) in TOLD])
         if kwargs:
-            key = (key, *[told(a) for a in kwargs.values() if type(a) in TOLD])
+            key = (key, *[told(a) for a in values if type(a) in TOLD])
     entry = slot.get(key, _UNSEEN)
     if entry is _UNSEEN:
         return _first(slot, key, func, args, kwargs)
@@ -441,16 +447,16 @@ def _moved(x: torch.Tensor, m: Move) -> torch.Tensor:
     """
     if not m.remember or type(x) is not DTensor or (_is_leaf(x) and _requires_grad(x)):
         return travel(x, m.way)
-    if torch.is_inference_mode_enabled() or x.is_inference():
+    if _is_inference(x) or _inference_mode():
         return travel(x, m.way)  # no versions are counted that would tell what is out of date
-    tag = (m.dst, x._version, torch.is_grad_enabled())
+    tag = (m.dst, _version(x), _grad_enabled())
     if m.gathers:
         return _gathered(x, m, tag)
     known = x.__dict__.get("_moved")
-    if known is not None and known[0] == tag and known[1]._version == known[2]:
+    if known is not None and known[0] == tag and _version(known[1]) == known[2]:
         return known[1]
     moved = travel(x, m.way)
-    x._moved = (tag, moved, moved._version)  # type: ignore[attr-defined]
+    x._moved = (tag, moved, _version(moved))  # type: ignore[attr-defined]
     return moved
 
 

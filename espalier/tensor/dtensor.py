@@ -15,6 +15,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm import move
 from espalier.comm.moves import move_as
+from espalier.comm.traced import recorders
 from espalier.layout import Layout, Placement, gradient_layout
 from espalier.layout.layout import R, V
 from espalier.mesh import Mesh
@@ -154,6 +155,13 @@ class DTensor(torch.Tensor):
     @grad.deleter
     def grad(self) -> None:
         _plain_call(_grad.__set__, (), (self, None), {})
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """As ``torch.Tensor.backward``, which would take a long way to the dispatcher."""
+        if _intercepted() and not recorders():
+            DTensor.__torch_function__(torch.Tensor.backward, (DTensor,), (self, *args), kwargs)
+        else:
+            torch.Tensor.backward(self, *args, **kwargs)
 
     # ---- torch.distributed.tensor's own names
 

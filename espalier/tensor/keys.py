@@ -10,14 +10,14 @@ from espalier.tensor.dtensor import DTensor
 from espalier.tensor.strictness import is_strict
 
 # what of an argument is not part of the key where the rule is loose: a DTensor's dtype, a float's value
-TOLD = frozenset({DTensor, float, complex, tuple, list, torch.Size})
+TOLD = frozenset({DTensor, float, complex, tuple, list, torch.Size, dict})
 
 
 def key_of(a: Any) -> Any:
     """What stands for an argument in the key of a call, whatever the function."""
     t = type(a)
     if t is DTensor:
-        return (a._layout, a.dtype)
+        return a._layout
     if t is bool:
         return (bool, a)  # else True would be found for 1
     if t is float or t is complex:
@@ -42,6 +42,6 @@ def told(a: Any) -> Any:
     t = type(a)
     if t is DTensor:
         return a.dtype
-    if t in (tuple, list, torch.Size):
-        return tuple([told(x) for x in a if type(x) in TOLD])
+    if t in (tuple, list, torch.Size, dict):
+        return tuple([told(x) for x in (a.values() if t is dict else a) if type(x) in TOLD])
     return a if t in (float, complex) else None

@@ -110,4 +110,4 @@ def _with_dropout(bound: dict[str, Any], placed: Placed) -> torch.Tensor:
 
 def register(rules: Rules) -> None:
     """Put the rules of this file into the table."""
-    rules.add(F.scaled_dot_product_attention, attention)
+    rules.add(F.scaled_dot_product_attention, attention, loose=True)

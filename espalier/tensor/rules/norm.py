@@ -299,34 +299,32 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Spec:  # fmt: skip
     """Over the last dims, which may be sharded; weight and bias as they are."""
-    return _over_last(x, normalized_shape, [weight, bias], eps, True)
+    return _over_last(x, normalized_shape, [weight, bias], True)
 
 
 def rms_norm(
     x: Operand, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Spec:
     """Over the last dims, which may be sharded; the weight as they are."""
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _over_last(x, normalized_shape, [weight], eps, False)
+    return _over_last(x, normalized_shape, [weight], False)
 
 
-def _over_last(
-    x: Operand, normalized_shape: Sequence[int], small: Sequence[Any], eps: float, centred: bool
-) -> Spec:
+def _over_last(x: Operand, normalized_shape: Sequence[int], small: Sequence[Any], centred: bool) -> Spec:
     dims, front = x.dims(), x.ndim - len(normalized_shape)
     last: Dims = dims[front:]
     rows = math.prod(x.layout.padded_shape[:front])
     count = math.prod(x.shape[front:])
-    names = ("weight", "bias")
+    names = ("weight", "bias")[: len(small)]
+    given = f"input normalized_shape {' '.join(names)} eps"
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         axes = placed.axes_of(placed.ins[0], range(front, x.ndim))
-        bound = bound_to("input normalized_shape weight bias", args, kwargs)
-        local = bound["input"]
+        bound = bound_to(given, args, kwargs)
+        local, eps = bound["input"], bound.get("eps", 1e-5 if centred else None)
+        eps = torch.finfo(local.dtype).eps if eps is None else eps
         over = range(front, x.ndim)
         out, _, _ = _standardized(local, over, placed.mesh, axes, count, eps, centred)
-        weight, bias = (bound.get(name) if i < len(small) else None for i, name in enumerate(names))
-        return _affine(out, weight, bias, local.shape[front:])
+        return _affine(out, bound.get("weight"), bound.get("bias"), local.shape[front:])
 
     return Spec(
         [dims, *(last for o in small if isinstance(o, Operand))],
@@ -381,8 +379,8 @@ def register(rules: Rules) -> None:
     rules.add(torch.batch_norm, torch_batch_norm)
     rules.add(functional.instance_norm, instance_norm)
     rules.add(torch.instance_norm, torch_instance_norm)
-    rules.name("layer_norm")(layer_norm)
-    rules.name("rms_norm")(rms_norm)
+    rules.name("layer_norm", loose=True)(layer_norm)
+    rules.name("rms_norm", loose=True)(rms_norm)
     rules.name("group_norm")(group_norm)
     rules.name("normalize")(normalize)
     rules.name("local_response_norm")(local_response_norm)

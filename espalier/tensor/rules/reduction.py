@@ -202,7 +202,7 @@ def register(rules: Rules) -> None:
     rules.name("all", "any")(truth)
     rules.name("logsumexp", "prod", "count_nonzero")(whole)
     rules.name("cumsum")(cumsum)
-    rules.name("cumprod", "logcumsumexp", "softmax", "log_softmax", "softmin")(_along(1))
+    rules.name("cumprod", "logcumsumexp", "softmax", "log_softmax", "softmin", loose=True)(_along(1))
     rules.name("sort", "cummax", "cummin")(_along(2))
     rules.name("argsort")(_along(1))
     rules.name("topk")(topk)
