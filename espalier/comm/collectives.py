@@ -8,7 +8,7 @@ is undefined. On an axis of size 1 the input comes back. Ranks outside a mesh se
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -47,16 +47,18 @@ _scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 
 class Pending:
-    """A collective under way; ``wait()`` ends it."""
+    """A collective under way; ``wait()`` ends it, and does ``then`` what is left to do here."""
 
-    def __init__(self, work: Any = None) -> None:
-        self._work = work
+    def __init__(self, work: Any = None, then: Callable[[], Any] | None = None) -> None:
+        self._work, self._then = work, then
 
     def wait(self) -> None:
         """Return when the result is in place (on CUDA: when the stream may use it)."""
         if self._work is not None:
             self._work.wait()
-            self._work = None
+            if self._then is not None:
+                self._then()
+            self._work = self._then = None
 
 
 @collective

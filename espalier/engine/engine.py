@@ -18,7 +18,7 @@ from espalier.layout import Layout, chunk_bounds
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.parallel import Plan, arrange, lay_out_model
-from espalier.parallel.data.buckets import GradientBuckets
+from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, full_tensor, plain, redistribute, stamp
 from espalier.tensor.fallback import tree_map
 from espalier.tensor.watch import claim
@@ -112,25 +112,22 @@ class Engine:
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
         self._loss_fn, self._table = loss_fn, layouts
-        self._buckets: GradientBuckets | None = None
+        self._data: DataAxis | None = None
         self._syncing = True
         _share_random_state(mesh)
 
     def lay_out(self, batch: Any = None) -> None:
         """Lay the parameters out; without a batch only if none is needed to know how."""
-        if self._buckets is not None:
+        if self._data is not None:
             return
         sample = None if batch is None else tree_map(self._sample, self._parted(batch)[0])
         layouts = arrange(self.module, self.plan, self.mesh, table=self._table, batch=sample)
         if layouts is None:
             return
-        lay_out_model(self.module, layouts, self.mesh)
+        self._data = lay_out_model(self.module, layouts, self.mesh, self.plan)
         if self.optimizer is not None:
-            lay_out_states(self.optimizer)
-        trained = [p for p in self.module.parameters() if p.requires_grad and isinstance(p, DTensor)]
-        self._buckets = GradientBuckets(
-            trained, self.mesh, self.mesh.axis("data"), self.plan.bucket_megabytes
-        )
+            with self._data.updating(exchange=False):
+                lay_out_states(self.optimizer)
 
     def _sample(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
@@ -142,8 +139,15 @@ class Engine:
 
     def batch_rows(self, size: int) -> slice:
         """The rows of a global batch of ``size`` that this rank computes (and needs to load)."""
-        start, length = chunk_bounds(size, self.plan.data, self.mesh.coordinate[self.mesh.axis("data")])
-        return slice(start, start + length)
+        start = 0
+        for axis in self._data_axes:
+            begin, size = chunk_bounds(size, self.mesh.shape[axis], self.mesh.coordinate[axis])
+            start += begin
+        return slice(start, start + size)
+
+    @property
+    def _data_axes(self) -> tuple[int, ...]:
+        return tuple(self.mesh.axis(name) for name in self.plan.data_axes)
 
     def local_batch(self, rows: Any, size: int) -> Any:
         """This rank's rows (``batch_rows(size)``) of a global batch, typed as such.
@@ -156,15 +160,16 @@ class Engine:
         def wrap(x: Any) -> Any:
             if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
                 return x
-            if size < self.plan.data:
+            among = self.plan.data * self.plan.replicate
+            if size < among:
                 warnings.warn(
-                    f"A global batch of {size} rows leaves {self.plan.data - size} of the data axis' "
-                    f"{self.plan.data} ranks without work: use a larger batch or a smaller plan.data.",
+                    f"A global batch of {size} rows leaves {among - size} of the {among} ranks that share it "
+                    "without work: use a larger batch or a smaller plan.data.",
                     stacklevel=2,
                 )
             shape = (size, *x.shape[1:])
-            axes = tuple(0 if name == "data" else "R" for name in self.mesh.names)
-            cuts = ((self.mesh.axis("data"),), *((),) * (x.ndim - 1))
+            axes = tuple(0 if a in self._data_axes else "R" for a in range(self.mesh.ndim))
+            cuts = (self._data_axes, *((),) * (x.ndim - 1))
             layout = Layout.of(self.mesh, axes, cuts, shape)
             if tuple(x.shape) != layout.local_shape:
                 raise ValueError(
@@ -202,6 +207,8 @@ class Engine:
                 :meth:`local_batch` gave is taken as it is.
         """
         self.lay_out(batch)
+        assert self._data is not None
+        self._data.begin_forward()
         batch = self._typed(batch)
         inputs, targets = self._parted(batch)
         if isinstance(inputs, Mapping):
@@ -220,26 +227,24 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of the loss; their reduction over the data axis goes on meanwhile."""
-        assert self._buckets is not None
-        if self._syncing:
-            self._buckets.begin()
+        assert self._data is not None, "call the engine on a batch first"
+        self._data.gradients.begin(self._syncing)
         loss.backward()
+        self._data.end_backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here only accumulate; the next one outside reduces for all."""
-        assert self._buckets is not None
-        before = self._syncing
-        self._syncing = self._buckets.active = False
+        before, self._syncing = self._syncing, False
         try:
             yield
         finally:
-            self._syncing = self._buckets.active = before
+            self._syncing = before
 
     def finish_gradients(self) -> None:
         """Wait until ``p.grad`` of every parameter is the gradient of the whole batch."""
-        assert self._buckets is not None, "call the engine on a batch first"
-        self._buckets.finish()
+        assert self._data is not None, "call the engine on a batch first"
+        self._data.gradients.finish()
 
     def step(self) -> None:
         """Finish the gradients, clip, update, and forget the gradients.
@@ -250,14 +255,15 @@ class Engine:
         if self.optimizer is None:
             raise ValueError("This engine has no optimizer: pass one to initialize(model, optimizer, ...).")
         self.finish_gradients()
+        assert self._data is not None
         parameters = [p for p in self.module.parameters() if isinstance(p, DTensor) and p.grad is not None]
         self.grad_norm = global_norm(parameters, self.mesh)
         if self.max_grad_norm is not None:
             scale_gradients(parameters, self.max_grad_norm, self.grad_norm)
-        update(self.optimizer)
+        with self._data.updating():
+            update(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        assert self._buckets is not None
-        self._buckets.reduced = False
+        self._data.gradients.forget()
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Forward, backward, step; gives the loss, detached."""

@@ -11,12 +11,12 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.mesh import Mesh
+from espalier.parallel.data.axis import DataAxis
 from espalier.parallel.plan import Plan
 from espalier.parallel.tensor.infer import infer
 from espalier.parallel.tensor.tables import Table, by_table, table_for
 from espalier.tensor import lay_out
 from espalier.tensor.dtensor import DTensor
-from espalier.tensor.modules import lay_out_parameter
 
 
 def arrange(
@@ -24,9 +24,10 @@ def arrange(
 ) -> dict[str, Layout] | None:
     """The layout of every parameter of a model under a plan.
 
-    On the data axis parameters are replicated and varied: the engine reduces their gradients. On
-    the tensor axis they are cut by a table of name patterns (``table``, or the model's own), or,
-    for a model nobody described, by what a run on ``batch`` shows.
+    On the data axes parameters are replicated and varied while the model computes with them: their
+    gradients are reduced chunk by chunk (``espalier.parallel.data``). On the tensor axis they are cut
+    by a table of name patterns (``table``, or the model's own), or, for a model nobody described, by
+    what a run on ``batch`` shows.
 
     Returns:
         name to layout; None if a batch is needed and missing.
@@ -47,16 +48,21 @@ def arrange(
     layouts = {}
     for name, p in model.named_parameters():
         dim = shared.get(id(p))
-        on_tensor: Placement = Replicate() if dim is None else Shard(dim)
-        layouts[name] = Layout(mesh, [Replicate(), on_tensor], tuple(p.shape), varied=["data"])
+        places: list[Placement] = [Replicate()] * mesh.ndim
+        if dim is not None:
+            places[mesh.axis("tensor")] = Shard(dim)
+        layouts[name] = Layout(mesh, places, tuple(p.shape), varied=plan.data_axes)
     return layouts
 
 
-def lay_out_model(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+def lay_out_model(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, plan: Plan) -> DataAxis:
     """Make every parameter a DTensor, in place: who holds it (an optimizer, a tie) goes on holding it.
 
     Rank 0's values are sent to all, so ranks that were seeded differently train one model all the
     same. Buffers are sent too and stay plain tensors: every rank holds the same.
+
+    Args:
+        layouts: of the parameters while the model computes with them.
 
     Raises:
         ValueError: a parameter was laid out already.
@@ -66,10 +72,11 @@ def lay_out_model(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -
             raise ValueError(
                 f"The parameter {name} is a DTensor already. Give initialize() the plain model, once."
             )
-        lay_out_parameter(p, layouts[name])
+    data = DataAxis(model, layouts, mesh, plan)
     for module in model.modules():
         for name, b in module._buffers.items():
             if b is not None:
                 whole = lay_out(b, Layout.replicated(mesh, tuple(b.shape)))
                 with raw():
                     module._buffers[name] = whole.as_subclass(torch.Tensor)
+    return data

@@ -7,7 +7,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,17 +18,25 @@ class Plan(BaseModel):
     """A mix of parallelism. All mistakes in its arguments are told at once, as one ``ValueError``.
 
     Attributes:
-        data: ranks that share the batch; each holds all parameters of its tensor coordinate.
+        data: ranks that share the batch, and what ``zero`` says of parameters, gradients and states.
+        zero: what is cut along the data axis: nothing (0, as DDP), the optimizer's states (1), gradients
+            too (2), parameters too (3, as FSDP). The results are the same.
+        replicate: groups of ``data`` ranks that hold the same and share the batch too (hybrid sharding:
+            cut inside a node, replicate across).
         tensor: ranks that share each layer (heads, hidden and vocabulary dims).
-        bucket_megabytes: gradients are reduced over the data axis in buffers of about this size,
-            each as soon as it is full, while the backward pass goes on.
+        chunk_megabytes: parameters and gradients move along the data axis in buffers of about this size,
+            gradients as soon as one is full, while the backward pass goes on.
+        prefetch_megabytes: with ``zero=3``, so much of the parameters is gathered before it is needed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     data: Size = 1
+    zero: Literal[0, 1, 2, 3] = 0
+    replicate: Size = 1
     tensor: Size = 1
-    bucket_megabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 25.0
+    chunk_megabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 25.0
+    prefetch_megabytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
 
     def __init__(self, **given: Any) -> None:
         try:
@@ -56,7 +64,13 @@ class Plan(BaseModel):
     @property
     def axes(self) -> dict[str, int]:
         """The mesh's axes, outermost first (the last has the closest neighbours)."""
-        return {"data": self.data, "tensor": self.tensor}
+        hybrid = {"replicate": self.replicate} if self.replicate > 1 else {}
+        return {**hybrid, "data": self.data, "tensor": self.tensor}
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes that share the batch, outermost first; along the last, state is cut."""
+        return ("replicate", "data") if self.replicate > 1 else ("data",)
 
     @property
     def world_size(self) -> int:
@@ -64,7 +78,8 @@ class Plan(BaseModel):
         return math.prod(self.axes.values())
 
     def __str__(self) -> str:
-        return " × ".join(f"{name} {n}" for name, n in self.axes.items())
+        axes = " × ".join(f"{name} {n}" for name, n in self.axes.items())
+        return f"{axes}, ZeRO {self.zero}" if self.zero else axes
 
 
 class PlanError(ValueError):

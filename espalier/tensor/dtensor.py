@@ -131,14 +131,25 @@ class DTensor(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient, a DTensor; Partial along axes on which a reduction is still to come."""
+        """The gradient, a DTensor; Partial along axes on which a reduction is still to come.
+
+        One that was reduced to shards of a replicated parameter (ZeRO-1 and 2) lies otherwise than it.
+        """
         grad = _plain_call(_grad.__get__, (), (self,), {})
-        if grad is not None and type(grad) is not DTensor:
+        if grad is None:
+            return self.__dict__.get("_reduced")
+        if type(grad) is not DTensor:
             stamp(grad, gradient_layout(self._layout))
         return grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        reduced = self.__dict__.pop("_reduced", None)
+        if value is not None and reduced is not None:
+            with raw():
+                own = layout_of(value, self._layout.mesh)
+                self._reduced = stamp(move(value.detach(), own, reduced._layout), reduced._layout)
+            return
         if value is not None:
             wanted = gradient_layout(self._layout)
             given = layout_of(value, self._layout.mesh)
@@ -154,6 +165,7 @@ class DTensor(torch.Tensor):
 
     @grad.deleter
     def grad(self) -> None:
+        self.__dict__.pop("_reduced", None)
         _plain_call(_grad.__set__, (), (self, None), {})
 
     def backward(self, *args: Any, **kwargs: Any) -> None:

@@ -135,7 +135,7 @@ def test_a_training_step_of_a_model(mesh: Mesh) -> None:
     assert [row.module for row in up] == [f"blocks.{i}.mlp.gate_proj" for i in range(3)]
     assert all(row.sent_backward == [("all_reduce", "tensor", 8192)] for row in up)
     assert all(row.where.startswith("espalier/models/gpt.py:") for row in up)
-    buckets = [row for row in seen.rows if row.op == "GradientBuckets._send"]
+    buckets = [row for row in seen.rows if row.op == "Gradients._send"]
     assert buckets and all(row.phase == "backward" for row in buckets)
     text = str(seen)
     assert "blocks.*.mlp.gate_proj" in text and "3 times" in text

@@ -29,12 +29,12 @@ def test_a_plan_is_data(tmp_path: Path) -> None:
 
 def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
-        Plan(data=0, tensr=2, bucket_megabytes="big", whatever=1)
+        Plan(data=0, tensr=2, chunk_megabytes="big", whatever=1)
     text = str(caught.value)
     assert "4 mistake(s)" in text
     assert "data = 0: expected greater than or equal to 1" in text
     assert "tensr = 2: unknown key; did you mean tensor?" in text
-    assert "bucket_megabytes = 'big'" in text and "whatever = 1: unknown key; known keys: data" in text
+    assert "chunk_megabytes = 'big'" in text and "whatever = 1: unknown key; known keys: data" in text
     with pytest.raises(PlanError, match="data = 2.5"):
         Plan(data=2.5)
     with pytest.raises(ValueError, match="cannot be read"):

@@ -220,12 +220,12 @@ def test_dropout_is_the_same_under_every_plan(ranks: Any) -> None:
 
 def overlap(rank: int, world: int) -> int:
     net = model()
-    engine = espalier.initialize(net, None, {"data": world, "bucket_megabytes": 0.01})
+    engine = espalier.initialize(net, None, {"data": world, "chunk_megabytes": 0.01})
     seen: list[int] = []
     with espalier.ledger(engine.mesh) as book:
         first = next(iter(net.parameters()))
         first.register_post_accumulate_grad_hook(
-            lambda p: seen.append(sum(e.op == "all_reduce" and e.bytes > 64 for e in book.entries))
+            lambda p: seen.append(sum(e.op == "reduce_scatter" and e.bytes > 64 for e in book.entries))
         )
         engine.backward(engine(batch(4)))
         engine.finish_gradients()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import espalier
 from espalier.train.job import Job
 from espalier.train.verify import verify
 
@@ -48,21 +47,21 @@ def test_the_jobs_sizes_do_not_divide_by_four(ranks: Any) -> None:
 
 def broken(rank: int, world: int) -> Any:
     """A plan whose gradients are not reduced must fail."""
-    from espalier.parallel.data.buckets import GradientBuckets
+    from espalier.parallel.data.gradients import Gradients
 
-    kept = GradientBuckets._send
+    kept = Gradients._send
     try:
-        GradientBuckets._send = _forgetful  # type: ignore[method-assign]
+        Gradients._send = _forgetful  # type: ignore[method-assign]
         found = verify(Job.load(JOBS / "gpt.toml", ["plan.data=2", "plan.tensor=1"]))
     finally:
-        GradientBuckets._send = kept  # type: ignore[method-assign]
+        Gradients._send = kept  # type: ignore[method-assign]
     return None if found is None else found.passed
 
 
-def _forgetful(self: Any, bucket: Any) -> None:
-    bucket.flags.fill_(1)
-    bucket.pending = espalier.comm.Pending()
+def _forgetful(self: Any, chunk: Any) -> None:
     self._next += 1
+    chunk.gradient = chunk.flat(chunk.dtype)
+    self._spread(chunk)
 
 
 def test_verify_can_fail(ranks: Any) -> None:

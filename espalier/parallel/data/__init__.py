@@ -1,1 +1,1 @@
-"""The data axis: gradients reduced in flat buffers while the backward pass goes on."""
+"""The data axis: DDP, ZeRO and FSDP as one mechanism, chunks of parameters, gradients and states."""

@@ -1,0 +1,92 @@
+"""Flat buffers along one axis: gathered and summed while the program goes on.
+
+What is sent are *rows*: a matrix [n, size], one row for each coordinate of the axis.
+
+Sums are taken in the order of the coordinates, element by element. So a value does not depend on where
+in a buffer it stood, nor on how many buffers there were: that is what makes ZeRO's stages bit-equal. On
+NCCL, whose rings add in an order of their own, the order depends on the owner of a value alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from espalier.comm.collectives import Pending, _gather_into, _record, _scatter_from, _wire
+from espalier.mesh import Mesh
+
+
+class Summing:
+    """A sum over the axis under way, of which this rank gets its row."""
+
+    def __init__(self, rows: torch.Tensor, pending: Pending) -> None:
+        self._rows, self._pending = rows, pending
+
+    def wait(self, out: torch.Tensor, *, add: bool = False) -> None:
+        """Put the sum into flat ``out``, or add it to what is there."""
+        self._pending.wait()
+        rows = self._rows.unbind(0)
+        if not add and len(rows) > 1 and out.dtype == rows[0].dtype:
+            torch.add(rows[0], rows[1], out=out)
+            for row in rows[2:]:
+                out.add_(row)
+            return
+        total = rows[0]
+        for i, row in enumerate(rows[1:]):
+            total = total + row if i == 0 else total.add_(row)
+        (out.add_ if add else out.copy_)(total)
+
+
+def start_gather(rows: torch.Tensor, own: torch.Tensor, mesh: Mesh, axis: int) -> Pending:
+    """Start to fill ``rows`` with the flat ``own`` of each coordinate."""
+    n = mesh.shape[axis]
+    if n == 1:
+        rows[0].copy_(own)
+        return Pending()
+    _record(mesh, "all_gather", axis, (n - 1) * own.numel() * own.element_size(), own, rows.shape)
+    if mesh.is_dry:
+        return Pending()
+    order = mesh.order(axis)
+    if order is None:
+        return Pending(_gather_into(_wire(rows.view(-1)), _wire(own), group=mesh.group(axis), async_op=True))
+    swapped = torch.empty_like(rows)
+    work = _gather_into(_wire(swapped.view(-1)), _wire(own), group=mesh.group(axis), async_op=True)
+    return Pending(work, then=lambda: rows.copy_(swapped[list(order)]))
+
+
+def start_sum(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
+    """Start to sum ``rows`` over the axis; each coordinate gets its own row (a reduce-scatter)."""
+    n = mesh.shape[axis]
+    if n == 1:
+        return Summing(rows, Pending())
+    _record(mesh, "reduce_scatter", axis, (n - 1) * rows[0].numel() * rows.element_size(), rows, rows.shape)
+    if mesh.is_dry:
+        return Summing(rows[:1], Pending())
+    order = mesh.order(axis)
+    if order is not None:
+        rows = rows[[order.index(place) for place in range(n)]]
+    group = mesh.group(axis)
+    if rows.is_cuda:
+        done = torch.empty_like(rows[:1])
+        return Summing(done, Pending(_scatter_from(done.view(-1), rows.view(-1), group=group, async_op=True)))
+    # gloo has no reduce-scatter of its own: it would all-reduce, and send twice as much
+    got = torch.empty_like(rows)
+    work = dist.all_to_all_single(_wire(got.view(-1)), _wire(rows.view(-1)), group=group, async_op=True)
+    if order is None:
+        return Summing(got, Pending(work))
+    swapped = torch.empty_like(got)
+    return Summing(swapped, Pending(work, then=lambda: swapped.copy_(got[list(order)])))
+
+
+def sum_everywhere(flat: torch.Tensor, mesh: Mesh, axis: int) -> None:
+    """Sum ``flat`` over the axis, in place, on every coordinate (an all-reduce in the order above)."""
+    n = mesh.shape[axis]
+    if n == 1:
+        return
+    size = -(-flat.numel() // n)
+    rows = flat.new_zeros(n, size)
+    rows.view(-1)[: flat.numel()].copy_(flat)
+    own = flat.new_empty(size)
+    start_sum(rows, mesh, axis).wait(own)
+    start_gather(rows, own, mesh, axis).wait()
+    flat.copy_(rows.view(-1)[: flat.numel()])

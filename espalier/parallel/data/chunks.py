@@ -1,0 +1,151 @@
+"""Chunks: the parameters of some modules as one flat buffer, which moves as one.
+
+Along the data axis a parameter is cut on one dim, like any ``Shard``. What a chunk sends are rows, one
+for each coordinate: the pieces of all its members, one after the other, each padded to the largest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as raw
+
+from espalier.layout import Layout, chunk_bounds
+from espalier.tensor import stamp
+
+
+class Member:
+    """One parameter in a chunk.
+
+    Attributes:
+        name: of the parameter.
+        p: the parameter.
+        full: its layout while the model computes with it: whole along the data axis.
+        shard: its layout cut along the data axis; equal to ``full`` for a parameter without dims.
+        dim: the dim that is cut; None for one without dims, which every rank holds.
+        slot: elements that it takes in each row.
+    """
+
+    def __init__(self, name: str, p: nn.Parameter, full: Layout, axis: int) -> None:
+        self.name, self.p, self.full = name, p, full
+        self._n, self._here = full.mesh.shape[axis], full.mesh.coordinate[axis]
+        self.dim = cut_dim(full.padded_shape, self._n)  # the same on all ranks
+        self.shard = full if self.dim is None else full.with_axis(axis, self.dim)
+        shape = full.local_shape
+        self.slot = 1
+        if self.dim is not None:
+            self.slot = math.prod(shape[: self.dim]) * -(-shape[self.dim] // self._n)
+            self.slot *= math.prod(shape[self.dim + 1 :])
+        self._even = self.dim == 0 and shape[0] % self._n == 0
+        self.size = math.prod(shape)
+
+    def piece(self, full: torch.Tensor, coordinate: int | None = None) -> torch.Tensor:
+        """The view, of a local tensor that is whole along the axis, that a coordinate holds."""
+        if self.dim is None:
+            return full
+        at = self._here if coordinate is None else coordinate
+        return full.narrow(self.dim, *chunk_bounds(full.shape[self.dim], self._n, at))
+
+    def own(self, row: torch.Tensor) -> torch.Tensor:
+        """This coordinate's piece in a row that begins with the member's slot, in its own shape."""
+        shape = self.shard.local_shape
+        return row[: math.prod(shape)].view(shape)
+
+    def pairs(self, rows: torch.Tensor, full: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the same elements: in rows [n, slot], and in a tensor whole along the axis."""
+        if self._even and full.is_contiguous():
+            yield rows, full.view(self._n, self.slot)
+            return
+        for i in range(self._n):
+            piece = self.piece(full, i)
+            if piece.numel():
+                yield rows[i, : piece.numel()].view(piece.shape), piece
+
+
+def cut_dim(shape: Sequence[int], n: int) -> int | None:
+    """The dim to cut into n: the first of those whose pieces need the least padding."""
+    if not shape:
+        return None
+    return min(range(len(shape)), key=lambda d: (-(-shape[d] // n) * n / max(shape[d], 1), d))
+
+
+class Chunk:
+    """Members of one dtype and device, and the flat buffers that they share.
+
+    Attributes:
+        members: in the order of their slots.
+        dtype: in which the model computes with them.
+        size: elements of a row.
+        gradient: flat [size], this rank's pieces of the sums; None while there are none.
+        home: flat [size], this rank's pieces of the parameters, where the stage cuts these.
+        master: the same in full precision, where the optimizer is to update that.
+        missing: numbers of the members whose gradient this backward pass has not brought yet.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = list(members)
+        self.dtype = members[0].p.dtype
+        self._starts = [0, *itertools.accumulate(m.slot for m in members)]
+        self.size = self._starts.pop()
+        self.gradient: torch.Tensor | None = None
+        self.home: torch.Tensor | None = None
+        self.master: torch.Tensor | None = None
+        self.missing = set(range(len(members)))
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        return self.members[0].p.device
+
+    def rows(self, n: int, dtype: torch.dtype, extra: int = 0) -> torch.Tensor:
+        """A buffer for what is sent; ``extra`` elements at the end of each row are the caller's."""
+        return torch.empty(n, self.size + extra, dtype=dtype, device=self.device)
+
+    def flat(self, dtype: torch.dtype, extra: int = 0) -> torch.Tensor:
+        """A buffer for this rank's pieces."""
+        return torch.empty(self.size + extra, dtype=dtype, device=self.device)
+
+    def slots(self, flat: torch.Tensor) -> Iterator[tuple[Member, torch.Tensor]]:
+        """The members and their parts of a flat [..., size]."""
+        for m, start in zip(self.members, self._starts, strict=True):
+            yield m, flat[..., start : start + m.slot]
+
+    def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's piece of each member in a flat [size], in its own shape."""
+        return [m.own(part) for m, part in self.slots(flat)]
+
+    def pack(self, rows: torch.Tensor, wholes: Sequence[torch.Tensor | None]) -> None:
+        """Fill rows from tensors that are whole along the axis; zeros for those that are missing."""
+        into, outof = [], []
+        for (m, part), whole in zip(self.slots(rows), wholes, strict=True):
+            if whole is None:
+                part.zero_()
+                continue
+            for there, here in m.pairs(part, whole):
+                into.append(there)
+                outof.append(here)
+        if into:
+            torch._foreach_copy_(into, outof)
+
+    def unpack(self, rows: torch.Tensor, wholes: Sequence[torch.Tensor | None]) -> None:
+        """Fill tensors that are whole along the axis from rows."""
+        into, outof = [], []
+        for (m, part), whole in zip(self.slots(rows), wholes, strict=True):
+            if whole is None:
+                continue
+            for there, here in m.pairs(part, whole):
+                into.append(here)
+                outof.append(there)
+        if into:
+            torch._foreach_copy_(into, outof)
+
+
+def show(p: torch.Tensor, data: torch.Tensor, layout: Layout) -> None:
+    """Let a parameter hold other data, and say how it lies."""
+    with raw():
+        p.data = data
+    stamp(p, layout)

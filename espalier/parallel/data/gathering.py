@@ -1,0 +1,248 @@
+"""Parameters that are cut along the data axis (ZeRO-3, FSDP): whole while a module computes with them.
+
+Between its uses a parameter is a ``Shard`` along the data axis, and says so. Hooks of the modules gather a
+chunk before their forward, and again before their backward, into the same storage, so that what autograd
+saved of it is valid then. What is used in which order is recorded; from the second time on the next
+chunks are gathered while this one computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as raw
+
+from espalier.comm import Pending
+from espalier.comm.flat import start_gather
+from espalier.mesh import Mesh
+from espalier.parallel.data.chunks import Chunk, show
+from espalier.tensor import stamp
+from espalier.tensor.dispatch import tensors_in
+from espalier.tensor.dtensor import DTensor
+from espalier.tensor.fallback import tree_map
+
+
+class Use(NamedTuple):
+    """One use of a chunk by a module: ``phase`` is ``"forward"`` or ``"backward"``."""
+
+    phase: str
+    chunk: int
+
+
+class Gathered:
+    """The storage of a chunk's whole parameters: filled while they are used, of no size between.
+
+    Attributes:
+        wholes: views of it, one for each member.
+        users: modules that are running and use it.
+        rows, pending: what is on its way to it.
+    """
+
+    def __init__(self, number: int, chunk: Chunk) -> None:
+        self.number, self.chunk = number, chunk
+        sizes = [m.size for m in chunk.members]
+        with raw():
+            self._flat = torch.empty(sum(sizes), dtype=chunk.dtype, device=chunk.device)
+            self.wholes = [
+                part.view(m.full.local_shape)
+                for part, m in zip(self._flat.split(sizes), chunk.members, strict=True)
+            ]
+            self._bytes = self._flat.untyped_storage().nbytes()
+            self._flat.untyped_storage().resize_(0)
+        self.is_whole = False
+        self.users = 0
+        self.rows: torch.Tensor | None = None
+        self.pending: Pending | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameters."""
+        return self._bytes
+
+    def start(self, mesh: Mesh, axis: int) -> None:
+        """Start to gather, unless that is done or under way."""
+        if self.is_whole or self.pending is not None:
+            return
+        assert self.chunk.home is not None
+        with raw():
+            self.rows = self.chunk.rows(mesh.shape[axis], self.chunk.dtype)
+            self.pending = start_gather(self.rows, self.chunk.home, mesh, axis)
+
+    def fill(self) -> None:
+        """Wait for what is under way, and let the parameters be whole."""
+        if self.is_whole:
+            return
+        assert self.pending is not None and self.rows is not None
+        self.pending.wait()
+        with raw():
+            self._flat.untyped_storage().resize_(self._bytes)
+            self.chunk.unpack(self.rows, self.wholes)
+        for m, whole in zip(self.chunk.members, self.wholes, strict=True):
+            show(m.p, whole, m.full)
+        self.rows = self.pending = None
+        self.is_whole = True
+
+    def release(self) -> None:
+        """Let the parameters be pieces again, and give the memory back."""
+        if not self.is_whole:
+            return
+        assert self.chunk.home is not None
+        with raw():
+            pieces = self.chunk.pieces(self.chunk.home)
+        for m, piece in zip(self.chunk.members, pieces, strict=True):
+            show(m.p, piece, m.shard)
+        self._flat.untyped_storage().resize_(0)
+        self.is_whole = False
+
+
+class Gathering:
+    """Gathers chunks before modules use them and releases them after.
+
+    Args:
+        chunks: with the modules that use each.
+        axis: along which they are cut.
+        ahead: at most so many bytes of chunks are gathered before they are needed.
+    """
+
+    def __init__(
+        self, chunks: Sequence[tuple[Sequence[nn.Module], Chunk]], mesh: Mesh, axis: int, ahead: float
+    ) -> None:
+        self.mesh, self.axis, self._ahead = mesh, axis, ahead
+        self.held = [Gathered(i, chunk) for i, (_, chunk) in enumerate(chunks)]
+        self._of = {id(g.chunk): g for g in self.held}
+        # as last seen, with and without gradients
+        self.orders: dict[bool, list[Use]] = {}
+        self._seen: list[Use] = []
+        by_module: dict[nn.Module, list[Gathered]] = {}
+        for (modules, _), g in zip(chunks, self.held, strict=True):
+            for module in modules:
+                by_module.setdefault(module, []).append(g)
+        for module, used in by_module.items():
+            self._watch(module, used)
+
+    # ---- hooks
+
+    def _watch(self, module: nn.Module, used: list[Gathered]) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            for g in used:
+                g.users += 1
+                self._need(g)
+            # recomputed: the graph that the backward pass follows has its marks already
+            return None if _in_backward() else _marked((args, kwargs), lambda: self._done(used))
+
+        def leave(module: nn.Module, args: Any, out: Any) -> None:
+            for g in used:
+                g.users -= 1
+            if _in_backward():
+                return  # its backward follows
+            for g in used:
+                if not g.users and not self._next_is(g):
+                    g.release()
+            if torch.is_grad_enabled():
+                for x in tensors_in(out):
+                    if x.grad_fn is not None:
+                        x.grad_fn.register_prehook(lambda *_: self._needed_again(used))
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave, always_call=True)
+
+    def _needed_again(self, used: list[Gathered]) -> None:
+        for g in used:
+            self._need(g)
+
+    def _done(self, used: list[Gathered]) -> None:
+        for g in used:
+            if not g.users:
+                g.release()
+
+    def sent(self, chunk: Chunk) -> None:
+        """The gradients of a chunk have been taken: backward is done with it."""
+        g = self._of[id(chunk)]
+        if not g.users:
+            g.release()
+
+    # ---- order
+
+    def begin(self) -> None:
+        """A new pass over the model begins: remember what the last one used."""
+        if self._seen:
+            self.orders[self._seen[-1].phase == "backward"] = self._seen
+        self._seen = []
+
+    def end(self) -> None:
+        """A backward pass is over: release all, drop what was gathered for nothing."""
+        for g in self.held:
+            if g.pending is not None:
+                g.pending.wait()
+                g.rows = g.pending = None
+            if not g.users:
+                g.release()
+
+    @property
+    def order(self) -> list[Use]:
+        """What is expected of this pass."""
+        return self.orders.get(torch.is_grad_enabled() or _in_backward(), [])
+
+    def _need(self, g: Gathered) -> None:
+        use = Use("backward" if _in_backward() else "forward", g.number)
+        if not (self._seen and self._seen[-1] == use and g.is_whole):
+            self._seen.append(use)
+        g.start(self.mesh, self.axis)
+        at, order = len(self._seen), self.order
+        if order[at - 1 : at] == [use]:
+            self._look_ahead(order[at:])
+        g.fill()
+
+    def _look_ahead(self, coming: list[Use]) -> None:
+        budget = self._ahead - sum(g.nbytes for g in self.held if g.pending is not None)
+        for use in coming:
+            g = self.held[use.chunk]
+            if g.is_whole or g.pending is not None:
+                continue
+            if g.nbytes > budget:
+                return
+            budget -= g.nbytes
+            g.start(self.mesh, self.axis)
+
+    def _next_is(self, g: Gathered) -> bool:
+        at = len(self._seen)
+        return torch.is_grad_enabled() and self.order[at : at + 1] == [Use("backward", g.number)]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Mark(torch.autograd.Function):
+    """A node before a module: its backward runs when all gradients have come out of the module."""
+
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.done = done
+        return tuple(x.detach() for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.done()
+        return (None, *grads)
+
+
+_mark: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Mark).apply
+
+
+def _marked(tree: Any, done: Callable[[], None]) -> Any:
+    """A module's inputs behind a :class:`_Mark`; as they are if none of them needs a gradient."""
+    inputs = {id(x): x for x in tensors_in(tree) if x.requires_grad}
+    if not inputs or not torch.is_grad_enabled():
+        return None
+    with raw():
+        outs = dict(zip(inputs, _mark(done, *inputs.values()), strict=True))
+        for key, x in inputs.items():
+            if type(x) is DTensor:
+                stamp(outs[key], x._layout)
+    return tree_map(lambda x: outs.get(id(x), x), tree)

@@ -1,0 +1,232 @@
+"""Gradients along the data axis: summed chunk by chunk while the backward pass goes on.
+
+The parameters are *varied* along the axis (see ``espalier.layout``): backward leaves their gradients
+Partial, and what is here finishes them, as the stage says. Chunks are sent in one fixed order, so that all
+ranks agree (Li et al. 2020, PyTorch Distributed), and at most so many are under way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as raw
+
+from espalier.comm import Pending
+from espalier.comm.flat import Summing, start_gather, start_sum, sum_everywhere
+from espalier.layout import Layout, gradient_layout
+from espalier.layout.layout import R, is_partial
+from espalier.mesh import Mesh
+from espalier.parallel.data.chunks import Chunk, Member
+from espalier.parallel.data.stages import Stage
+from espalier.tensor import plain, stamp
+
+_grad: Any = torch.Tensor.grad
+_AT_ONCE = 2  # sums under way
+
+
+class Gradients:
+    """Finishes the gradients of parameters that are varied along the data axes.
+
+    Args:
+        chunks: of parameters that need gradients, in the order in which they are sent.
+        axes: the mesh axes over which gradients are summed; chunks are cut along the last of them.
+        stage: how gradients lie.
+        dtype: in which they are sent and summed; None for their own.
+        on_sent: called with a chunk whose gradients have been taken.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        mesh: Mesh,
+        axes: Sequence[int],
+        stage: Stage,
+        dtype: torch.dtype | None = None,
+        on_sent: Callable[[Chunk], None] | None = None,
+    ) -> None:
+        self.mesh, self.axes, self.stage = mesh, tuple(axes), stage
+        self.chunks = list(chunks)
+        self.reduced = False
+        self._dtype, self._on_sent = dtype, on_sent
+        self._sending = True
+        self._next = 0
+        self._flying: deque[tuple[Chunk, Summing]] = deque()
+        self._spreading: deque[tuple[Chunk, torch.Tensor, Pending]] = deque()
+        self._place = {id(m.p): (chunk, i) for chunk in self.chunks for i, m in enumerate(chunk.members)}
+        # the last chunk's rows end with a flag for each parameter: has it a gradient anywhere?
+        self._flags = len(self._place)
+        for chunk in self.chunks:
+            for m in chunk.members:
+                m.p.register_post_accumulate_grad_hook(self._ready)
+
+    @property
+    def _axis(self) -> int:
+        return self.axes[-1]
+
+    def begin(self, last: bool) -> None:
+        """Before a backward pass; ``last`` of those that make one gradient."""
+        if self.reduced:
+            for chunk in self.chunks:
+                for i, m in enumerate(chunk.members):
+                    self._reopen(chunk, i, m)
+        self.reduced = False
+        self._sending = last or self.stage.addends == "S"
+        self._next = 0
+        for chunk in self.chunks:
+            chunk.missing = set(range(len(chunk.members)))
+
+    def _reopen(self, chunk: Chunk, i: int, m: Member) -> None:
+        """What is finished becomes an addend again."""
+        grad = m.p.grad
+        with raw():
+            if self.stage.gradients == "R":
+                if grad is not None:
+                    own = plain(grad)
+                    if any(self.mesh.coordinate[a] for a in self.axes):
+                        own.zero_()
+                    _grad.__set__(m.p, stamp(own, gradient_layout(m.full)))
+                return
+            piece = chunk.pieces(chunk.gradient)[i] if chunk.gradient is not None else None
+            if piece is None:
+                return
+            if grad is None:
+                piece.zero_()
+            elif plain(grad).data_ptr() != piece.data_ptr():
+                piece.copy_(plain(grad))
+            if any(self.mesh.coordinate[a] for a in self.axes[:-1]):
+                piece.zero_()
+            m.p.grad = None
+
+    def _ready(self, parameter: torch.Tensor) -> None:
+        if not self._sending:
+            return
+        chunk, i = self._place[id(parameter)]
+        chunk.missing.discard(i)
+        while self._next < len(self.chunks) and not self.chunks[self._next].missing:
+            self._send(self.chunks[self._next])
+
+    def flush(self) -> None:
+        """After a backward pass: send what it has not filled, if this one sends."""
+        if self._sending:
+            while self._next < len(self.chunks):
+                self._send(self.chunks[self._next])
+
+    def _send(self, chunk: Chunk) -> None:
+        last = self._next == len(self.chunks) - 1
+        self._next += 1
+        n = self.mesh.shape[self._axis]
+        with raw():
+            grads = [_grad.__get__(m.p) for m in chunk.members]
+            dtype = self._dtype or chunk.dtype
+            rows = chunk.rows(n, dtype, self._flags if last else 0)
+            chunk.pack(rows, [None if g is None else plain(g) for g in grads])
+            if last:
+                used = [float(_grad.__get__(m.p) is not None) for c in self.chunks for m in c.members]
+                rows[:, chunk.size :] = torch.tensor(used, dtype=dtype, device=rows.device)
+            if self.stage.gradients == "S":
+                for m in chunk.members:
+                    _grad.__set__(m.p, None)
+        if self._on_sent is not None:
+            self._on_sent(chunk)
+        self._flying.append((chunk, start_sum(rows, self.mesh, self._axis)))
+        del rows
+        if len(self._flying) > _AT_ONCE:
+            self._land()
+
+    def _land(self) -> None:
+        """Wait for the oldest sum."""
+        chunk, summing = self._flying.popleft()
+        if chunk.gradient is not None:
+            summing.wait(chunk.gradient, add=True)
+            return
+        extra = self._flags if chunk is self.chunks[-1] else 0
+        chunk.gradient = chunk.flat(self._dtype or chunk.dtype, extra)
+        summing.wait(chunk.gradient)
+        if self.stage.gradients == "R" and len(self.axes) == 1:
+            self._spread(chunk)
+
+    def _spread(self, chunk: Chunk) -> None:
+        """Start to give all ranks the sums of a chunk."""
+        assert chunk.gradient is not None
+        rows = chunk.rows(self.mesh.shape[self._axis], chunk.gradient.dtype)
+        pending = start_gather(rows, chunk.gradient[: chunk.size], self.mesh, self._axis)
+        self._spreading.append((chunk, rows, pending))
+        if len(self._spreading) > 1:
+            self._put()
+
+    def _put(self) -> None:
+        """Put what the oldest gathering has brought into the gradients."""
+        chunk, rows, pending = self._spreading.popleft()
+        pending.wait()
+        with raw():
+            for m in chunk.members:
+                if _grad.__get__(m.p) is None:
+                    _grad.__set__(m.p, torch.empty_like(plain(m.p.detach())))
+            chunk.unpack(rows, [plain(_grad.__get__(m.p)) for m in chunk.members])
+
+    def finish(self) -> None:
+        """Wait until every gradient is the sum over the axes, and lies as the stage says.
+
+        A parameter that no rank used keeps ``grad = None``; one that some rank used has it on all.
+        """
+        if self.reduced or not self.chunks:
+            return
+        if not self._sending:
+            self.begin(last=True)
+            for chunk in self.chunks:
+                chunk.missing = {i for i, m in enumerate(chunk.members) if m.p.grad is None}
+        self.flush()
+        while self._flying:
+            self._land()
+        for axis in self.axes[:-1]:
+            for chunk in self.chunks:
+                assert chunk.gradient is not None
+                sum_everywhere(chunk.gradient, self.mesh, axis)
+                if self.stage.gradients == "R" and axis == self.axes[-2]:
+                    self._spread(chunk)
+        while self._spreading:
+            self._put()
+        with raw():
+            self._hand_out()
+        self.reduced = True
+
+    def _hand_out(self) -> None:
+        used, number = self._used(), 0
+        for chunk in self.chunks:
+            assert chunk.gradient is not None
+            for m, piece in zip(chunk.members, chunk.pieces(chunk.gradient), strict=True):
+                whole = self.stage.gradients == "R"
+                layout = _summed(gradient_layout(m.full if whole else m.shard), self.axes)
+                if used is not None and not used[number]:
+                    _grad.__set__(m.p, None)
+                elif whole:
+                    stamp(_grad.__get__(m.p), layout)
+                else:
+                    m.p._reduced = stamp(piece, layout)  # type: ignore[attr-defined]
+                number += 1
+            if self.stage.gradients == "R":
+                chunk.gradient = None
+
+    def _used(self) -> list[bool] | None:
+        """For each parameter, whether a rank has a gradient for it; None where this one has them all."""
+        if self.mesh.is_dry or not any(chunk.missing for chunk in self.chunks):
+            return None
+        last = self.chunks[-1]
+        assert last.gradient is not None
+        return [n > 0 for n in last.gradient[last.size :].tolist()]
+
+    def forget(self) -> None:
+        """After a step: there are no gradients."""
+        for chunk in self.chunks:
+            chunk.gradient = None
+        self.reduced = False
+
+
+def _summed(layout: Layout, axes: Sequence[int]) -> Layout:
+    for axis in axes:
+        if is_partial(layout.axes[axis]):
+            layout = layout.with_axis(axis, R)
+    return layout

@@ -1,0 +1,103 @@
+"""Which parameters move together: the modules of a model as units, and units as chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from espalier.parallel.data.chunks import Chunk, Member
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def units(model: nn.Module, megabytes: float) -> list[nn.Module]:
+    """The modules whose parameters are gathered together while their forward runs, in order.
+
+    They are the elements of the outermost lists of blocks, and what stands beside these lists; what is
+    larger than ``megabytes`` is divided further. A module that is divided is a unit for the parameters that
+    are its own.
+    """
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module, inside: bool) -> None:
+        children = [c for c in module.children() if any(True for _ in c.parameters())]
+        size = sum(p.numel() * p.element_size() for p in module.parameters())
+        whole = bool(children) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if not children or (whole and size <= megabytes * 1e6 and (inside or not _has_blocks(module))):
+            found.append(module)
+            return
+        if any(True for _ in module.parameters(recurse=False)):
+            found.append(module)
+        for child in children:
+            visit(child, inside or isinstance(module, _LISTS))
+
+    visit(model, False)
+    return found
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    for m in module.modules():
+        if isinstance(m, _LISTS) and sum(any(True for _ in c.parameters()) for c in m.children()) > 1:
+            return True
+    return False
+
+
+def by_unit(
+    members: Sequence[Member], model: nn.Module, megabytes: float
+) -> list[tuple[list[nn.Module], Chunk]]:
+    """Chunks of the parameters of each unit, and the modules that use them.
+
+    A parameter that several units share belongs to the first, and all that hold it use its chunk.
+    """
+    by_id = {id(m.p): m for m in members}
+    taken: dict[int, Chunk] = {}
+    chunks: list[tuple[list[nn.Module], Chunk]] = []
+    within = units(model, megabytes)
+    for unit in within:
+        own = unit not in _divided(within, unit)
+        fresh = [by_id[id(p)] for p in unit.parameters(recurse=own) if id(p) in by_id and id(p) not in taken]
+        for alike in _alike(list(dict.fromkeys(fresh))):
+            chunk = Chunk(alike)
+            chunks.append(([unit], chunk))
+            taken.update({id(m.p): chunk for m in alike})
+    users = {id(chunk): modules for modules, chunk in chunks}
+    inside = {id(chunk): {id(m) for u in modules for m in u.modules()} for modules, chunk in chunks}
+    for module in model.modules():
+        for p in module._parameters.values():
+            shared = None if p is None else taken.get(id(p))
+            if shared is not None and id(module) not in inside[id(shared)]:
+                users[id(shared)].append(module)
+                inside[id(shared)].add(id(module))
+    return chunks
+
+
+def _divided(within: Sequence[nn.Module], unit: nn.Module) -> list[nn.Module]:
+    """``unit``, if some of the modules inside it are units of their own."""
+    others = {id(m) for m in within if m is not unit}
+    return [unit] if any(id(m) in others for m in unit.modules()) else []
+
+
+def by_size(members: Sequence[Member], megabytes: float) -> list[Chunk]:
+    """Chunks of about that size; the first is a tenth, so that sending starts early."""
+    groups: list[list[Member]] = []
+    limit, filled = megabytes * 1e5, 0.0
+    for m in members:
+        alike = groups and groups[-1][0].p.dtype == m.p.dtype and groups[-1][0].p.device == m.p.device
+        size = m.size * m.p.element_size()
+        if not alike or filled + size > limit:
+            limit = megabytes * (1e6 if groups else 1e5)
+            groups.append([])
+            filled = 0.0
+        groups[-1].append(m)
+        filled += size
+    return [Chunk(group) for group in groups]
+
+
+def _alike(members: Sequence[Member]) -> Iterator[list[Member]]:
+    """Members apart by dtype, device, and whether they are trained."""
+    groups: dict[tuple[torch.dtype, torch.device, bool], list[Member]] = {}
+    for m in members:
+        groups.setdefault((m.p.dtype, m.p.device, m.p.requires_grad), []).append(m)
+    yield from groups.values()
