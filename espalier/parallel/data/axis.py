@@ -48,7 +48,7 @@ class DataAxis:
         trained = [m for m in self.members if m.p.requires_grad]
         self.gathering = None
         if cut:
-            used = by_unit(self.members, model, plan.chunk_megabytes)
+            used = by_unit(self.members, model)
             for _, chunk in used:
                 _bring_home(chunk)
             self.gathering = Gathering(used, mesh, self.axis, plan.prefetch_megabytes * 1e6)

@@ -12,28 +12,29 @@ from espalier.parallel.data.chunks import Chunk, Member
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def units(model: nn.Module, megabytes: float) -> list[nn.Module]:
+def units(model: nn.Module) -> list[nn.Module]:
     """The modules whose parameters are gathered together while their forward runs, in order.
 
-    They are the elements of the outermost lists of blocks, and what stands beside these lists; what is
-    larger than ``megabytes`` is divided further. A module that is divided is a unit for the parameters that
-    are its own.
+    They are the elements of the outermost lists of blocks, and what stands beside these lists. A module
+    that is divided so is a unit for the parameters that are its own.
     """
     found: list[nn.Module] = []
 
-    def visit(module: nn.Module, inside: bool) -> None:
-        children = [c for c in module.children() if any(True for _ in c.parameters())]
-        size = sum(p.numel() * p.element_size() for p in module.parameters())
-        whole = bool(children) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if not children or (whole and size <= megabytes * 1e6 and (inside or not _has_blocks(module))):
+    def visit(module: nn.Module) -> None:
+        if not _has_blocks(module):
             found.append(module)
             return
         if any(True for _ in module.parameters(recurse=False)):
             found.append(module)
-        for child in children:
-            visit(child, inside or isinstance(module, _LISTS))
+        for child in module.children():
+            if not any(True for _ in child.parameters()):
+                continue
+            if isinstance(module, _LISTS):
+                found.append(child)
+            else:
+                visit(child)
 
-    visit(model, False)
+    visit(model)
     return found
 
 
@@ -44,9 +45,7 @@ def _has_blocks(module: nn.Module) -> bool:
     return False
 
 
-def by_unit(
-    members: Sequence[Member], model: nn.Module, megabytes: float
-) -> list[tuple[list[nn.Module], Chunk]]:
+def by_unit(members: Sequence[Member], model: nn.Module) -> list[tuple[list[nn.Module], Chunk]]:
     """Chunks of the parameters of each unit, and the modules that use them.
 
     A parameter that several units share belongs to the first, and all that hold it use its chunk.
@@ -54,7 +53,7 @@ def by_unit(
     by_id = {id(m.p): m for m in members}
     taken: dict[int, Chunk] = {}
     chunks: list[tuple[list[nn.Module], Chunk]] = []
-    within = units(model, megabytes)
+    within = units(model)
     for unit in within:
         own = unit not in _divided(within, unit)
         fresh = [by_id[id(p)] for p in unit.parameters(recurse=own) if id(p) in by_id and id(p) not in taken]
