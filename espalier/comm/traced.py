@@ -17,13 +17,20 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.overrides import handle_torch_function
+from torch.overrides import _get_current_function_mode_stack, handle_torch_function
 
 from espalier.mesh import Mesh
 
 # how many torch function modes (they record programs) and dispatch modes (they trace them) are on
 recorders: Callable[[], int] = torch._C._len_torch_function_stack
 tracers: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def symbolic() -> bool:
+    """Whether a program is being traced or recorded: nothing may hang on values then."""
+    modes = _get_current_function_mode_stack() if recorders() else ()  # type: ignore[no-untyped-call]
+    return bool(tracers()) or any(getattr(mode, "records", False) for mode in modes)
+
 
 _meshes: weakref.WeakValueDictionary[str, Mesh] = weakref.WeakValueDictionary()
 _words: weakref.WeakKeyDictionary[Mesh, str] = weakref.WeakKeyDictionary()

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
-from espalier.comm.traced import recorders, tracers
+from espalier.comm.traced import symbolic
 from espalier.layout import Layout
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.tensor.random import draw_key
@@ -114,7 +113,7 @@ class _Region:
         self.__doc__ = owner.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if tracers() or watchers() or (recorders() and _recording()):
+        if symbolic() or watchers():
             return self._call(*args, **kwargs)
         leaves, form = pytree.tree_flatten((args, kwargs))
         key = (_state(), *map(_kind, leaves), _repeats(leaves), form)
@@ -137,10 +136,6 @@ class _Region:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else _Region(self._call.__get__(instance), instance, self._backend)
-
-
-def _recording() -> bool:
-    return any(isinstance(mode, Recorder) for mode in _get_current_function_mode_stack())
 
 
 def _state() -> Any:

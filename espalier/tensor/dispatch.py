@@ -35,6 +35,7 @@ from espalier.tensor.keys import TOLD, key_of, told
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
 from espalier.tensor.rules.spec import Operand, Placed, Spec
+from espalier.tensor.rules.together import together
 from espalier.tensor.saved import Shard, apart, gather_before_backward, hold, keep_in_step, saving_shards
 from espalier.tensor.strictness import is_strict, refuse_plain
 
@@ -93,6 +94,8 @@ class Entry:
         self.keeps = not any(floats <= set(group) for group in spec.linear)
         # a view of what was moved, or of what a runner made
         self.lends = is_view and (bool(self.moves) or self.run is not None)
+        if spec.fails:
+            self.run = together(spec, self.run, placed)
         self.simple = self.quick = self.writes = self.flat = False
 
     def settle(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -80,6 +80,8 @@ class Recorder(TorchFunctionMode):
             :class:`Place` or a :class:`Key`.
     """
 
+    records = True
+
     def __init__(self, places: Mapping[int, Place]) -> None:
         super().__init__()
         self.graph = fx.Graph()

@@ -15,6 +15,7 @@ from espalier.comm import exchange, pieces
 from espalier.layout import Layout, local_box
 from espalier.layout.layout import normal_dim
 from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, bound_to
+from espalier.tensor.rules.together import within
 
 Tensors = Operand | torch.Tensor
 
@@ -148,6 +149,7 @@ def taking(
         linear=[(x.index,)],
         blocked=frozenset() if few else frozenset(seen.singles),
         run=run if any(x.layout.cuts[d] for d in touched) or again is None else None,
+        fails=range(1, 1 + len(operands)),
     )
 
 
@@ -178,7 +180,7 @@ def _take(x: torch.Tensor, items: Sequence[Any], seen: Reading, placed: Placed) 
                 x = x.narrow(d, item, 1).clone() if own else one_more(x.narrow(d, 0, 0), d)
                 item = 0
             else:
-                item, outside = local_index(item, lay, d, 0)
+                item, outside = local_index(item, lay, d, 0, _read_at(lay, d))
                 away = outside if away is None else away | outside
                 x = x if size else one_more(x, d)
         here.append(item)
@@ -201,19 +203,21 @@ def one_more(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def local_index(
-    index: torch.Tensor, lay: Layout, dim: int, outside: int
+    index: torch.Tensor, lay: Layout, dim: int, outside: int, ask: Callable[[int], Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Global indices of a dim as local ones; ``outside`` for those on other ranks, and which these are.
 
-    Raises:
-        IndexError: an index is out of range (on a CPU; on other devices they are not looked at).
+    Indices out of range are refused as by torch (see ``together.within``).
     """
     n, box = lay.shape[dim], local_box(lay)
-    if index.device.type == "cpu" and bool(((index < -n) | (index >= n)).any()):
-        raise IndexError(f"index out of range for dim {dim} of size {n}: {index}")
+    within(index, n, lay.mesh, ask)
     local = torch.where(index < 0, index + n, index) - box.offsets[dim]
     away = (local < 0) | (local >= box.sizes[dim])
     return local.masked_fill(away, outside), away
+
+
+def _read_at(lay: Layout, dim: int) -> Callable[[int], Any]:
+    return lambda i: torch.empty(()).expand((1,) * dim + (lay.shape[dim],))[..., torch.tensor([i])]
 
 
 def overlap(wanted: range, start: int, end: int) -> tuple[int, int]:
@@ -262,6 +266,7 @@ def _putting(x: Operand, items: Sequence[Any], value: Any, run: Callable[..., An
     gone = {d for d in seen.sliced if seen.tensors}
     ins = tuple(None if d in gone else letter for d, letter in enumerate(seen.ins))
     operands: list[Dims] = [ins, *[(None,) * t.ndim for t in _tensors(items) if isinstance(t, Operand)]]
+    fails = range(1, len(operands))
     if isinstance(value, Operand):
         skip = len(seen.shape) - value.ndim
         whole = {letter for d, letter in enumerate(seen.ins) if d not in seen.sliced}
@@ -274,7 +279,7 @@ def _putting(x: Operand, items: Sequence[Any], value: Any, run: Callable[..., An
             )
         )
     linear = [(0, len(operands) - 1)] if isinstance(value, Operand) else []
-    return Spec(operands, [ins], [x.shape], linear=linear, inplace=0, run=run)
+    return Spec(operands, [ins], [x.shape], linear=linear, inplace=0, run=run, fails=fails)
 
 
 def _masked(x: Operand, mask: Operand, value: Any) -> Spec | None:
@@ -330,7 +335,7 @@ def _write_among(
                     item = item % lay.shape[d] - box.offsets[d]
                     item = item if 0 <= item < box.sizes[d] else box.sizes[d]
                 else:
-                    item, _ = local_index(item, lay, d, box.sizes[d])
+                    item, _ = local_index(item, lay, d, box.sizes[d], _read_at(lay, d))
                 more = one_more(more, d)
             d += 1
         here.append(item)
@@ -394,7 +399,7 @@ def one_hot(x: Operand, num_classes: int = -1) -> Spec | None:
     """A new last dim of classes."""
     if num_classes == -1:
         return None
-    return Spec([x.dims()], [(*x.dims(), None)], [(*x.shape, num_classes)])
+    return Spec([x.dims()], [(*x.dims(), None)], [(*x.shape, num_classes)], fails=(0,))
 
 
 def register(rules: Rules) -> None:

@@ -31,6 +31,15 @@ MATRIX = """
     solve_triangular triangular_solve geqrf
 """.split()
 
+# what refuses a matrix that is singular, not positive, or not finite
+FAILING = frozenset(
+    """
+    cholesky eig eigh eigvals eigvalsh inv inverse linalg_cholesky linalg_cond linalg_eig linalg_eigh
+    linalg_eigvals linalg_eigvalsh linalg_inv linalg_lstsq linalg_matrix_rank linalg_pinv linalg_solve
+    linalg_svd linalg_svdvals pinverse svd
+    """.split()
+)
+
 # how many dims of each operand belong to the matrix (or vector), where that is not 2 for all
 CORES: list[tuple[str, tuple[int, ...]]] = [
     ("householder_product orgqr", (2, 1)),
@@ -85,7 +94,8 @@ def _over_batch(
     # an output of no elements is the same everywhere
     empty = all(math.prod(shape) == 0 for shape, dims in zip(shapes, outs, strict=True) if not any(dims))
     reduce = {("b", i): DONE for i in range(len(batch))} if empty else {}
-    return Spec(ins, outs, shapes, reduce=reduce)
+    fails = range(len(operands)) if getattr(function, "__name__", "") in FAILING else ()
+    return Spec(ins, outs, shapes, reduce=reduce, fails=fails)
 
 
 # of which the second operand may be vectors

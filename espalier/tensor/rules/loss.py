@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from espalier.comm import collectives as door
+from espalier.comm.agreement import agree, looks
 from espalier.comm.moves import summed, varied
 from espalier.layout import Layout, local_box
 from espalier.tensor.rules.pointwise import found, letters
 from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
+from espalier.tensor.rules.together import within
 
 
 def weighted_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
@@ -42,6 +44,14 @@ def elementwise_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any)
         return _summing(func, args, kwargs) / count
 
     return Spec(ins, [()], [()], reduce=dict.fromkeys(names, "sum"), run=run)
+
+
+def probability_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+    """binary_cross_entropy, which refuses what is no probability."""
+    spec = elementwise_loss(input, target, *args, **kwargs)
+    if spec is not None:
+        spec.fails = (0, 1)
+    return spec
 
 
 def _summing(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor:
@@ -98,7 +108,9 @@ def _of_classes(
     reduced: dict[Any, str] = {"c": DONE} if classes else {}
     if not kept:
         reduced |= dict.fromkeys(tokens, "sum")
-    return Spec(ins, [tokens if kept else ()], [shape if kept else ()], reduce=reduced, run=run)
+    # a mean agrees on it by the sum that it divides by
+    fails = () if soft or reduction == "mean" else (1,)
+    return Spec(ins, [tokens if kept else ()], [shape if kept else ()], reduce=reduced, run=run, fails=fails)
 
 
 _NAMES = "input target weight size_average ignore_index reduce reduction label_smoothing"
@@ -114,24 +126,34 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
     smoothing = bound.get("label_smoothing", 0.0)
     soft = placed.ins[1].shape == lay.shape
     if class_axes and (soft or smoothing or weight is not None):
+        if not soft:
+            _agree_on(target, ignored, placed, at)
         part, divisor = _shares(logits, target, weight, ignored, smoothing, placed, at, class_axes)
         total = placed.total(part if reduction == "none" else part.sum(), class_axes)
         return total / divisor if reduction == "mean" else total
     if class_axes:
-        losses, _ = _VocabularyParallel.apply(logits.movedim(at, -1), target, ignored, lay, at, class_axes)
-        if reduction == "none":
-            return losses
-        total = losses.sum()
-        return total if reduction == "sum" else total / _weight_of(target, ignored, weight, total, placed)
+
+        def losses() -> torch.Tensor:
+            _in_range(target, ignored, lay, at)
+            found: torch.Tensor = _VocabularyParallel.apply(
+                logits.movedim(at, -1), target, ignored, lay, at, class_axes
+            )[0]
+            return found
+
+        if reduction != "mean":
+            return losses() if reduction == "none" else losses().sum()
+        return _mean(lambda: losses().sum(), logits.dtype, target, ignored, None, placed)
     if reduction != "mean" or not placed.axes_of(lay, range(lay.ndim)):
         return func(*args, **kwargs)
-    total = F.cross_entropy(
-        logits, target, weight, ignore_index=ignored, reduction="sum",
-        label_smoothing=smoothing,
-    )  # fmt: skip
+
+    def total_loss() -> torch.Tensor:
+        return F.cross_entropy(
+            logits, target, weight, ignore_index=ignored, reduction="sum", label_smoothing=smoothing
+        )
+
     if soft:
-        return total / (math.prod(lay.shape) // lay.shape[at])
-    return total / _weight_of(target, ignored, weight, total, placed)
+        return total_loss() / (math.prod(lay.shape) // lay.shape[at])
+    return _mean(total_loss, logits.dtype, target, ignored, weight, placed)
 
 
 def _nll(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
@@ -142,21 +164,59 @@ def _nll(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> to
         return func(*args, **kwargs)
     input, target, weight = bound["input"], bound["target"], bound.get("weight")
     ignored = bound.get("ignore_index", -100)
-    total = F.nll_loss(input, target, weight, ignore_index=ignored, reduction="sum")
-    return total / _weight_of(target, ignored, weight, total, placed)
+    return _mean(
+        lambda: F.nll_loss(input, target, weight, ignore_index=ignored, reduction="sum"),
+        input.dtype, target, ignored, weight, placed,
+    )  # fmt: skip
 
 
-def _weight_of(
-    target: torch.Tensor, ignored: int, weight: torch.Tensor | None, like: torch.Tensor, placed: Placed
-) -> torch.Tensor:
-    """What a mean divides by: the number (or weights) of all tokens that count, on whatever rank."""
-    valid = target != ignored
-    counts = valid if weight is None else weight[target.masked_fill(~valid, 0)] * valid
-    count = counts.sum(dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
-    lay = placed.ins[1]
-    for axis in placed.axes_of(lay, range(lay.ndim)):
+def _mean(
+    total: Callable[[], torch.Tensor], dtype: torch.dtype, target: torch.Tensor, ignored: int,
+    weight: torch.Tensor | None, placed: Placed,
+) -> torch.Tensor:  # fmt: skip
+    """``total()`` by the number (or weights) of all tokens that count, on whatever rank.
+
+    Where some rank's targets make it fail it fails on all: such a rank counts NaN.
+    """
+    lay, met = placed.ins[1], None
+    axes = placed.axes_of(lay, range(lay.ndim))
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    try:
+        value = total()
+        valid = target != ignored
+        counts = valid if weight is None else weight[target.masked_fill(~valid, 0)] * valid
+        count = counts.sum(dtype=kind)
+    except Exception as error:
+        if not looks(lay.mesh):
+            raise
+        met, value = error, torch.empty(())
+        count = torch.full((), math.nan, dtype=kind, device=target.device)
+    for axis in axes:
         count = door.all_reduce(count, lay.mesh, axis)
-    return count
+    if looks(lay.mesh) and math.isnan(count.item()):
+        agree(met, lay.mesh, axes)
+    return value / count
+
+
+def _in_range(target: torch.Tensor, ignored: int, lay: Layout, at: int) -> None:
+    """Look for targets that are no classes of logits whose classes are sharded."""
+    n = lay.shape[at]
+
+    def ask(i: int) -> torch.Tensor:
+        return F.nll_loss(torch.empty(()).expand(1, n), torch.tensor([i]))
+
+    within(target.masked_fill(target == ignored, 0), n, lay.mesh, ask)
+
+
+def _agree_on(target: torch.Tensor, ignored: int, placed: Placed, at: int) -> None:
+    """:func:`_in_range` on all ranks, before the first of several collectives."""
+    lay, met = placed.ins[1], None
+    try:
+        _in_range(target, ignored, placed.ins[0], at)
+    except Exception as error:
+        met = error
+    if looks(lay.mesh):
+        agree(met, lay.mesh, placed.axes_of(lay, range(lay.ndim)))
 
 
 class _VocabularyParallel(torch.autograd.Function):
@@ -323,6 +383,7 @@ def row_loss(*letters: str) -> Callable[..., Spec | None]:
             [(rows,) if kept else ()],
             reduce=reduce,
             run=run,
+            fails=[i for i, x in enumerate(operands) if not x.dtype.is_floating_point],  # classes
             when=lambda placed: placed.lacks() or placed.axes_of(placed.ins[0], range(operands[0].ndim)),
         )
 
@@ -373,9 +434,9 @@ def register(rules: Rules) -> None:
     rules.add(F.nll_loss, nll_loss)
     for weighted in (F.mse_loss, F.l1_loss, F.huber_loss):
         rules.add(weighted, weighted_loss)
+    rules.add(F.binary_cross_entropy, probability_loss)
     for f in (
         F.smooth_l1_loss,
-        F.binary_cross_entropy,
         F.binary_cross_entropy_with_logits,
         F.soft_margin_loss,
         F.kl_div,

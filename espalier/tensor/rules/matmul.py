@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from espalier.layout import local_box
 from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
+from espalier.tensor.rules.together import with_one, within
 
 
 def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Spec:
@@ -137,7 +138,7 @@ def embedding(
         reduce={"v": DONE},
         linear=[(weight.index,)],
         run=_lookup,
-        when=lambda placed: placed.axes_of(placed.ins[weight.index], (0,)),
+        when=lambda placed: placed.axes_of(placed.ins[weight.index], (0,)) or placed.lacks(),
     )
 
 
@@ -167,7 +168,7 @@ def embedding_bag(
         return of_nothing(placed, bound["weight"], *([] if scale is None else [scale]))
 
     shape = (input.shape[0], weight.shape[1])
-    return Spec(ins, [("b", "h")], [shape], run=run, when=Placed.lacks)
+    return Spec(ins, [("b", "h")], [shape], run=run, when=Placed.lacks, fails=(0,))
 
 
 def table_embedding(
@@ -198,6 +199,11 @@ def _lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     if padding is not None:
         padding %= layout.shape[0]
     start, length = local_box(layout).offsets[0], table.shape[0]
+
+    def ask(i: int) -> torch.Tensor:
+        return F.embedding(with_one(ids, i), table.detach().new_empty(()).expand(layout.shape[0], 1))
+
+    within(ids, layout.shape[0], layout.mesh, ask)
     if length == 0:
         found = of_nothing(placed, table)
     else:

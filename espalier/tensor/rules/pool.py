@@ -249,7 +249,7 @@ def max_unpool(nd: int) -> Callable[..., Spec | None]:
         def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
             return of_nothing(placed, bound_to("input indices", args, kwargs)["input"])
 
-        return Spec([dims, dims], [dims], [shape], run=run, when=Placed.lacks)
+        return Spec([dims, dims], [dims], [shape], run=run, when=Placed.lacks, fails=(1,))
 
     return rule
 

@@ -221,13 +221,14 @@ def bernoulli(x: Operand, p: Any = None, *, generator: Any = None, out: Any = No
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         x, p = args[0], args[1] if len(args) > 1 else kwargs.get("p")
+        key = draw_key(kwargs.get("generator"))
         # torch's own word on what is given, from a generator that nobody else draws from
         aside = torch.Generator(x.device)
         func(*((x.new_empty(0), p) if p is not None else (x.detach(),)), generator=aside)
-        drawn = uniform(placed.outs[0], draw_key(kwargs.get("generator")), torch.float32, x.device)
+        drawn = uniform(placed.outs[0], key, torch.float32, x.device)
         return _flat((drawn < (x if p is None else p)).to(x.dtype), x)
 
-    return Spec([x.dims()], [x.dims()], [x.shape], run=run)
+    return Spec([x.dims()], [x.dims()], [x.shape], run=run, fails=(0,) if p is None else ())
 
 
 def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = None) -> Spec | None:
@@ -248,7 +249,7 @@ def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = No
         return _flat(drawn * std + mean, *both)
 
     dims = [letters(x.shape, shape) for x in given]
-    return Spec(dims, [letters(shape, shape)], [shape], run=run)
+    return Spec(dims, [letters(shape, shape)], [shape], run=run, fails=range(len(given)))
 
 
 def poisson(input: Operand, generator: Any = None) -> Spec:
@@ -280,9 +281,9 @@ def multinomial(
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         bound = bound_to("input num_samples replacement", args, kwargs)
         x, count, again = bound["input"].detach(), bound["num_samples"], bound.get("replacement", False)
+        key, wide = draw_key(bound.get("generator")), x.double()
         # torch's own word on the weights, from a generator that nobody else draws from
         func(x, count, again, generator=torch.Generator(x.device))
-        key, wide = draw_key(bound.get("generator")), x.double()
         if again:
             sums = wide.cumsum(-1)
             drawn = uniform(placed.outs[0], key, torch.float64, x.device)
@@ -293,7 +294,7 @@ def multinomial(
         return times.topk(count, -1, largest=False).indices
 
     dims = (*input.dims()[:-1], None)
-    return Spec([dims], [dims], [(*input.shape[:-1], num_samples)], run=run)
+    return Spec([dims], [dims], [(*input.shape[:-1], num_samples)], run=run, fails=(0,))
 
 
 def register(rules: Rules) -> None:

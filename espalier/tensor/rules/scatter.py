@@ -15,13 +15,17 @@ import torch
 from espalier.layout.layout import normal_dim
 from espalier.tensor.rules.indexing import absent, local_index, one_more
 from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, bound_to
+from espalier.tensor.rules.together import with_one
 
 
 def _reading(
     x: Operand, at: int, ins: Sequence[Dims], shape: tuple[int, ...], out: Dims, names: str,
-    read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], wraps: bool = False,
 ) -> Spec:  # fmt: skip
-    """The rule of a read along dim ``at`` of the first of ``names`` by the one called index or indices."""
+    """The rule of a read along dim ``at`` of the first of ``names`` by the one called index or indices.
+
+    With ``wraps`` no index is out of range: they go round.
+    """
     letter = ins[0][at]
     # a gather sends all of x once, a sum the result twice
     few = 2 * math.prod(shape) <= math.prod(x.shape)
@@ -30,8 +34,13 @@ def _reading(
         if not placed.axes_of(placed.ins[0], (at,)):
             return func(*args, **kwargs)
         bound = bound_to(names, args, kwargs)
-        local, index = bound["input"], bound["index" if "index" in bound else "indices"]
-        index, away = local_index(index, placed.ins[0], at, 0)
+        local, given = bound["input"], bound["index" if "index" in bound else "indices"]
+        given = given.remainder(x.shape[at]) if wraps else given
+
+        def ask(i: int) -> torch.Tensor:
+            return read(local.detach().new_empty(()).expand(_alone(x, at)), with_one(given, i))
+
+        index, away = local_index(given, placed.ins[0], at, 0, ask)
         found = read(local if local.shape[at] else one_more(local, at), index)
         away = away if away.ndim == found.ndim else away.view(-1, *[1] * (found.ndim - 1 - at))
         return found.masked_fill(away, absent(found))
@@ -39,7 +48,13 @@ def _reading(
     return Spec(
         ins, [out], [shape], linear=[(0,)], run=run if x.layout.cuts[at] else None,
         reduce={letter: "sum"} if few else {}, blocked=frozenset() if few else frozenset([letter]),
+        fails=() if wraps else (1,),
     )  # fmt: skip
+
+
+def _alone(x: Operand, at: int) -> list[int]:
+    """The shape of dim ``at`` without others."""
+    return [n if d == at else 1 for d, n in enumerate(x.shape)]
 
 
 def index_select(x: Operand, dim: int, index: Operand) -> Spec | None:
@@ -89,7 +104,7 @@ def take_along_dim(x: Operand, indices: Operand, dim: int | None = None) -> Spec
     ]
     return _reading(
         x, at, ins, shape, out, "input indices dim",
-        lambda local, i: torch.take_along_dim(local, i, at),
+        lambda local, i: torch.take_along_dim(local, i, at), wraps=True,
     )  # fmt: skip
 
 
@@ -139,6 +154,7 @@ def _writing(
 ) -> Spec:
     """The rule of a write along dim ``at`` by operand 1."""
     groups = [(0,)] if like is None else [(0, like.index)]
+    alone = _alone(x, at)
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         lay = placed.ins[0]
@@ -146,7 +162,14 @@ def _writing(
             return func(*args, **kwargs)
         x = args[0] if args else kwargs["input"]
         index = args[2] if len(args) > 2 else kwargs["index"]
-        local, _ = local_index(index, lay, at, lay.local_shape[at])
+
+        def ask(i: int) -> None:
+            some = tuple(with_one(a, 0) if isinstance(a, torch.Tensor) else a for a in args)
+            named = {k: with_one(a, 0) if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
+            some, named = _instead(some, named, x.detach().new_zeros(alone), with_one(index, i))
+            func(*some, **named)
+
+        local, _ = local_index(index, lay, at, lay.local_shape[at], ask)
         more = one_more(x, at)
         args, kwargs = _instead(args, kwargs, more, local)
         out = func(*args, **kwargs).narrow(at, 0, lay.local_shape[at])
@@ -154,7 +177,7 @@ def _writing(
 
     return Spec(
         ins, [ins[0]], [x.shape], linear=groups if linear else [], reduce={summed: "sum"} if summed else {},
-        addends=(0,) if summed else (), run=run if x.layout.cuts[at] else None,
+        addends=(0,) if summed else (), run=run if x.layout.cuts[at] else None, fails=(1,),
     )  # fmt: skip
 
 

@@ -104,6 +104,8 @@ class Spec:
         buffers: operands that the runner writes to besides; their layouts stay too.
         ways: more that one axis may do, told outright: states of the operands, and of the outputs.
         sends: for a letter the elements that the runner reduces along an axis that cuts it.
+        fails: operands whose values alone may make the call fail (an index out of range): where they differ
+            from rank to rank the ranks agree on it.
     """
 
     ins: Sequence[Dims]
@@ -120,6 +122,7 @@ class Spec:
     inplace: int | None = None
     buffers: Sequence[int] = ()
     sends: Mapping[Any, int] = field(default_factory=dict)
+    fails: Sequence[int] = ()
     ways: Sequence[tuple[tuple[AxisState, ...], tuple[AxisState, ...]]] = ()
 
 

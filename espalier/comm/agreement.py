@@ -1,0 +1,49 @@
+"""Agreement on failure: what one rank's values make impossible fails alike on all that would wait for it."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterable
+
+import torch
+
+from espalier.comm import collectives as door
+from espalier.comm.traced import symbolic
+from espalier.mesh import Mesh
+
+_ROOM = 2048  # bytes of an error's words
+
+
+def looks(mesh: Mesh) -> bool:
+    """Whether values are looked at: on a CPU, as by torch itself; a look at others waits for the device."""
+    return mesh.device_type == "cpu" and not mesh.is_dry and not symbolic()
+
+
+def agree(error: Exception | None, mesh: Mesh, axes: Iterable[int]) -> None:
+    """Raise on all ranks along the axes, which all call this, what the first that failed met.
+
+    One all-reduce of a byte along each axis, where nobody failed.
+
+    Raises:
+        Exception: this rank's own error, or one of the type and words of another's.
+    """
+    axes = tuple(axes)
+    failed = torch.tensor([error is not None], dtype=torch.uint8, device="cpu")
+    for axis in axes:
+        failed = door.all_reduce(failed, mesh, axis, "max")
+    if not failed.item():
+        return
+    text = b"" if error is None else f"{mesh.world_rank} {type(error).__name__} {error}".encode()[:_ROOM]
+    words = torch.zeros(1, _ROOM, dtype=torch.uint8, device="cpu")
+    words[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    for axis in axes:
+        rows = door.all_gather(words, mesh, axis, 0, mesh.shape[axis])
+        words = rows[rows[:, 0].nonzero()[:1, 0]] if rows[:, 0].any() else words
+    told = bytes(words[0].tolist()).rstrip(b"\0").decode(errors="replace")
+    rank, name, said = told.split(" ", 2)
+    if int(rank) == mesh.world_rank and error is not None:
+        raise error
+    kind = torch.linalg.LinAlgError if name == "_LinAlgError" else getattr(builtins, name, RuntimeError)
+    met: Exception = kind(said)
+    met.add_note(f"Met by rank {rank}.")
+    raise met from error
