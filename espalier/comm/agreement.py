@@ -11,6 +11,9 @@ from espalier.comm import collectives as door
 from espalier.comm.traced import symbolic
 from espalier.mesh import Mesh
 
+# how torch refuses values; checkpointing ends its recomputation by an exception of another kind
+REFUSALS = (RuntimeError, ValueError, IndexError)
+
 _ROOM = 2048  # bytes of an error's words
 
 

@@ -21,6 +21,7 @@ from espalier.tensor.rules.spec import (
     Rules,
     Spec,
     bound_to,
+    of_nothing,
     of_one,
     outcome,
 )
@@ -64,11 +65,21 @@ def batched(*cores: int) -> RuleMaker:
             own = [*cores, *cores[-1:] * len(operands)][: len(operands)]
             if function in _SOLVES and _is_vector(operands):
                 own[1] = 1
-            return _over_batch(function, args, kwargs, operands, own)
+            spec = _over_batch(function, args, kwargs, operands, own)
+            if spec is not None and len(operands) > 1 and not spec.fails:
+                spec.run, spec.when = _nothing, Placed.lacks
+            return spec
 
         return rule
 
     return make
+
+
+def _nothing(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
+    """Of no matrices torch may leave out the gradient of an operand."""
+    out = func(*args, **kwargs)
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    return out + of_nothing(placed, *given) if isinstance(out, torch.Tensor) else out
 
 
 def _over_batch(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from espalier.comm import collectives as door
-from espalier.comm.agreement import agree, looks
+from espalier.comm.agreement import REFUSALS, agree, looks
 from espalier.comm.moves import summed, varied
 from espalier.layout import Layout, local_box
 from espalier.tensor.rules.pointwise import found, letters
@@ -186,7 +186,7 @@ def _mean(
         valid = target != ignored
         counts = valid if weight is None else weight[target.masked_fill(~valid, 0)] * valid
         count = counts.sum(dtype=kind)
-    except Exception as error:
+    except REFUSALS as error:
         if not looks(lay.mesh):
             raise
         met, value = error, torch.empty(())
@@ -213,7 +213,7 @@ def _agree_on(target: torch.Tensor, ignored: int, placed: Placed, at: int) -> No
     lay, met = placed.ins[1], None
     try:
         _in_range(target, ignored, placed.ins[0], at)
-    except Exception as error:
+    except REFUSALS as error:
         met = error
     if looks(lay.mesh):
         agree(met, lay.mesh, placed.axes_of(lay, range(lay.ndim)))

@@ -71,8 +71,10 @@ def searchsorted(sequence: Operand, input: Any, *args: Any, **kwargs: Any) -> Sp
     return Spec(ins, [out], [input.shape if isinstance(input, Operand) else ()])
 
 
-def bucketize(input: Any, boundaries: Operand, *args: Any, **kwargs: Any) -> Spec:
+def bucketize(input: Any, boundaries: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     """Between which boundaries values lie."""
+    if boundaries.ndim != 1:
+        return None  # torch refuses it
     if not isinstance(input, Operand):
         return Spec([(None,)], [()], [()])
     return Spec([input.dims(), (None,)], [input.dims()], [input.shape])

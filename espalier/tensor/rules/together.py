@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from espalier.comm.agreement import agree, looks
+from espalier.comm.agreement import REFUSALS, agree, looks
 from espalier.layout import may_be_empty
 from espalier.layout.layout import R, V
 from espalier.mesh import Mesh
@@ -29,10 +29,11 @@ def together(spec: Spec, run: Runner | None, placed: Placed) -> Runner | None:
         return run
 
     def runner(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
-        out, met = None, None
+        out: Any = None
+        met: Exception | None = None
         try:
             out = func(*args, **kwargs) if run is None else run(func, args, kwargs, placed)
-        except Exception as error:
+        except REFUSALS as error:
             met = error
         if looks(placed.mesh):
             agree(met, placed.mesh, axes)
