@@ -11,23 +11,28 @@ from espalier.tensor.strictness import is_strict
 
 # what of an argument is not part of the key where the rule is loose: a DTensor's dtype, a float's value
 TOLD = frozenset({DTensor, float, complex, tuple, list, torch.Size, dict})
+# what stands for itself
+_ITSELF = frozenset({int, type(None), str, torch.dtype, torch.device, torch.memory_format})
 
 
 def key_of(a: Any) -> Any:
     """What stands for an argument in the key of a call, whatever the function."""
     t = type(a)
+    if t in _ITSELF:
+        return a
     if t is DTensor:
         return a._layout
     if t is bool:
         return (bool, a)  # else True would be found for 1
     if t is float or t is complex:
         return t if a else 0.0  # of a scalar's value, no more than whether it is zero decides
+    if t is slice:
+        parts = a.start, a.stop, a.step
+        return (slice, *[x if type(x) in _ITSELF else key_of(x) for x in parts])
+    if t is tuple or t is list or t is torch.Size:
+        return (t, *[x if type(x) in _ITSELF else key_of(x) for x in a])
     if isinstance(a, torch.Tensor):
         return (t, a.shape, a.dtype, is_strict.get()) if a.ndim else (t, a.dtype)
-    if t is tuple or t is list or t is torch.Size:
-        return (t, *[key_of(x) for x in a])
-    if t is slice:
-        return (slice, key_of(a.start), key_of(a.stop), key_of(a.step))
     if isinstance(a, dict):
         return (dict, *[(k, key_of(v)) for k, v in a.items()])
     try:

@@ -132,12 +132,11 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
         total = placed.total(part if reduction == "none" else part.sum(), class_axes)
         return total / divisor if reduction == "mean" else total
     if class_axes:
+        rows = logits if at == lay.ndim - 1 else logits.movedim(at, -1)
 
         def losses() -> torch.Tensor:
             _in_range(target, ignored, lay, at)
-            found: torch.Tensor = _VocabularyParallel.apply(
-                logits.movedim(at, -1), target, ignored, lay, at, class_axes
-            )[0]
+            found: torch.Tensor = _VocabularyParallel.apply(rows, target, ignored, lay, at, class_axes)[0]
             return found
 
         if reduction != "mean":
@@ -239,41 +238,44 @@ class _VocabularyParallel(torch.autograd.Function):
             return x
 
         start, length = local_box(lay).offsets[at], logits.shape[-1]
-        local, valid = target - start, target != ignored
+        local, ignored_ = target - start, target == ignored
         inside = local.clamp(0, max(length - 1, 0))
-        mine = (local == inside) & valid if length else torch.zeros_like(valid)
-        largest = logits.amax(-1) if length else logits.new_full(target.shape, -math.inf)
-        # not every backend finds the largest of half precision
-        largest = reduced(largest.to(torch.promote_types(largest.dtype, torch.float32)), "max").to(
-            logits.dtype
-        )
-        shifted = logits - largest.unsqueeze(-1)
-        index = inside.unsqueeze(-1)
+        elsewhere, index = local != inside, inside.unsqueeze(-1)
         if length:
-            hit = shifted.gather(-1, index).squeeze(-1).masked_fill(~mine, 0)
+            largest = logits.amax(-1)
+        else:
+            elsewhere, largest = torch.ones_like(ignored_), logits.new_full(target.shape, -math.inf)
+        if largest.dtype in (torch.float16, torch.bfloat16):
+            # not every backend finds the largest of these
+            largest = reduced(largest.float(), "max").to(logits.dtype)
+        else:
+            largest = reduced(largest, "max")
+        shifted = logits - largest.unsqueeze(-1)
+        if length:
+            hit = shifted.gather(-1, index).squeeze(-1).masked_fill_(elsewhere, 0)
         else:
             hit = torch.zeros_like(largest)
         exps = shifted.exp_()
         total, hit = reduced(torch.stack((exps.sum(-1), hit)), "sum")
         softmax = exps.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(softmax, index, mine, valid)
+        ctx.save_for_backward(softmax, index, elsewhere, ignored_)
         ctx.set_materialize_grads(False)
         ctx.across = lay.mesh, axes
-        return (total.log() - hit).masked_fill(~valid, 0), softmax
+        return total.log().sub_(hit).masked_fill_(ignored_, 0), softmax
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, of_softmax: torch.Tensor | None) -> Any:
         # in terms of the softmax, an output, and of what can be differentiated: so for every order
-        softmax, index, mine, valid = ctx.saved_tensors
+        softmax, index, elsewhere, ignored = ctx.saved_tensors
         mesh, axes = ctx.across
         out = None
         if grad is not None:
             # each rank uses it for its own classes, which only its own derivative has to know
             grad = varied(grad, mesh, axes) if torch.is_grad_enabled() else grad
-            scale = (grad * valid).unsqueeze(-1)
-            out = softmax * scale
+            scale = grad.masked_fill(ignored, 0)
+            out = softmax * scale.unsqueeze(-1)
             if out.shape[-1]:
-                out = out.scatter_add(-1, index, -(scale * mine.unsqueeze(-1)))
+                out.scatter_add_(-1, index, scale.masked_fill(elsewhere, 0).neg_().unsqueeze(-1))
         if of_softmax is not None:
             along = summed((of_softmax * softmax).sum(-1, keepdim=True), mesh, axes)
             part = softmax * (of_softmax - along)
