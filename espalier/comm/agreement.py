@@ -31,9 +31,11 @@ def agree(error: Exception | None, mesh: Mesh, axes: Iterable[int]) -> None:
         Exception: this rank's own error, or one of the type and words of another's.
     """
     axes = tuple(axes)
-    failed = torch.tensor([error is not None], dtype=torch.uint8, device="cpu")
+    failed = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    if error is not None:
+        failed.fill_(1)
     for axis in axes:
-        failed = door.all_reduce(failed, mesh, axis, "max")
+        door.all_reduce_(failed, mesh, axis, "max").wait()
     if not failed.item():
         return
     text = b"" if error is None else f"{mesh.world_rank} {type(error).__name__} {error}".encode()[:_ROOM]

@@ -71,8 +71,8 @@ class Entry:
     """How one kind of call is carried out."""
 
     __slots__ = (
-        "flat", "keeps", "lends", "marked", "moves", "out", "outs", "placed", "quick", "run", "simple",
-        "tail", "writes", "written",
+        "flat", "keeps", "lends", "marked", "moves", "out", "outs", "placed", "quick", "run", "runs",
+        "simple", "tail", "writes", "written",
     )  # fmt: skip
 
     def __init__(self, spec: Spec, placed: Placed, operands: list[Operand], is_view: bool) -> None:
@@ -96,15 +96,15 @@ class Entry:
         self.lends = is_view and (bool(self.moves) or self.run is not None)
         if spec.fails:
             self.run = together(spec, self.run, placed)
-        self.simple = self.quick = self.writes = self.flat = False
+        self.simple = self.quick = self.writes = self.flat = self.runs = False
 
     def settle(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """After the first call: whether the next ones may take a short cut."""
-        if self.run is not None or self.out is None or not isinstance(out, torch.Tensor):
+        if self.out is None or not isinstance(out, torch.Tensor) or self.marked or self.placed.mesh.is_dry:
             return
-        if self.marked or self.placed.mesh.is_dry:
-            return
-        if self.moves:
+        if self.run is not None:
+            self.runs = not (self.moves or self.lends) and self.written is None and self.tail is None
+        elif self.moves:
             plain_paths = all(len(m.path) == 1 and type(m.path[0]) is int for m in self.moves)
             kept = self.written is None and self.tail is None and not self.lends
             self.flat = kept and plain_paths and not any(m.gathers for m in self.moves)
@@ -272,6 +272,9 @@ def dispatch(
         return out
     if entry.flat:
         return entry.call_flat(func, args, kwargs)
+    if entry.runs:
+        out = _plain_call(entry.run, types, (func, args, kwargs, entry.placed), _NO_KWARGS)
+        return _stamp(out, entry.out)
     if entry.writes:
         return _plain_call(func, types, args, kwargs)
     return entry.call(func, args, kwargs)

@@ -135,9 +135,8 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
         rows = logits if at == lay.ndim - 1 else logits.movedim(at, -1)
 
         def losses() -> torch.Tensor:
-            _in_range(target, ignored, lay, at)
-            found: torch.Tensor = _VocabularyParallel.apply(rows, target, ignored, lay, at, class_axes)[0]
-            return found
+            none_ignored = _in_range(target, ignored, lay, at)
+            return _parallel(rows, target, None if none_ignored else ignored, lay, at, class_axes)[0]
 
         if reduction != "mean":
             return losses() if reduction == "none" else losses().sum()
@@ -186,25 +185,25 @@ def _mean(
         counts = valid if weight is None else weight[target.masked_fill(~valid, 0)] * valid
         count = counts.sum(dtype=kind)
     except REFUSALS as error:
-        if not looks(lay.mesh):
+        if not (axes and looks(lay.mesh)):
             raise
         met, value = error, torch.empty(())
         count = torch.full((), math.nan, dtype=kind, device=target.device)
     for axis in axes:
         count = door.all_reduce(count, lay.mesh, axis)
-    if looks(lay.mesh) and math.isnan(count.item()):
+    if axes and looks(lay.mesh) and math.isnan(count.item()):
         agree(met, lay.mesh, axes)
     return value / count
 
 
-def _in_range(target: torch.Tensor, ignored: int, lay: Layout, at: int) -> None:
-    """Look for targets that are no classes of logits whose classes are sharded."""
+def _in_range(target: torch.Tensor, ignored: int, lay: Layout, at: int) -> bool:
+    """Look for targets that are no classes of logits whose classes are sharded: see :func:`within`."""
     n = lay.shape[at]
 
     def ask(i: int) -> torch.Tensor:
         return F.nll_loss(torch.empty(()).expand(1, n), torch.tensor([i]))
 
-    within(target.masked_fill(target == ignored, 0), n, lay.mesh, ask)
+    return within(target, n, lay.mesh, ask, but=ignored)
 
 
 def _agree_on(target: torch.Tensor, ignored: int, placed: Placed, at: int) -> None:
@@ -222,15 +221,17 @@ class _VocabularyParallel(torch.autograd.Function):
     """-log softmax(logits)[target] with the classes sharded: two all-reduces, of [tokens] and [2, tokens].
 
     Largest logit, sum of exponentials, target's logit (Shoeybi et al. 2019, Megatron-LM, section 3).
-    Keeps the local softmax alone.
+    Keeps one tensor of the logits' size, its second output: the derivative of each loss, the softmax less
+    one at the target.
     """
 
     espalier = True
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignored: int, lay: Layout, at: int, axes: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignored: int | None, lay: Layout, at: int,
+        axes: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         def reduced(x: torch.Tensor, op: str) -> torch.Tensor:
             # in place, for x is our own; a NaN that a maximum loses comes back in the sum
             for axis in axes:
@@ -238,49 +239,55 @@ class _VocabularyParallel(torch.autograd.Function):
             return x
 
         start, length = local_box(lay).offsets[at], logits.shape[-1]
-        local, ignored_ = target - start, target == ignored
+        dead = None if ignored is None else target == ignored
+        local = target - start if start else target
         inside = local.clamp(0, max(length - 1, 0))
         elsewhere, index = local != inside, inside.unsqueeze(-1)
-        if length:
-            largest = logits.amax(-1)
-        else:
-            elsewhere, largest = torch.ones_like(ignored_), logits.new_full(target.shape, -math.inf)
+        largest = logits.amax(-1) if length else logits.new_full(target.shape, -math.inf)
         if largest.dtype in (torch.float16, torch.bfloat16):
             # not every backend finds the largest of these
             largest = reduced(largest.float(), "max").to(logits.dtype)
         else:
             largest = reduced(largest, "max")
-        shifted = logits - largest.unsqueeze(-1)
+        slope = logits - largest.unsqueeze(-1)
         if length:
-            hit = shifted.gather(-1, index).squeeze(-1).masked_fill_(elsewhere, 0)
+            hit = slope.gather(-1, index).squeeze(-1).masked_fill_(elsewhere, 0)
         else:
             hit = torch.zeros_like(largest)
-        exps = shifted.exp_()
-        total, hit = reduced(torch.stack((exps.sum(-1), hit)), "sum")
-        softmax = exps.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(softmax, index, elsewhere, ignored_)
+        slope.exp_()
+        total, hit = reduced(torch.stack((slope.sum(-1), hit)), "sum")
+        slope.div_(total.unsqueeze(-1))
+        minus = elsewhere.to(slope.dtype).sub_(1).unsqueeze(-1)
+        if length:
+            slope.scatter_add_(-1, index, minus)
+        ctx.save_for_backward(slope, index, minus, dead)
         ctx.set_materialize_grads(False)
         ctx.across = lay.mesh, axes
-        return total.log().sub_(hit).masked_fill_(ignored_, 0), softmax
+        losses = total.log().sub_(hit)
+        return losses if dead is None else losses.masked_fill_(dead, 0), slope
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None, of_softmax: torch.Tensor | None) -> Any:
-        # in terms of the softmax, an output, and of what can be differentiated: so for every order
-        softmax, index, elsewhere, ignored = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor | None, of_slope: torch.Tensor | None) -> Any:
+        # in terms of an output, and of what can be differentiated: so for every order
+        slope, index, minus, dead = ctx.saved_tensors
         mesh, axes = ctx.across
         out = None
         if grad is not None:
             # each rank uses it for its own classes, which only its own derivative has to know
             grad = varied(grad, mesh, axes) if torch.is_grad_enabled() else grad
-            scale = grad.masked_fill(ignored, 0)
-            out = softmax * scale.unsqueeze(-1)
-            if out.shape[-1]:
-                out.scatter_add_(-1, index, scale.masked_fill(elsewhere, 0).neg_().unsqueeze(-1))
-        if of_softmax is not None:
-            along = summed((of_softmax * softmax).sum(-1, keepdim=True), mesh, axes)
-            part = softmax * (of_softmax - along)
+            out = slope * (grad if dead is None else grad.masked_fill(dead, 0)).unsqueeze(-1)
+        if of_slope is not None:
+            softmax = slope.scatter_add(-1, index, -minus) if slope.shape[-1] else slope
+            along = summed((of_slope * softmax).sum(-1, keepdim=True), mesh, axes)
+            part = softmax * (of_slope - along)
             out = part if out is None else out + part
         return out, None, None, None, None, None
+
+
+# straight to C: the Python apply in between serves functorch
+_parallel: Callable[..., tuple[torch.Tensor, torch.Tensor]] = super(
+    torch.autograd.Function, _VocabularyParallel
+).apply
 
 
 def _shares(

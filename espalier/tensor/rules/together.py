@@ -44,14 +44,23 @@ def together(spec: Spec, run: Runner | None, placed: Placed) -> Runner | None:
     return runner
 
 
-def within(index: torch.Tensor, n: int, mesh: Mesh, ask: Callable[[int], Any]) -> None:
-    """Look for indices of a dim of ``n`` that torch refuses: ``ask(i)`` has torch say so of one of them."""
+def within(
+    index: torch.Tensor, n: int, mesh: Mesh, ask: Callable[[int], Any], but: int | None = None
+) -> bool:
+    """Look for indices of a dim of ``n``, other than ``but``, that torch refuses.
+
+    ``ask(i)`` has torch say so of one of them. Gives whether it is sure that all are in range, none ``but``.
+    """
     if not looks(mesh) or not index.numel():
-        return
-    for bound in torch.aminmax(index):
-        i = int(bound)
-        if not 0 <= i < n:
-            ask(i)
+        return False
+    low, high = map(int, torch.aminmax(index))
+    if low >= 0 and high < n:
+        return but is None or not low <= but <= high
+    if but is None:
+        ask(low if low < 0 else high)
+    else:
+        within(index.masked_fill(index == but, 0), n, mesh, ask)
+    return False
 
 
 def with_one(x: torch.Tensor, i: int) -> torch.Tensor:
