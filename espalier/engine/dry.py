@@ -33,7 +33,7 @@ class DryReport:
         ledger: the collectives, in order.
         flops: floating-point operations of forward and backward on this rank.
         parameter_bytes: of this rank's parts.
-        state_bytes: of the optimizer's states.
+        state_bytes: of the optimizer's states, and of float32 masters.
         peak_bytes: the most that lives at once: parameters, gradients, states, activations.
         peak_at: ``"forward"``, ``"backward"`` or ``"step"``.
         parameters: number of parameters of the whole model.
@@ -102,8 +102,9 @@ def dry_run(
     )
     held = [p for p in model.parameters() if isinstance(p, DTensor)]
     memory, flops = _Memory(), FlopCounterMode(display=False)
-    for p in (*held, *model.buffers()):
-        memory.hold(p)
+    masters = engine.masters()
+    for x in (*held, *masters, *model.buffers()):
+        memory.hold(x)
     with memory:
         # a first step, so that the optimizer's states exist and are counted
         engine.backward(engine(batch))
@@ -128,7 +129,7 @@ def dry_run(
         book,
         int(flops.get_total_flops()),
         sum(_bytes(p) for p in held),
-        _state_bytes(optimizer),
+        _state_bytes(optimizer) + sum(map(_bytes, engine.masters())),
         memory.peak,
         memory.peak_at,
         whole,

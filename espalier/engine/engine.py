@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -197,6 +197,12 @@ class Engine:
             return batch[0], batch[1]
         return batch, batch
 
+    def _cast(self, x: Any) -> Any:
+        """An input as the model computes: floats in the dtype of its parameters, where these are cast."""
+        low = self.plan.precision.parameters
+        floats = low is not None and isinstance(x, torch.Tensor) and x.is_floating_point()
+        return x.to(getattr(torch, str(low))) if floats else x
+
     # ---- the three calls, and one for all
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -211,6 +217,7 @@ class Engine:
         self._data.begin_forward()
         batch = self._typed(batch)
         inputs, targets = self._parted(batch)
+        inputs = tree_map(self._cast, inputs)
         if isinstance(inputs, Mapping):
             output = self.module(**inputs)
         else:
@@ -272,9 +279,19 @@ class Engine:
         self.step()
         return loss.detach()
 
+    def masters(self) -> list[torch.Tensor]:
+        """The float32 masters on this rank, in flat buffers; none where parameters are not cast."""
+        if self._data is None:
+            return []
+        return [chunk.master for chunk in self._data.chunks if chunk.master is not None]
+
     def full_state_dict(self) -> dict[str, Any]:
-        """The model's state dict with plain whole tensors (a collective: every rank must call)."""
-        with torch.no_grad():
+        """The model's state dict with plain whole tensors (a collective: every rank must call).
+
+        Parameters that have float32 masters are these.
+        """
+        precise = nullcontext() if self._data is None else self._data.precise()
+        with torch.no_grad(), precise:
             return {
                 name: full_tensor(x).detach() if isinstance(x, torch.Tensor) else x
                 for name, x in self.module.state_dict().items()

@@ -221,4 +221,4 @@ def rotary_tables(positions: int, head_dim: int, base: float) -> tuple[torch.Ten
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn x [b, heads, s, head_dim] by the angles of its positions, cos and sin [s, head_dim]."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

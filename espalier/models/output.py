@@ -26,5 +26,9 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits: [batch, sequence, vocabulary].
         labels: [batch, sequence]; ``labels[:, t]`` is the token that follows
             position t (already shifted), or -100 to leave the position out.
+
+    Logits of 16 bits are taken to float32 first: the loss would have three digits otherwise.
     """
+    if logits.dtype.itemsize == 2:
+        logits = logits.float()
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)

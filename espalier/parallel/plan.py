@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from espalier.parallel.precision import Precision, as_precision
 
 Size = Annotated[int, Field(ge=1)]
 
@@ -27,6 +29,8 @@ class Plan(BaseModel):
         chunk_megabytes: parameters and gradients move along the data axis in buffers of about this size,
             gradients as soon as one is full, while the backward pass goes on.
         prefetch_megabytes: with ``zero=3``, so much of the parameters is gathered before it is needed.
+        precision: ``"float32"`` (parameters as given, nothing is cast), ``"bfloat16"`` (with float32
+            masters), or a table of the arguments of :class:`~espalier.parallel.precision.Precision`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -37,6 +41,7 @@ class Plan(BaseModel):
     tensor: Size = 1
     chunk_megabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 25.0
     prefetch_megabytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
+    precision: Annotated[Precision, BeforeValidator(as_precision)] = Precision()
 
     def __init__(self, **given: Any) -> None:
         try:
@@ -79,7 +84,8 @@ class Plan(BaseModel):
 
     def __str__(self) -> str:
         axes = " × ".join(f"{name} {n}" for name, n in self.axes.items())
-        return f"{axes}, ZeRO {self.zero}" if self.zero else axes
+        zero = f", ZeRO {self.zero}" if self.zero else ""
+        return f"{axes}{zero}" if self.precision == Precision() else f"{axes}{zero}, {self.precision}"
 
 
 class PlanError(ValueError):
@@ -98,8 +104,11 @@ class PlanError(ValueError):
 def _mistake(item: dict[str, Any], model: type[BaseModel]) -> tuple[str, Any, str]:
     name = ".".join(map(str, item["loc"]))
     if item["type"] == "extra_forbidden":
+        *tables, key = item["loc"]
+        for table in tables:
+            model = model.model_fields[table].annotation  # type: ignore[assignment]
         known = list(model.model_fields)
-        close = difflib.get_close_matches(name, known, 1)
+        close = difflib.get_close_matches(key, known, 1)
         hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
         return name, item["input"], f"unknown key; {hint}"
     return name, item["input"], item["msg"].replace("Input should be", "expected")

@@ -110,7 +110,9 @@ def verify(job: Job) -> Verification | None:
     model = build_model(spec, settings.seed, torch.float64)
     reference = copy.deepcopy(model)
     optimizer = build_optimizer(job.optimizer, model)
-    plan = espalier.Plan.from_dict(dict(job.plan))
+    plan = espalier.Plan.from_dict({**job.plan, "precision": "float32"})
+    if job.plan.get("precision", "float32") != "float32":
+        notices.append("plan.precision left out: the comparison is in float64")
     engine = espalier.initialize(model, optimizer, plan, max_grad_norm=job.train.clip)
     batches = training_batches(
         job,

@@ -28,10 +28,16 @@ class Member:
         shard: its layout cut along the data axis; equal to ``full`` for a parameter without dims.
         dim: the dim that is cut; None for one without dims, which every rank holds.
         slot: elements that it takes in each row.
+        dtype: in which the model computes with it.
+        is_cast: whether that is not the dtype given.
     """
 
-    def __init__(self, name: str, p: nn.Parameter, full: Layout, axis: int) -> None:
+    def __init__(
+        self, name: str, p: nn.Parameter, full: Layout, axis: int, dtype: torch.dtype | None = None
+    ) -> None:
         self.name, self.p, self.full = name, p, full
+        self.is_cast = dtype is not None and p.is_floating_point()
+        self.dtype = dtype if dtype is not None and self.is_cast else p.dtype
         self._n, self._here = full.mesh.shape[axis], full.mesh.coordinate[axis]
         self.dim = cut_dim(full.padded_shape, self._n)  # the same on all ranks
         self.shard = full if self.dim is None else full.with_axis(axis, self.dim)
@@ -82,13 +88,14 @@ class Chunk:
         size: elements of a row.
         gradient: flat [size], this rank's pieces of the sums; None while there are none.
         home: flat [size], this rank's pieces of the parameters, where the stage cuts these.
-        master: the same in full precision, where the optimizer is to update that.
+        master: flat, the parameters in float32, where the optimizer is to update these: [size], this rank's
+            pieces, where the stage cuts states, else whole.
         missing: numbers of the members whose gradient this backward pass has not brought yet.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = list(members)
-        self.dtype = members[0].p.dtype
+        self.dtype = members[0].dtype
         self._starts = [0, *itertools.accumulate(m.slot for m in members)]
         self.size = self._starts.pop()
         self.gradient: torch.Tensor | None = None
@@ -117,6 +124,11 @@ class Chunk:
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """This rank's piece of each member in a flat [size], in its own shape."""
         return [m.own(part) for m, part in self.slots(flat)]
+
+    def wholes(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The members one after the other in a flat buffer, each whole along the axis, in its own shape."""
+        parts = flat.split([m.size for m in self.members])
+        return [part.view(m.full.local_shape) for part, m in zip(parts, self.members, strict=True)]
 
     def pack(self, rows: torch.Tensor, wholes: Sequence[torch.Tensor | None]) -> None:
         """Fill rows from tensors that are whole along the axis; zeros for those that are missing."""

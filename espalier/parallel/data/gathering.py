@@ -43,13 +43,10 @@ class Gathered:
 
     def __init__(self, number: int, chunk: Chunk) -> None:
         self.number, self.chunk = number, chunk
-        sizes = [m.size for m in chunk.members]
         with raw():
-            self._flat = torch.empty(sum(sizes), dtype=chunk.dtype, device=chunk.device)
-            self.wholes = [
-                part.view(m.full.local_shape)
-                for part, m in zip(self._flat.split(sizes), chunk.members, strict=True)
-            ]
+            elements = sum(m.size for m in chunk.members)
+            self._flat = torch.empty(elements, dtype=chunk.dtype, device=chunk.device)
+            self.wholes = chunk.wholes(self._flat)
             self._bytes = self._flat.untyped_storage().nbytes()
             self._flat.untyped_storage().resize_(0)
         self.is_whole = False

@@ -83,8 +83,8 @@ def by_size(members: Sequence[Member], megabytes: float) -> list[Chunk]:
     groups: list[list[Member]] = []
     limit, filled = megabytes * 1e5, 0.0
     for m in members:
-        alike = groups and groups[-1][0].p.dtype == m.p.dtype and groups[-1][0].p.device == m.p.device
-        size = m.size * m.p.element_size()
+        alike = groups and groups[-1][0].dtype == m.dtype and groups[-1][0].p.device == m.p.device
+        size = m.size * m.dtype.itemsize
         if not alike or filled + size > limit:
             limit = megabytes * (1e6 if groups else 1e5)
             groups.append([])
@@ -98,5 +98,5 @@ def _alike(members: Sequence[Member]) -> Iterator[list[Member]]:
     """Members apart by dtype, device, and whether they are trained."""
     groups: dict[tuple[torch.dtype, torch.device, bool], list[Member]] = {}
     for m in members:
-        groups.setdefault((m.p.dtype, m.p.device, m.p.requires_grad), []).append(m)
+        groups.setdefault((m.dtype, m.p.device, m.p.requires_grad), []).append(m)
     yield from groups.values()

@@ -1,0 +1,84 @@
+"""Masters: float32 copies of parameters that the model computes with in 16 bits.
+
+The optimizer updates them, and its states are float32 as they are (Micikevicius et al. 2017, Mixed Precision
+Training). They lie as the stage says of states: whole on every rank, or this rank's pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as raw
+
+from espalier.parallel.data.chunks import Chunk, Member, show
+from espalier.tensor import plain
+
+
+class Masters:
+    """The masters of chunks whose members compute in a lower precision.
+
+    Parameters hold their values in full precision when this is made, and are cast then.
+
+    Args:
+        chunks: of trained parameters.
+        pieces: whether a master is this rank's pieces of its parameters (the stage cuts states).
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], pieces: bool) -> None:
+        self._pieces = pieces
+        self._seen: dict[int, tuple[int, int]] = {}
+        self.chunks = [c for c in chunks if c.members[0].is_cast]
+        with raw():
+            for chunk in self.chunks:
+                elements = chunk.size if pieces else sum(m.size for m in chunk.members)
+                chunk.master = torch.empty(elements, dtype=torch.float32, device=chunk.device)
+                for m, master in zip(chunk.members, self.of(chunk), strict=True):
+                    master.copy_(self._part(m))
+                    cast(m)
+                    self._seen[id(m)] = _mark(m)
+
+    def of(self, chunk: Chunk) -> list[torch.Tensor]:
+        """The members' parts of a chunk's master, each in its own shape."""
+        assert chunk.master is not None
+        return chunk.pieces(chunk.master) if self._pieces else chunk.wholes(chunk.master)
+
+    def _part(self, m: Member) -> torch.Tensor:
+        """What a parameter holds of that of which the master is here."""
+        here = plain(m.p.detach())
+        return m.piece(here) if self._pieces and m.p._layout is m.full else here  # type: ignore[attr-defined]
+
+    def follow(self) -> None:
+        """Where a parameter was changed by others (``load_state_dict``), its master takes the values over."""
+        with raw():
+            for chunk in self.chunks:
+                for m, master in zip(chunk.members, self.of(chunk), strict=True):
+                    if self._seen[id(m)] != _mark(m):
+                        master.copy_(self._part(m))
+
+    def write(self, chunk: Chunk) -> None:
+        """Round masters into the parameters, as far as these are not exchanged."""
+        assert chunk.master is not None
+        with raw():
+            if chunk.home is not None:
+                chunk.home.copy_(chunk.master)
+            elif not self._pieces:
+                torch._foreach_copy_([plain(m.p.detach()) for m in chunk.members], self.of(chunk))
+
+    def remember(self) -> None:
+        """Parameters hold what their masters say: a change from now on is by others."""
+        with raw():
+            for chunk in self.chunks:
+                for m in chunk.members:
+                    self._seen[id(m)] = _mark(m)
+
+
+def cast(m: Member) -> None:
+    """Let a parameter hold its values in the dtype in which the model computes."""
+    with raw():
+        show(m.p, plain(m.p.detach()).to(m.dtype), m.p._layout)  # type: ignore[attr-defined]
+
+
+def _mark(m: Member) -> tuple[int, int]:
+    """Changes when a parameter is written to, or given other data."""
+    return m.p._version, m.p.data_ptr()
