@@ -165,11 +165,11 @@ def _error_on(
 ) -> Exception | None:
     def blank(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
-            # expanded from one element, unless it may be written to
-            small = device == "meta" or x.numel() < 1 << 16
             shape = tuple(x.shape)
-            with torch.no_grad():
-                like = torch.full(shape if small else (), fill, dtype=x.dtype, device=device).expand(shape)
+            if device == "meta" or x.numel() < 1 << 16:
+                like = torch.full(shape, fill, dtype=x.dtype, device=device)
+            else:  # expanded from one element: it cannot be written to
+                like = torch.full((), fill, dtype=x.dtype, device=device).expand(shape)
             return like.requires_grad_() if x.requires_grad and torch.is_grad_enabled() else like
         return torch.device(device) if isinstance(x, torch.device) else x
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 
 import torch.distributed as dist
 
 # so long a rank that failed waits for the others before it takes them to hang, seconds
 PATIENCE = 5.0
+# gloo's words for a group in which nothing goes any more
+_BROKEN = re.compile("Timed out waiting|Application timeout|Connection closed")
 
 
 class Meeting:
@@ -38,7 +41,7 @@ class Meeting:
                 left = True
                 dist.destroy_process_group()
         found = [value.decode() for value in self.store.multi_get(keys)]
-        broken = len({t[0] for t in found}) > 1
+        broken = len({t[0] for t in found}) > 1 or any(_BROKEN.search(t) for t in found)
         if found[0].startswith("1") and not broken:
             broken = b"1" in self.store.multi_get(self._tell(str(int(left))))
         return found, broken

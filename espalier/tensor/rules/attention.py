@@ -52,13 +52,13 @@ def attention(
             tuple(names[i + skip] if n == full[i + skip] else None for i, n in enumerate(attn_mask.shape))
         )
     factors = {"h": [(g, 1), (g, h // g)]} if together and h != g else {}
-    maybe_empty = any(n < query.layout.mesh.size() for n in query.shape[:-1])
     return Spec(
         ins,
         [(*lead, "h", queries, None)],
         [(*query.shape[:-1], value.shape[-1])],
         factors=factors,
-        run=_attend if dropout_p > 0 or h != g or maybe_empty else None,
+        run=_attend,
+        when=None if dropout_p > 0 or h != g else Placed.lacks,
     )
 
 

@@ -101,6 +101,7 @@ ATTENTION = [
             attn_mask=X((2, 3, 3), 0, 2, torch.bool, values=(True, False, True) * 6),
         ),
         A(X((1, 2, 3, 2)), X((1, 2, 3, 2)), X((1, 2, 3, 2)), attn_mask=X((3, 3), -1, 1, grad=False)),
+        A(X((4, 2, 3, 2)), X((4, 2, 3, 2)), X((4, 2, 3, 2)), attn_mask=X((3, 3), -1, 1)),
         most=40,
     ),
 ]
