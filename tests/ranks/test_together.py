@@ -82,6 +82,13 @@ CASES: list[Case] = [
     ("solve", torch.linalg.solve, (singular(), torch.ones(N, 2, 1))),
     ("bernoulli", torch.bernoulli, (x() / (N * 8 - 1),)),
     ("multinomial", lambda x: torch.multinomial(x, 2), (x() * torch.tensor([[1.0]] * 5 + [[-1.0]]),)),
+    ("poisson", torch.poisson, (N * 8 - 1 - x(),)),
+    ("searchsorted", lambda x, v, i: torch.searchsorted(x, v, sorter=i), (x(), x(), bad(N, 8) + 1)),
+    (
+        "ctc_loss",
+        lambda x, t: F.ctc_loss(x.log_softmax(1).view(1, N, 8), t, (1, 1, 1, 1, 1, 2), (1,) * N),
+        (x(), torch.ones(N, 1, dtype=torch.int64)),
+    ),
     ("normal", torch.normal, (x(), 10 - x())),
 ]
 

@@ -68,7 +68,8 @@ def searchsorted(sequence: Operand, input: Any, *args: Any, **kwargs: Any) -> Sp
     sorter = kwargs.get("sorter")
     if isinstance(sorter, Operand):
         ins.append(ins[0])
-    return Spec(ins, [out], [input.shape if isinstance(input, Operand) else ()])
+    fails = (len(ins) - 1,) if isinstance(sorter, Operand) else ()
+    return Spec(ins, [out], [input.shape if isinstance(input, Operand) else ()], fails=fails)
 
 
 def bucketize(input: Any, boundaries: Operand, *args: Any, **kwargs: Any) -> Spec | None:

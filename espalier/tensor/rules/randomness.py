@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from espalier.comm.agreement import looks
 from espalier.comm.moves import as_addend
 from espalier.layout import Layout
 from espalier.layout.layout import R
@@ -258,9 +259,10 @@ def poisson(input: Operand, generator: Any = None) -> Spec:
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         rate, generator = args[0].detach(), args[1] if len(args) > 1 else kwargs.get("generator")
-        func(rate.reshape(-1)[:0])
-        wide = rate.double()
-        drawn = uniform(placed.outs[0], draw_key(generator), torch.float64, rate.device)
+        key, wide = draw_key(generator), rate.double()
+        few = rate[rate < 0] if looks(placed.mesh) else rate.reshape(-1)[:0]
+        func(few[:1])  # torch's own word on it
+        drawn = uniform(placed.outs[0], key, torch.float64, rate.device)
         low, high = torch.full_like(wide, -1), (wide + 20 * wide.sqrt() + 60).ceil_()
         for _ in range(64 if rate.numel() else 0):
             middle = ((low + high) / 2).floor_()
@@ -268,7 +270,7 @@ def poisson(input: Operand, generator: Any = None) -> Spec:
             low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
         return _flat(high.to(rate.dtype), args[0])
 
-    return Spec([input.dims()], [input.dims()], [input.shape], run=run)
+    return Spec([input.dims()], [input.dims()], [input.shape], run=run, fails=(0,))
 
 
 def multinomial(
