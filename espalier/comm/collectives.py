@@ -104,6 +104,20 @@ def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> Pend
     return Pending(mesh.backend(axis, wire.device).allreduce([wire], _ALL_REDUCE[op]))
 
 
+def sum_whole(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """The sum of ``x`` over all ranks of the mesh, on every rank: one message, whatever its axes."""
+    n = mesh.size()
+    if n == 1:
+        return x
+    axis = mesh.shape.index(n) if n in mesh.shape else -1
+    _record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size(), x, x.shape)
+    if mesh.is_dry:
+        return x
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=mesh.whole_group())
+    return out
+
+
 def sum_here(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> None:
     """Sum contiguous ``x`` over the axes, in place; done most of all, so the way to it is short."""
     for axis in axes:

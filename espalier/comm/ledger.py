@@ -22,6 +22,7 @@ class Collective(NamedTuple):
         whole: a shape that all ranks of the axis must agree on, however uneven their parts; None for an
             exchange that only those ranks of the mesh make that have something for each other.
         goal: for what crosses to another mesh, that one; ``axis`` is -1, and the ranks of both take part.
+            Where ``axis`` is -1 without a goal, all ranks of the mesh do.
     """
 
     mesh: Mesh
@@ -34,9 +35,12 @@ class Collective(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The axis' name; for what crosses, the axes of both meshes (``"data,tensor->stage"``)."""
-        if self.goal is None:
+        """The axis' name; several, joined, for all ranks of a mesh (``"data,tensor"``) or what crosses
+        (``"data,tensor->stage"``)."""
+        if self.goal is None and self.axis >= 0:
             return self.mesh.names[self.axis]
+        if self.goal is None:
+            return ",".join(name for name, n in zip(self.mesh.names, self.mesh.shape, strict=True) if n > 1)
         return f"{','.join(self.mesh.names)}->{','.join(self.goal.names)}"
 
 
@@ -50,7 +54,8 @@ class Observer(Protocol):
 class Entry(NamedTuple):
     """One collective: its name, the mesh axis, and the bytes this rank sent (ring algorithms).
 
-    What crosses to another mesh stands in the ledgers of both, its axis as ``"data,tensor->stage"``.
+    What goes among all ranks of a mesh has the axis ``"data,tensor"``. What crosses to another mesh stands
+    in the ledgers of both, its axis as ``"data,tensor->stage"``.
     """
 
     op: str

@@ -263,11 +263,11 @@ class Engine:
             raise ValueError("This engine has no optimizer: pass one to initialize(model, optimizer, ...).")
         self.finish_gradients()
         assert self._data is not None
-        parameters = [p for p in self.module.parameters() if isinstance(p, DTensor) and p.grad is not None]
-        self.grad_norm = global_norm(parameters, self.mesh)
-        if self.max_grad_norm is not None:
-            scale_gradients(parameters, self.max_grad_norm, self.grad_norm)
+        self.grad_norm = global_norm(self._data.counted(), self.mesh)
         with self._data.updating():
+            if self.max_grad_norm is not None:
+                factor = (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+                scale_gradients([p for p in self.module.parameters() if isinstance(p, DTensor)], factor)
             update(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         self._data.gradients.forget()

@@ -7,45 +7,34 @@ from collections.abc import Sequence
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
-from espalier.comm import collectives as door
+from espalier.comm.collectives import sum_whole
 from espalier.mesh import Mesh
 from espalier.tensor import DTensor, plain
 
 
-def global_norm(parameters: Sequence[DTensor], mesh: Mesh) -> torch.Tensor:
-    """The 2-norm of all gradients together (a plain scalar, equal on all ranks).
+def global_norm(counted: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """The 2-norm of all gradients together (a plain float64 scalar, equal on all ranks).
 
-    Parameters that the same axes cut share one reduction along each of these axes.
+    One all-reduce over the whole mesh, whatever the layouts. It is not finite where a gradient is not.
+
+    Args:
+        counted: of the gradients what this rank alone is responsible for, as plain tensors.
     """
-    groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    for p in parameters:
-        grad = p.grad
-        assert isinstance(grad, DTensor)
-        axes = tuple(sorted(a for a in grad._layout.order if mesh.shape[a] > 1))
-        assert not any(mesh.shape[a] > 1 for a in grad._layout.partial), "reduce gradients first"
-        groups.setdefault(axes, []).append(grad)
     with raw():
-        total = torch.zeros((), dtype=torch.float64 if _wide(groups) else torch.float32, device=mesh.device())
-        for axes, grads in sorted(groups.items()):
-            norms = torch._foreach_norm([plain(g) for g in grads], 2)
-            squares = torch.stack([n.to(total.device, total.dtype) for n in norms]).square().sum()
-            for axis in axes:
-                squares = door.all_reduce(squares, mesh, axis)
-            total = total + squares
-        return total.sqrt()
+        total = torch.zeros((), dtype=torch.float64, device=mesh.device())
+        if counted:
+            real = [torch.view_as_real(g) if g.is_complex() else g for g in counted]
+            norms = torch._foreach_norm(real, 2, dtype=torch.float64)
+            total = torch.stack([n.to(total.device) for n in norms]).square().sum()
+        return sum_whole(total, mesh).sqrt()
 
 
-def scale_gradients(parameters: Sequence[DTensor], max_norm: float, norm: torch.Tensor) -> None:
-    """Scale all gradients down to ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+def scale_gradients(parameters: Sequence[DTensor], factor: torch.Tensor) -> None:
+    """Multiply all gradients by a scalar."""
     with raw():
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        grads = [plain(p.grad) for p in parameters if p.grad is not None]
         by_kind: dict[torch.dtype, list[torch.Tensor]] = {}
-        for g in grads:
-            by_kind.setdefault(g.dtype, []).append(g)
+        for p in parameters:
+            if p.grad is not None:
+                by_kind.setdefault(p.grad.dtype, []).append(plain(p.grad))
         for kind, alike in by_kind.items():
             torch._foreach_mul_(alike, factor.to(kind))
-
-
-def _wide(groups: dict[tuple[int, ...], list[torch.Tensor]]) -> bool:
-    return any(g.dtype == torch.float64 for grads in groups.values() for g in grads)

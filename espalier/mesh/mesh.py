@@ -88,6 +88,7 @@ class Mesh(TorchNames):
         if device_mesh is not None and self.is_member:
             self._groups = [device_mesh.get_group(i) if n > 1 else None for i, n in enumerate(shape)]
         self._orders = [self._order(i, group) for i, group in enumerate(self._groups)]
+        self._whole: dist.ProcessGroup | None = None
 
     @staticmethod
     def from_env(
@@ -256,6 +257,19 @@ class Mesh(TorchNames):
         assert group is not None, "axes of size 1 and dry meshes have no process group"
         return group
 
+    def whole_group(self) -> dist.ProcessGroup:
+        """The process group of all its ranks. Made when first asked for: they must all ask."""
+        busy = [axis for axis, n in enumerate(self.shape) if n > 1]
+        if len(busy) == 1:
+            return self.group(busy[0])
+        assert busy and self._device_mesh is not None, "single and dry meshes have no process group"
+        if self._whole is None and self.size() == dist.get_world_size():
+            self._whole = dist.group.WORLD
+        elif self._whole is None:
+            self._whole = dist.new_group(sorted(self.ranks), use_local_synchronization=True)
+        assert self._whole is not None
+        return self._whole
+
     def backend(self, axis: int, device: torch.device) -> Any:
         """What carries an axis' traffic of a device's tensors: its group, less torch's dispatcher."""
         known = self._backends.get((axis, device))
@@ -393,6 +407,7 @@ def _release() -> None:
     """Let go of all process groups: gloo aborts a process that has some when its interpreter has ended."""
     for mesh in Mesh.known:
         mesh._groups = [None] * mesh.ndim
+        mesh._whole = None
         mesh._backends.clear()
         if mesh._device_mesh is not None:
             vars(_root(mesh._device_mesh)).get("_pg_registry", {}).clear()

@@ -152,7 +152,7 @@ class Sanitizer(Watcher):
             return
         owner = self._trail.here() if in_backward() else None
         call = f"the backward of {owner}" if owner else self._calls[-1].name if self._calls else ""
-        doing = f"{event.op} along {event.mesh.names[event.axis]!r} in {call or library_function()}"
+        doing = f"{event.op} along {event.where!r} in {call or library_function()}"
         size = f"{list(event.whole)} {event.dtype}".replace("torch.", "")
         with raw():
             desk.meet(doing, site(user_frame()[1]), size, event.axis)

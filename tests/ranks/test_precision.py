@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import espalier
+from espalier.comm.collectives import sum_whole
 from tests.ranks.test_engine import batch, model
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -102,3 +103,70 @@ def takes_over(rank: int, world: int, plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_masters_follow_what_is_loaded(ranks: Any, zero: int) -> None:
     ranks(2, takes_over, {"data": 2, "zero": zero, "precision": "bfloat16"})
+
+
+def stages_bit_equal(rank: int, world: int, plan: dict[str, Any], optimizer: str) -> None:
+    runs = []
+    for zero in range(4):
+        net = model("gpt2", layers=1, hidden=20, tied=True).float()
+        # not fused: torch's fused CPU kernels round the last elements of a tensor otherwise than the others
+        ours = getattr(torch.optim, optimizer)(net.parameters(), **OPTIMIZERS[optimizer] | {"fused": False})
+        full = {**plan, "zero": zero, "chunk_megabytes": 0.01}
+        engine = espalier.initialize(net, ours, full, max_grad_norm=0.3)
+        seen = []
+        for step in range(10):
+            loss = engine.train_step(batch(8, step))
+            assert engine.grad_norm is not None and engine.grad_norm.item() > 0.3, "nothing is clipped"
+            seen.append((loss.item(), engine.grad_norm.item()))
+        runs.append((seen, engine.full_state_dict()))
+    for seen, state in runs[1:]:
+        assert seen == runs[0][0]
+        for name, value in state.items():
+            assert torch.equal(value, runs[0][1][name]), name
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [({"data": 4}, "AdamW"), ({"data": 2, "tensor": 2}, "Adam"), ({"replicate": 2, "data": 2}, "SGD")],
+    ids=str,
+)
+def test_stages_are_bit_equal(ranks: Any, plan: dict[str, Any], optimizer: str, precision: str) -> None:
+    ranks(4, stages_bit_equal, {**plan, "precision": precision}, optimizer)
+
+
+def messages_of_a_norm(rank: int, world: int, plan: dict[str, Any]) -> list[tuple[str, str, int]]:
+    net = model("gpt", layers=1)
+    engine = espalier.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), plan)
+    engine.backward(engine(batch(8)))
+    engine.finish_gradients()
+    with espalier.ledger(engine.mesh) as book:
+        engine.step()
+    return [tuple(entry) for entry in book.entries if entry.op == "all_reduce"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "axes"),
+    [
+        ({"data": 4, "zero": 3}, "data"),
+        ({"data": 2, "tensor": 2}, "data,tensor"),
+        ({"replicate": 2, "data": 2, "zero": 2}, "replicate,data"),
+    ],
+    ids=str,
+)
+def test_a_norm_is_one_message(ranks: Any, plan: dict[str, Any], axes: str) -> None:
+    for found in ranks(4, messages_of_a_norm, plan):
+        assert found == [("all_reduce", axes, 2 * 3 * 8)]
+
+
+def sums_over_a_part(rank: int, world: int) -> None:
+    mesh = espalier.Mesh.from_env({"data": 2, "tensor": 2}, ranks=[5, 1, 2, 4])
+    if mesh.is_member:
+        with espalier.ledger(mesh) as book:
+            found = sum_whole(torch.tensor(float(rank)), mesh)
+        assert found.item() == 12 and [tuple(e) for e in book.entries] == [("all_reduce", "data,tensor", 24)]
+
+
+@pytest.mark.world(6)
+def test_a_sum_over_a_part_of_the_world(ranks: Any) -> None:
+    ranks(6, sums_over_a_part)

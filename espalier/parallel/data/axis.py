@@ -85,6 +85,26 @@ class DataAxis:
         if self.gathering is not None:
             self.gathering.end()
 
+    def counted(self) -> list[torch.Tensor]:
+        """Of each gradient what this rank alone counts in a sum over the mesh; plain, in the model's order.
+
+        That is its piece along the data axis, on coordinate 0 of the axes along which others hold the same.
+        So every stage adds up the same numbers in the same order.
+        """
+        found = []
+        with raw():
+            for m in self.members:
+                grad: Any = m.p.grad
+                if grad is None or not m.counts:
+                    continue
+                layout = grad._layout
+                assert not any(self.mesh.shape[a] > 1 for a in layout.partial), "reduce gradients first"
+                here = plain(grad)
+                if layout.axes[self.axis] != m.dim:
+                    here = m.piece(here)
+                found.append(here.contiguous())
+        return found
+
     @contextmanager
     def precise(self) -> Iterator[None]:
         """While open, each parameter that has a master is that, lying as the stage says of states."""

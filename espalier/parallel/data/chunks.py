@@ -27,6 +27,7 @@ class Member:
         full: its layout while the model computes with it: whole along the data axis.
         shard: its layout cut along the data axis; equal to ``full`` for a parameter without dims.
         dim: the dim that is cut; None for one without dims, which every rank holds.
+        counts: whether no coordinate before this one, along any axis, holds the same piece.
         slot: elements that it takes in each row.
         dtype: in which the model computes with it.
         is_cast: whether that is not the dtype given.
@@ -41,6 +42,8 @@ class Member:
         self._n, self._here = full.mesh.shape[axis], full.mesh.coordinate[axis]
         self.dim = cut_dim(full.padded_shape, self._n)  # the same on all ranks
         self.shard = full if self.dim is None else full.with_axis(axis, self.dim)
+        shared = set(range(full.mesh.ndim)) - set(self.shard.order)
+        self.counts = not any(full.mesh.coordinate[a] for a in shared)
         shape = full.local_shape
         self.slot = 1
         if self.dim is not None:
