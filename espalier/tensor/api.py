@@ -15,7 +15,7 @@ from espalier.layout import Layout, Placement, Replicate, Shard, gradient_layout
 from espalier.layout.layout import R, V, is_partial
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
-from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp, up_to_date
+from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, stamp, up_to_date
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.spec import RuleFunction
 from espalier.tensor.watch import claim
@@ -198,7 +198,10 @@ def _first_of_all(local: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def to_local(x: DTensor, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
     """See :meth:`DTensor.to_local`."""
-    layout = up_to_date(x)._layout.own
+    layout = x._layout.own
+    x = up_to_date(x)
+    if x._layout.own is not layout:
+        x = redistribute(x, layout)
     mesh = layout.mesh
     recorded = x.requires_grad and torch.is_grad_enabled()
     if grad_placements is None:

@@ -291,7 +291,8 @@ class DTensor(torch.Tensor):
         Raises:
             ValueError: this rank is outside the mesh, so it has no values.
         """
-        lay = up_to_date(self)._layout.own
+        x = up_to_date(self)
+        lay = x._layout.own
         if not lay.mesh.is_member:
             raise ValueError(
                 f"The values of {lay!r} are on ranks {list(lay.mesh.ranks)}; this is rank "
@@ -299,10 +300,10 @@ class DTensor(torch.Tensor):
                 "a rank of the mesh (mesh.is_member)."
             )
         if grad_placements is not None:
-            whole = redistribute(self, Layout.replicated(lay.mesh, lay.shape))
+            whole = redistribute(x, Layout.replicated(lay.mesh, lay.shape))
             return whole.to_local(grad_placements=grad_placements)
         with raw():
-            return plain(move(self, lay, Layout.replicated(lay.mesh, lay.shape)))
+            return plain(move(x, lay, Layout.replicated(lay.mesh, lay.shape)))
 
     def to_torch(self) -> Any:
         """torch's own DTensor over the same memory; gradients flow back.
@@ -441,18 +442,27 @@ def layout_of(x: torch.Tensor, mesh: Mesh | None = None) -> Layout:
     return Layout.replicated(mesh, tuple(x.shape))
 
 
+def recorded_layout(x: DTensor) -> Layout:
+    """The layout by which autograd knows a leaf; another where that is elsewhere for now (see ``loans``)."""
+    known: Layout | None = None
+    if x._layout.own is not x._layout:
+        known = getattr(x.__dict__.get("_source"), "recorded", None)
+    return x._layout if known is None else known
+
+
 def up_to_date(x: DTensor) -> DTensor:
     """``x``; a view of a moved copy (see ``espalier.tensor.loans``) takes its values again if need be."""
-    if x._layout.own is not x._layout:
-        from espalier.tensor.loans import refresh
+    if x._layout.own is x._layout:
+        return x
+    from espalier.tensor.loans import refresh
 
-        refresh(x)
-    return x
+    return refresh(x)
 
 
 def redistribute(x: DTensor, layout: Layout) -> DTensor:
     """``x`` in another layout of the same shape, differentiable."""
-    if up_to_date(x)._layout.own is layout:
+    x = up_to_date(x)
+    if x._layout.own is layout:
         return x
     with raw():
         out = move(x, x._layout.own, layout)

@@ -7,10 +7,13 @@ another key to the dispatcher's cache, so that a call with a loan, and no other 
 * what is written to a loan is written to its source too (and to that one's source);
 * a loan whose source was written to meanwhile takes its values from it again;
 * a view of a loan is a loan.
+
+The same twin marks a tensor whose values are *elsewhere*: a parameter that is cut between its uses.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -34,6 +37,20 @@ class Source:
     def __init__(self, base: DTensor, take: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         self.base, self.take = base, take
         self.version = version(base)
+
+
+class Elsewhere(ABC):
+    """In place of a :class:`Source`: a tensor of which this rank holds a part for the time being.
+
+    Attributes:
+        recorded: the layout by which autograd knows it.
+    """
+
+    recorded: Layout
+
+    @abstractmethod
+    def stand_in(self, func: Call | None) -> DTensor:
+        """What a call of ``func``, which doesn't write to it, is to compute with: no loan."""
 
 
 def is_view(func: Call, args: Sequence[Any]) -> bool:
@@ -81,6 +98,8 @@ def lend(out: Any, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def share(x: DTensor, loan: DTensor) -> DTensor:
     """Make a loan of what shares the data of one."""
+    if isinstance(loan._source, Elsewhere):  # type: ignore[attr-defined]
+        return x
     x._layout = x._layout.own.loan()
     x._source = Source(loan, None)  # type: ignore[attr-defined]
     return x
@@ -95,8 +114,18 @@ def call(
     writes: bool,
 ) -> Any:
     """A call with loans among its arguments; ``writes``: its name says that it writes to the first."""
+    one = writes and isinstance(args[0], torch.Tensor)
+    stand: dict[int, torch.Tensor] = {}
     for x in loans:
-        refresh(x)
+        if not isinstance(x._source, Elsewhere):  # type: ignore[attr-defined]
+            refresh(x)
+        elif not (one and x is args[0]):
+            stand[id(x)] = x._source.stand_in(func)  # type: ignore[attr-defined]
+    if stand:
+        from espalier.tensor.fallback import tree_map
+
+        args, kwargs = tree_map(lambda a: stand.get(id(a), a), (args, kwargs))
+        loans = [x for x in loans if id(x) not in stand]
     before = [(x, x._layout, x._layout.own, version(x)) for x in loans]
     for x, _, own, _ in before:
         x._layout = own
@@ -106,7 +135,8 @@ def call(
         for x, loan, own, _ in before:
             if x._layout is own:
                 x._layout = loan
-    one = writes and isinstance(args[0], torch.Tensor)
+    before = [b for b in before if not isinstance(b[0]._source, Elsewhere)]  # type: ignore[attr-defined]
+    loans = [b[0] for b in before]
     for x, _, _, count in before:
         # loans that are views of one copy are counted together, so a name is the better witness
         if x._layout.own is not x._layout and (x is args[0] if one else version(x) != count):
@@ -119,19 +149,22 @@ def call(
     return out
 
 
-def refresh(x: DTensor) -> None:
-    """Take a loan's values from its source again, if that was written to; recorded by autograd."""
+def refresh(x: DTensor) -> DTensor:
+    """A loan with its source's values, taken again if that was written to; recorded by autograd."""
+    if isinstance(x._source, Elsewhere):  # type: ignore[attr-defined]
+        return x._source.stand_in(None)  # type: ignore[attr-defined]
     source: Source = x._source  # type: ignore[attr-defined]
     base = source.base
     if base._layout.own is not base._layout:
         refresh(base)
     if source.take is None or source.version == version(base):
-        return
+        return x
     own = x._layout.own
     with raw():
         value = source.take(_whole(base))
         x.copy_(move(value, Layout.replicated(own.mesh, own.shape), own))
     source.version = version(base)
+    return x
 
 
 def _write_back(x: DTensor) -> None:

@@ -108,7 +108,7 @@ class DataAxis:
     @contextmanager
     def precise(self) -> Iterator[None]:
         """While open, each parameter that has a master is that, lying as the stage says of states."""
-        self.masters.follow()
+        self._settle()
         with self._shown(self.masters.chunks):
             yield
 
@@ -119,7 +119,7 @@ class DataAxis:
         That is the parameter, its master, or this rank's piece of either; a master's gradient is float32.
         After it, all ranks compute with what was updated, if there was an ``exchange``.
         """
-        self.masters.follow()
+        self._settle()
         chunks = self.chunks if self.stage.states == "S" else self.masters.chunks
         grads = [self._take_gradients(chunk) for chunk in chunks]
         with self._shown(chunks):
@@ -135,6 +135,12 @@ class DataAxis:
                         _grad.__set__(m.p, None)
         if exchange:
             self._exchange()
+
+    def _settle(self) -> None:
+        """Parameters are what they are between passes, and what others have changed is known."""
+        if self.gathering is not None:
+            self.gathering.begin()
+        self.masters.follow()
 
     @contextmanager
     def _shown(self, chunks: Sequence[Chunk]) -> Iterator[None]:

@@ -31,6 +31,7 @@ class Member:
         slot: elements that it takes in each row.
         dtype: in which the model computes with it.
         is_cast: whether that is not the dtype given.
+        rest: the layout that it bears while it is cut; a twin of ``shard`` where it is gathered for its uses.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Member:
         shared = set(range(full.mesh.ndim)) - set(self.shard.order)
         self.counts = not any(full.mesh.coordinate[a] for a in shared)
         shape = full.local_shape
+        self.rest = self.shard
         self.slot = 1
         if self.dim is not None:
             self.slot = math.prod(shape[: self.dim]) * -(-shape[self.dim] // self._n)

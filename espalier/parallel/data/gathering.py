@@ -3,12 +3,15 @@
 Between its uses a parameter is a ``Shard`` along the data axis, and says so. Hooks of the modules gather a
 chunk before their forward, and again before their backward, into the same storage, so that what autograd
 saved of it is valid then. What is used in which order is recorded; from the second time on the next
-chunks are gathered while this one computes.
+chunks are gathered while this one computes. Where a pass leaves that order, chunks are gathered when they are
+needed.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +22,8 @@ from espalier.comm import Pending
 from espalier.comm.flat import start_gather
 from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import Chunk, show
-from espalier.tensor import stamp
+from espalier.parallel.data.resting import Resting
+from espalier.tensor import plain, stamp
 from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.fallback import tree_map
@@ -38,6 +42,7 @@ class Gathered:
     Attributes:
         wholes: views of it, one for each member.
         users: modules that are running and use it.
+        marks: uses in a forward pass whose backward is to come, and will tell when it is done.
         rows, pending: what is on its way to it.
     """
 
@@ -48,9 +53,11 @@ class Gathered:
             self._flat = torch.empty(elements, dtype=chunk.dtype, device=chunk.device)
             self.wholes = chunk.wholes(self._flat)
             self._bytes = self._flat.untyped_storage().nbytes()
-            self._flat.untyped_storage().resize_(0)
+            self.storage = self._flat.untyped_storage()
+            self.storage.resize_(0)
+            _count_versions(chunk, 1)
         self.is_whole = False
-        self.users = 0
+        self.users = self.marks = 0
         self.rows: torch.Tensor | None = None
         self.pending: Pending | None = None
 
@@ -75,8 +82,9 @@ class Gathered:
         assert self.pending is not None and self.rows is not None
         self.pending.wait()
         with raw():
-            self._flat.untyped_storage().resize_(self._bytes)
+            self.storage.resize_(self._bytes)
             self.chunk.unpack(self.rows, self.wholes)
+            _count_versions(self.chunk, -1)
         for m, whole in zip(self.chunk.members, self.wholes, strict=True):
             show(m.p, whole, m.full)
         self.rows = self.pending = None
@@ -89,10 +97,46 @@ class Gathered:
         assert self.chunk.home is not None
         with raw():
             pieces = self.chunk.pieces(self.chunk.home)
+            _count_versions(self.chunk, 1)
         for m, piece in zip(self.chunk.members, pieces, strict=True):
-            show(m.p, piece, m.shard)
-        self._flat.untyped_storage().resize_(0)
+            show(m.p, piece, m.rest)
+        self.storage.resize_(0)
         self.is_whole = False
+
+    def drop(self) -> None:
+        """Let go of what was gathered for nothing, and of parameters that no module is using."""
+        self.marks = 0
+        if self.pending is not None:
+            self.pending.wait()
+            self.rows = self.pending = None
+        if not self.users:
+            self.release()
+
+    def adopt(self) -> None:
+        """Take in what somebody has put in place of a parameter's data (``p.data = ...``)."""
+        assert self.chunk.home is not None
+        if self.is_whole:
+            return
+        with raw():
+            for m, piece in zip(self.chunk.members, self.chunk.pieces(self.chunk.home), strict=True):
+                if m.p.data_ptr() != piece.data_ptr() and piece.numel():
+                    new = plain(m.p.data)
+                    show(m.p, piece, m.rest)
+                    m.p.detach().copy_(new)
+
+
+def _count_versions(chunk: Chunk, by: int) -> None:
+    """Let autograd take a released parameter for one that was written to.
+
+    If a backward pass asks for it, and no hook has had it gathered, that is an error, never a wrong number.
+    """
+    if _set_versions is not None:
+        ps = tuple(m.p for m in chunk.members if m.dim is not None)
+        _set_versions(ps, tuple(p._version + by for p in ps))
+
+
+# private, so it may go
+_set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 
 
 class Gathering:
@@ -117,48 +161,83 @@ class Gathering:
         for (modules, _), g in zip(chunks, self.held, strict=True):
             for module in modules:
                 by_module.setdefault(module, []).append(g)
+            for m in g.chunk.members:
+                if m.dim is not None:
+                    m.rest = m.shard.loan()
+                    m.p._source = Resting(m, partial(self._bring, g))  # type: ignore[attr-defined]
+                    stamp(m.p, m.rest)
         for module, used in by_module.items():
             self._watch(module, used)
 
     # ---- hooks
 
     def _watch(self, module: nn.Module, used: list[Gathered]) -> None:
+        watched = weakref.ref(module)  # a copy of the module has its hooks too
+
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if module is not watched():
+                return None
             for g in used:
                 g.users += 1
                 self._need(g)
-            # recomputed: the graph that the backward pass follows has its marks already
-            return None if _in_backward() else _marked((args, kwargs), lambda: self._done(used))
+            marked = _marked((args, kwargs), lambda: self._done(used))
+            if marked is not None and not _in_backward():
+                for g in used:
+                    g.marks += 1
+            return marked
 
-        def leave(module: nn.Module, args: Any, out: Any) -> None:
+        def leave(module: nn.Module, args: Any, out: Any) -> Any:
+            if module is not watched():
+                return None
             for g in used:
                 g.users -= 1
-            if _in_backward():
-                return  # its backward follows
-            for g in used:
-                if not g.users and not self._next_is(g):
-                    g.release()
+            out, changed = self._own_memory(out, used)
             if torch.is_grad_enabled():
-                for x in tensors_in(out):
+                for x in _all_tensors(out):
                     if x.grad_fn is not None:
                         x.grad_fn.register_prehook(lambda *_: self._needed_again(used))
+            if not _in_backward():  # else its backward follows
+                for g in used:
+                    if not g.users and not self._next_is(g):
+                        g.release()
+            return out if changed else None
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave, always_call=True)
+
+    def _own_memory(self, out: Any, used: list[Gathered]) -> tuple[Any, bool]:
+        """What a module gives, with copies of the views of its parameters."""
+        stores = {g.storage._cdata for g in used}
+        with raw():
+            views = {
+                id(x): None
+                for x in _all_tensors(out)
+                if not isinstance(x, nn.Parameter)
+                and x.layout is torch.strided
+                and x.untyped_storage()._cdata in stores
+            }
+        if not views:
+            return out, False
+        return tree_map(lambda x: x.clone() if id(x) in views else x, out), True
 
     def _needed_again(self, used: list[Gathered]) -> None:
         for g in used:
             self._need(g)
 
+    def _bring(self, g: Gathered) -> None:
+        if not g.is_whole:
+            self._need(g)
+
     def _done(self, used: list[Gathered]) -> None:
         for g in used:
+            g.marks = max(g.marks - 1, 0)
             if not g.users:
                 g.release()
 
     def sent(self, chunk: Chunk) -> None:
-        """The gradients of a chunk have been taken: backward is done with it."""
+        """The gradients of a chunk have been taken: backward is done with it, if nothing else will say so."""
         g = self._of[id(chunk)]
-        if not g.users:
+        if not g.users and not g.marks:
             g.release()
 
     # ---- order
@@ -168,15 +247,24 @@ class Gathering:
         if self._seen:
             self.orders[self._seen[-1].phase == "backward"] = self._seen
         self._seen = []
+        for g in self.held:
+            g.users = 0
+        self.end()
+        for g in self.held:
+            g.adopt()
 
     def end(self) -> None:
         """A backward pass is over: release all, drop what was gathered for nothing."""
         for g in self.held:
-            if g.pending is not None:
-                g.pending.wait()
-                g.rows = g.pending = None
-            if not g.users:
-                g.release()
+            g.drop()
+        self.forget()
+
+    def forget(self) -> None:
+        """What stood in for parameters is out of date."""
+        for g in self.held:
+            for m in g.chunk.members:
+                if m.dim is not None:
+                    m.p._source.forget()  # type: ignore[attr-defined]
 
     @property
     def order(self) -> list[Use]:
@@ -207,6 +295,18 @@ class Gathering:
     def _next_is(self, g: Gathered) -> bool:
         at = len(self._seen)
         return torch.is_grad_enabled() and self.order[at : at + 1] == [Use("backward", g.number)]
+
+
+def _all_tensors(tree: Any, depth: int = 3) -> list[torch.Tensor]:
+    """The tensors in what a module gives: in containers, and in objects of classes of its own."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, tuple | list | dict):
+        found = list(tree.values()) if isinstance(tree, dict) else tree
+    else:
+        found = list(getattr(tree, "__dict__", {}).values()) if depth else []
+        depth -= 1
+    return [t for x in found for t in _all_tensors(x, depth)]
 
 
 def _in_backward() -> bool:

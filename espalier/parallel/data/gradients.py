@@ -58,6 +58,7 @@ class Gradients:
         self._place = {id(m.p): (chunk, i) for chunk in self.chunks for i, m in enumerate(chunk.members)}
         # the last chunk's rows end with a flag for each parameter: has it a gradient anywhere?
         self._flags = len(self._place)
+        self._here: list[float] = []
         for chunk in self.chunks:
             for m in chunk.members:
                 m.p.register_post_accumulate_grad_hook(self._ready)
@@ -123,9 +124,10 @@ class Gradients:
             dtype = self._dtype or chunk.dtype
             rows = chunk.rows(n, dtype, self._flags if last else 0)
             chunk.pack(rows, [None if g is None else plain(g) for g in grads])
+            self._here += [float(g is not None) for g in grads]
             if last:
-                used = [float(_grad.__get__(m.p) is not None) for c in self.chunks for m in c.members]
-                rows[:, chunk.size :] = torch.tensor(used, dtype=dtype, device=rows.device)
+                rows[:, chunk.size :] = torch.tensor(self._here, dtype=dtype, device=rows.device)
+                self._here.clear()
             if self.stage.gradients == "S":
                 for m in chunk.members:
                     _grad.__set__(m.p, None)

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from espalier.comm import move
 from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import R, is_partial
-from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp
+from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, stamp
 from espalier.tensor.rules.spec import Rules, bound_to, spellings
 
 _plain_call = torch._C._disabled_torch_function_impl
@@ -116,9 +116,11 @@ def gradients(
     found = torch.autograd.grad([x for x, _ in ends], edges, [g for _, g in ends], **bound)
 
     def typed(x: Any, g: torch.Tensor | None) -> torch.Tensor | None:
+        lay = recorded_layout(x) if type(x) is DTensor else None
         if g is None and zeros and isinstance(x, torch.Tensor):
-            g = torch.zeros_like(plain(x), requires_grad=bool(bound.get("create_graph")))
-        return stamp(g.view_as(g), gradient_layout(x._layout)) if g is not None and type(x) is DTensor else g
+            shape = x.shape if lay is None else lay.local_shape
+            g = plain(x).new_zeros(shape, requires_grad=bool(bound.get("create_graph")))
+        return g if g is None or lay is None else stamp(g.view_as(g), gradient_layout(lay))
 
     with raw():
         return tuple(map(typed, inputs, found))
@@ -172,7 +174,7 @@ def register_hook(
 ) -> Any:
     """The hook sees and returns DTensors."""
     x, hook = args
-    lay = gradient_layout(x._layout)
+    lay = gradient_layout(recorded_layout(x))
 
     def wrapped(grad: torch.Tensor) -> torch.Tensor | None:
         result = hook(stamp(grad.view_as(grad), lay))

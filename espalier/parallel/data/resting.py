@@ -1,0 +1,76 @@
+"""A parameter between its uses (ZeRO-3): cut, and yet whole for whoever computes with it.
+
+The module that owns a parameter has it gathered before it runs. Whoever else uses it meets its shard: a
+head that borrows the embedding's weight, a penalty on all weights. The shard would be a value of its own to
+autograd, of another shape than the whole that the owner uses. So in calls that are recorded a gathered copy
+stands in, through which gradients flow to the parameter as from its owner; others get the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as raw
+from torch.autograd.graph import get_gradient_edge
+
+from espalier.comm.moves import carry_out
+from espalier.parallel.data.chunks import Member
+from espalier.tensor import plain, stamp
+from espalier.tensor.dtensor import DTensor
+from espalier.tensor.loans import Elsewhere
+
+
+class Resting(Elsewhere):
+    """What stands in for a parameter while it is cut.
+
+    Args:
+        bring: makes the parameter whole, with its chunk.
+    """
+
+    def __init__(self, member: Member, bring: Callable[[], None]) -> None:
+        self.member, self.recorded = member, member.full
+        self._bring = bring
+        self._copy: tuple[int, DTensor] | None = None
+        self._node: Any = None
+
+    def stand_in(self, func: Callable[..., Any] | None) -> DTensor:
+        """A gathered copy; this rank's shard where nothing is recorded."""
+        p, m = self.member.p, self.member
+        name = getattr(func, "__name__", "")
+        with raw():
+            if not torch.is_grad_enabled() or not p.requires_grad or name == "detach":
+                return stamp(p.data, m.shard)  # p itself counts versions of the whole
+            if self._copy is None or self._copy[0] != p._version:
+                if self._node is None:
+                    # a gradient may come when the owner is done, and the parameter is cut again
+                    p.register_hook(lambda grad: self._bring())
+                self._know_whole()
+                self._copy = p._version, stamp(_Whole.apply(p, m), m.full)
+            return self._copy[1]
+
+    def _know_whole(self) -> None:
+        """Let autograd take gradients of the whole: it keeps the shape in which it first sees a leaf."""
+        m, local = self.member, self.member.p.data
+        m.p.data = local.new_empty(1).expand(m.full.local_shape)
+        self._node = get_gradient_edge(m.p).node
+        m.p.data = local
+
+    def forget(self) -> None:
+        """Gather anew next time."""
+        self._copy = None
+
+
+class _Whole(torch.autograd.Function):
+    """All of a parameter; its gradient is this rank's addend to the whole one, as in the owner's use."""
+
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, p: torch.Tensor, member: Member) -> torch.Tensor:
+        return carry_out(plain(p.detach()), member.shard, member.full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None

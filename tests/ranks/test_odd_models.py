@@ -1,0 +1,159 @@
+"""Parameters used in odd ways, under every stage, against the same model on one process, in float64."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import espalier
+from tests.ranks.test_engine import TOLERANCE, apart
+
+
+@dataclasses.dataclass
+class Out:
+    hidden: torch.Tensor
+    note: str = ""
+
+
+class Prompt(nn.Module):
+    """Gives views of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.unused = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(5))
+
+    def forward(self, n: int) -> Any:
+        return self.rows[:n], self.rows.t()[:, :1]
+
+
+class Block(nn.Module):
+    """Gives an object, keeps a loss aside, uses a weight detached, borrows another block's."""
+
+    def __init__(self, other: list[nn.Linear]) -> None:
+        super().__init__()
+        self.line, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.low, self.high = nn.Parameter(torch.randn(6, 1)), nn.Parameter(torch.randn(1, 6))
+        self.scale, self.tiny = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(2))
+        self._other = other
+        self.aside: Any = 0.0
+
+    def forward(self, x: torch.Tensor) -> Out:
+        h = self.frozen(self.norm(x)) + x @ self.low @ self.high
+        h = F.gelu(self.line(h)) * self.scale + self.tiny.sum()
+        h = h + F.linear(h, self.line.weight.detach())
+        self.aside = (h * self.low.view(6)).square().mean()
+        for line in self._other:
+            h = h + F.linear(h, line.weight.t(), line.bias) * line.weight[0, 0]
+        return Out(h + x)
+
+
+class Odd(nn.Module):
+    """A head that borrows the embedding's weight, a layer used twice, one unused, one used sometimes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.prompt = nn.Embedding(9, 6), Prompt()
+        self.twice, self.never, self.rare = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        first = Block([])
+        self.blocks = nn.ModuleList([first, Block([first.line, self.never])])
+        self.how = "plain"
+
+    def forward(self, ids: torch.Tensor, rare: bool) -> torch.Tensor:
+        x = self.embed(ids)
+        rows, column = self.prompt(3)
+        x = torch.cat([rows.expand(len(ids), 3, 6), x], 1) + column.mean()
+        for block in self.blocks:
+            if self.how == "plain":
+                x = block(x).hidden
+            else:
+                x = checkpoint(lambda x, b=block: b(x).hidden, x, use_reentrant=self.how == "reentrant")
+        x = torch.tanh(self.twice(torch.tanh(self.twice(x))))
+        x = self.rare(x) if rare else x
+        logits = F.linear(x, self.embed.weight)
+        loss = F.cross_entropy(logits[:, 3:].flatten(0, 1), ids.flatten())
+        return loss + (sum(b.aside for b in self.blocks) if self.how == "plain" else 0.0)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(0, 9, (4, 5), generator=torch.Generator().manual_seed(step))
+
+
+def penalty(net: Any) -> torch.Tensor:
+    return sum(p.square().sum() for p in net.parameters()) * 1e-2
+
+
+def odd(rank: int, world: int, plan: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net = Odd().double()
+    plain = copy.deepcopy(net)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (net, plain))
+    engine = espalier.initialize(net, ours, plan, layouts={} if "tensor" in plan else None)
+    for step, (how, rare, more) in enumerate(
+        [
+            ("plain", False, ""),
+            ("plain", True, ""),
+            ("recompute", False, ""),
+            ("reentrant", True, ""),
+            ("plain", False, "before"),
+            ("plain", True, "after"),
+            ("plain", False, "two"),
+            ("plain", False, "retain"),
+            ("plain", True, "raise"),
+            ("plain", False, "evaluate"),
+        ]
+    ):
+        net.how = plain.how = how
+        reg, reg_ = (penalty(net), penalty(plain)) if more == "before" else (0.0, 0.0)
+        if more == "raise":
+            engine((batch(7), False))  # its backward is never called
+            with pytest.raises((TypeError, AttributeError)):
+                engine((None, False))
+            with pytest.raises(TypeError):
+                net.blocks[1](None)
+        if more == "evaluate":
+            with torch.no_grad():
+                assert abs(engine((batch(8), True)).item() - plain(batch(8), True).item()) < TOLERANCE
+        loss, expected = engine((batch(step), rare)), plain(batch(step), rare)
+        assert abs(loss.item() - expected.item()) < TOLERANCE
+        if more == "after":
+            reg, reg_ = penalty(net), penalty(plain)
+        if more == "two":
+            reg, reg_ = engine((batch(9), True)), plain(batch(9), True)
+        loss, expected = loss + reg, expected + reg_
+        engine.backward(loss)
+        expected.backward()
+        engine.finish_gradients()
+        assert apart(net, plain, gradients=True) < TOLERANCE, (step, how)
+        for _ in range(more == "after"):
+            for b in net.blocks:
+                b.aside = 0.0
+            twin = copy.deepcopy(net)
+            assert apart(twin, plain, gradients=False) < TOLERANCE
+            saved = {k: espalier.full_tensor(v).clone() for k, v in net.state_dict().items()}
+            for k, v in plain.state_dict().items():
+                assert (saved[k] - v).abs().max() < TOLERANCE
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.mul_(0.0)
+            net.load_state_dict(saved)
+        engine.step()
+        theirs.step()
+        theirs.zero_grad()
+        assert apart(net, plain, gradients=False) < TOLERANCE
+        gathering = engine._data.gathering  # type: ignore[union-attr]
+        if gathering is not None:
+            assert not any(g.is_whole or g.pending or g.storage.nbytes() for g in gathering.held)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("plan", [{"data": 4}, {"replicate": 2, "data": 2}], ids=str)
+def test_odd_models(ranks: Any, plan: dict[str, int], zero: int) -> None:
+    ranks(4, odd, {**plan, "zero": zero, "chunk_megabytes": 0.001})
