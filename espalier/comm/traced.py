@@ -26,10 +26,15 @@ recorders: Callable[[], int] = torch._C._len_torch_function_stack
 tracers: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
+def recording() -> bool:
+    """Whether a program is being recorded, to be compiled."""
+    modes = _get_current_function_mode_stack() if recorders() else ()  # type: ignore[no-untyped-call]
+    return any(getattr(mode, "records", False) for mode in modes)
+
+
 def symbolic() -> bool:
     """Whether a program is being traced or recorded: nothing may hang on values then."""
-    modes = _get_current_function_mode_stack() if recorders() else ()  # type: ignore[no-untyped-call]
-    return bool(tracers()) or any(getattr(mode, "records", False) for mode in modes)
+    return bool(tracers()) or recording()
 
 
 _meshes: weakref.WeakValueDictionary[str, Mesh] = weakref.WeakValueDictionary()

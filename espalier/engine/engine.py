@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,16 +11,17 @@ import torch
 from torch import nn
 
 from espalier.comm import collectives as door
+from espalier.engine.accumulation import Accumulation, Count
+from espalier.engine.batches import Batches
 from espalier.engine.norm import global_norm, scale_gradients
 from espalier.engine.update import lay_out_states, update
-from espalier.layout import Layout, chunk_bounds
+from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.parallel import Plan, arrange, lay_out_model
 from espalier.parallel.data.axis import DataAxis
-from espalier.tensor import DTensor, full_tensor, plain, redistribute, stamp
+from espalier.tensor import DTensor, full_tensor, plain, redistribute
 from espalier.tensor.fallback import tree_map
-from espalier.tensor.watch import claim
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -35,6 +35,7 @@ def initialize(
     loss_fn: LossFunction | None = None,
     layouts: Mapping[str, str] | None = None,
     max_grad_norm: float | None = None,
+    count: Count | None = None,
     example: Any = None,
 ) -> Engine:
     """Lay a plain model on a mesh and give the engine that trains it there.
@@ -52,6 +53,10 @@ def initialize(
         layouts: name patterns of modules to ``"column"``, ``"row"``, ``"vocab"`` or ``"whole"`` on the
             tensor axis; by default the model's table, or what a first run on a batch shows.
         max_grad_norm: gradients are scaled down to this global 2-norm.
+        count: with ``Plan(accumulate=...)``: of a micro-batch (as the engine is called on it), the number of
+            tokens, or rows, that its loss is a mean over, the same on all ranks; ``"sum"`` for a loss that
+            is a sum. By default the engine sees it: the mean-reduced losses of ``torch.nn.functional``,
+            ``x.mean()`` and ``x.sum() / y.sum()`` say it. Where it cannot be seen, that is an error.
         example: a batch to infer layouts from; by default the first batch is.
 
     Raises:
@@ -72,7 +77,7 @@ def initialize(
                 f"The optimizer holds {foreign} parameter(s) that are not the model's. "
                 "Build it on model.parameters() of the very model given."
             )
-    engine = Engine(model, optimizer, plan, on, loss_fn, layouts, max_grad_norm)
+    engine = Engine(model, optimizer, plan, on, loss_fn, layouts, max_grad_norm, count)
     engine.lay_out(example)
     return engine
 
@@ -95,6 +100,7 @@ class Engine:
         optimizer: the optimizer given.
         plan: the plan.
         mesh: the mesh.
+        loss: of the batch, or of its micro-batches so far, after a backward (detached).
         grad_norm: the global gradient norm before clipping (a plain scalar tensor), after a step.
     """
 
@@ -107,13 +113,19 @@ class Engine:
         loss_fn: LossFunction | None,
         layouts: Mapping[str, str] | None,
         max_grad_norm: float | None,
+        count: Count | None = None,
     ) -> None:
         self.module, self.optimizer, self.plan, self.mesh = module, optimizer, plan, mesh
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
+        self.loss: torch.Tensor | None = None
         self._loss_fn, self._table = loss_fn, layouts
         self._data: DataAxis | None = None
         self._syncing = True
+        self._batches = Batches(mesh, plan)
+        self._accumulation: Accumulation | None = None
+        if plan.accumulate > 1:
+            self._accumulation = Accumulation(plan.accumulate, count, mesh, self._batches.axes)
         _share_random_state(mesh)
 
     def lay_out(self, batch: Any = None) -> None:
@@ -139,57 +151,34 @@ class Engine:
 
     def batch_rows(self, size: int) -> slice:
         """The rows of a global batch of ``size`` that this rank computes (and needs to load)."""
-        start = 0
-        for axis in self._data_axes:
-            begin, size = chunk_bounds(size, self.mesh.shape[axis], self.mesh.coordinate[axis])
-            start += begin
-        return slice(start, start + size)
+        return self._batches.rows(size)
 
-    @property
-    def _data_axes(self) -> tuple[int, ...]:
-        return tuple(self.mesh.axis(name) for name in self.plan.data_axes)
+    def micro_batches(self, size: int) -> list[tuple[slice, int]]:
+        """For each micro-batch of a global batch of ``size`` rows: those this rank computes, and its size."""
+        found = []
+        for start, n in self._batches.cuts(size):
+            rows = self._batches.rows(n)
+            found.append((slice(start + rows.start, start + rows.stop), n))
+        return found
 
-    def local_batch(self, rows: Any, size: int) -> Any:
-        """This rank's rows (``batch_rows(size)``) of a global batch, typed as such.
+    def local_batch(self, rows: Any, size: int | None = None) -> Any:
+        """The rows that this rank has loaded, typed as its part of a global batch.
 
         Args:
-            rows: a tensor, or a dict, tuple or list of them, rows first.
-            size: rows of the global batch.
+            rows: a tensor, or a dict, tuple or list of them, rows first; None from a rank that has none left
+                (then there is no size).
+            size: rows of the global batch, of which these are the ``batch_rows(size)``. Without it the ranks
+                agree on it by one small message: every rank must call. They may bring different numbers of
+                rows: what some have too many goes to others.
+
+        Returns:
+            the global batch; None on every rank if no rank has rows left.
+
+        Raises:
+            ValueError: these are not the rows of ``size``; or, on every rank, the ranks' batches do not fit
+                together.
         """
-
-        def wrap(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
-                return x
-            among = self.plan.data * self.plan.replicate
-            if size < among:
-                warnings.warn(
-                    f"A global batch of {size} rows leaves {among - size} of the {among} ranks that share it "
-                    "without work: use a larger batch or a smaller plan.data.",
-                    stacklevel=2,
-                )
-            shape = (size, *x.shape[1:])
-            axes = tuple(0 if a in self._data_axes else "R" for a in range(self.mesh.ndim))
-            cuts = (self._data_axes, *((),) * (x.ndim - 1))
-            layout = Layout.of(self.mesh, axes, cuts, shape)
-            if tuple(x.shape) != layout.local_shape:
-                raise ValueError(
-                    f"Of a global batch of {size} this rank computes {layout.local_shape[0]} rows, "
-                    f"but {x.shape[0]} were given. Load the rows engine.batch_rows({size})."
-                )
-            return stamp(x.to(self.mesh.device()).view_as(x), layout)
-
-        return tree_map(wrap, rows)
-
-    def _typed(self, batch: Any) -> Any:
-        """A global batch, equal on all ranks, cut to this rank's rows."""
-
-        def cut(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor) or isinstance(x, DTensor) or x.ndim == 0:
-                return x
-            claim(x, Layout.replicated(self.mesh, tuple(x.shape)), "the global batch given to the engine")
-            return self.local_batch(x[self.batch_rows(x.shape[0])], x.shape[0])
-
-        return tree_map(cut, dict(batch) if isinstance(batch, Mapping) else batch)
+        return self._batches.gathered(rows) if size is None else self._batches.local(rows, size)
 
     def _parted(self, batch: Any) -> tuple[Any, Any]:
         """What the model is called on, and what the loss function gets beside its output."""
@@ -210,13 +199,25 @@ class Engine:
 
         Args:
             batch: plain tensors are the *global* batch, equal on all ranks, and are cut; what
-                :meth:`local_batch` gave is taken as it is.
+                :meth:`local_batch` gave is taken as it is. With ``Plan(accumulate=k)`` it is one micro-batch.
+
+        Raises:
+            ValueError: there is no loss, or it is not one number; what it is a mean over cannot be seen
+                (``accumulate`` above 1).
         """
         self.lay_out(batch)
         assert self._data is not None
         self._data.begin_forward()
-        batch = self._typed(batch)
-        inputs, targets = self._parted(batch)
+        if self._accumulation is None:
+            loss = self._forward(batch)
+        else:
+            loss = self._accumulation.forward(batch, self._forward)
+        if not isinstance(loss, DTensor):
+            return loss
+        return redistribute(loss, Layout.replicated(self.mesh, loss.shape))
+
+    def _forward(self, batch: Any) -> torch.Tensor:
+        inputs, targets = self._parted(self._batches.typed(batch))
         inputs = tree_map(self._cast, inputs)
         if isinstance(inputs, Mapping):
             output = self.module(**inputs)
@@ -228,15 +229,22 @@ class Engine:
                 f"The loss has the shape {list(loss.shape)}, expected one number. "
                 "Reduce it in the model, or pass loss_fn= to initialize."
             )
-        if not isinstance(loss, DTensor):
-            return loss
-        return redistribute(loss, Layout.replicated(self.mesh, loss.shape))
+        return loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of the loss; their reduction over the data axis goes on meanwhile."""
+        """Gradients of the loss; their reduction over the data axis goes on meanwhile.
+
+        With ``Plan(accumulate=k)`` only the k-th since the last step reduces them, where the stage allows it.
+        """
         assert self._data is not None, "call the engine on a batch first"
-        self._data.gradients.begin(self._syncing)
-        loss.backward()
+        of_step = self._accumulation
+        self._data.gradients.begin(self._syncing and (of_step is None or of_step.done == of_step.size - 1))
+        if of_step is None:
+            loss.backward()
+            self.loss = loss.detach()
+        else:
+            of_step.backward(loss)
+            self.loss = of_step.loss
         self._data.end_backward()
 
     @contextmanager
@@ -249,35 +257,65 @@ class Engine:
             self._syncing = before
 
     def finish_gradients(self) -> None:
-        """Wait until ``p.grad`` of every parameter is the gradient of the whole batch."""
+        """Wait until ``p.grad`` of every parameter is the gradient of the whole batch.
+
+        With ``Plan(accumulate=k)`` that batch ends here, if fewer than k micro-batches are left.
+        """
         assert self._data is not None, "call the engine on a batch first"
         self._data.gradients.finish()
+        factor = None if self._accumulation is None else self._accumulation.factor()
+        if factor is not None:
+            scale_gradients([p for p in self.module.parameters() if isinstance(p, DTensor)], factor)
 
-    def step(self) -> None:
+    def step(self) -> bool:
         """Finish the gradients, clip, update, and forget the gradients.
+
+        Returns:
+            whether it did. With ``Plan(accumulate=k)`` it does so after every k-th backward, or after
+            :meth:`finish_gradients`, and nothing else.
 
         Raises:
             ValueError: there is no optimizer.
         """
         if self.optimizer is None:
             raise ValueError("This engine has no optimizer: pass one to initialize(model, optimizer, ...).")
-        self.finish_gradients()
+        of_step = self._accumulation
+        if of_step is not None and not of_step.complete:
+            return False
         assert self._data is not None
+        self._data.gradients.finish()
+        factor = None if of_step is None else of_step.factor()
         self.grad_norm = global_norm(self._data.counted(), self.mesh)
+        if factor is not None:
+            self.grad_norm = self.grad_norm * factor
+        if self.max_grad_norm is not None:
+            clip = (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+            factor = clip if factor is None else clip * factor
         with self._data.updating():
-            if self.max_grad_norm is not None:
-                factor = (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+            if factor is not None:
                 scale_gradients([p for p in self.module.parameters() if isinstance(p, DTensor)], factor)
             update(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         self._data.gradients.forget()
+        if of_step is not None:
+            of_step.reset()
+        return True
 
     def train_step(self, batch: Any) -> torch.Tensor:
-        """Forward, backward, step; gives the loss, detached."""
-        loss = self(batch)
-        self.backward(loss)
+        """Forward, backward, step, on the batch's rows in ``Plan.accumulate`` micro-batches.
+
+        Returns:
+            the loss of the whole batch, detached.
+        """
+        for part in self._batches.cut(batch):
+            loss = self(part)
+            self.backward(loss)
+            del loss
+        if self._accumulation is not None:
+            self._accumulation.closed = True
         self.step()
-        return loss.detach()
+        assert self.loss is not None
+        return self.loss
 
     def masters(self) -> list[torch.Tensor]:
         """The float32 masters on this rank, in flat buffers; none where parameters are not cast."""

@@ -113,7 +113,7 @@ class _Region:
         self.__doc__ = owner.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if symbolic() or watchers():
+        if symbolic() or any(watcher.inside for watcher in watchers()):
             return self._call(*args, **kwargs)
         leaves, form = pytree.tree_flatten((args, kwargs))
         key = (_state(), *map(_kind, leaves), _repeats(leaves), form)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -23,7 +23,15 @@ Go = Callable[[], Any]
 
 
 class Watcher:
-    """What one may watch. All methods do nothing but let things happen."""
+    """What one may watch. All methods do nothing but let things happen.
+
+    Attributes:
+        inside: see the calls inside compiled regions too, which then run as they are written.
+        traffic: see collectives.
+    """
+
+    inside = True
+    traffic = True
 
     def around(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], go: Go) -> Any:
         """A torch call on DTensors; ``go()`` carries it out and gives its result."""
@@ -41,7 +49,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
     """Show ``watcher`` all calls and all traffic of this process while the context is open."""
     _install((*watchers(), watcher))
     try:
-        with observed(watcher):
+        with observed(watcher) if watcher.traffic else nullcontext():
             yield
     finally:
         _install(tuple(other for other in watchers() if other is not watcher))

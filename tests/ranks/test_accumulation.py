@@ -1,0 +1,308 @@
+"""Accumulation and uneven inputs against the same model on one process and the whole batch, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import espalier
+from espalier.tensor import DTensor
+from tests.ranks.test_engine import TOLERANCE, apart, batch, model
+
+pytestmark = pytest.mark.filterwarnings("ignore:A global batch of")
+PLANS = [{"data": 2}, {"data": 2, "zero": 3}, {"data": 2, "tensor": 2}, {"data": 2, "tensor": 2, "zero": 3}]
+
+
+def uneven(step: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches of 3, 1 and 4 rows, of which the labels of the second are all ignored."""
+    whole = batch(8, step)
+    whole["labels"][3] = -100
+    whole["labels"][5:, 2:] = -100
+    return [{k: v[a:b] for k, v in whole.items()} for a, b in ((0, 3), (3, 4), (4, 8))]
+
+
+def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
+
+
+def trains(rank: int, world: int, plan: dict[str, Any]) -> None:
+    net = model()
+    plain = copy.deepcopy(net)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (net, plain))
+    engine = espalier.initialize(
+        net, ours, {**plan, "accumulate": 3, "chunk_megabytes": 0.02}, max_grad_norm=0.5
+    )
+    for step in range(3):
+        parts = uneven(step)
+        expected = plain(**joined(parts)).loss
+        expected.backward()
+        if step == 0:
+            assert not engine.step(), "there is nothing to do"
+            for part in parts:
+                engine.backward(engine(part))
+            with torch.no_grad():
+                engine(parts[0])  # a look
+            engine.finish_gradients()
+            assert apart(net, plain, gradients=True) < TOLERANCE
+            assert engine.step()
+        elif step == 1:
+            done = []
+            for part in parts[::-1]:
+                engine.backward(engine(part))
+                done.append(engine.step())
+            assert done == [False, False, True]
+        else:
+            engine.train_step(joined(parts))
+        assert engine.loss is not None and abs(engine.loss.item() - expected.item()) < TOLERANCE
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        assert engine.grad_norm is not None and abs(engine.grad_norm.item() - norm.item()) < TOLERANCE
+        theirs.step()
+        theirs.zero_grad()
+        assert apart(net, plain, gradients=False) < TOLERANCE
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_micro_batches_make_the_whole_batch(ranks: Any, plan: dict[str, Any]) -> None:
+    ranks(espalier.Plan.from_dict(plan).world_size, trains, plan)
+
+
+def reduces_once(rank: int, world: int, zero: int) -> int:
+    net = model()
+    engine = espalier.initialize(net, None, {"data": 2, "zero": zero, "accumulate": 3})
+    sent = []
+    for part in uneven():
+        with espalier.ledger(engine.mesh) as book:
+            engine.backward(engine(part))
+        sent.append(sum(e.bytes for e in book.entries if e.op == "reduce_scatter"))
+    assert sent[2] > 0
+    assert (sent[:2] == [0, 0]) == (zero < 2)
+    return sent[2]
+
+
+def test_only_the_last_reduces_where_the_stage_allows_it(ranks: Any) -> None:
+    assert len({n for zero in (0, 1, 2, 3) for n in ranks(2, reduces_once, zero)}) == 1
+
+
+# ---- what a loss is a mean over
+
+
+class Regression(nn.Module):
+    """A model whose loss the test chooses."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.loss = nn.Linear(3, 4), loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.loss(self.inner(x), y, mask, self.inner.weight)
+        return found
+
+
+def masked(z: Any, y: Any, m: Any, w: Any) -> Any:
+    return ((z - y).square().sum(-1) * m).sum() / m.sum().clamp(min=1)
+
+
+def classes(m: Any) -> Any:
+    return torch.where(m > 0, 2, -100)
+
+
+SEEN: dict[str, Callable[..., Any]] = {
+    "mse": lambda z, y, m, w: F.mse_loss(z, y),
+    "mean": lambda z, y, m, w: 2 * (z - y).abs().mean() / 3,
+    "regularized": lambda z, y, m, w: F.huber_loss(z, y) + 0.1 * w.square().sum(),
+    "two": lambda z, y, m, w: F.mse_loss(z, y) - 0.5 * F.l1_loss(z, y, reduction="mean"),
+    "sum": lambda z, y, m, w: F.mse_loss(z, y, reduction="sum"),
+    "masked": masked,
+    "ignored": lambda z, y, m, w: F.cross_entropy(z, classes(m)),
+    "smooth": lambda z, y, m, w: nn.CrossEntropyLoss(label_smoothing=0.1)(z, classes(m)),
+    "weighted": lambda z, y, m, w: F.cross_entropy(
+        z, torch.where(m > 0, y.argmax(-1), -100), torch.arange(1.0, 5.0, dtype=z.dtype)
+    ),
+    "probabilities": lambda z, y, m, w: F.cross_entropy(z, y.softmax(-1)),
+    "nll": lambda z, y, m, w: F.nll_loss(z.log_softmax(-1), classes(m)).float().double(),
+    "rows": lambda z, y, m, w: F.multi_margin_loss(z, y.argmax(-1)),
+    "kl": lambda z, y, m, w: F.kl_div(z.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
+    "composite": lambda z, y, m, w: F.gaussian_nll_loss(z, y, y.square() + 1),
+}
+UNSEEN: dict[str, tuple[Callable[..., Any], str]] = {
+    "different counts": (lambda z, y, m, w: F.mse_loss(z, y) + F.cross_entropy(z, classes(m)), "adds up"),
+    "a divided sum": (lambda z, y, m, w: F.mse_loss(z, y, reduction="sum") / len(z), "met in"),
+    "normalized": (lambda z, y, m, w: ((z - y).abs().sum(-1) * m / m.mean()).mean(), "met in"),
+    "a root": (lambda z, y, m, w: F.mse_loss(z, y).sqrt(), "met in 'sqrt'"),
+    "statistics": (lambda z, y, m, w: F.mse_loss(z.mean(0), w.sum(-1)), "met in 'mean'"),
+    "a mean of sums": (lambda z, y, m, w: torch.stack([F.l1_loss(z, y), w.sum()]).mean(), "met in 'stack'"),
+    "nothing": (lambda z, y, m, w: w.sum(), "own means"),
+}
+
+
+def numbers() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(7, n, dtype=torch.float64, generator=generator) for n in (3, 4))
+    return x, y, torch.tensor([1.0, 0, 0, 0, 1, 1, 1], dtype=torch.float64)
+
+
+def sees(rank: int, world: int) -> None:
+    for name, loss in SEEN.items():
+        for cut in (1, 3):  # of the first, every row is masked in one of them
+            net = Regression(loss).double()
+            plain = copy.deepcopy(net)
+            engine = espalier.initialize(net, None, {"data": world, "accumulate": 2})
+            whole = numbers()
+            plain(*whole).backward()
+            for a, b in ((cut, 4), (4, 7)) if cut == 1 else ((0, 3), (3, 7)):
+                engine.backward(engine(tuple(x[a:b] for x in whole)))
+            engine.finish_gradients()
+            if cut == 1:
+                plain.zero_grad()
+                plain(*(x[1:] for x in whole)).backward()
+            assert apart(net, plain, gradients=True) < (1e-6 if name == "nll" else TOLERANCE), name
+    for name, (loss, told) in UNSEEN.items():
+        engine = espalier.initialize(Regression(loss).double(), None, {"data": world, "accumulate": 2})
+        with pytest.raises(ValueError, match=rf"(?s){told}.*count="):
+            engine(numbers())
+            raise AssertionError(name)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_loss_is_a_mean_over_is_seen_or_refused(ranks: Any, world: int) -> None:
+    ranks(world, sees)
+
+
+def told(rank: int, world: int) -> None:
+    for count in (lambda batch: int(batch[2].sum()), lambda batch: (batch[2] > 0).sum(), "sum"):
+
+        def loss(z: Any, y: Any, m: Any, w: Any, count: Any = count) -> Any:
+            total = ((z - y).square().sum(-1) * m).sum()
+            return total / (4 if count == "sum" else m.sum().item())
+
+        net = Regression(loss).double()
+        plain = copy.deepcopy(net)
+        engine = espalier.initialize(net, None, {"data": world, "accumulate": 2}, count=count)
+        for a, b in ((0, 3), (3, 7)):
+            part = tuple(x[a:b] for x in numbers())
+            if count != "sum":
+                part = tuple(engine.local_batch(x[engine.batch_rows(b - a)], b - a) for x in part)
+            engine.backward(engine(part))
+        engine.finish_gradients()
+        expected = plain(*numbers())
+        expected.backward()
+        assert apart(net, plain, gradients=True) < TOLERANCE
+        assert engine.loss is not None and abs(engine.loss.item() - expected.item()) < TOLERANCE
+    with pytest.raises(ValueError, match=r"finished(.|\n)*engine.step"):
+        engine.backward(engine(numbers()))
+    engine = espalier.initialize(
+        Regression(masked).double(), None, {"data": world, "accumulate": 2}, count=lambda batch: 0
+    )
+    with pytest.raises(ValueError, match="a number above 0"):
+        engine(numbers())
+    engine = espalier.initialize(Regression(masked).double(), None, {"data": world, "accumulate": 2})
+    engine(numbers())
+    with pytest.raises(ValueError, match="2 were called"):
+        engine.backward(engine(numbers()))
+    with pytest.raises(ValueError, match="not clear what a micro-batch is"):
+        engine.train_step((*numbers()[:2], torch.ones(3)))
+
+
+def test_counts_that_are_told(ranks: Any) -> None:
+    ranks(2, told)
+
+
+# ---- uneven and exhausted inputs
+
+
+def loads(rank: int, world: int, plan: dict[str, Any], shares: list[list[int]]) -> None:
+    """Each data rank brings so many rows of a batch; -1 for none any more."""
+    net = model()
+    plain = copy.deepcopy(net)
+    engine = espalier.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), plan)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    place = [engine.mesh.coordinate[engine.mesh.axis(a)] for a in engine.plan.data_axes]
+    me = place[0] * engine.plan.data + place[1] if len(place) == 2 else place[0]
+    for step, share in enumerate(shares):
+        have = [max(n, 0) for n in share]
+        whole, start = batch(sum(have), step), sum(have[:me])
+        whole["flags"] = torch.arange(sum(have)) % 2 == 0
+        own = {k: v[start : start + have[me]] for k, v in whole.items()} if share[me] >= 0 else None
+        given = engine.local_batch(own)
+        if all(n < 0 for n in share):
+            assert given is None
+            continue
+        ids = given["input_ids"]
+        assert isinstance(ids, DTensor) and ids._layout.local_shape[0] == ids.to_local().shape[0]
+        rows = sorted(ids.full_tensor().tolist())
+        assert rows == sorted(whole["input_ids"].tolist())
+        assert int(given.pop("flags").sum()) == int(whole.pop("flags").sum())
+        if len(place) == 1:
+            assert ids.full_tensor().tolist() == whole["input_ids"].tolist(), "in the order of the ranks"
+        expected = plain(**whole).loss
+        expected.backward()
+        assert abs(engine.train_step(given).item() - expected.item()) < TOLERANCE
+        theirs.step()
+        theirs.zero_grad()
+        assert apart(net, plain, gradients=False) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("plan", "shares"),
+    [
+        ({"data": 2}, [[3, 3], [5, 2], [4, -1], [-1, -1]]),
+        ({"data": 2, "tensor": 2, "zero": 3, "accumulate": 2}, [[2, 3], [0, 5], [-1, 1], [-1, -1]]),
+        ({"data": 2, "replicate": 2}, [[2, 2, 2, 2], [5, 0, 1, 3], [-1, 7, -1, 2], [-1] * 4]),
+    ],
+    ids=str,
+)
+def test_ranks_that_load_unevenly(ranks: Any, plan: dict[str, Any], shares: list[list[int]]) -> None:
+    ranks(espalier.Plan.from_dict(plan).world_size, loads, plan, shares)
+
+
+def misfits(rank: int, world: int) -> None:
+    net = model()
+    engine = espalier.initialize(net, None, {"data": 2, "tensor": 2})
+    with espalier.ledger(engine.mesh) as book:
+        engine.local_batch(batch(3))
+    assert sum(e.bytes for e in book.entries) == 48 and len(book.entries) == 2
+    data, tensor = engine.mesh.coordinate
+    with pytest.raises(ValueError, match=r"(?s)rank 0: .*\(2, 7\).*rank 3: .*\(2, 8\).*pad to one length"):
+        engine.local_batch({"x": torch.ones(2, 7 + data)})
+    with pytest.raises(ValueError, match=r"(?s)rank 0: .*float32.*rank 2: .*float64"):
+        engine.local_batch(torch.ones(2, dtype=torch.float64 if data else torch.float32))
+    with pytest.raises(
+        ValueError, match=r"(?s)rank 0: \{'a': \(2,\), 'b': \(2,\).*rank 3: \{'a': \(2,\), 'b': \(1,"
+    ):
+        engine.local_batch({"a": torch.ones(2), "b": torch.ones(1 if rank == 3 else 2)})
+    with pytest.raises(ValueError, match=r"(?s)rank 0: no rows left.*rank 1: .*\(3, 2\)"):
+        engine.local_batch(None if tensor == 0 else torch.ones(3, 2))
+
+
+def test_batches_that_do_not_fit_are_told_on_all_ranks(ranks: Any) -> None:
+    ranks(4, misfits)
+
+
+def ragged(rank: int, world: int, zero: int) -> None:
+    net = model()
+    plain = copy.deepcopy(net)
+    engine = espalier.initialize(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), {"data": 4, "zero": zero, "accumulate": 2}
+    )
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for rows in (3, 1, 6):
+        data = batch(rows, rows)
+        expected = plain(**data).loss
+        expected.backward()
+        with pytest.warns(UserWarning, match="without work"):
+            assert abs(engine.train_step(data).item() - expected.item()) < TOLERANCE
+        theirs.step()
+        theirs.zero_grad()
+        assert apart(net, plain, gradients=False) < TOLERANCE
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_batches_smaller_than_the_plan(ranks: Any, zero: int) -> None:
+    ranks(4, ragged, zero)
