@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 Times = list[float]
@@ -179,6 +180,13 @@ def _timed(contender: Contender, calls: int, clock: Callable[[], float]) -> floa
     for _ in repeat:
         run()
     return (clock() - start) / calls
+
+
+def slowest_rank(times: dict[str, Times]) -> dict[str, Times]:
+    """Each timing as the slowest of the ranks took it (a collective over all)."""
+    table = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    return dict(zip(times, table.tolist(), strict=True))
 
 
 @dataclass

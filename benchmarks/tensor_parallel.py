@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _common import Report, Times, in_turns, step
+from _common import Report, in_turns, slowest_rank, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -243,7 +243,7 @@ def compare() -> int:
         rounds=ROUNDS,
         warmup=3,
     )
-    times = slower_rank(times)
+    times = slowest_rank(times)
     status = 0
     if process.rank == 0:
         report, work = Report(), f"block of width {WIDTH}, {RANKS} ranks"
@@ -256,13 +256,6 @@ def compare() -> int:
         status = MISSED if report.show() else 0
     finish()
     return status
-
-
-def slower_rank(times: dict[str, Times]) -> dict[str, Times]:
-    """Each timing as the slower of the ranks took it."""
-    table = torch.tensor(list(times.values()), dtype=torch.float64)
-    dist.all_reduce(table, dist.ReduceOp.MAX)
-    return dict(zip(times, table.tolist(), strict=True))
 
 
 def main() -> int:

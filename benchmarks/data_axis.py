@@ -1,0 +1,275 @@
+"""Training along the data axis: Espalier's stages 0 to 3 beside their peers, on 2 and 4 gloo ranks.
+
+Two plain GPTs (4 layers of width 128 and 128 tokens, 6 of 384 and 256 tokens; vocabulary 2,048, head
+tied to the embedding), batch 4 a rank, float32, ``torch.optim.AdamW`` as it is by default, one thread a
+rank. The contestants take turns step by step in the same processes, on the same batches; the losses of all
+steps are compared with those of one process that has the whole batch.
+
+* *single*: that process.
+* *alone*, *alone, its share*: each rank computes with its rows and sends nothing; the optimizer updates
+  all parameters, or one n-th of them.
+* *flat*: gradients in one buffer, reduced by hand after backward.
+* *ddp*, *redundancy*: torch's ``DistributedDataParallel``, alone and with ``ZeroRedundancyOptimizer``.
+* *fsdp1*, *fsdp2*, *fsdp2-kept*: torch's FSDP, a unit a block; *kept*: without resharding after forward.
+* *deepspeed1* to *3*: DeepSpeed's engine, where it is installed.
+* *zero0* to *3*: ``espalier.initialize(model, optimizer, {"data": n, "zero": ...})``.
+
+A timing begins when all ranks are ready and is that of the slowest. Ratios are medians over the rounds of
+ratios within a round. Memory is the peak of what torch's allocator gave out during a step, with what it
+had given out before to build the contestant and had not got back: parameters, gradients, states, buffers,
+activations; the largest of the ranks. Bytes are those that the kernel's loopback carried in a step, a rank.
+*To the limit* is the step's time over that of *alone* (from ZeRO-1 on: *its share*) and the bytes at the
+rate that gloo reaches here with large buffers.
+
+    python benchmarks/data_axis.py [--world 2] [--model small] [--only zero3 fsdp2] [--write PAGE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from _common import Contender, Section, duration, in_turns, ratio_of, slowest_rank
+from _contestants import CONTESTANTS, SIZES, Step, Work, able
+
+import espalier
+
+SECONDS = 60.0  # of timing, for each model and number of ranks
+MOST, FEWEST = 30, 3  # rounds
+TOLERANCE = 1e-3
+LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
+
+
+class Rival(NamedTuple):
+    """A claim: ``mine`` takes at most ``small`` (``large``) times the time of ``other``, and less memory."""
+
+    mine: str
+    other: str
+    small: float
+    large: float
+
+
+RIVALS = (
+    Rival("zero0", "ddp", 1.0, 1.0),
+    Rival("zero1", "redundancy", 1.0, 1.0),
+    Rival("zero2", "fsdp2-kept", 0.8, 0.8),
+    Rival("zero3", "fsdp2", 0.65, 0.9),
+    *(Rival(f"zero{n}", f"deepspeed{n}", 1.0, 1.0) for n in (1, 2, 3)),
+)
+
+
+class Result(NamedTuple):
+    """Of one contestant: seconds of each round, peak bytes, bytes sent a step and rank, losses."""
+
+    seconds: list[float]
+    peak: int
+    sent: float
+    losses: list[float]
+
+
+# ---- on the ranks
+
+
+def measure(mesh: espalier.Mesh, model: str, names: Sequence[str]) -> tuple[dict[str, Result], float]:
+    """Build the contestants and let them run in turns; with gloo's bytes a second."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    work = Work(SIZES[model], mesh)
+    speed = bandwidth(mesh)
+    steps: dict[str, Counting] = {}
+    peaks, sent = {}, {}
+    for name in names:
+        steps[name], peaks[name] = built(CONTESTANTS[name], work)
+        sent[name] = min(sent_in(steps[name]) for _ in range(3)) / work.ranks
+    turns = {name: Contender(step, dist.barrier) for name, step in steps.items()}
+    start = time.perf_counter()
+    in_turns(turns, rounds=1, warmup=0)
+    rounds = torch.tensor(SECONDS / (time.perf_counter() - start))
+    dist.broadcast(rounds, 0)
+    times = in_turns(turns, rounds=min(MOST, max(FEWEST, int(rounds))), warmup=0)
+    times = slowest_rank(times)
+    most = torch.tensor([peaks[name] for name in names])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return {
+        name: Result(times[name], int(peak), sent[name], mean_losses(name, steps[name]))
+        for name, peak in zip(names, most.tolist(), strict=True)
+    }, speed
+
+
+class Counting:
+    """A step that goes through the batches and keeps the losses."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self.losses: list[torch.Tensor] = []
+
+    def __call__(self) -> None:
+        """The next step."""
+        self.losses.append(self._step(len(self.losses)))
+
+
+def built(contestant: Callable[[Work], Step], work: Work) -> tuple[Counting, int]:
+    """A contestant that has made two steps, and its peak bytes in the third."""
+    gc.collect()
+    with profiled() as before:
+        step = Counting(contestant(work))
+        step()
+        step()
+        gc.collect()
+    dist.barrier()
+    with profiled() as during:
+        step()
+    return step, changes(before)[0] + changes(during)[1]
+
+
+def profiled() -> torch.profiler.profile:
+    """Sees what torch's allocator gives out and gets back."""
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+
+def changes(seen: torch.profiler.profile) -> tuple[int, int]:
+    """Bytes given out and not got back, at the end and at most."""
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return now, most
+
+
+def sent_in(run: Callable[[], object]) -> float:
+    """Bytes that the loopback carries while all ranks run; what else uses it counts too."""
+    if not LOOPBACK.exists():
+        return float("nan")
+    dist.barrier()
+    before = int(LOOPBACK.read_text())
+    dist.barrier()
+    run()
+    dist.barrier()
+    after = int(LOOPBACK.read_text())
+    dist.barrier()
+    return after - before
+
+
+def bandwidth(mesh: espalier.Mesh, megabytes: int = 16) -> float:
+    """Bytes a second that each rank sends in gloo's all-gather of large buffers; the best of some."""
+    n, best = mesh.size(), 0.0
+    own = torch.ones(megabytes * 1_000_000 // 4 // n)
+    rows = torch.empty(n * own.numel())
+    for _ in range(8):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_gather_into_tensor(rows, own)
+        best = max(best, (n - 1) * own.nbytes / (time.perf_counter() - start))
+    slowest = torch.tensor(best, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MIN)
+    return float(slowest)
+
+
+def mean_losses(name: str, step: Counting) -> list[float]:
+    """Of all rows, for each step."""
+    losses = torch.stack([espalier.full_tensor(x) for x in step.losses])
+    dist.all_reduce(losses)
+    return (losses if name == "single" else losses / dist.get_world_size()).tolist()
+
+
+# ---- the table
+
+
+def compared(model: str, ranks: int, names: Sequence[str]) -> Section:
+    """Measure one model on so many ranks."""
+    results, speed = espalier.spawn(measure, {"data": ranks, "tensor": 1}, model, names)[0]
+    size = SIZES[model]
+    section = Section(
+        f"{size.layers} layers of {size.hidden}, {ranks} ranks",
+        f"{size.sequence} tokens, batch {4 * ranks}; {len(results['single'].seconds)} rounds; gloo sends "
+        f"{speed / 1e9:.2f} GB/s a rank.",
+        [("", "step", "over single", "peak memory", "sent a rank", "to the limit")],
+    )
+    seconds = {name: result.seconds for name, result in results.items()}
+    for name, result in results.items():
+        check(name, result.losses, results["single"].losses)
+        taken = statistics.median(result.seconds)
+        shared = name[-1] in "123" or name in ("redundancy", "fsdp2-kept")
+        least = statistics.median(seconds["alone, its share" if shared else "alone"]) + result.sent / speed
+        section.rows.append(
+            (
+                name,
+                duration(taken),
+                f"{ratio_of(seconds, name, 'single'):.2f}",
+                f"{result.peak / 1e6:.1f} MB",
+                f"{result.sent / 1e6:.2f} MB",
+                "" if name in ("single", "alone", "alone, its share") else f"{taken / least:.2f}",
+            )
+        )
+    for rival in RIVALS:
+        if rival.mine in results and rival.other in results:
+            limit = rival.small if model == "small" else rival.large
+            section.bar(
+                f"time of {rival.mine} over {rival.other}",
+                ratio_of(seconds, rival.mine, rival.other),
+                limit,
+            )
+            peak = results[rival.mine].peak / results[rival.other].peak
+            section.bar(f"peak memory of {rival.mine} over {rival.other}", peak, 1.0)
+    return section
+
+
+def check(name: str, losses: Sequence[float], expected: Sequence[float]) -> None:
+    """Every step's loss is that of one process."""
+    if name.startswith("alone"):
+        return
+    off = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+    if not off <= TOLERANCE:
+        raise ValueError(f"{name}: a loss is {off:.1e} away from that of one process; at most {TOLERANCE:g}")
+
+
+def main() -> int:
+    """Measure, print, perhaps write; 1 if a bar was missed."""
+    parser = argparse.ArgumentParser(description="Training along the data axis, beside the peers.")
+    parser.add_argument("--world", nargs="*", type=int, default=[2, 4], metavar="RANKS")
+    parser.add_argument("--model", nargs="*", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--only", nargs="*", metavar="CONTESTANT", help="of: " + ", ".join(CONTESTANTS))
+    parser.add_argument("--write", metavar="FILE", help="a Markdown page of the tables")
+    asked = parser.parse_args()
+    wanted = ["single", "alone", "alone, its share", *(asked.only or CONTESTANTS)]
+    names = [name for name in CONTESTANTS if name in wanted and able(name)]
+    if any(name in wanted and not able(name) for name in CONTESTANTS):
+        print("DeepSpeed is not installed and left out; with it: pip install deepspeed==0.19.0")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
+    sections = []
+    for model in asked.model:
+        for ranks in asked.world:
+            sections.append(compared(model, ranks, names))
+            print(sections[-1].text(), flush=True)
+    missed = sum(s.missed for s in sections)
+    print(f"{sum(len(s.bars) for s in sections) - missed} of {sum(len(s.bars) for s in sections)} bars hold")
+    if asked.write:
+        with open(asked.write, "w", encoding="utf-8") as page:
+            page.write("\n".join([INTRODUCTION, *(s.markdown() for s in sections)]))
+    return 1 if missed else 0
+
+
+INTRODUCTION = f"""# Figures of the data axis
+
+Espalier's ZeRO stages beside their peers (torch {torch.__version__}, DeepSpeed 0.19.0), in one run of
+
+    python benchmarks/data_axis.py --write docs/figures-data-axis.md
+
+on two CPU cores, one thread a rank, gloo over the loopback. On four ranks each core serves two. The head of
+that file says what the contestants are and how each figure is taken.
+"""
+
+if __name__ == "__main__":
+    sys.exit(main())
