@@ -147,6 +147,10 @@ def where(condition: Operand, x: Any = None, other: Any = None) -> Spec | None:
     if x is None or other is None:
         return None
     operands = found(condition, x, other)
+    if condition.dtype is not torch.bool and isinstance(x, Operand) and x.dtype is torch.bool:
+        # the method: x.where(condition, other)
+        values = tuple(o.index for o in operands if o is not x)
+        return elementwise(operands, linear=[values] if len(values) == 2 or _is_zero(other) else ())
     if len(operands) == 3:
         return elementwise(operands, linear=[(1, 2)])
     return elementwise(operands, linear=[(1,)] if _is_zero(x) or _is_zero(other) else ())
