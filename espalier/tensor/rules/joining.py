@@ -23,6 +23,10 @@ def cat(tensors: Sequence[Operand], dim: int = 0) -> Spec | None:
         return None
     first = real[0]
     at = normal_dim(dim, first.ndim)
+    if any(
+        n != m for x in real for i, (n, m) in enumerate(zip(x.shape, first.shape, strict=True)) if i != at
+    ):
+        return None  # torch refuses it; of some ranks the parts may fit
     dims = first.dims()
     shape = tuple(sum(x.shape[at] for x in real) if i == at else n for i, n in enumerate(first.shape))
     ins = [(None,) if x.shape == (0,) else dims for x in tensors]
@@ -43,9 +47,11 @@ def cat(tensors: Sequence[Operand], dim: int = 0) -> Spec | None:
     return Spec(ins, [dims], [shape], linear=[tuple(range(len(tensors)))], run=run if apart else None)
 
 
-def stack(tensors: Sequence[Operand], dim: int = 0) -> Spec:
+def stack(tensors: Sequence[Operand], dim: int = 0) -> Spec | None:
     """Put together along a new dim; jointly linear."""
     first = tensors[0]
+    if any(x.shape != first.shape for x in tensors):
+        return None  # torch refuses it
     at = normal_dim(dim, first.ndim + 1)
     dims = first.dims()
     return Spec(
