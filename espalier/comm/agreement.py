@@ -31,7 +31,8 @@ def agree(error: Exception | None, mesh: Mesh, axes: Iterable[int]) -> None:
         Exception: this rank's own error, or one of the type and words of another's.
     """
     axes = tuple(axes)
-    failed = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    device = mesh.device() if mesh.device_type == "cuda" else torch.device("cpu")
+    failed = torch.zeros(1, dtype=torch.uint8, device=device)
     if error is not None:
         failed.fill_(1)
     for axis in axes:
@@ -41,6 +42,7 @@ def agree(error: Exception | None, mesh: Mesh, axes: Iterable[int]) -> None:
     text = b"" if error is None else f"{mesh.world_rank} {type(error).__name__} {error}".encode()[:_ROOM]
     words = torch.zeros(1, _ROOM, dtype=torch.uint8, device="cpu")
     words[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    words = words.to(device)
     for axis in axes:
         rows = door.all_gather(words, mesh, axis, 0, mesh.shape[axis])
         words = rows[rows[:, 0].nonzero()[:1, 0]] if rows[:, 0].any() else words

@@ -140,6 +140,7 @@ class Engine:
         if self.optimizer is not None:
             with self._data.updating(exchange=False):
                 lay_out_states(self.optimizer)
+            self._data.place(self.optimizer)
 
     def _sample(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
@@ -291,14 +292,20 @@ class Engine:
         if self.max_grad_norm is not None:
             clip = (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
             factor = clip if factor is None else clip * factor
-        with self._data.updating():
+
+        def step(optimizer: torch.optim.Optimizer) -> None:
             if factor is not None:
-                scale_gradients([p for p in self.module.parameters() if isinstance(p, DTensor)], factor)
-            update(self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
-        self._data.gradients.forget()
-        if of_step is not None:
-            of_step.reset()
+                held = [p for group in optimizer.param_groups for p in group["params"]]
+                scale_gradients([p for p in held if isinstance(p, DTensor)], factor)
+            update(optimizer)
+
+        try:
+            self._data.update(self.optimizer, step)
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+            self._data.gradients.forget()
+            if of_step is not None:
+                of_step.reset()
         return True
 
     def train_step(self, batch: Any) -> torch.Tensor:

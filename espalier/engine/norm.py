@@ -24,7 +24,7 @@ def global_norm(counted: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=mesh.device())
         if counted:
             real = [torch.view_as_real(g) if g.is_complex() else g for g in counted]
-            norms = torch._foreach_norm(real, 2, dtype=torch.float64)
+            norms = _norms(real)
             total = torch.stack([n.to(total.device) for n in norms]).square().sum()
         return sum_whole(total, mesh).sqrt()
 
@@ -32,9 +32,22 @@ def global_norm(counted: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
 def scale_gradients(parameters: Sequence[DTensor], factor: torch.Tensor) -> None:
     """Multiply all gradients by a scalar."""
     with raw():
-        by_kind: dict[torch.dtype, list[torch.Tensor]] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for p in parameters:
             if p.grad is not None:
-                by_kind.setdefault(p.grad.dtype, []).append(plain(p.grad))
-        for kind, alike in by_kind.items():
-            torch._foreach_mul_(alike, factor.to(kind))
+                by_kind.setdefault((p.grad.device, p.grad.dtype), []).append(plain(p.grad))
+        for (device, dtype), alike in by_kind.items():
+            torch._foreach_mul_(alike, factor.to(device, dtype))
+
+
+def _norms(grads: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The 2-norm of each in float64, where some may be off the device."""
+    devices = {g.device for g in grads}
+    if len(devices) == 1:
+        return torch._foreach_norm(grads, 2, dtype=torch.float64)
+    found: dict[int, torch.Tensor] = {}
+    for device in devices:
+        alike = [i for i, g in enumerate(grads) if g.device == device]
+        norms = torch._foreach_norm([grads[i] for i in alike], 2, dtype=torch.float64)
+        found.update(zip(alike, norms, strict=True))
+    return [found[i] for i in range(len(grads))]

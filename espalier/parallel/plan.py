@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from espalier.parallel.offload import Offload
 from espalier.parallel.precision import Precision, as_precision
 
 Size = Annotated[int, Field(ge=1)]
@@ -32,6 +33,9 @@ class Plan(BaseModel):
         prefetch_megabytes: with ``zero=3``, so much of the parameters is gathered before it is needed.
         precision: ``"float32"`` (parameters as given, nothing is cast), ``"bfloat16"`` (with float32
             masters), or a table of the arguments of :class:`~espalier.parallel.precision.Precision`.
+        offload: where parameters, gradients and states lie between their uses, a table of the arguments of
+            :class:`~espalier.parallel.offload.Offload`: ``{states = "host"}``, say. Parameters off the device
+            need ``zero=3``, gradients ``zero`` of 1 or more; a data axis of 1 needs neither.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -44,6 +48,7 @@ class Plan(BaseModel):
     chunk_megabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 25.0
     prefetch_megabytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
     precision: Annotated[Precision, BeforeValidator(as_precision)] = Precision()
+    offload: Offload = Offload()
 
     def __init__(self, **given: Any) -> None:
         try:
@@ -51,6 +56,16 @@ class Plan(BaseModel):
         except ValidationError as error:
             found = [_mistake(dict(item), type(self)) for item in error.errors(include_url=False)]
             raise PlanError(found) from None
+        if self.data * self.replicate > 1:
+            cut = {"parameters": 3, "gradients": 1}
+            away = [(kind, s) for kind, s in self.offload.shares.items() if s.place != "device"]
+            found = [
+                (f"offload.{kind}", s.place, f"what is off the device is cut: expected zero >= {cut[kind]}")
+                for kind, s in away
+                if self.zero < cut.get(kind, 0)
+            ]
+            if found:
+                raise PlanError(found)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Plan:
@@ -87,7 +102,9 @@ class Plan(BaseModel):
     def __str__(self) -> str:
         axes = " × ".join(f"{name} {n}" for name, n in self.axes.items())
         zero = f", ZeRO {self.zero}" if self.zero else ""
-        return f"{axes}{zero}" if self.precision == Precision() else f"{axes}{zero}, {self.precision}"
+        precision = "" if self.precision == Precision() else f", {self.precision}"
+        away = f", {self.offload}" if str(self.offload) else ""
+        return f"{axes}{zero}{precision}{away}"
 
 
 class PlanError(ValueError):
@@ -113,4 +130,8 @@ def _mistake(item: dict[str, Any], model: type[BaseModel]) -> tuple[str, Any, st
         close = difflib.get_close_matches(key, known, 1)
         hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
         return name, item["input"], f"unknown key; {hint}"
-    return name, item["input"], item["msg"].replace("Input should be", "expected")
+    return (
+        name,
+        item["input"],
+        item["msg"].replace("Input should be", "expected").removeprefix("Value error, "),
+    )

@@ -66,3 +66,29 @@ def test_layouts_of_a_plan() -> None:
     assert arrange(unknown, Plan(data=2, tensor=2), mesh) is None, "a batch is needed to know"
     alone = arrange(unknown, Plan(data=4), Mesh.dry({"data": 4, "tensor": 1}))
     assert alone is not None and {lay.axes for lay in alone.values()} == {("V", "R")}
+
+
+def test_a_plan_says_where_state_lies(tmp_path: Path) -> None:
+    plan = Plan(zero=3, data=2, offload={"states": "disk", "parameters": "host", "directory": "/scratch"})
+    assert str(plan) == "data 2 × tensor 1, ZeRO 3, states on disk, parameters on host"
+    file = tmp_path / "plan.toml"
+    file.write_text(
+        "zero = 3\ndata = 2\n[offload]\nstates = 'disk'\nparameters = 'host'\ndirectory = '/scratch'\n"
+    )
+    assert Plan.from_toml(file) == plan
+    half = Plan(
+        offload={"states": {"place": "host", "ratio": 0.5}, "gradients": "auto", "budget_gigabytes": 2.0}
+    )
+    assert str(half).endswith("states on host (50%), gradients on host as needed")
+    for wrong, said in (
+        ({"states": "disk"}, "needs a folder"),
+        ({"states": "auto"}, "needs budget_gigabytes"),
+        ({"states": "host", "budget_gigabytes": 1.0}, "for a ratio that is auto"),
+        ({"states": {"plce": "host"}}, "offload.states.plce = 'host': unknown key; did you mean place?"),
+        ({"stats": "host"}, "did you mean states?"),
+        ({"states": "hst"}, "offload.states.place = 'hst': expected 'device', 'host' or 'disk'"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            Plan(offload=wrong)
+    with pytest.raises(PlanError, match="offload.parameters = 'host': .* expected zero >= 3"):
+        Plan(data=2, zero=2, offload={"parameters": "host"})

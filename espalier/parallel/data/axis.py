@@ -14,11 +14,14 @@ from espalier.comm.flat import start_gather
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import Chunk, Member, show
-from espalier.parallel.data.gathering import Gathering
+from espalier.parallel.data.gathering import Gathering, home_of, show_pieces
 from espalier.parallel.data.gradients import Gradients
 from espalier.parallel.data.masters import Masters, cast
+from espalier.parallel.data.residency import Shelf, choose
 from espalier.parallel.data.stages import STAGES
+from espalier.parallel.data.streaming import Step, Streaming
 from espalier.parallel.data.units import by_size, by_unit
+from espalier.parallel.offload import Offload
 from espalier.parallel.plan import Plan
 from espalier.tensor import plain, stamp
 from espalier.tensor.modules import lay_out_parameter
@@ -41,8 +44,9 @@ class DataAxis:
     def __init__(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, plan: Plan) -> None:
         self.mesh, self.stage = mesh, STAGES[plan.zero]
         axes = [mesh.axis(name) for name in plan.data_axes]
-        if all(mesh.shape[a] == 1 for a in axes):
-            self.stage = STAGES[0]
+        alone = all(mesh.shape[a] == 1 for a in axes)
+        if alone:
+            self.stage = STAGES[_alone(plan.offload)]
         self.axis = axes[-1]
         low = plan.precision.parameters
         dtype = None if low is None else getattr(torch, low)
@@ -56,6 +60,7 @@ class DataAxis:
             self.chunks = [chunk for _, chunk in used if chunk.members[0].p.requires_grad][::-1]
         else:
             self.chunks = by_size([m for m in self.members if m.p.requires_grad][::-1], plan.chunk_megabytes)
+        self._shelf = self._place([chunk for _, chunk in used] if cut else self.chunks, plan.offload)
         self.masters = Masters(self.chunks, pieces=self.stage.states == "S")
         for m in self.members:
             cast(m)
@@ -63,16 +68,44 @@ class DataAxis:
         if cut:
             for _, chunk in used:
                 _bring_home(chunk)
-            self.gathering = Gathering(used, mesh, self.axis, plan.prefetch_megabytes * 1e6)
+                self._leave_home(chunk)
+                if self._shelf is not None:
+                    self._shelf.settle(keep=1)
+            self.gathering = Gathering(used, mesh, self.axis, plan.prefetch_megabytes * 1e6, self._shelf)
+            if self._shelf is not None:
+                self._shelf.settle()
         self.masters.remember()
-        alone = all(mesh.shape[a] == 1 for a in axes)
         self.gradients = Gradients(
-            [] if alone else self.chunks,
+            [] if alone and self.stage.gradients == "R" else self.chunks,
             mesh,
             axes,
             self.stage,
             on_sent=None if self.gathering is None else self.gathering.sent,
+            shelf=self._shelf,
         )
+        moved = [chunk for chunk in self.chunks if chunk.places]
+        self.streaming: Streaming | None = None
+        if moved:
+            assert self._shelf is not None
+            pieces = self.stage.states == "S"
+            self.streaming = Streaming(moved, self._shelf, mesh, pieces, self._turn)
+
+    def _place(self, chunks: Sequence[Chunk], offload: Offload) -> Shelf | None:
+        """Give each chunk its places; gives where to put what is off the device."""
+        for i, chunk in enumerate(chunks):
+            chunk.number = i
+        for kind, share in offload.shares.items():
+            of = chunks if kind == "parameters" else self.chunks
+            if share.place != "device":
+                ratio = 1.0 if share.ratio == "auto" else share.ratio
+                for chunk, away in zip(of, choose([chunk.size for chunk in of], ratio), strict=True):
+                    if away:
+                        chunk.places[kind] = share.place
+        used = {place for chunk in chunks for place in chunk.places.values()}
+        if not used:
+            return None
+        directory = offload.directory if "disk" in used else None
+        return Shelf(self.mesh.device(), directory, dry=self.mesh.is_dry)
 
     def begin_forward(self) -> None:
         """Before the model is called."""
@@ -109,7 +142,9 @@ class DataAxis:
     def precise(self) -> Iterator[None]:
         """While open, each parameter that has a master is that, lying as the stage says of states."""
         self._settle()
-        with self._shown(self.masters.chunks):
+        away = [] if self.gathering is None else [g.chunk for g in self.gathering.held if g.is_away]
+        others = [chunk for chunk in away if chunk.master is None]
+        with self._shown([*self.masters.chunks, *others], on_device=True):
             yield
 
     @contextmanager
@@ -120,7 +155,67 @@ class DataAxis:
         After it, all ranks compute with what was updated, if there was an ``exchange``.
         """
         self._settle()
-        chunks = self.chunks if self.stage.states == "S" else self.masters.chunks
+        with self._opened(self.chunks):
+            yield
+        if exchange:
+            self._exchange()
+
+    def place(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first step: states go where the plan says.
+
+        Raises:
+            DiskError: there is no space for them.
+        """
+        if self.streaming is not None:
+            self.streaming.place(optimizer)
+
+    def update(self, optimizer: torch.optim.Optimizer, step: Step) -> None:
+        """One step of the optimizer, by ``step(optimizer)`` where nothing is off the device.
+
+        Raises:
+            DiskError: see :meth:`Streaming.agree`.
+        """
+        if self.streaming is None:
+            with self.updating():
+                step(optimizer)
+            return
+        self._settle()
+        with self._opened([chunk for chunk in self.chunks if not self.streaming.holds(chunk)]):
+            self.streaming.update(optimizer, step)
+        self._exchange()
+        self.streaming.agree()
+
+    @contextmanager
+    def _turn(self, chunk: Chunk, on_host: bool) -> Iterator[None]:
+        """While open, a chunk of which something is off the device is what the optimizer updates."""
+        self.gradients.bring(chunk, on_host=on_host)
+        if "parameters" in chunk.places:
+            assert self._shelf is not None
+            (chunk.home,) = self._shelf.take(f"parameters-{chunk.number}", home_of(chunk), on_host=on_host)
+            show_pieces(chunk, chunk.home)
+        with self._opened([chunk]):
+            yield
+        if "gradients" in chunk.places:
+            chunk.gradient = None
+        if chunk.master is not None:
+            self.masters.write(chunk)
+        self._leave_home(chunk)
+
+    def _leave_home(self, chunk: Chunk) -> None:
+        """Start to take this rank's pieces of parameters away, if they are to be off the device."""
+        if "parameters" in chunk.places:
+            assert self._shelf is not None and chunk.home is not None
+
+            def away(shown: list[torch.Tensor]) -> None:
+                show_pieces(chunk, shown[0])
+                chunk.is_written = False
+
+            self._shelf.put(f"parameters-{chunk.number}", [chunk.home], chunk.places["parameters"], away)
+
+    @contextmanager
+    def _opened(self, chunks: Sequence[Chunk]) -> Iterator[None]:
+        """While open, the parameters of chunks are what the optimizer updates, with its gradients."""
+        chunks = [c for c in chunks if self.stage.states == "S" or c.master is not None]
         grads = [self._take_gradients(chunk) for chunk in chunks]
         with self._shown(chunks):
             with raw():
@@ -133,8 +228,6 @@ class DataAxis:
                 with raw():
                     for m in (m for chunk in chunks for m in chunk.members):
                         _grad.__set__(m.p, None)
-        if exchange:
-            self._exchange()
 
     def _settle(self) -> None:
         """Parameters are what they are between passes, and what others have changed is known."""
@@ -143,8 +236,8 @@ class DataAxis:
         self.masters.follow()
 
     @contextmanager
-    def _shown(self, chunks: Sequence[Chunk]) -> Iterator[None]:
-        """While open, the parameters of chunks are what the optimizer updates."""
+    def _shown(self, chunks: Sequence[Chunk], *, on_device: bool = False) -> Iterator[None]:
+        """While open, the parameters of chunks are what the optimizer updates, or copies on the device."""
         kept = []
         with raw():
             for chunk in chunks:
@@ -152,10 +245,11 @@ class DataAxis:
                 for i, m in enumerate(chunk.members):
                     here = plain(m.p.detach())
                     kept.append((m, here, m.p._layout))  # type: ignore[attr-defined]
+                    shown = here if self.gathering is not None else m.piece(here)
+                    layout = m.shard if self.stage.states == "S" else m.full
                     if masters is not None:
-                        show(m.p, masters[i], m.shard if self.stage.states == "S" else m.full)
-                    else:
-                        show(m.p, here if self.gathering is not None else m.piece(here), m.shard)
+                        shown = masters[i]
+                    show(m.p, shown.to(chunk.device) if on_device else shown, layout)
         try:
             yield
         finally:
@@ -169,6 +263,8 @@ class DataAxis:
         with raw():
             for m in chunk.members:
                 grad = m.p.grad
+                if grad is not None and chunk.places:
+                    grad = self._beside(chunk, grad)
                 if grad is not None and chunk.master is not None:
                     layout = grad._layout  # type: ignore[attr-defined]
                     grad = stamp(plain(grad).to(chunk.master.dtype), layout)
@@ -179,10 +275,19 @@ class DataAxis:
                 chunk.gradient = None  # else both would live on while the optimizer works
         return found
 
+    def _beside(self, chunk: Chunk, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient where the chunk's parameters are updated: on the device or in the host's memory."""
+        there = chunk.master if chunk.master is not None else chunk.home
+        if self._shelf is None or there is None or there.device == grad.device:
+            return grad
+        to = self._shelf.to_host if there.device.type == "cpu" else self._shelf.to_device
+        return stamp(to([plain(grad)])[0], grad._layout)  # type: ignore[attr-defined]
+
     def _exchange(self) -> None:
         """Let all ranks compute with what each has updated."""
         for chunk in self.masters.chunks:
-            self.masters.write(chunk)
+            if not chunk.places:
+                self.masters.write(chunk)
         if self.stage.states == "S" and self.stage.parameters == "R":
             under_way = []
             n = self.mesh.shape[self.axis]
@@ -199,6 +304,13 @@ class DataAxis:
                     pending.wait()
                     chunk.unpack(rows, [plain(m.p.detach()) for m in chunk.members])
         self.masters.remember()
+
+
+def _alone(offload: Offload) -> int:
+    """The stage of a data axis of one rank: what is off the device lies there in pieces."""
+    if offload.parameters.place != "device":
+        return 3
+    return 2 if offload.gradients.place != "device" else 0
 
 
 def _bring_home(chunk: Chunk) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.layout import Layout, chunk_bounds
+from espalier.parallel.offload import Place
 from espalier.tensor import stamp
 
 
@@ -90,28 +91,33 @@ class Chunk:
     Attributes:
         members: in the order of their slots.
         dtype: in which the model computes with them.
+        device: on which it does.
         size: elements of a row.
         gradient: flat [size], this rank's pieces of the sums; None while there are none.
         home: flat [size], this rank's pieces of the parameters, where the stage cuts these.
         master: flat, the parameters in float32, where the optimizer is to update these: [size], this rank's
             pieces, where the stage cuts states, else whole.
+        number: of the chunk, the same on all ranks.
+        places: where each kind lies between its uses, if not on the device: "parameters" (``home``),
+            "gradients" (``gradient``), "states" (the optimizer's, and ``master``).
+        versions: of the members, when they began to show what is off the device.
+        is_written: whether somebody has written to what they show, which is no longer what is in the file.
         missing: numbers of the members whose gradient this backward pass has not brought yet.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = list(members)
-        self.dtype = members[0].dtype
+        self.dtype, self.device = members[0].dtype, members[0].p.device
         self._starts = [0, *itertools.accumulate(m.slot for m in members)]
         self.size = self._starts.pop()
         self.gradient: torch.Tensor | None = None
         self.home: torch.Tensor | None = None
         self.master: torch.Tensor | None = None
+        self.number = 0
+        self.places: dict[str, Place] = {}
+        self.versions: list[int] = []
+        self.is_written = False
         self.missing = set(range(len(members)))
-
-    @property
-    def device(self) -> torch.device:
-        """Where its parameters are."""
-        return self.members[0].p.device
 
     def rows(self, n: int, dtype: torch.dtype, extra: int = 0) -> torch.Tensor:
         """A buffer for what is sent; ``extra`` elements at the end of each row are the caller's."""

@@ -22,6 +22,7 @@ from espalier.comm import Pending
 from espalier.comm.flat import start_gather
 from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import Chunk, show
+from espalier.parallel.data.residency import Shelf
 from espalier.parallel.data.resting import Resting
 from espalier.tensor import plain, stamp
 from espalier.tensor.dispatch import tensors_in
@@ -46,8 +47,8 @@ class Gathered:
         rows, pending: what is on its way to it.
     """
 
-    def __init__(self, number: int, chunk: Chunk) -> None:
-        self.number, self.chunk = number, chunk
+    def __init__(self, number: int, chunk: Chunk, shelf: Shelf | None) -> None:
+        self.number, self.chunk, self._shelf = number, chunk, shelf
         with raw():
             elements = sum(m.size for m in chunk.members)
             self._flat = torch.empty(elements, dtype=chunk.dtype, device=chunk.device)
@@ -56,7 +57,7 @@ class Gathered:
             self.storage = self._flat.untyped_storage()
             self.storage.resize_(0)
             _count_versions(chunk, 1)
-        self.is_whole = False
+        self.is_whole = self.is_hidden = False
         self.users = self.marks = 0
         self.rows: torch.Tensor | None = None
         self.pending: Pending | None = None
@@ -66,14 +67,33 @@ class Gathered:
         """Bytes of the whole parameters."""
         return self._bytes
 
+    @property
+    def is_away(self) -> bool:
+        """Whether this rank's pieces are off the device."""
+        return "parameters" in self.chunk.places
+
+    @property
+    def _key(self) -> str:
+        return f"parameters-{self.chunk.number}"
+
+    def read(self) -> None:
+        """Start to read this rank's pieces, where they are on disk."""
+        if self.is_away and not self.is_whole and self.pending is None:
+            assert self._shelf is not None
+            self._shelf.start(self._key, home_of(self.chunk))
+
     def start(self, mesh: Mesh, axis: int) -> None:
         """Start to gather, unless that is done or under way."""
         if self.is_whole or self.pending is not None:
             return
         assert self.chunk.home is not None
         with raw():
+            own = self.chunk.home
+            if self.is_away:
+                assert self._shelf is not None
+                (own,) = self._shelf.take(self._key, home_of(self.chunk))
             self.rows = self.chunk.rows(mesh.shape[axis], self.chunk.dtype)
-            self.pending = start_gather(self.rows, self.chunk.home, mesh, axis)
+            self.pending = start_gather(self.rows, own, mesh, axis)
 
     def fill(self) -> None:
         """Wait for what is under way, and let the parameters be whole."""
@@ -95,13 +115,26 @@ class Gathered:
         if not self.is_whole:
             return
         assert self.chunk.home is not None
+        # a parameter that changed its device before backward would get a second accumulator of gradients
+        self.is_hidden = self.chunk.home.device != self.chunk.device and torch.is_grad_enabled()
         with raw():
-            pieces = self.chunk.pieces(self.chunk.home)
+            home = self.chunk.home
+            if self.is_hidden:
+                home = self._flat.new_full((), float("nan")).expand(home.shape)
+            pieces = self.chunk.pieces(home)
             _count_versions(self.chunk, 1)
         for m, piece in zip(self.chunk.members, pieces, strict=True):
             show(m.p, piece, m.rest)
         self.storage.resize_(0)
         self.is_whole = False
+        self.chunk.versions = [m.p._version for m in self.chunk.members]
+
+    def reveal(self) -> None:
+        """No backward pass is to come: let the parameters be their pieces, where these are off the device."""
+        if self.is_hidden and not self.is_whole:
+            assert self.chunk.home is not None
+            show_pieces(self.chunk, self.chunk.home)
+            self.is_hidden = False
 
     def drop(self) -> None:
         """Let go of what was gathered for nothing, and of parameters that no module is using."""
@@ -111,6 +144,7 @@ class Gathered:
             self.rows = self.pending = None
         if not self.users:
             self.release()
+            self.reveal()
 
     def adopt(self) -> None:
         """Take in what somebody has put in place of a parameter's data (``p.data = ...``)."""
@@ -146,13 +180,19 @@ class Gathering:
         chunks: with the modules that use each.
         axis: along which they are cut.
         ahead: at most so many bytes of chunks are gathered before they are needed.
+        shelf: where this rank's pieces are, if not on the device.
     """
 
     def __init__(
-        self, chunks: Sequence[tuple[Sequence[nn.Module], Chunk]], mesh: Mesh, axis: int, ahead: float
+        self,
+        chunks: Sequence[tuple[Sequence[nn.Module], Chunk]],
+        mesh: Mesh,
+        axis: int,
+        ahead: float,
+        shelf: Shelf | None = None,
     ) -> None:
         self.mesh, self.axis, self._ahead = mesh, axis, ahead
-        self.held = [Gathered(i, chunk) for i, (_, chunk) in enumerate(chunks)]
+        self.held = [Gathered(i, chunk, shelf) for i, (_, chunk) in enumerate(chunks)]
         self._of = {id(g.chunk): g for g in self.held}
         # as last seen, with and without gradients
         self.orders: dict[bool, list[Use]] = {}
@@ -283,18 +323,46 @@ class Gathering:
 
     def _look_ahead(self, coming: list[Use]) -> None:
         budget = self._ahead - sum(g.nbytes for g in self.held if g.pending is not None)
-        for use in coming:
+        for i, use in enumerate(coming):
             g = self.held[use.chunk]
             if g.is_whole or g.pending is not None:
                 continue
             if g.nbytes > budget:
-                return
+                return self._read_ahead(coming[i:])
             budget -= g.nbytes
             g.start(self.mesh, self.axis)
+
+    def _read_ahead(self, coming: list[Use]) -> None:
+        """Read from disk what will be gathered next."""
+        budget = self._ahead
+        for use in coming:
+            g = self.held[use.chunk]
+            budget -= g.nbytes
+            g.read()
+            if budget < 0:
+                return
 
     def _next_is(self, g: Gathered) -> bool:
         at = len(self._seen)
         return torch.is_grad_enabled() and self.order[at : at + 1] == [Use("backward", g.number)]
+
+
+def show_pieces(chunk: Chunk, home: torch.Tensor) -> None:
+    """Let the parameters of a chunk be this rank's pieces, as they stand in a flat ``home``."""
+    chunk.home = home
+    with raw():
+        for m, piece in zip(chunk.members, chunk.pieces(home), strict=True):
+            show(m.p, piece, m.rest)
+    chunk.versions = [m.p._version for m in chunk.members]
+
+
+def home_of(chunk: Chunk) -> list[torch.Tensor]:
+    """This rank's pieces off the device; copied, where a parameter was written to since it showed them."""
+    assert chunk.home is not None
+    if chunk.places["parameters"] == "host":
+        return [chunk.home]
+    chunk.is_written = chunk.is_written or chunk.versions != [m.p._version for m in chunk.members]
+    return [chunk.home.clone() if chunk.is_written else chunk.home]
 
 
 def _all_tensors(tree: Any, depth: int = 3) -> list[torch.Tensor]:

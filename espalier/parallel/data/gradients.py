@@ -7,6 +7,7 @@ ranks agree (Li et al. 2020, PyTorch Distributed), and at most so many are under
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import R, is_partial
 from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import Chunk, Member
+from espalier.parallel.data.residency import Shelf
 from espalier.parallel.data.stages import Stage
 from espalier.tensor import plain, stamp
 
@@ -36,6 +38,7 @@ class Gradients:
         stage: how gradients lie.
         dtype: in which they are sent and summed; None for their own.
         on_sent: called with a chunk whose gradients have been taken.
+        shelf: where finished gradients go that are to be off the device.
     """
 
     def __init__(
@@ -46,11 +49,12 @@ class Gradients:
         stage: Stage,
         dtype: torch.dtype | None = None,
         on_sent: Callable[[Chunk], None] | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         self.mesh, self.axes, self.stage = mesh, tuple(axes), stage
         self.chunks = list(chunks)
         self.reduced = False
-        self._dtype, self._on_sent = dtype, on_sent
+        self._dtype, self._on_sent, self._shelf = dtype, on_sent, shelf
         self._sending = True
         self._next = 0
         self._flying: deque[tuple[Chunk, Summing]] = deque()
@@ -59,9 +63,11 @@ class Gradients:
         # the last chunk's rows end with a flag for each parameter: has it a gradient anywhere?
         self._flags = len(self._place)
         self._here: list[float] = []
+        # Python's collector does not see what such hooks hold: it would never find a cycle through them
+        ready = weakref.WeakMethod(self._ready)
         for chunk in self.chunks:
             for m in chunk.members:
-                m.p.register_post_accumulate_grad_hook(self._ready)
+                m.p.register_post_accumulate_grad_hook(lambda p: _call(ready, p))
 
     @property
     def _axis(self) -> int:
@@ -142,13 +148,39 @@ class Gradients:
         """Wait for the oldest sum."""
         chunk, summing = self._flying.popleft()
         if chunk.gradient is not None:
+            self.bring(chunk)
             summing.wait(chunk.gradient, add=True)
+            self._leave(chunk)
             return
         extra = self._flags if chunk is self.chunks[-1] else 0
         chunk.gradient = chunk.flat(self._dtype or chunk.dtype, extra)
         summing.wait(chunk.gradient)
+        self._leave(chunk)
         if self.stage.gradients == "R" and len(self.axes) == 1:
             self._spread(chunk)
+
+    def bring(self, chunk: Chunk, *, on_host: bool = False) -> None:
+        """Let what a chunk has of its gradients be on the device, or in the host's memory."""
+        if "gradients" not in chunk.places or chunk.gradient is None:
+            return
+        assert self._shelf is not None
+        before = chunk.pieces(chunk.gradient)
+        (chunk.gradient,) = self._shelf.take(_key(chunk), [chunk.gradient], on_host=on_host)
+        for m, old, new in zip(chunk.members, before, chunk.pieces(chunk.gradient), strict=True):
+            reduced = m.p.__dict__.get("_reduced")
+            if reduced is not None and plain(reduced).data_ptr() == old.data_ptr():
+                m.p._reduced = stamp(new, reduced._layout)  # type: ignore[attr-defined]
+
+    def _leave(self, chunk: Chunk) -> None:
+        """Start to take the gradients of a chunk away, if they are to be off the device."""
+        if "gradients" in chunk.places:
+            assert self._shelf is not None and chunk.gradient is not None
+
+            def away(shown: list[torch.Tensor]) -> None:
+                (chunk.gradient,) = shown
+
+            self._shelf.settle()
+            self._shelf.put(_key(chunk), [chunk.gradient], chunk.places["gradients"], away)
 
     def _spread(self, chunk: Chunk) -> None:
         """Start to give all ranks the sums of a chunk."""
@@ -186,11 +218,15 @@ class Gradients:
         for axis in self.axes[:-1]:
             for chunk in self.chunks:
                 assert chunk.gradient is not None
+                self.bring(chunk)
                 sum_everywhere(chunk.gradient, self.mesh, axis)
+                self._leave(chunk)
                 if self.stage.gradients == "R" and axis == self.axes[-2]:
                     self._spread(chunk)
         while self._spreading:
             self._put()
+        if self._shelf is not None:
+            self._shelf.settle()
         with raw():
             self._hand_out()
         self.reduced = True
@@ -225,6 +261,16 @@ class Gradients:
         for chunk in self.chunks:
             chunk.gradient = None
         self.reduced = False
+
+
+def _call(method: weakref.WeakMethod[Any], p: torch.Tensor) -> None:
+    found = method()
+    if found is not None:
+        found(p)
+
+
+def _key(chunk: Chunk) -> str:
+    return f"gradients-{chunk.number}"
 
 
 def _summed(layout: Layout, axes: Sequence[int]) -> Layout:

@@ -1,0 +1,172 @@
+"""Files of tensors: what was written comes back, and nothing that goes wrong is silent."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from espalier.parallel.data import disk as module
+from espalier.parallel.data.disk import PIECE, Disk, DiskError
+
+
+def some(seed: int, scale: int = 1) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(3, 5 * scale, generator=g),
+        torch.randn((), generator=g),
+        torch.randn(0, 4),
+        torch.randn(1001 * scale, generator=g, dtype=torch.float64),
+        torch.randn(7, generator=g).bfloat16(),
+        torch.randint(0, 9, (2, 3), generator=g),
+    ]
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def read(disk: Disk, key: str) -> list[torch.Tensor]:
+    out = disk.empty(key)
+    disk.read(key, out).result()
+    return out
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(tmp_path)
+    yield disk
+    disk.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_written_comes_back(disk: Disk) -> None:
+    for scale in (1, 2 * PIECE // 8008 + 1):  # one piece, and more
+        disk.write("a", some(1, scale)).result()
+        disk.write("b", some(2, scale)).result()
+        assert same(read(disk, "a"), some(1, scale)) and same(read(disk, "b"), some(2, scale))
+    mapped = disk.mapped("a")
+    assert same(mapped, some(1, scale))
+    disk.write("a", some(3)).result()
+    assert same(read(disk, "a"), some(3)) and same(mapped, some(1, scale))
+    mapped[0].zero_()
+    assert same(disk.mapped("a"), some(3))
+
+
+@pytest.mark.parametrize("at", ["data", "table", "tail"])
+def test_a_flipped_bit_is_named(disk: Disk, at: str) -> None:
+    disk.write("a", some(1, PIECE // 8008 + 1)).result()
+    path = disk.folder / "a"
+    size = path.stat().st_size
+    place = {"data": 4096, "table": size - 45, "tail": size - 20}[at]
+    with open(path, "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 4]))
+    with pytest.raises(DiskError, match=r"/a is damaged: .*(not those written|not the one written)"):
+        read(disk, "a")
+
+
+@pytest.mark.parametrize("left", [0, 100, -1, -41])
+def test_a_cut_file_is_named(disk: Disk, left: int) -> None:
+    disk.write("a", some(1)).result()
+    path = disk.folder / "a"
+    os.truncate(path, left % path.stat().st_size)
+    with pytest.raises(DiskError, match="/a is damaged"):
+        read(disk, "a")
+
+
+def test_a_file_of_another_time_or_none_is_named(disk: Disk) -> None:
+    disk.write("a", some(1)).result()
+    old = (disk.folder / "a").read_bytes()
+    disk.write("a", some(2)).result()
+    (disk.folder / "a").write_bytes(old)
+    with pytest.raises(DiskError, match="not the one written"):
+        read(disk, "a")
+    (disk.folder / "a").unlink()
+    with pytest.raises(DiskError, match="No such file"):
+        read(disk, "a")
+
+
+@pytest.mark.parametrize("call", ["_take_space", "pwrite"])
+def test_a_full_disk_leaves_what_was_there(disk: Disk, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    disk.write("a", some(1, 2000)).result()
+    with monkeypatch.context() as patched:
+        full, real, calls = OSError(errno.ENOSPC, "No space left on device"), os.pwrite, []
+
+        def second(*args: object) -> int:
+            calls.append(args)
+            if call == "pwrite" and len(calls) < 3:
+                return real(args[0], args[1][:1000], args[2])  # type: ignore[index, arg-type]
+            raise full
+
+        patched.setattr(module if call == "_take_space" else os, call, second)
+        writing = disk.write("a", some(2, 2000))
+        with pytest.raises(DiskError, match=r"No space left.* bytes were needed, .* are free. Make space in"):
+            writing.result()
+    assert same(read(disk, "a"), some(1, 2000))
+    assert sorted(os.listdir(disk.folder)) == ["a", "lock"]
+    disk.write("a", some(2, 2000)).result()
+    assert same(read(disk, "a"), some(2, 2000))
+
+
+def test_a_small_file_system(tmp_path: Path) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        disk = Disk(tmp_path)
+        with pytest.raises(DiskError, match="2,000,000 bytes were needed"):
+            disk.reserve("b", 2_000_000)
+        disk.write("a", some(1, 50)).result()
+        with pytest.raises(DiskError, match="No space left"):
+            disk.write("a", some(2, 200)).result()
+        assert same(read(disk, "a"), some(1, 50))
+        disk.close()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch; from espalier.parallel.data.disk import Disk\n"
+        "disk = Disk(sys.argv[1]); disk.write('a', [torch.ones(10)]).result(); print('ready', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout is not None and other.stdin is not None
+    assert other.stdout.readline() == "ready\n"
+    Disk(tmp_path).close()  # one that lives is left alone
+    assert len(list(tmp_path.iterdir())) == 1
+    other.send_signal(signal.SIGKILL)
+    other.communicate()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        Disk(tmp_path).close()
+    assert "bytes), which a process left that was killed" in str(told[0].message)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match="Nothing can be written to .*directory = "):
+        Disk(tmp_path / "file")

@@ -1,0 +1,193 @@
+"""Residency: what is off the device between its uses changes no bit of the training."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import espalier
+from tests.ranks.test_engine import TOLERANCE, apart, batch, model
+
+
+def trained(plan: dict[str, Any], optimizer: str = "AdamW", **options: Any) -> tuple[Any, ...]:
+    net = model("gpt").float()
+    made = getattr(torch.optim, optimizer)(
+        [{"params": [p for p in net.parameters() if p.ndim == n], "lr": 1e-2 / n} for n in (1, 2)], **options
+    )
+    calls: list[str] = []
+    made.register_step_pre_hook(lambda *_: calls.append("before"))
+    made.register_step_post_hook(lambda *_: calls.append("after"))
+    schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step))
+    engine = espalier.initialize(net, made, {**plan, "chunk_megabytes": 0.01}, max_grad_norm=0.5)
+    losses = []
+    for step in range(4):
+        losses.append(engine.train_step(batch(4, step)).item())
+        schedule.step()
+    assert calls == ["before", "after"] * 4
+    states = {
+        (name, key): espalier.full_tensor(x).clone()
+        for name, p in net.named_parameters()
+        for key, x in made.state[p].items()
+        if isinstance(x, torch.Tensor)
+    }
+    return losses, engine.full_state_dict(), states, engine.grad_norm
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(torch.equal(a, b)) if isinstance(a, torch.Tensor) else a == b
+
+
+EVERYTHING: dict[str, Any] = {"parameters": "disk", "gradients": "host", "states": "disk"}
+
+
+def same_as_one_process(rank: int, world: int, folder: str) -> None:
+    for name, options in (
+        ("AdamW", {"amsgrad": True}),
+        ("Adam", {"fused": False}),
+        ("SGD", {"momentum": 0.9}),
+        ("RMSprop", {"momentum": 0.9}),
+        ("NAdam", {}),
+        ("Adafactor", {}),
+    ):
+        net = model("gpt2", tied=True)
+        plain = copy.deepcopy(net)
+        ours, theirs = (getattr(torch.optim, name)(m.parameters(), lr=1e-2, **options) for m in (net, plain))
+        plan = {"data": world, "zero": 3, "offload": {**EVERYTHING, "directory": folder}}
+        engine = espalier.initialize(net, ours, plan, max_grad_norm=0.5)
+        for step in range(3):
+            for half in range(2):
+                data = batch(4, 2 * step + half)
+                loss, expected = engine(data), plain(**data).loss
+                assert abs(loss.item() - expected.item()) < TOLERANCE
+                engine.backward(loss)
+                expected.backward()
+            engine.finish_gradients()
+            assert apart(net, plain, gradients=True) < TOLERANCE
+            engine.step()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            theirs.step()
+            theirs.zero_grad()
+            assert apart(net, plain, gradients=False) < TOLERANCE, name
+            if step == 0:  # what others write counts
+                with torch.no_grad():
+                    for m in (net, plain):
+                        for p in m.parameters():
+                            p.mul_(0.9)
+                        for state in (ours if m is net else theirs).state.values():
+                            for x in state.values():
+                                if isinstance(x, torch.Tensor) and x.ndim:
+                                    x.mul_(0.5)
+    gc.collect()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_other_optimizers_equal_one_process(ranks: Any, tmp_path: Path, world: int) -> None:
+    ranks(world, same_as_one_process, str(tmp_path))
+
+
+def with_masters(rank: int, world: int, folder: str, zero: int) -> None:
+    plan: dict[str, Any] = {"data": world, "zero": zero, "precision": "bfloat16"}
+    expected = trained(plan, fused=True)
+    placed: list[dict[str, Any]] = [{"states": "host"}, {"states": "disk"}]
+    if zero == 3:
+        placed.append(EVERYTHING)
+    for offload in placed:
+        found = trained({**plan, "offload": {**offload, "directory": folder}}, fused=True)
+        assert equal(found, expected), offload
+    gc.collect()
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_masters_off_the_device_change_no_bit(ranks: Any, tmp_path: Path, zero: int) -> None:
+    ranks(2, with_masters, str(tmp_path), zero)
+
+
+def full_disk(rank: int, world: int, folder: str, zero: int) -> None:
+    """Where one rank's disk is full for a step, all say so, nothing is lost, and training can go on."""
+    losses: dict[bool, list[float]] = {}
+    for full in (False, True):
+        net = model("gpt")
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        plan = {"data": world, "zero": zero, "offload": {"states": "disk", "directory": folder}}
+        engine = espalier.initialize(net, optimizer, {**plan, "chunk_megabytes": 0.02})
+        losses[full] = []
+        for step in range(5):
+            with pytest.MonkeyPatch.context() as patched:
+                fails = full and step in (0, 2)
+                if fails and rank == world - 1:
+                    patched.setattr(os, "pwrite", _no_space)
+                loss = engine(batch(4, step))
+                losses[full].append(loss.item())
+                engine.backward(loss)
+                if fails:
+                    with pytest.raises(RuntimeError, match="No space left on device.*bytes were needed"):
+                        engine.step()
+                else:
+                    engine.step()
+    assert losses[True] == losses[False]
+
+
+def _no_space(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_full_disk_loses_nothing(ranks: Any, tmp_path: Path, zero: int) -> None:
+    ranks(2, full_disk, str(tmp_path), zero)
+
+
+def damaged(rank: int, world: int, folder: str) -> None:
+    net = model("gpt")
+    offload = {"states": "disk", "directory": folder}
+    plan = {"data": world, "zero": 2, "offload": offload, "chunk_megabytes": 0.02}
+    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan)
+    engine.train_step(batch(4))
+    if rank == 1:
+        (path,) = Path(folder).glob(f"*-{os.getpid()}-*/states-1")
+        os.truncate(path, 1000)
+    loss = engine(batch(4, 1))
+    engine.backward(loss)
+    with pytest.raises(RuntimeError, match="states-1 is damaged.*start again from a checkpoint"):
+        engine.step()
+
+
+def test_a_damaged_file_stops_all_ranks(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, damaged, str(tmp_path))
+
+
+def same_bits(rank: int, world: int, folder: str, zero: int) -> None:
+    plan: dict[str, Any] = {"data": world, "zero": zero}
+    options = {"fused": True, "weight_decay": 0.1}
+    expected = trained(plan, **options)
+    placed: list[dict[str, Any]] = [
+        {"states": "host"},
+        {"states": {"place": "disk", "ratio": 0.5}},
+    ]
+    if zero or world == 1:
+        placed += [{"gradients": "host"}, {"gradients": "disk", "states": {"place": "host", "ratio": 0.5}}]
+    if zero == 3 or world == 1:
+        placed += [
+            {"parameters": "host"},
+            {"parameters": {"place": "disk", "ratio": 0.6}, "gradients": "host", "states": "disk"},
+        ]
+    for offload in placed:
+        offload["directory"] = folder
+        assert equal(trained({**plan, "offload": offload}, **options), expected), offload
+    gc.collect()
+    assert not list(Path(folder).glob(f"*-{os.getpid()}-*"))
+
+
+@pytest.mark.parametrize(("world", "zero"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_what_is_off_the_device_changes_no_bit(ranks: Any, tmp_path: Path, world: int, zero: int) -> None:
+    ranks(world, same_bits, str(tmp_path), zero)
