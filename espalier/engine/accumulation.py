@@ -65,7 +65,7 @@ class Accumulation:
             number = self._seen(loss)
         else:
             loss = forward(batch)
-            number = None if self._count == "sum" else self._told(self._count(batch))
+            number = None if self._count == "sum" else self._told(self._count, batch)
         self._pending.append(number)
         return loss
 
@@ -131,9 +131,12 @@ class Accumulation:
             found = (self._total if self._number is None else self._total / self._number).to(dtype)
         return found if layout is None else stamp(found, layout)
 
-    def _told(self, found: Any) -> torch.Tensor:
+    def _told(self, count: Callable[[Any], Any], batch: Any) -> torch.Tensor:
+        if self._mesh.is_dry:  # there are no values to count
+            return torch.ones((), dtype=torch.float64, device=self._mesh.device())
+        found = count(batch)
         number = full_tensor(found) if isinstance(found, torch.Tensor) else torch.tensor(found)
-        if number.numel() != 1 or (not number.is_meta and not number.item() > 0):
+        if number.numel() != 1 or not number.item() > 0:
             raise ValueError(
                 f"count= gave {found!r} for a micro-batch; expected a number above 0: of the tokens (or "
                 "rows) that its loss is a mean over."
@@ -145,7 +148,7 @@ class Accumulation:
         if type(mark) is Sum:
             return None
         counts = (
-            [full_tensor(n) if isinstance(n, DTensor) else n for n in mark.counts]
+            [full_tensor(n) if isinstance(n, torch.Tensor) else n for n in mark.counts]
             if type(mark) is Mean
             else []
         )

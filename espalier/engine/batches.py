@@ -89,9 +89,10 @@ class Batches:
     # ---- micro-batches
 
     def cuts(self, size: int) -> list[tuple[int, int]]:
-        """The (first row, size) of each micro-batch of a global batch; the last are smaller, or none."""
-        bounds = (chunk_bounds(size, self.micro_batches, i) for i in range(self.micro_batches))
-        return [(start, n) for start, n in bounds if n] or [(0, size)]
+        """The (first row, size) of each micro-batch of a global batch: alike, and none of no rows."""
+        n = min(self.micro_batches, max(size, 1))
+        starts = [size * i // n for i in range(n + 1)]
+        return [(start, end - start) for start, end in itertools.pairwise(starts)]
 
     def cut(self, batch: Any) -> list[Any]:
         """The micro-batches of a global batch, whose rows are cut in order, whatever the number of ranks."""

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from espalier.comm.traced import recording
 from espalier.layout import Layout
 from espalier.layout.layout import is_partial
-from espalier.tensor import DTensor, redistribute
+from espalier.tensor import DTensor
 from espalier.tensor.rules import RULES
+from espalier.tensor.rules.loss import divisors
 from espalier.tensor.rules.spec import bound_to
 from espalier.tensor.watch import Go, Watcher
 
@@ -26,7 +27,7 @@ from espalier.tensor.watch import Go, Watcher
 class Mean(NamedTuple):
     """A mean, or a sum of means; ``counts``: over how many elements (a 0-d tensor where values decide)."""
 
-    counts: tuple[int | DTensor, ...]
+    counts: tuple[int | torch.Tensor, ...]
 
 
 class Sum(NamedTuple):
@@ -71,6 +72,7 @@ _MUL = frozenset("mul __mul__ __rmul__ __imul__ mul_ multiply".split())
 _DIV = frozenset("div __truediv__ __itruediv__ div_ divide true_divide".split())
 _BY_ROWS = frozenset(
     "linear embedding layer_norm rms_norm group_norm dropout pad scaled_dot_product_attention conv1d "
+    "cross_entropy nll_loss mse_loss l1_loss huber_loss smooth_l1_loss binary_cross_entropy_with_logits "
     "conv2d conv3d max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool2d".split()
 )
 _ALONG = frozenset(
@@ -103,10 +105,9 @@ class Counting(Watcher):
         before = [mark_of(x) for x in given]
         mixed = next((m for m in before if type(m) is Mixture), None)
         if mixed is None and func in (F.cross_entropy, F.nll_loss):
-            found = _of_classes(func, args, kwargs)
-            if found is not None:
-                return found
-        out = go()
+            out = _of_classes(args, kwargs, go)
+        else:
+            out = go()
         for x in (out,) if type(out) is DTensor else tuple(_tensors((out,))):
             inner = mark_of(x)
             if inner is not None and all(x is not y for y in given):
@@ -168,28 +169,26 @@ def _tensors(items: Any) -> Iterator[DTensor]:
             yield from _tensors(x)
 
 
-def _of_classes(func: Any, args: Any, kwargs: Any) -> DTensor | None:
-    """A mean of cross_entropy or nll_loss, marked; of nothing it is zero here, for it counts nothing."""
+def _of_classes(args: Any, kwargs: Any, go: Go) -> Any:
+    """cross_entropy or nll_loss, marked."""
     bound = bound_to(_CLASSES, args, kwargs)
-    legacy = bound.pop("size_average", None) is not None or bound.pop("reduce", None) is not None
-    logits, target, weight = bound["input"], bound["target"], bound.get("weight")
-    if legacy or bound.get("reduction", "mean") != "mean" or type(target) is not DTensor:
-        return None
-    total = func(**{**bound, "reduction": "sum"})
-    if target.shape == logits.shape:
-        number = logits.numel() // logits.shape[1 if logits.ndim > 1 else 0]
-        out = total / number
-        out.__dict__["_mark"] = Mean((number,))
+    token = divisors.set([])
+    try:
+        out = go()
+        told = divisors.get()
+    finally:
+        divisors.reset(token)
+    if type(out) is not DTensor or out._layout.shape:
         return out
-    valid = target != bound.get("ignore_index", -100)
-    counted = valid
-    if weight is not None:
-        counted = weight.detach()[target.masked_fill(~valid, 0)] * valid
-    count = counted.sum()
-    count = redistribute(count, Layout.replicated(count._layout.mesh, ()))
-    kind = torch.float64 if total.dtype == torch.float64 else torch.float32
-    out = total / torch.where(count == 0, 1, count).to(kind)
-    out.__dict__["_mark"] = Mean((count,))
+    logits, reduction = bound["input"], bound.get("reduction", "mean")
+    mark: Mark = Mixture("cross_entropy")
+    if told:
+        mark = Mean((told[0],))
+    elif reduction == "sum":
+        mark = Sum(out)
+    elif reduction == "mean" and bound["target"].shape == logits.shape:  # probabilities
+        mark = Mean((logits.numel() // logits.shape[1 if logits.ndim > 1 else 0],))
+    out.__dict__["_mark"] = mark
     return out
 
 
@@ -202,7 +201,7 @@ def _reduced(
         return Mean((x.numel(),)) if apart else None
     if name in ("sum", "count_nonzero"):
         return Sum(out) if apart else None
-    losses = func in _ELEMENTS or func in _ROWS or func in (F.ctc_loss, F.cross_entropy, F.nll_loss)
+    losses = func in _ELEMENTS or func in _ROWS or func is F.ctc_loss
     if not losses or any(kwargs.get(k) is not None for k in ("size_average", "reduce")):
         return None
     reduction = kwargs.get("reduction", next((a for a in args if isinstance(a, str)), "mean"))

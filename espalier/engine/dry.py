@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from espalier.comm import Ledger, ledger
-from espalier.engine.engine import initialize
+from espalier.engine.accumulation import Count
+from espalier.engine.engine import Engine, initialize
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor
@@ -71,6 +72,7 @@ def dry_run(
     optimizer: torch.optim.Optimizer | None = None,
     max_grad_norm: float | None = None,
     layouts: Mapping[str, str] | None = None,
+    count: Count | None = None,
     coordinate: tuple[int, ...] | None = None,
 ) -> DryReport:
     """A step of training as one rank of a plan would do it, without other processes or data.
@@ -82,7 +84,7 @@ def dry_run(
         plan: a :class:`Plan` or a dict of its arguments.
         batch: the global batch, as meta tensors.
         optimizer: built on the model's parameters.
-        max_grad_norm, layouts: as for :func:`initialize`.
+        max_grad_norm, layouts, count: as for :func:`initialize`.
         coordinate: which rank to play; by default the first, which holds the most.
 
     Raises:
@@ -97,9 +99,8 @@ def dry_run(
     plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
     mesh = Mesh.dry(plan.axes, coordinate)
     whole = sum(p.numel() for p in model.parameters())
-    engine = initialize(
-        model, optimizer, plan, mesh=mesh, layouts=layouts, max_grad_norm=max_grad_norm, example=batch
-    )
+    given: dict[str, Any] = {"layouts": layouts, "max_grad_norm": max_grad_norm, "count": count}
+    engine = initialize(model, optimizer, plan, mesh=mesh, example=batch, **given)
     held = [p for p in model.parameters() if isinstance(p, DTensor)]
     memory, flops = _Memory(), FlopCounterMode(display=False)
     masters = engine.masters()
@@ -107,23 +108,10 @@ def dry_run(
         memory.hold(x)
     with memory:
         # a first step, so that the optimizer's states exist and are counted
-        engine.backward(engine(batch))
-        engine.finish_gradients()
-        if optimizer is not None:
-            engine.step()
-        else:
-            model.zero_grad()
+        _step(engine, batch, memory)
     memory.peak = 0
     with ledger(mesh) as book, memory, flops:
-        memory.phase = "forward"
-        loss = engine(batch)
-        memory.phase = "backward"
-        engine.backward(loss)
-        del loss
-        engine.finish_gradients()
-        memory.phase = "step"
-        if optimizer is not None:
-            engine.step()
+        _step(engine, batch, memory)
     return DryReport(
         plan,
         book,
@@ -134,6 +122,21 @@ def dry_run(
         memory.peak_at,
         whole,
     )
+
+
+def _step(engine: Engine, batch: Any, memory: _Memory) -> None:
+    for part in engine.cut(batch):
+        memory.phase = "forward"
+        loss = engine(part)
+        memory.phase = "backward"
+        engine.backward(loss)
+        del loss
+    engine.finish_gradients()
+    memory.phase = "step"
+    if engine.optimizer is not None:
+        engine.step()
+    else:
+        engine.zero_grad()
 
 
 @dataclass

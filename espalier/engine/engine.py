@@ -162,6 +162,14 @@ class Engine:
             found.append((slice(start + rows.start, start + rows.stop), n))
         return found
 
+    def cut(self, batch: Any) -> list[Any]:
+        """A global batch as micro-batches, ``Plan.accumulate`` if it has so many rows.
+
+        Raises:
+            ValueError: its tensors don't have the same number of rows.
+        """
+        return self._batches.cut(batch)
+
     def local_batch(self, rows: Any, size: int | None = None) -> Any:
         """The rows that this rank has loaded, typed as its part of a global batch.
 
@@ -308,13 +316,21 @@ class Engine:
                 of_step.reset()
         return True
 
+    def zero_grad(self) -> None:
+        """Forget the gradients, and the micro-batches that made them."""
+        assert self._data is not None, "call the engine on a batch first"
+        self.module.zero_grad(set_to_none=True)
+        self._data.gradients.forget()
+        if self._accumulation is not None:
+            self._accumulation.reset()
+
     def train_step(self, batch: Any) -> torch.Tensor:
         """Forward, backward, step, on the batch's rows in ``Plan.accumulate`` micro-batches.
 
         Returns:
             the loss of the whole batch, detached.
         """
-        for part in self._batches.cut(batch):
+        for part in self.cut(batch):
             loss = self(part)
             self.backward(loss)
             del loss

@@ -233,6 +233,7 @@ class Job:
         found.extend(_plan_mistakes(plan))
         if model and data and train and verify:
             found.extend(_fit_mistakes(model.facts, data, train, verify))
+            found.extend(_micro_batch_mistakes(plan, train, verify))
         if found or not (model and data and optimizer and train and verify):
             raise JobError(source, found, overridden)
         return cls(source, dict(raw), model, data, plan, optimizer, train, verify, model.facts)
@@ -306,6 +307,18 @@ def _fit_mistakes(
         Mistake(key, length, f"is longer than the model's {facts.max_positions} positions")
         for key, length in lengths.items()
         if length > facts.max_positions
+    ]
+
+
+def _micro_batch_mistakes(
+    plan: Mapping[str, Any], train: TrainSection, verify: VerifySection
+) -> list[Mistake]:
+    parts = plan.get("accumulate", 1)
+    sizes = {"train.batch_size": train.batch_size, "verify.batch_size": verify.batch_size}
+    return [
+        Mistake(key, size, f"has too few rows for plan.accumulate = {parts} micro-batches")
+        for key, size in sizes.items()
+        if isinstance(parts, int) and size is not None and size < parts
     ]
 
 

@@ -180,11 +180,11 @@ class Loop:
     def _step(self, step: int, count: bool) -> tuple[torch.Tensor, dict[str, int]]:
         engine = self._engine
         with ledger(engine.mesh) if count else nullcontext() as book:
-            loss = engine(self._load(self._batches, step))
-            engine.backward(loss)
+            for rows, size in engine.micro_batches(self._batches.size):
+                engine.backward(engine(engine.local_batch(self._batches.batch(step, rows), size)))
             engine.step()
         self._schedule.step()
-        return loss.detach(), book.by_axis() if book is not None else {}
+        return engine.loss, book.by_axis() if book is not None else {}
 
     def _load(self, batches: Batches, step: int) -> Any:
         rows = self._engine.batch_rows(batches.size)

@@ -125,13 +125,15 @@ def verify(job: Job) -> Verification | None:
     plain = PlainRun(job, reference.to(engine.mesh.device())) if engine.mesh.rank == 0 else None
     reports = []
     for step in range(1, settings.steps + 1):
-        batch = batches.batch(step, engine.batch_rows(batches.size))
-        with Double() as double:
-            loss = engine(engine.local_batch(batch, batches.size))
-        engine.backward(loss)
+        for rows, size in engine.micro_batches(batches.size):
+            batch = batches.batch(step, rows)
+            with Double() as double:
+                loss = engine(engine.local_batch(batch, size))
+            engine.backward(loss)
         engine.finish_gradients()
         gradients = _gathered(espalier, model, gradient=True)
-        value = float(loss.item())
+        assert engine.loss is not None
+        value = float(engine.loss)
         engine.step()
         weights = _gathered(espalier, model, gradient=False)
         if plain is None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import espalier
 from espalier.tensor import DTensor
-from tests.ranks.test_engine import TOLERANCE, apart, batch, model
+from tests.ranks.test_engine import TOLERANCE, apart, batch, model, one_step_ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore:A global batch of")
 PLANS = [{"data": 2}, {"data": 2, "zero": 3}, {"data": 2, "tensor": 2}, {"data": 2, "tensor": 2, "zero": 3}]
@@ -89,6 +89,17 @@ def test_only_the_last_reduces_where_the_stage_allows_it(ranks: Any) -> None:
     assert len({n for zero in (0, 1, 2, 3) for n in ranks(2, reduces_once, zero)}) == 1
 
 
+def labels(part: dict[str, torch.Tensor]) -> int:
+    return int((part["labels"] != -100).sum())
+
+
+@pytest.mark.parametrize("count", [None, labels])
+def test_ledger_equals_dry_run(ranks: Any, count: Any) -> None:
+    plan = {"data": 2, "tensor": 2, "zero": 3, "accumulate": 3}
+    for real, dry in ranks(4, one_step_ledger, "gpt", plan, 7, count):
+        assert real == dry
+
+
 # ---- what a loss is a mean over
 
 
@@ -109,6 +120,11 @@ def masked(z: Any, y: Any, m: Any, w: Any) -> Any:
     return ((z - y).square().sum(-1) * m).sum() / m.sum().clamp(min=1)
 
 
+def masked_tokens(z: Any, y: Any, m: Any, w: Any) -> Any:
+    losses = F.cross_entropy(z.flatten(0, 0), y.argmax(-1), reduction="none")
+    return (losses.view(-1) * m).sum() / m.sum()
+
+
 def classes(m: Any) -> Any:
     return torch.where(m > 0, 2, -100)
 
@@ -120,6 +136,7 @@ SEEN: dict[str, Callable[..., Any]] = {
     "two": lambda z, y, m, w: F.mse_loss(z, y) - 0.5 * F.l1_loss(z, y, reduction="mean"),
     "sum": lambda z, y, m, w: F.mse_loss(z, y, reduction="sum"),
     "masked": masked,
+    "masked tokens": lambda z, y, m, w: masked_tokens(z, y, m + 1, w),
     "ignored": lambda z, y, m, w: F.cross_entropy(z, classes(m)),
     "smooth": lambda z, y, m, w: nn.CrossEntropyLoss(label_smoothing=0.1)(z, classes(m)),
     "weighted": lambda z, y, m, w: F.cross_entropy(

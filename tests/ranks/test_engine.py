@@ -92,9 +92,13 @@ def test_optimizers(ranks: Any, optimizer: str, options: dict[str, Any]) -> None
     ranks(4, same_training, "gpt", {"data": 2, "tensor": 2}, optimizer, options)
 
 
-def one_step_ledger(rank: int, world: int, kind: str, plan: dict[str, int], rows: int) -> Any:
+def one_step_ledger(
+    rank: int, world: int, kind: str, plan: dict[str, int], rows: int, count: Any = None
+) -> Any:
     net = model(kind)
-    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan, max_grad_norm=1.0)
+    engine = espalier.initialize(
+        net, torch.optim.AdamW(net.parameters()), plan, max_grad_norm=1.0, count=count
+    )
     engine.train_step(batch(rows))
     with espalier.ledger(engine.mesh) as book:
         engine.train_step(batch(rows, 1))
@@ -108,6 +112,7 @@ def one_step_ledger(rank: int, world: int, kind: str, plan: dict[str, int], rows
         data,
         optimizer=torch.optim.AdamW(twin.parameters()),
         max_grad_norm=1.0,
+        count=count,
         coordinate=engine.mesh.coordinate,
     )
     assert book.entries, "a step communicates"

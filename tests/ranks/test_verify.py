@@ -35,6 +35,21 @@ def test_plan_equals_one_process(ranks: Any, name: str, plan: str) -> None:
     check(ranks, name, plan)
 
 
+def accumulated(rank: int, world: int, name: str) -> Any:
+    plan = ("plan.data=2", "plan.tensor=2", "plan.zero=3", "plan.accumulate=3")
+    found = verify(Job.load(JOBS / f"{name}.toml", [*plan, "verify.batch_size=5"]))
+    return None if found is None else (found.passed, found.worst)
+
+
+# Hugging Face's losses are called by helpers of its own
+@pytest.mark.filterwarnings("ignore:A global batch of")
+@pytest.mark.parametrize("name", ["gpt", "hf-llama"])
+def test_accumulation_equals_one_process(ranks: Any, name: str) -> None:
+    pytest.importorskip("transformers")
+    passed, worst = ranks(4, accumulated, name, timeout=240)[0]
+    assert passed and worst < 1e-9
+
+
 def uneven(rank: int, world: int) -> tuple[bool, ...]:
     job = Job.load(JOBS / "gpt.toml")
     hidden, heads, vocabulary = (job.raw["model"][k] for k in ("hidden", "heads", "vocab_size"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from espalier.layout import Layout, local_box
 from espalier.tensor.rules.pointwise import found, letters
 from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
 from espalier.tensor.rules.together import within
+
+# where a list is, means over tokens put there what they divide by, the same on all ranks; of nothing they
+# are then zero, and no NaN
+divisors: ContextVar[list[torch.Tensor] | None] = ContextVar("divisors", default=None)
 
 
 def weighted_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
@@ -130,7 +135,7 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
             _agree_on(target, ignored, placed, at)
         part, divisor = _shares(logits, target, weight, ignored, smoothing, placed, at, class_axes)
         total = placed.total(part if reduction == "none" else part.sum(), class_axes)
-        return total / divisor if reduction == "mean" else total
+        return _by(total, divisor) if reduction == "mean" else total
     if class_axes:
         rows = logits if at == lay.ndim - 1 else logits.movedim(at, -1)
 
@@ -141,7 +146,7 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
         if reduction != "mean":
             return losses() if reduction == "none" else losses().sum()
         return _mean(lambda: losses().sum(), logits.dtype, target, ignored, None, placed)
-    if reduction != "mean" or not placed.axes_of(lay, range(lay.ndim)):
+    if reduction != "mean" or not (placed.axes_of(lay, range(lay.ndim)) or divisors.get() is not None):
         return func(*args, **kwargs)
 
     def total_loss() -> torch.Tensor:
@@ -156,9 +161,8 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
 
 def _nll(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
     bound = bound_to(_NAMES, args, kwargs)
-    if bound.get("reduction", "mean") != "mean" or not placed.axes_of(
-        placed.ins[1], range(placed.ins[1].ndim)
-    ):
+    cut = placed.axes_of(placed.ins[1], range(placed.ins[1].ndim))
+    if bound.get("reduction", "mean") != "mean" or not (cut or divisors.get() is not None):
         return func(*args, **kwargs)
     input, target, weight = bound["input"], bound["target"], bound.get("weight")
     ignored = bound.get("ignore_index", -100)
@@ -193,7 +197,15 @@ def _mean(
         count = door.all_reduce(count, lay.mesh, axis)
     if axes and looks(lay.mesh) and math.isnan(count.item()):
         agree(met, lay.mesh, axes)
-    return value / count
+    return _by(value, count)
+
+
+def _by(total: torch.Tensor, divisor: Any) -> torch.Tensor:
+    told = divisors.get()
+    if told is None or not isinstance(divisor, torch.Tensor):
+        return total / divisor
+    told.append(divisor)
+    return total / torch.where(divisor == 0, 1, divisor)
 
 
 def _in_range(target: torch.Tensor, ignored: int, lay: Layout, at: int) -> bool:
