@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from espalier.comm import Ledger, ledger
 from espalier.engine.accumulation import Count
 from espalier.engine.engine import Engine, initialize
+from espalier.engine.recompute import Policy
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor
@@ -74,6 +76,7 @@ def dry_run(
     layouts: Mapping[str, str] | None = None,
     count: Count | None = None,
     coordinate: tuple[int, ...] | None = None,
+    recompute_policy: Policy | None = None,
 ) -> DryReport:
     """A step of training as one rank of a plan would do it, without other processes or data.
 
@@ -84,7 +87,7 @@ def dry_run(
         plan: a :class:`Plan` or a dict of its arguments.
         batch: the global batch, as meta tensors.
         optimizer: built on the model's parameters.
-        max_grad_norm, layouts, count: as for :func:`initialize`.
+        max_grad_norm, layouts, count, recompute_policy: as for :func:`initialize`.
         coordinate: which rank to play; by default the first, which holds the most.
 
     Raises:
@@ -100,9 +103,11 @@ def dry_run(
     mesh = Mesh.dry(plan.axes, coordinate)
     whole = sum(p.numel() for p in model.parameters())
     given: dict[str, Any] = {"layouts": layouts, "max_grad_norm": max_grad_norm, "count": count}
+    given["recompute_policy"] = recompute_policy
     engine = initialize(model, optimizer, plan, mesh=mesh, example=batch, **given)
     held = [p for p in model.parameters() if isinstance(p, DTensor)]
     memory, flops = _Memory(), FlopCounterMode(display=False)
+    flops.mod_tracker = _Untold()  # type: ignore[assignment]
     masters = engine.masters()
     for x in (*held, *masters, *model.buffers()):
         memory.hold(x)
@@ -137,6 +142,12 @@ def _step(engine: Engine, batch: Any, memory: _Memory) -> None:
         engine.step()
     else:
         engine.zero_grad()
+
+
+class _Untold(nullcontext[None]):
+    """In place of what tells the counter of FLOPs the module: its hooks keep what is recomputed alive."""
+
+    parents = frozenset({"Global"})
 
 
 @dataclass

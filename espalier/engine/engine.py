@@ -14,6 +14,7 @@ from espalier.comm import collectives as door
 from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches
 from espalier.engine.norm import global_norm, scale_gradients
+from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.update import lay_out_states, update
 from espalier.layout import Layout
 from espalier.mesh import Mesh
@@ -37,6 +38,7 @@ def initialize(
     max_grad_norm: float | None = None,
     count: Count | None = None,
     example: Any = None,
+    recompute_policy: Policy | None = None,
 ) -> Engine:
     """Lay a plain model on a mesh and give the engine that trains it there.
 
@@ -58,6 +60,9 @@ def initialize(
             is a sum. By default the engine sees it: the mean-reduced losses of ``torch.nn.functional``,
             ``x.mean()`` and ``x.sum() / y.sum()`` say it. Where it cannot be seen, that is an error.
         example: a batch to infer layouts from; by default the first batch is.
+        recompute_policy: for blocks of ``recompute="selective"``, as for torch's
+            ``create_selective_checkpoint_contexts``: ``policy(context, op, *args, **kwargs)``; it sees the
+            operations on this rank's local tensors.
 
     Raises:
         ValueError: mesh and plan differ, a parameter of the optimizer is not the model's, ...
@@ -77,7 +82,7 @@ def initialize(
                 f"The optimizer holds {foreign} parameter(s) that are not the model's. "
                 "Build it on model.parameters() of the very model given."
             )
-    engine = Engine(model, optimizer, plan, on, loss_fn, layouts, max_grad_norm, count)
+    engine = Engine(model, optimizer, plan, on, loss_fn, layouts, max_grad_norm, count, recompute_policy)
     engine.lay_out(example)
     return engine
 
@@ -114,12 +119,14 @@ class Engine:
         layouts: Mapping[str, str] | None,
         max_grad_norm: float | None,
         count: Count | None = None,
+        recompute_policy: Policy | None = None,
     ) -> None:
         self.module, self.optimizer, self.plan, self.mesh = module, optimizer, plan, mesh
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
         self.loss: torch.Tensor | None = None
         self._loss_fn, self._table = loss_fn, layouts
+        self._recomputed, self._policy = chosen(module, plan), recompute_policy
         self._data: DataAxis | None = None
         self._syncing = True
         self._batches = Batches(mesh, plan)
@@ -137,6 +144,7 @@ class Engine:
         if layouts is None:
             return
         self._data = lay_out_model(self.module, layouts, self.mesh, self.plan)
+        recompute(self.module, self._recomputed, self.plan.recompute_inputs, self._policy)
         if self.optimizer is not None:
             with self._data.updating(exchange=False):
                 lay_out_states(self.optimizer)

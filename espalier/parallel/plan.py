@@ -9,12 +9,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
 
 from espalier.parallel.offload import Offload
 from espalier.parallel.precision import Precision, as_precision
 
 Size = Annotated[int, Field(ge=1)]
+
+
+def _recompute(given: Any) -> Any:
+    kinds = ("none", "full", "selective")
+    said = list(given.values()) if isinstance(given, dict) else [given]
+    named = not isinstance(given, dict) or all(isinstance(name, str) for name in given)
+    if not said or not named or any(kind not in kinds for kind in said):
+        raise PydanticCustomError(
+            "recompute",
+            'expected "none", "full", "selective", or a table of patterns of block names to these',
+        )
+    return given
 
 
 class Plan(BaseModel):
@@ -36,6 +49,11 @@ class Plan(BaseModel):
         offload: where parameters, gradients and states lie between their uses, a table of the arguments of
             :class:`~espalier.parallel.offload.Offload`: ``{states = "host"}``, say. Parameters off the device
             need ``zero=3``, gradients ``zero`` of 1 or more; a data axis of 1 needs neither.
+        recompute: what blocks computed and the backward pass computes again, to spare memory: ``"none"``,
+            ``"full"`` (all but a block's inputs), ``"selective"`` (all but matrix products and outputs of
+            attention), or a table of name patterns of blocks to these (the first that matches holds).
+        recompute_inputs: what is kept of the inputs of such a block: the ``"whole"``, this rank's slice
+            (``"sharded"`` over the tensor axis), or a copy in ``"host"`` memory.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -49,6 +67,8 @@ class Plan(BaseModel):
     prefetch_megabytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
     precision: Annotated[Precision, BeforeValidator(as_precision)] = Precision()
     offload: Offload = Offload()
+    recompute: Annotated[str | dict[str, str], PlainValidator(_recompute)] = "none"
+    recompute_inputs: Literal["whole", "sharded", "host"] = "whole"
 
     def __init__(self, **given: Any) -> None:
         try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
+from torch.utils import _python_dispatch
 
 from espalier.comm import move
 from espalier.comm.moves import on_dry
@@ -173,15 +175,31 @@ def _error_on(
             return like.requires_grad_() if x.requires_grad and torch.is_grad_enabled() else like
         return torch.device(device) if isinstance(x, torch.device) else x
 
-    args, kwargs = tree_map(blank, args), tree_map(blank, kwargs)
-    try:
-        # device="cpu" may be among the arguments, and then random functions draw
-        with raw(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            func(*args, **kwargs)
-    except Exception as error:
-        return error
-    return None
+    with _unseen():
+        args, kwargs = tree_map(blank, args), tree_map(blank, kwargs)
+        try:
+            # device="cpu" may be among the arguments, and then random functions draw
+            with raw(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                func(*args, **kwargs)
+        except Exception as error:
+            return error
+        return None
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """While open, what checkpointing counts (saved tensors, and, selective, operations) is not counted."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+        return
+    disable = getattr(_python_dispatch, "_disable_current_modes", nullcontext)
+    with disable(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        yield
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Any:

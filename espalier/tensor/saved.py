@@ -24,7 +24,7 @@ from espalier.comm.traced import recorders
 from espalier.layout import Layout
 from espalier.tensor.dtensor import plain
 
-_outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
 
 
@@ -39,7 +39,7 @@ class Shard:
         self._shard: Any = plain(shard.detach())
         self._outer: Callable[[Any], torch.Tensor] | None = None
         # checkpointing and offloading have the last word on what is kept
-        outer = _outer_hooks(True)
+        outer = outer_hooks(True)
         if outer is not None:
             self._shard, self._outer = outer[0](self._shard), outer[1]
         assert full.grad_fn is not None
@@ -96,11 +96,14 @@ class _View:
         return self.source.get().as_strided(shape, stride, offset)
 
 
-class _Outer:
+class Outer:
+    """What hooks around those that are open now have made of a tensor."""
+
     def __init__(self, held: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
         self.held, self.unpack = held, unpack
 
     def get(self) -> torch.Tensor:
+        """The tensor."""
         return self.unpack(self.held)
 
 
@@ -119,15 +122,15 @@ def open_saving(shards: Sequence[Shard]) -> torch.autograd.graph.saved_tensors_h
     if recorders():
         return handle_torch_function(open_saving, (), shards)
     sources = {shard.storage: shard for shard in shards}
-    outer = _outer_hooks(True)
+    outer = outer_hooks(True)
 
-    def pack(x: torch.Tensor) -> torch.Tensor | _View | _Outer:
+    def pack(x: torch.Tensor) -> torch.Tensor | _View | Outer:
         source = sources.get(x.untyped_storage()._cdata)
         if source is not None:
             return _View(source, x)
-        return x if outer is None else _Outer(outer[0](x), outer[1])
+        return x if outer is None else Outer(outer[0](x), outer[1])
 
-    def unpack(held: torch.Tensor | _View | _Outer) -> torch.Tensor:
+    def unpack(held: torch.Tensor | _View | Outer) -> torch.Tensor:
         return held if isinstance(held, torch.Tensor) else held.get()
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -173,7 +176,7 @@ def keep_in_step(out: Any) -> None:
     recompute at different places call different collectives. So here each drops a tensor more, and
     asks for it where the backward pass reaches the operation.
     """
-    outer = _outer_hooks(True)
+    outer = outer_hooks(True)
     if outer is None or recorders() or not torch.is_grad_enabled():
         return
     held, asked = outer[0](torch.empty(0)), set()

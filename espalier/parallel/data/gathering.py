@@ -231,21 +231,18 @@ class Gathering:
                 return None
             for g in used:
                 g.users -= 1
-            out, changed = self._own_memory(out, used)
-            if torch.is_grad_enabled():
-                for x in _all_tensors(out):
-                    if x.grad_fn is not None:
-                        x.grad_fn.register_prehook(lambda *_: self._needed_again(used))
+            given = out
+            out = _before_backward(self._own_memory(out, used), lambda *_: self._needed_again(used))
             if not _in_backward():  # else its backward follows
                 for g in used:
                     if not g.users and not self._next_is(g):
                         g.release()
-            return out if changed else None
+            return None if out is given else out
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave, always_call=True)
 
-    def _own_memory(self, out: Any, used: list[Gathered]) -> tuple[Any, bool]:
+    def _own_memory(self, out: Any, used: list[Gathered]) -> Any:
         """What a module gives, with copies of the views of its parameters."""
         stores = {g.storage._cdata for g in used}
         with raw():
@@ -256,9 +253,7 @@ class Gathering:
                 and x.layout is torch.strided
                 and x.untyped_storage()._cdata in stores
             }
-        if not views:
-            return out, False
-        return tree_map(lambda x: x.clone() if id(x) in views else x, out), True
+        return tree_map(lambda x: x.clone() if id(x) in views else x, out) if views else out
 
     def _needed_again(self, used: list[Gathered]) -> None:
         for g in used:
@@ -411,3 +406,29 @@ def _marked(tree: Any, done: Callable[[], None]) -> Any:
             if type(x) is DTensor:
                 stamp(outs[key], x._layout)
     return tree_map(lambda x: outs.get(id(x), x), tree)
+
+
+def _before_backward(out: Any, need: Callable[..., None]) -> Any:
+    """What a module gives; before its backward ``need`` is called.
+
+    It must come before other hooks of the last operation, which may gather or recompute: so in a node of
+    its own. What then is written to in place goes past that node, and has the hook on its own one.
+    """
+
+    def hooked(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or x.grad_fn is None:
+            return x
+        x.grad_fn.register_prehook(need)
+        with raw():
+            alias = x.view_as(x)
+            alias = stamp(alias, x._layout) if type(x) is DTensor else alias
+        assert alias.grad_fn is not None
+        alias.grad_fn.register_prehook(need)
+        return alias
+
+    if torch.is_grad_enabled():
+        if isinstance(out, torch.Tensor) or type(out) in (tuple, list):
+            return tree_map(hooked, out)
+        for x in _all_tensors(out):
+            hooked(x)
+    return out

@@ -38,6 +38,23 @@ def units(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The elements of the outermost lists of blocks, by name; those without parameters are left out."""
+    found: dict[str, nn.Module] = {}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            if not any(True for _ in child.parameters()):
+                continue
+            if isinstance(module, _LISTS):
+                found[prefix + name] = child
+            else:
+                visit(child, f"{prefix}{name}.")
+
+    visit(model, "")
+    return found
+
+
 def _has_blocks(module: nn.Module) -> bool:
     for m in module.modules():
         if isinstance(m, _LISTS) and sum(any(True for _ in c.parameters()) for c in m.children()) > 1:

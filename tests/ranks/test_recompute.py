@@ -1,0 +1,216 @@
+"""Activation recomputation: exact under every plan, and memory as it should be."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+import espalier
+from espalier.engine.dry import _Memory
+from espalier.engine.recompute import keep_products
+from espalier.models import build
+from espalier.parallel.data.units import blocks
+from tests.ranks.test_engine import SIZES, TOLERANCE, apart, batch, model
+
+PER_BLOCK = {"blocks.0": "none", "blocks.*": "full"}
+PLANS: list[dict[str, Any]] = [
+    {"recompute": "none"},
+    {"recompute": "full"},
+    {"recompute": "full", "recompute_inputs": "sharded"},
+    {"recompute": "full", "recompute_inputs": "host"},
+    {"recompute": "selective"},
+    {"recompute": PER_BLOCK},
+]
+
+
+def trained(plan: dict[str, Any], kind: str, rows: int) -> Any:
+    """Losses and parameters after two steps, and how often a Linear of each block was called."""
+    net = model(kind, dropout=0.2)
+    calls: Counter[str] = Counter()
+    for name, block in blocks(net).items():
+        first = next(m for m in block.modules() if isinstance(m, nn.Linear))
+        first.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+    engine = espalier.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), plan, max_grad_norm=0.5)
+    torch.manual_seed(5)
+    losses = [engine.train_step(batch(rows, s)).item() for s in range(2)]
+    return losses, [espalier.full_tensor(p).detach() for p in net.parameters()], calls
+
+
+def alone(rank: int, world: int, kind: str, rows: int) -> Any:
+    return trained({}, kind, rows)
+
+
+def exact(rank: int, world: int, axes: dict[str, int], kind: str, rows: int, expected: Any) -> None:
+    warnings.filterwarnings("ignore", "A global batch of")
+    for zero, plans in ((0, PLANS[1:6:2]), (3, PLANS[2:6])):
+        for how in plans:
+            losses, parameters, calls = trained({**axes, "zero": zero, **how}, kind, rows)
+            assert losses == pytest.approx(expected[0], abs=TOLERANCE), (zero, how)
+            for p, q in zip(parameters, expected[1], strict=True):
+                assert (p - q).abs().max() < TOLERANCE, (zero, how)
+            assert calls == {"blocks.0": 2 if how["recompute"] == PER_BLOCK else 4, "blocks.1": 4}
+
+
+# of three rows the last of four ranks has none
+@pytest.mark.parametrize(
+    ("axes", "kind", "rows"),
+    [({"data": 2}, "gpt", 6), ({"data": 2, "tensor": 2}, "gpt2", 6), ({"data": 4}, "gpt", 3)],
+    ids=str,
+)
+def test_recomputed_equals_one_process(ranks: Any, axes: dict[str, int], kind: str, rows: int) -> None:
+    expected = ranks(1, alone, kind, rows)[0]
+    ranks(espalier.Plan.from_dict(axes).world_size, exact, axes, kind, rows, expected)
+
+
+def small(kind: str, layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    return build(kind, {**SIZES[kind], "hidden": 32, "layers": layers, "max_positions": 64})
+
+
+def tokens(rows: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(rows, 64, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids}
+
+
+def kept(rank: int, world: int, axes: dict[str, Any]) -> list[float]:
+    """What a further block adds to the memory held after the forward pass, in elements of its input."""
+    found = []
+    for how in PLANS[:5]:
+        held = []
+        for layers in (1, 2):
+            net = small("gpt", layers)
+            engine = espalier.initialize(net, None, {**axes, **how})
+            engine(tokens(4))  # so that what is made once is there
+            memory = _Memory()
+            for p in net.parameters():
+                memory.hold(p)
+            before = memory._live.now
+            with memory:
+                loss = engine(tokens(4))
+                held.append(memory._live.now - before)
+            del loss
+        found.append((held[1] - held[0]) / (4 // axes["data"] * 64 * 32 * 4))
+    return found
+
+
+def test_memory_of_a_block(ranks: Any) -> None:
+    none, full, sharded, host, selective = ranks(4, kept, {"data": 2, "tensor": 2})[0]
+    assert full == pytest.approx(1, rel=0.1) and sharded == pytest.approx(0.5, rel=0.2)
+    assert host == pytest.approx(1, rel=0.1), "the CPU is the host"
+    assert full < selective < 0.7 * none, (full, selective, none)
+
+
+def dry(plan: dict[str, Any]) -> espalier.DryReport:
+    with torch.device("meta"):
+        net, data = small("gpt", 4), tokens(8)
+    return espalier.dry_run(net, plan, data, optimizer=torch.optim.SGD(net.parameters()))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_peaks_of_a_step(zero: int) -> None:
+    none, full, sharded, host, selective = (
+        dry({"data": 2, "tensor": 2, "zero": zero, **how}) for how in PLANS[:5]
+    )
+    peaks = [r.peak_bytes for r in (none, selective, full)]
+    assert peaks == sorted(peaks, reverse=True) and peaks[2] < 0.6 * peaks[0], peaks
+    assert sharded.peak_bytes < full.peak_bytes and host.peak_bytes < full.peak_bytes
+    assert none.flops < selective.flops < full.flops
+    assert 1.25 < full.flops / none.flops < 4 / 3
+
+
+def ledgers(rank: int, world: int, plan: dict[str, Any]) -> Any:
+    net = small("gpt", 2)
+    engine = espalier.initialize(net, torch.optim.SGD(net.parameters()), plan)
+    engine.train_step(tokens(4))
+    with espalier.ledger(engine.mesh) as book:
+        engine.train_step(tokens(4))
+    with torch.device("meta"):
+        twin, data = small("gpt", 2), tokens(4)
+    report = espalier.dry_run(
+        twin, plan, data, optimizer=torch.optim.SGD(twin.parameters()), coordinate=engine.mesh.coordinate
+    )
+    return book.entries, report.ledger.entries
+
+
+@pytest.mark.parametrize("how", [PLANS[2], PLANS[4]], ids=str)
+def test_ledger_equals_dry_run(ranks: Any, how: dict[str, str]) -> None:
+    for real, foretold in ranks(4, ledgers, {"data": 2, "tensor": 2, "zero": 3, **how}):
+        assert real == foretold
+
+
+def policies(rank: int, world: int) -> None:
+    seen: Counter[Any] = Counter()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is torch.ops.aten.mm.default:
+            seen[tuple(args[0].shape), tuple(args[1].shape)] += 1
+        return keep_products(ctx, op, *args, **kwargs)
+
+    net = model("gpt", hidden=32)
+    plain = copy.deepcopy(net)
+    plan = {"data": 2, "tensor": 2, "recompute": "selective"}
+    engine = espalier.initialize(net, None, plan, recompute_policy=policy)
+    engine.backward(engine(batch(4)))
+    engine.finish_gradients()
+    plain(**batch(4)).loss.backward()
+    assert apart(net, plain, gradients=True) < TOLERANCE
+    # two rows of 12 positions, and half of the hidden features of each half of the MLP: what is local
+    assert seen[(24, 32), (32, 44)] == 4 and seen[(24, 44), (44, 32)] == 2, seen
+    copied = copy.deepcopy(net.blocks[0])  # type: ignore[index]
+    assert copied.forward.__self__ is copied
+
+
+def test_a_policy_of_ones_own_sees_local_operations(ranks: Any) -> None:
+    ranks(4, policies)
+
+
+def hugging_face(rank: int, world: int) -> None:
+    import transformers as hf
+
+    for kind in ("gpt2", "llama"):
+        torch.manual_seed(0)
+        if kind == "gpt2":
+            config: Any = hf.GPT2Config(vocab_size=37, n_embd=24, n_layer=2, n_head=4, n_positions=16)
+        else:
+            config = hf.LlamaConfig(
+                vocab_size=37, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
+            )  # fmt: skip
+        net = hf.AutoModelForCausalLM.from_config(config).double()
+        expected: Any = None
+        for how in ({"recompute": "none"}, {"recompute": "full"}, {"recompute": "selective"}):
+            twin = copy.deepcopy(net)
+            engine = espalier.initialize(twin, None, {"data": 2, "zero": 3, **how})
+            data = batch(4)
+            data["labels"] = data["input_ids"]
+            torch.manual_seed(7)
+            loss = engine({**data, "use_cache": True})
+            engine.backward(loss)
+            engine.finish_gradients()
+            found = [loss.detach(), *(espalier.full_tensor(p.grad) for p in twin.parameters())]
+            expected = expected or found
+            for a, b in zip(found, expected, strict=True):
+                assert (a - b).abs().max() < TOLERANCE, (kind, how)
+
+
+def test_hugging_face_blocks_with_caches(ranks: Any) -> None:
+    ranks(2, hugging_face)
+
+
+def test_patterns_that_match_nothing() -> None:
+    mesh = espalier.Mesh.dry({"data": 2, "tensor": 1})
+    with pytest.raises(ValueError, match=r"'block\.1' matches no block; close: blocks\.1"):
+        espalier.initialize(model(), None, {"data": 2, "recompute": {"block.1": "full"}}, mesh=mesh)
+    with pytest.raises(ValueError, match="Linear has no list of blocks"):
+        espalier.initialize(nn.Linear(2, 2), None, {"data": 2, "recompute": "full"}, mesh=mesh)
+    with pytest.raises(ValueError, match=r"recompute = 'half': expected \"none\", \"full\", \"selective\""):
+        espalier.Plan(recompute="half")
+    with pytest.raises(ValueError, match="recompute_inputs = 'disk'"):
+        espalier.Plan(recompute_inputs="disk")
