@@ -23,15 +23,16 @@ class Summing:
         self._rows, self._pending = rows, pending
 
     def wait(self, out: torch.Tensor, *, add: bool = False) -> None:
-        """Put the sum into flat ``out``, or add it to what is there."""
+        """Put the sum into flat ``out``, or add it to what is there. 16-bit rows are added up in float32."""
         self._pending.wait()
         rows = self._rows.unbind(0)
-        if not add and len(rows) > 1 and out.dtype == rows[0].dtype:
+        wide = torch.float32 if self._rows.element_size() == 2 else self._rows.dtype
+        if not add and len(rows) > 1 and out.dtype == rows[0].dtype == wide:
             torch.add(rows[0], rows[1], out=out)
             for row in rows[2:]:
                 out.add_(row)
             return
-        total = rows[0]
+        total = rows[0].to(wide)
         for i, row in enumerate(rows[1:]):
             total = total + row if i == 0 else total.add_(row)
         (out.add_ if add else out.copy_)(total)

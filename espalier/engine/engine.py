@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches
 from espalier.engine.norm import global_norm, scale_gradients
 from espalier.engine.recompute import Policy, chosen, recompute
+from espalier.engine.scaling import LossScaler
 from espalier.engine.update import lay_out_states, update
 from espalier.layout import Layout
 from espalier.mesh import Mesh
@@ -107,6 +108,7 @@ class Engine:
         mesh: the mesh.
         loss: of the batch, or of its micro-batches so far, after a backward (detached).
         grad_norm: the global gradient norm before clipping (a plain scalar tensor), after a step.
+        scaler: scales the loss in float16; None in other precisions.
     """
 
     def __init__(
@@ -133,6 +135,13 @@ class Engine:
         self._accumulation: Accumulation | None = None
         if plan.accumulate > 1:
             self._accumulation = Accumulation(plan.accumulate, count, mesh, self._batches.axes)
+        precision = plan.precision
+        self.scaler = LossScaler(precision.loss_scale) if precision.scales else None
+        if mesh.is_dry and precision.autocast and plan.tensor > 1:
+            raise ValueError(
+                f"precision = {precision.compute!r} cannot be run dry with tensor = {plan.tensor}: torch has "
+                "no autocast for tensors without data, so their dtypes are unknown. Use bfloat16 or float16."
+            )
         _share_random_state(mesh)
 
     def lay_out(self, batch: Any = None) -> None:
@@ -209,6 +218,23 @@ class Engine:
         floats = low is not None and isinstance(x, torch.Tensor) and x.is_floating_point()
         return x.to(getattr(torch, str(low))) if floats else x
 
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """What the forward pass runs under."""
+        dtype = self.plan.precision.autocast
+        if dtype is None or self.mesh.is_dry:
+            return nullcontext()
+        return torch.autocast(self.mesh.device_type, getattr(torch, dtype))
+
+    @property
+    def scale(self) -> float:
+        """By which the loss is multiplied before a backward pass, and so the gradients until the step."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def skipped(self) -> int:
+        """Steps that did not update because a gradient had overflowed."""
+        return 0 if self.scaler is None else self.scaler.skipped
+
     # ---- the three calls, and one for all
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -236,11 +262,12 @@ class Engine:
     def _forward(self, batch: Any) -> torch.Tensor:
         inputs, targets = self._parted(self._batches.typed(batch))
         inputs = tree_map(self._cast, inputs)
-        if isinstance(inputs, Mapping):
-            output = self.module(**inputs)
-        else:
-            output = self.module(*inputs) if isinstance(inputs, tuple | list) else self.module(inputs)
-        loss = self._loss_fn(output, targets) if self._loss_fn is not None else _loss_of(output)
+        with self._autocast():
+            if isinstance(inputs, Mapping):
+                output = self.module(**inputs)
+            else:
+                output = self.module(*inputs) if isinstance(inputs, tuple | list) else self.module(inputs)
+            loss = self._loss_fn(output, targets) if self._loss_fn is not None else _loss_of(output)
         if loss.numel() != 1:
             raise ValueError(
                 f"The loss has the shape {list(loss.shape)}, expected one number. "
@@ -256,6 +283,8 @@ class Engine:
         assert self._data is not None, "call the engine on a batch first"
         of_step = self._accumulation
         self._data.gradients.begin(self._syncing and (of_step is None or of_step.done == of_step.size - 1))
+        if self.scaler is not None:
+            self.scaler.scaled(loss)
         if of_step is None:
             loss.backward()
             self.loss = loss.detach()
@@ -274,7 +303,7 @@ class Engine:
             self._syncing = before
 
     def finish_gradients(self) -> None:
-        """Wait until ``p.grad`` of every parameter is the gradient of the whole batch.
+        """Wait until every ``p.grad`` is the gradient of the whole batch, times :attr:`scale`.
 
         With ``Plan(accumulate=k)`` that batch ends here, if fewer than k micro-batches are left.
         """
@@ -287,12 +316,15 @@ class Engine:
     def step(self) -> bool:
         """Finish the gradients, clip, update, and forget the gradients.
 
+        In float16 nothing is updated if a gradient of any rank has overflowed: then :attr:`scale` falls.
+
         Returns:
-            whether it did. With ``Plan(accumulate=k)`` it does so after every k-th backward, or after
+            whether it updated. With ``Plan(accumulate=k)`` it does so after every k-th backward, or after
             :meth:`finish_gradients`, and nothing else.
 
         Raises:
             ValueError: there is no optimizer.
+            FloatingPointError: gradients overflow at the lowest scale allowed.
         """
         if self.optimizer is None:
             raise ValueError("This engine has no optimizer: pass one to initialize(model, optimizer, ...).")
@@ -301,10 +333,17 @@ class Engine:
             return False
         assert self._data is not None
         self._data.gradients.finish()
-        factor = None if of_step is None else of_step.factor()
-        self.grad_norm = global_norm(self._data.counted(), self.mesh)
+        factor: Any = None if of_step is None else of_step.factor()
+        if self.scaler is not None:
+            factor = (1.0 if factor is None else factor) / self.scaler.scale
+        counted = self._data.counted()
+        self.grad_norm = global_norm(list(counted.values()), self.mesh)
         if factor is not None:
             self.grad_norm = self.grad_norm * factor
+        finite = self.scaler is None or self.scaler.update(
+            self.grad_norm, counted, self._data.members, self.mesh
+        )
+        del counted
         if self.max_grad_norm is not None:
             clip = (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
             factor = clip if factor is None else clip * factor
@@ -316,13 +355,14 @@ class Engine:
             update(optimizer)
 
         try:
-            self._data.update(self.optimizer, step)
+            if finite:
+                self._data.update(self.optimizer, step)
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             self._data.gradients.forget()
             if of_step is not None:
                 of_step.reset()
-        return True
+        return finite
 
     def zero_grad(self) -> None:
         """Forget the gradients, and the micro-batches that made them."""

@@ -9,7 +9,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm.collectives import sum_whole
 from espalier.mesh import Mesh
-from espalier.tensor import DTensor, plain
+from espalier.tensor import plain
 
 
 def global_norm(counted: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
@@ -29,7 +29,7 @@ def global_norm(counted: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
         return sum_whole(total, mesh).sqrt()
 
 
-def scale_gradients(parameters: Sequence[DTensor], factor: torch.Tensor) -> None:
+def scale_gradients(parameters: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply all gradients by a scalar."""
     with raw():
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -37,7 +37,7 @@ def scale_gradients(parameters: Sequence[DTensor], factor: torch.Tensor) -> None
             if p.grad is not None:
                 by_kind.setdefault((p.grad.device, p.grad.dtype), []).append(plain(p.grad))
         for (device, dtype), alike in by_kind.items():
-            torch._foreach_mul_(alike, factor.to(device, dtype))
+            torch._foreach_mul_(alike, factor if isinstance(factor, float) else factor.to(device, dtype))
 
 
 def _norms(grads: list[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -44,8 +44,9 @@ class Plan(BaseModel):
         chunk_megabytes: parameters and gradients move along the data axis in buffers of about this size,
             gradients as soon as one is full, while the backward pass goes on.
         prefetch_megabytes: with ``zero=3``, so much of the parameters is gathered before it is needed.
-        precision: ``"float32"`` (parameters as given, nothing is cast), ``"bfloat16"`` (with float32
-            masters), or a table of the arguments of :class:`~espalier.parallel.precision.Precision`.
+        precision: ``"float32"`` (parameters as given, nothing is cast), ``"bfloat16"``, ``"float16"``
+            (both with float32 masters), ``"autocast-bfloat16"``, ``"autocast-float16"``, or a table of the
+            arguments of :class:`~espalier.parallel.precision.Precision`.
         offload: where parameters, gradients and states lie between their uses, a table of the arguments of
             :class:`~espalier.parallel.offload.Offload`: ``{states = "host"}``, say. Parameters off the device
             need ``zero=3``, gradients ``zero`` of 1 or more; a data axis of 1 needs neither.

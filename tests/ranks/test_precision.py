@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 
 import espalier
 from espalier.comm.collectives import sum_whole
+from espalier.engine.scaling import LossScaler
+from espalier.parallel.precision import LossScale
 from tests.ranks.test_engine import batch, model
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -30,13 +33,15 @@ class ByHand:
             p.data = p.data.to(dtype)
         self.optimizer = getattr(torch.optim, optimizer)(self.masters, **OPTIMIZERS[optimizer])
 
-    def step(self, data: dict[str, torch.Tensor]) -> tuple[float, float]:
+    def step(self, data: dict[str, torch.Tensor], scale: float = 1.0) -> tuple[float, float]:
         """One step; gives the loss and the norm of the gradient."""
-        loss = self.net(**data).loss
-        loss.backward()
+        low = next(self.net.parameters()).dtype
+        output = self.net(**{k: x.to(low) if x.is_floating_point() else x for k, x in data.items()})
+        loss = output if isinstance(output, torch.Tensor) else output.loss
+        (loss * scale).backward()
         for p, master in zip(self.net.parameters(), self.masters, strict=True):
             assert p.grad is not None
-            master.grad, p.grad = p.grad.float(), None
+            master.grad, p.grad = p.grad.float() / scale, None
         norm = nn.utils.clip_grad_norm_(self.masters, self.clip)
         self.optimizer.step()
         with torch.no_grad():
@@ -125,7 +130,9 @@ def stages_bit_equal(rank: int, world: int, plan: dict[str, Any], optimizer: str
             assert torch.equal(value, runs[0][1][name]), name
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "precision", ["float32", "bfloat16", {"compute": "bfloat16", "reduce": "float32"}], ids=str
+)
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
     [({"data": 4}, "AdamW"), ({"data": 2, "tensor": 2}, "Adam"), ({"replicate": 2, "data": 2}, "SGD")],
@@ -170,3 +177,181 @@ def sums_over_a_part(rank: int, world: int) -> None:
 @pytest.mark.world(6)
 def test_a_sum_over_a_part_of_the_world(ranks: Any) -> None:
     ranks(6, sums_over_a_part)
+
+
+class Spiky(nn.Module):
+    """Its gradient overflows in float16 where the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, spike: torch.Tensor) -> torch.Tensor:
+        y = self.second(self.first(x).relu())
+        return (y.float() * spike.float()).square().mean()
+
+
+def spiky_batch(step: int, row: int | None = None) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    spike = torch.ones(8, 1)
+    if row is not None:
+        spike[row] = 3e4
+    return {"x": torch.randn(8, 4, generator=generator), "spike": spike}
+
+
+def scales(rank: int, world: int, plan: dict[str, Any]) -> None:
+    net = Spiky()
+    plain = copy.deepcopy(net)
+    optimizer = torch.optim.Adam(net.parameters(), **OPTIMIZERS["Adam"])
+    settings = {"init_scale": 256.0, "growth_interval": 2, "min_scale": 64.0}
+    precision = {"compute": "float16", "loss_scale": settings}
+    engine = espalier.initialize(net, optimizer, {**plan, "precision": precision}, max_grad_norm=0.1)
+    hand = ByHand(plain, torch.float16, "Adam", 0.1)
+    history = []
+    for step, row in enumerate([None, 7, None, None, None]):
+        before = {name: x.clone() for name, x in engine.full_state_dict().items()}
+        loss = engine.train_step(spiky_batch(step, row))
+        after = engine.full_state_dict()
+        if row is None:
+            expected, norm = hand.step(spiky_batch(step), engine.scaler.settings.init_scale)  # type: ignore[union-attr]
+            assert engine.grad_norm is not None and abs(engine.grad_norm.item() - norm) < 2e-3 * norm
+            assert abs(loss.item() - expected) < 2e-3
+            for x, y, z in zip(after.values(), hand.masters, before.values(), strict=True):
+                assert (x - y).norm() < 0.01 * (y - z).norm()
+        else:
+            assert all(torch.equal(x, after[name]) for name, x in before.items()), "the step was skipped"
+            assert engine.grad_norm is not None and not engine.grad_norm.isfinite()
+        assert all(p.grad is None for p in net.parameters())
+        history.append((engine.scale, engine.skipped))
+    assert history == [(256.0, 0), (128.0, 1), (128.0, 1), (256.0, 1), (256.0, 1)]
+    other = LossScaler(LossScale())
+    other.load_state_dict(engine.scaler.state_dict())  # type: ignore[union-attr]
+    assert (other.scale, other.skipped) == (256.0, 1)
+    # down to the minimum
+    engine.train_step(spiky_batch(9, 0))
+    engine.train_step(spiky_batch(9, 0))
+    assert engine.scale == 64
+    with pytest.raises(FloatingPointError, match=r"minimum(.|\n)*Of 4 .*first\.weight \(in the part of rank"):
+        engine.train_step(spiky_batch(9, 0))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_float16_skips_and_grows_on_all_ranks(ranks: Any, zero: int) -> None:
+    ranks(4, scales, {"data": 4, "zero": zero})
+    ranks(2, scales, {"data": 2, "zero": zero})
+
+
+def autocasts(rank: int, world: int, plan: dict[str, Any], dtype: str) -> None:
+    net = model("gpt", layers=1).float()
+    plain = copy.deepcopy(net)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-3) for m in (net, plain))
+    engine = espalier.initialize(net, ours, {**plan, "precision": f"autocast-{dtype}"})
+    for step in range(3):
+        data = batch(8, step)
+        with torch.autocast("cpu", getattr(torch, dtype)):
+            expected = plain(**data).loss
+        assert plain.head(torch.zeros(1, 24)).dtype is torch.float32
+        (expected * engine.scale).backward()
+        for p in plain.parameters():
+            p.grad /= engine.scale
+        theirs.step()
+        norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+        theirs.zero_grad()
+        found = engine(data)
+        assert found.dtype is expected.dtype and abs(found.item() - expected.item()) < LOSS
+        engine.backward(found)
+        engine.step()
+        assert engine.grad_norm is not None and abs(engine.grad_norm.item() - norm.item()) < LOSS * norm
+    exact = model("gpt", layers=1).float()
+    loss = exact(**batch(8)).loss
+    assert loss.item() != engine(batch(8)).item(), "something is computed in 16 bits"
+    initial = dict(exact.named_parameters())
+    for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
+        assert p.dtype is torch.float32
+        found = espalier.full_tensor(p)
+        assert (found - q).norm() < 0.05 * (q - initial[name]).norm(), name
+        if world == 1:
+            assert torch.equal(found, q), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_autocast(ranks: Any, dtype: str) -> None:
+    ranks(1, autocasts, {}, dtype)
+    ranks(4, autocasts, {"data": 4, "zero": 3}, dtype)
+    ranks(4, autocasts, {"data": 2, "tensor": 2, "zero": 1}, dtype)
+
+
+def bytes_held(rank: int, world: int, plan: dict[str, Any]) -> tuple[int, ...]:
+    """Elements; bytes of parameters, gradients before the step, masters and states."""
+    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    optimizer = torch.optim.Adam(net.parameters())
+    engine = espalier.initialize(net, optimizer, plan, loss_fn=lambda y, _: y.square().mean())
+    data = torch.randn(4, 64)
+    engine.train_step(data)
+    engine.backward(engine(data))
+    engine.finish_gradients()
+
+    def size(tensors: Iterable[torch.Tensor]) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum(x.numel() * x.element_size() for x in tensors)
+
+    states = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
+    grads = [p.grad for p in net.parameters() if p.grad is not None]
+    elements = sum(p.numel() for p in net.parameters())
+    return elements, size(net.parameters()), size(grads), size(engine.masters()) + size(states)
+
+
+@pytest.mark.parametrize("reduce", [None, "float32"])
+def test_memory_is_what_the_formulas_say(ranks: Any, reduce: str | None) -> None:
+    precision = {"compute": "bfloat16", "reduce": reduce}
+    wide = 4 if reduce else 2
+    for zero, (parameters, gradients, states) in enumerate([(1, 1, 1), (1, 1, 4), (1, 4, 4), (4, 4, 4)]):
+        plan = {"data": 4, "zero": zero, "precision": precision}
+        gradients = 4 if zero == 1 else gradients
+        for n, *found in ranks(4, bytes_held, plan):
+            assert found == [2 * n // parameters, wide * n // gradients, 12 * n // states]
+
+
+def low_ledger(rank: int, world: int, plan: dict[str, Any]) -> Any:
+    net = model("gpt", layers=1).float()
+    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan, max_grad_norm=1.0)
+    engine.train_step(batch(8))
+    with espalier.ledger(engine.mesh) as book:
+        engine.train_step(batch(8, 1))
+    with torch.device("meta"):
+        twin = model("gpt", layers=1).float()
+    report = espalier.dry_run(
+        twin,
+        plan,
+        {k: torch.empty_like(v, device="meta") for k, v in batch(8).items()},
+        optimizer=torch.optim.AdamW(twin.parameters()),
+        max_grad_norm=1.0,
+        coordinate=engine.mesh.coordinate,
+    )
+    states = [x for state in engine.optimizer.state.values() for x in state.values()]  # type: ignore[union-attr]
+    with torch._C.DisableTorchFunctionSubclass():
+        held = sum(x.numel() * x.element_size() for x in (*states, *engine.masters()))
+    return book.entries, report.ledger.entries, held, report.state_bytes
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"data": 4, "zero": 3, "precision": "bfloat16"},
+        {"data": 2, "tensor": 2, "zero": 1, "precision": {"compute": "float16", "reduce": "float32"}},
+        {"data": 4, "zero": 2, "precision": "autocast-bfloat16"},
+    ],
+    ids=str,
+)
+def test_a_dry_run_is_as_the_real_one(ranks: Any, plan: dict[str, Any]) -> None:
+    for real, dry, held, told in ranks(4, low_ledger, plan):
+        assert real == dry and held == told
+
+
+def test_autocast_over_tensor_axes_is_not_run_dry() -> None:
+    with torch.device("meta"):
+        net = model("gpt", layers=1)
+    plan = {"tensor": 2, "precision": "autocast-bfloat16"}
+    with pytest.raises(ValueError, match="cannot be run dry"):
+        espalier.dry_run(net, plan, {k: v.to("meta") for k, v in batch(4).items()})

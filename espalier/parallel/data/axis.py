@@ -75,11 +75,13 @@ class DataAxis:
             if self._shelf is not None:
                 self._shelf.settle()
         self.masters.remember()
+        reduce = plan.precision.reduce
         self.gradients = Gradients(
             [] if alone and self.stage.gradients == "R" else self.chunks,
             mesh,
             axes,
             self.stage,
+            dtype=None if reduce is None else getattr(torch, reduce),
             on_sent=None if self.gathering is None else self.gathering.sent,
             shelf=self._shelf,
         )
@@ -118,13 +120,13 @@ class DataAxis:
         if self.gathering is not None:
             self.gathering.end()
 
-    def counted(self) -> list[torch.Tensor]:
+    def counted(self) -> dict[str, torch.Tensor]:
         """Of each gradient what this rank alone counts in a sum over the mesh; plain, in the model's order.
 
         That is its piece along the data axis, on coordinate 0 of the axes along which others hold the same.
         So every stage adds up the same numbers in the same order.
         """
-        found = []
+        found = {}
         with raw():
             for m in self.members:
                 grad: Any = m.p.grad
@@ -135,7 +137,7 @@ class DataAxis:
                 here = plain(grad)
                 if layout.axes[self.axis] != m.dim:
                     here = m.piece(here)
-                found.append(here.contiguous())
+                found[m.name] = here.contiguous()
         return found
 
     @contextmanager
@@ -260,14 +262,15 @@ class DataAxis:
     def _take_gradients(self, chunk: Chunk) -> list[torch.Tensor | None]:
         """The gradients of a chunk's members, off them, as the optimizer needs them."""
         found: list[torch.Tensor | None] = []
+        dtype = chunk.dtype if chunk.master is None else chunk.master.dtype
         with raw():
             for m in chunk.members:
                 grad = m.p.grad
                 if grad is not None and chunk.places:
                     grad = self._beside(chunk, grad)
-                if grad is not None and chunk.master is not None:
+                if grad is not None and grad.dtype is not dtype:
                     layout = grad._layout  # type: ignore[attr-defined]
-                    grad = stamp(plain(grad).to(chunk.master.dtype), layout)
+                    grad = stamp(plain(grad).to(dtype), layout)
                 m.p.__dict__.pop("_reduced", None)
                 _grad.__set__(m.p, None)
                 found.append(grad)

@@ -91,7 +91,8 @@ class Gradients:
         with raw():
             if self.stage.gradients == "R":
                 if grad is not None:
-                    own = plain(grad)
+                    own = plain(grad).to(chunk.dtype)
+                    m.p.__dict__.pop("_reduced", None)
                     if any(self.mesh.coordinate[a] for a in self.axes):
                         own.zero_()
                     _grad.__set__(m.p, stamp(own, gradient_layout(m.full)))
@@ -195,11 +196,16 @@ class Gradients:
         """Put what the oldest gathering has brought into the gradients."""
         chunk, rows, pending = self._spreading.popleft()
         pending.wait()
+        wide = chunk.master is not None and rows.dtype is not chunk.dtype
         with raw():
             for m in chunk.members:
-                if _grad.__get__(m.p) is None:
+                if wide:
+                    # a sum that is not rounded to the parameter's dtype stands beside its gradient
+                    _grad.__set__(m.p, None)
+                    m.p._reduced = rows.new_empty(m.full.local_shape)  # type: ignore[attr-defined]
+                elif _grad.__get__(m.p) is None:
                     _grad.__set__(m.p, torch.empty_like(plain(m.p.detach())))
-            chunk.unpack(rows, [plain(_grad.__get__(m.p)) for m in chunk.members])
+            chunk.unpack(rows, [plain(_whole(m.p)) for m in chunk.members])
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over the axes, and lies as the stage says.
@@ -240,8 +246,9 @@ class Gradients:
                 layout = _summed(gradient_layout(m.full if whole else m.shard), self.axes)
                 if used is not None and not used[number]:
                     _grad.__set__(m.p, None)
+                    m.p.__dict__.pop("_reduced", None)
                 elif whole:
-                    stamp(_grad.__get__(m.p), layout)
+                    stamp(_whole(m.p), layout)
                 else:
                     m.p._reduced = stamp(piece, layout)  # type: ignore[attr-defined]
                 number += 1
@@ -271,6 +278,11 @@ def _call(method: weakref.WeakMethod[Any], p: torch.Tensor) -> None:
 
 def _key(chunk: Chunk) -> str:
     return f"gradients-{chunk.number}"
+
+
+def _whole(p: torch.Tensor) -> torch.Tensor:
+    grad: torch.Tensor | None = _grad.__get__(p)
+    return p._reduced if grad is None else grad  # type: ignore[attr-defined]
 
 
 def _summed(layout: Layout, axes: Sequence[int]) -> Layout:
