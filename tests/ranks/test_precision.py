@@ -355,3 +355,22 @@ def test_autocast_over_tensor_axes_is_not_run_dry() -> None:
     plan = {"tensor": 2, "precision": "autocast-bfloat16"}
     with pytest.raises(ValueError, match="cannot be run dry"):
         espalier.dry_run(net, plan, {k: v.to("meta") for k, v in batch(4).items()})
+
+
+def goes_on(rank: int, world: int, plan: dict[str, Any]) -> None:
+    """A backward after the gradients were finished adds to them."""
+    net = model("gpt", layers=1).float()
+    plain = copy.deepcopy(net).bfloat16()
+    engine = espalier.initialize(net, None, plan)
+    for step in range(3):
+        engine.backward(engine(batch(8, step)))
+        engine.finish_gradients()
+        plain(**batch(8, step)).loss.backward()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and p.grad.dtype is torch.float32
+        assert (espalier.full_tensor(p.grad) - q.grad).norm() < LOSS * q.grad.norm()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_finished_gradients_go_on(ranks: Any, zero: int) -> None:
+    ranks(2, goes_on, {"data": 2, "zero": zero, "precision": {"compute": "bfloat16", "reduce": "float32"}})
