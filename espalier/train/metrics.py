@@ -16,7 +16,7 @@ class Record:
     Attributes:
         step: optimizer steps done, so 1 after the first.
         loss: mean training loss of the global batch, nats.
-        grad_norm: of the whole gradient before clipping; None where the engine did not tell.
+        grad_norm: of the whole gradient before clipping; None where it overflowed and the step was skipped.
         lr: learning rate used.
         tokens_per_second: of the global batch, since the last record (images for images).
         seconds: since training began.

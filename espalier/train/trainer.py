@@ -66,7 +66,7 @@ def train(job: Job, progress: Progress | None = None) -> Summary | None:
         The summary on rank 0, None on the others.
 
     Raises:
-        TrainingError: when the loss is no longer finite.
+        TrainingError: when the loss is no longer finite, or gradients overflow at the lowest loss scale.
     """
     import espalier
 
@@ -159,7 +159,7 @@ class Loop:
                     record = Record(
                         step=step,
                         loss=value,
-                        grad_norm=_number(self._engine.grad_norm),
+                        grad_norm=self._norm(),
                         lr=rate,
                         tokens_per_second=counted * self._tokens_per_batch() / elapsed,
                         seconds=seconds,
@@ -182,7 +182,10 @@ class Loop:
         with ledger(engine.mesh) if count else nullcontext() as book:
             for rows, size in engine.micro_batches(self._batches.size):
                 engine.backward(engine(engine.local_batch(self._batches.batch(step, rows), size)))
-            engine.step()
+            try:
+                engine.step()
+            except FloatingPointError as error:
+                raise TrainingError(f"step {step}: {error}") from error
         self._schedule.step()
         return engine.loss, book.by_axis() if book is not None else {}
 
@@ -197,6 +200,11 @@ class Loop:
             total = sum(self._engine(self._load(self._validation, i)).item() for i in range(count))
         self._model.train()
         return float(total / count)
+
+    def _norm(self) -> float | None:
+        """The gradient's norm; None where the step was skipped for want of one."""
+        norm = _number(self._engine.grad_norm)
+        return norm if norm is None or math.isfinite(norm) else None
 
     def _finite(self, loss: torch.Tensor, step: int, records: list[Record]) -> float:
         value = float(loss.item())
