@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.comm import Ledger
 from espalier.comm import collectives as door
+from espalier.engine import tables
 from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches
 from espalier.engine.norm import global_norm, scale_gradients
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.scaling import LossScaler
+from espalier.engine.tables import Memory, Order, Traffic
 from espalier.engine.update import lay_out_states, update
 from espalier.layout import Layout
 from espalier.mesh import Mesh
@@ -142,6 +145,7 @@ class Engine:
                 f"precision = {precision.compute!r} cannot be run dry with tensor = {plan.tensor}: torch has "
                 "no autocast for tensors without data, so their dtypes are unknown. Use bfloat16 or float16."
             )
+        self._traffic = Traffic(mesh)
         _share_random_state(mesh)
 
     def lay_out(self, batch: Any = None) -> None:
@@ -250,6 +254,8 @@ class Engine:
         """
         self.lay_out(batch)
         assert self._data is not None
+        if torch.is_grad_enabled() and self.optimizer is not None:
+            self._traffic.begin()
         self._data.begin_forward()
         if self._accumulation is None:
             loss = self._forward(batch)
@@ -362,6 +368,7 @@ class Engine:
             self._data.gradients.forget()
             if of_step is not None:
                 of_step.reset()
+            self._traffic.end()
         return finite
 
     def zero_grad(self) -> None:
@@ -371,6 +378,7 @@ class Engine:
         self._data.gradients.forget()
         if self._accumulation is not None:
             self._accumulation.reset()
+        self._traffic.end(done=False)
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Forward, backward, step, on the batch's rows in ``Plan.accumulate`` micro-batches.
@@ -393,6 +401,42 @@ class Engine:
         if self._data is None:
             return []
         return [chunk.master for chunk in self._data.chunks if chunk.master is not None]
+
+    # ---- what there is to know
+
+    def memory(self) -> Memory:
+        """What this rank holds now: parameters, gradients, states, ...; printed, a table.
+
+        Gradients are there from the backward pass (whose last sums :meth:`finish_gradients` waits for) to the
+        step, states from the first step on.
+        """
+        return tables.memory(self.module, self.optimizer, self._laid_out(), str(self.plan))
+
+    def order(self) -> Order:
+        """The chunks that move along the data axis in a step, in their order; printed, a table."""
+        return tables.order(self._laid_out())
+
+    def ledger(self) -> Ledger:
+        """What crossed which axis in the last step that was recorded; printed, a table.
+
+        The first two steps are (the second is like all that follow), and those that begin within
+        :meth:`recording`; others pay nothing.
+
+        Raises:
+            ValueError: there was no step yet.
+        """
+        if self._traffic.last is None:
+            raise ValueError("No step was recorded yet: call engine.ledger() after engine.step().")
+        return self._traffic.last
+
+    def recording(self) -> AbstractContextManager[None]:
+        """While open, the ledger of each step that begins is kept."""
+        return self._traffic.asked()
+
+    def _laid_out(self) -> DataAxis:
+        if self._data is None:
+            raise ValueError("The layouts are inferred from the first batch: call the engine on one first.")
+        return self._data
 
     def full_state_dict(self) -> dict[str, Any]:
         """The model's state dict with plain whole tensors (a collective: every rank must call).

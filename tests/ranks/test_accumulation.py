@@ -323,3 +323,56 @@ def ragged(rank: int, world: int, zero: int) -> None:
 @pytest.mark.parametrize("zero", [0, 3])
 def test_batches_smaller_than_the_plan(ranks: Any, zero: int) -> None:
     ranks(4, ragged, zero)
+
+
+# ---- the engine's tables
+
+
+def tells(rank: int, world: int, plan: dict[str, Any]) -> None:
+    net = model().float()
+    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), {"prefetch_megabytes": 0, **plan})
+    with pytest.raises(ValueError, match="No step was recorded"):
+        engine.ledger()
+    books = []
+    for step in range(4):
+        with espalier.ledger(engine.mesh) as book:
+            engine.backward(engine(batch(4, step)))
+            engine.finish_gradients()
+            during = engine.memory()
+            engine.step()
+        books.append(engine.ledger())
+        assert engine.ledger() == book and not engine.mesh.ledgers
+    assert books[0] is not books[1] and books[1] is books[2] is books[3]
+    with engine.recording():
+        engine.train_step(batch(4))
+    assert engine.ledger() is not books[3]
+    n, zero = plan["data"], plan.get("zero", 0)
+    data = engine._data
+    assert data is not None
+    whole = 4 * sum(m.size for m in data.members)
+    after = engine.memory()
+    for kind, times, least in (("parameters", 1, 3), ("gradients", 1, 2), ("states", 2, 1)):
+        cut = n if zero >= least else 1
+        found = during[kind] if kind == "gradients" else after[kind]
+        assert found.formula == times * whole // cut
+        if kind == "gradients" and zero == 1:
+            continue  # whole addends until they are sent, pieces then
+        assert 0.98 * found.formula <= found.total <= 1.05 * found.formula + 256, (kind, found)
+    assert after["gradients"].total == 0
+    told = str(after)
+    assert told.splitlines()[1].split() == ["bytes", "on", "this", "rank", "cpu", "formula"]
+    assert f"{after['states'].total:,}" in told and "host" not in told
+    order = engine.order()
+    names = [name for name, _ in net.named_parameters()]
+    sums = [name for moved in order if moved.what == "sum gradients" for name in moved.parameters]
+    assert sorted(sums) == sorted(names)
+    gathers = [moved.parameters for moved in order if moved.what == "gather for forward"]
+    assert (sorted(name for g in gathers for name in g) == sorted(names)) if zero == 3 else not gathers
+    assert len(str(order).splitlines()) == len(order) + 1 and "sum gradients" in str(order)
+
+
+@pytest.mark.parametrize(
+    "plan", [{"data": 2}, {"data": 2, "zero": 1}, {"data": 2, "tensor": 2, "zero": 3}], ids=str
+)
+def test_the_engines_tables(ranks: Any, plan: dict[str, Any]) -> None:
+    ranks(espalier.Plan.from_dict(plan).world_size, tells, plan)

@@ -306,6 +306,12 @@ class Gathering:
         """What is expected of this pass."""
         return self.orders.get(torch.is_grad_enabled() or _in_backward(), [])
 
+    @property
+    def recorded(self) -> list[Use]:
+        """The uses of the last whole pass of training."""
+        whole = bool(self._seen) and self._seen[-1].phase == "backward"
+        return self._seen if whole else self.orders.get(True, [])
+
     def _need(self, g: Gathered) -> None:
         use = Use("backward" if _in_backward() else "forward", g.number)
         if not (self._seen and self._seen[-1] == use and g.is_whole):

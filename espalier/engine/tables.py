@@ -1,0 +1,253 @@
+"""What an engine can tell of itself: memory, traffic, order; as data that prints as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as raw
+
+from espalier.comm import Ledger
+from espalier.mesh import Mesh
+from espalier.parallel.data.axis import DataAxis
+from espalier.parallel.data.chunks import Chunk, Member
+from espalier.tensor import plain
+
+PLACES = ("device", "host", "disk")
+_grad: Any = torch.Tensor.grad
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of state on this rank, in bytes.
+
+    Attributes:
+        name: ``"parameters"``, ``"gradients"``, ``"states"``, ``"masters"``, ``"gathered"``, ``"buffers"``.
+        bytes: by place: ``"device"`` (where the model computes), ``"host"``, ``"disk"``.
+        formula: what ZeRO's table says for all ranks on average, without padding (gradients: at their most,
+            while the backward pass goes on); None where it says nothing.
+    """
+
+    name: str
+    bytes: dict[str, int]
+    formula: int | None = None
+
+    @property
+    def total(self) -> int:
+        """In all places."""
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What an engine holds on this rank now; ``str()`` of it is a table.
+
+    Attributes:
+        kinds: a row each.
+        plan: the plan, in words.
+        device: where the model computes.
+        peak: the most bytes that the device had allocated so far; None where it does not count (a CPU).
+    """
+
+    kinds: tuple[Kind, ...]
+    plan: str
+    device: str
+    peak: int | None
+
+    def __getitem__(self, name: str) -> Kind:
+        return next(kind for kind in self.kinds if kind.name == name)
+
+    def __str__(self) -> str:
+        places = [p for p in PLACES if p == "device" or any(kind.bytes.get(p) for kind in self.kinds)]
+        rows = [["bytes on this rank", *(self.device if p == "device" else p for p in places), "formula"]]
+        total = Kind("total", {p: sum(kind.bytes.get(p, 0) for kind in self.kinds) for p in places})
+        for kind in (*self.kinds, total):
+            formula = "" if kind.formula is None else f"{kind.formula:,}"
+            rows.append([kind.name, *(f"{kind.bytes.get(p, 0):,}" for p in places), formula])
+        lines = [self.plan, *_columns(rows, left=1)]
+        return "\n".join(lines if self.peak is None else [*lines, f"peak on {self.device}: {self.peak:,}"])
+
+
+def memory(module: nn.Module, optimizer: torch.optim.Optimizer | None, data: DataAxis, plan: str) -> Memory:
+    """What there is now of each kind, by where its chunks lie between their uses."""
+    n, stage = data.mesh.shape[data.axis], data.stage
+    chunk_of = {id(m.p): chunk for chunk in data.chunks for m in chunk.members}
+    found = {name: dict.fromkeys(PLACES, 0) for name in ("parameters", "gradients", "states", "masters")}
+    share = {"S": n, "R": 1, "P": 1}
+    with raw():
+        cut = [] if data.gathering is None else data.gathering.held
+        for g in cut:
+            found["parameters"][g.chunk.places.get("parameters", "device")] += g.chunk.size * _itemsize(
+                g.chunk
+            )
+        if data.gathering is None:
+            found["parameters"]["device"] = _storages(m.p for m in data.members)
+        for chunk in data.chunks:
+            found["gradients"][chunk.places.get("gradients", "device")] += _gradients(chunk)
+            if chunk.master is not None:
+                found["masters"][chunk.places.get("states", "device")] += _bytes(chunk.master)
+        for p, state in () if optimizer is None else optimizer.state.items():
+            place = chunk_of[id(p)].places.get("states", "device") if id(p) in chunk_of else "device"
+            found["states"][place] += sum(_bytes(x) for x in state.values() if isinstance(x, torch.Tensor))
+        gathered = sum(g.storage.nbytes() for g in cut)
+        gathered += sum(_bytes(g.rows) for g in cut if g.rows is not None)
+        buffers = _storages(module.buffers())
+    trained = [m for chunk in data.chunks for m in chunk.members]
+    formula = {
+        "parameters": sum(_whole(m) for m in data.members) // share[stage.parameters],
+        "gradients": sum(_whole(m) for m in trained) // share[stage.addends],
+        "states": _states(optimizer, trained, share[stage.states]),
+        "masters": sum(4 * m.size for c in data.chunks if c.master is not None for m in c.members)
+        // share[stage.states],
+    }
+    kinds = [Kind(name, places, formula[name]) for name, places in found.items()]
+    kinds = [k for k in kinds if k.name != "masters" or k.total]
+    for name, here in (("gathered", gathered), ("buffers", buffers)):
+        if here:
+            kinds.append(Kind(name, {"device": here}))
+    device = data.mesh.device()
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return Memory(tuple(kinds), plan, str(device), peak)
+
+
+def _gradients(chunk: Chunk) -> int:
+    if chunk.gradient is not None:
+        return _bytes(chunk.gradient)
+    grads = (p.__dict__.get("_reduced", _grad.__get__(p)) for p in (m.p for m in chunk.members))
+    return sum(_bytes(g) for g in grads if g is not None)
+
+
+def _states(optimizer: torch.optim.Optimizer | None, trained: Sequence[Member], share: int) -> int | None:
+    """Bytes of the states if each lies as its parameter; None before the first step, or for other states."""
+    total = 0
+    for m in trained:
+        states = [x for x in optimizer.state.get(m.p, {}).values() if torch.is_tensor(x)] if optimizer else []
+        if any(x.ndim and x.shape != m.p.shape for x in states):
+            return None
+        total += m.size * sum(x.element_size() for x in states if x.ndim)
+    return total // share if total else None
+
+
+def _itemsize(chunk: Chunk) -> int:
+    return torch.empty((), dtype=chunk.dtype).element_size()
+
+
+def _whole(m: Member) -> int:
+    return m.size * torch.empty((), dtype=m.dtype).element_size()
+
+
+def _bytes(x: torch.Tensor) -> int:
+    local = plain(x.detach())
+    return local.numel() * local.element_size()
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory behind tensors, which may share it."""
+    seen = {}
+    for x in tensors:
+        storage = plain(x.detach()).untyped_storage()
+        seen[storage._cdata] = storage.nbytes()
+    return sum(seen.values())
+
+
+# ---- order
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A chunk that moves along the data axis.
+
+    Attributes:
+        what: ``"gather for forward"``, ``"gather for backward"`` or ``"sum gradients"``.
+        bytes: of its whole parameters or gradients.
+        parameters: their names.
+    """
+
+    what: str
+    bytes: int
+    parameters: tuple[str, ...]
+
+
+class Order(tuple[Moved, ...]):
+    """The chunks that move in a step: gathers in the order last seen, then the sums in theirs."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        rows = [["", "what", "bytes", "parameters"]]
+        for i, moved in enumerate(self, 1):
+            names, more = moved.parameters, len(moved.parameters) - 2
+            told = ", ".join(names if more < 1 else (names[0], f"... {more} more ...", names[-1]))
+            rows.append([str(i), moved.what, f"{moved.bytes:,}", told])
+        return "\n".join(_columns(rows, left=2)) if self else "Nothing moves along the data axis."
+
+
+def order(data: DataAxis) -> Order:
+    """What is recorded."""
+    found = []
+    if data.gathering is not None:
+        for use in data.gathering.recorded:
+            chunk = data.gathering.held[use.chunk].chunk
+            found.append(_moved(f"gather for {use.phase}", chunk))
+    return Order([*found, *(_moved("sum gradients", chunk) for chunk in data.gradients.chunks)])
+
+
+def _moved(what: str, chunk: Chunk) -> Moved:
+    return Moved(what, sum(map(_whole, chunk.members)), tuple(m.name for m in chunk.members))
+
+
+def _columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Rows as lines: the first columns and, beside numbers, names to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    names = [i < left or (i == len(widths) - 1 and rows[0][i] == "parameters") for i in range(len(widths))]
+    return [
+        "  ".join(
+            x.ljust(w) if name else x.rjust(w) for x, w, name in zip(row, widths, names, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+# ---- traffic
+
+
+class Traffic:
+    """Ledgers of whole steps: of the first two, and of those for which it is asked.
+
+    A ledger costs a step some microseconds for each collective; so later ones have none.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._first, self._asked = mesh, 2, False
+        self._open: Ledger | None = None
+        self.last: Ledger | None = None
+
+    def begin(self) -> None:
+        """A forward pass of training begins."""
+        if self._open is None and (self._first or self._asked):
+            self._open = Ledger()
+            self._mesh.ledgers.append(self._open)
+
+    def end(self, *, done: bool = True) -> None:
+        """The step is done, or given up."""
+        if self._open is not None:
+            self._mesh.ledgers[:] = [book for book in self._mesh.ledgers if book is not self._open]
+            if done:
+                self.last, self._first = self._open, max(self._first - 1, 0)
+            self._open = None
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """Record each step that begins in here."""
+        before, self._asked = self._asked, True
+        try:
+            yield
+        finally:
+            self._asked = before
+
+
+__all__ = ["Kind", "Memory", "Moved", "Order", "Traffic", "memory", "order"]
