@@ -19,12 +19,13 @@ from espalier.mesh import Mesh
 class Summing:
     """A sum over the axis under way, of which this rank gets its row."""
 
-    def __init__(self, rows: torch.Tensor, pending: Pending) -> None:
-        self._rows, self._pending = rows, pending
+    def __init__(self, rows: torch.Tensor, pending: Pending, sent: torch.Tensor | None = None) -> None:
+        self._rows, self._pending, self._sent = rows, pending, sent
 
     def wait(self, out: torch.Tensor, *, add: bool = False) -> None:
         """Put the sum into flat ``out``, or add it to what is there. 16-bit rows are added up in float32."""
         self._pending.wait()
+        self._sent = None
         rows = self._rows.unbind(0)
         wide = torch.float32 if self._rows.element_size() == 2 else self._rows.dtype
         if not add and len(rows) > 1 and out.dtype == rows[0].dtype == wide:
@@ -62,7 +63,7 @@ def start_sum(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
         return Summing(rows, Pending())
     _record(mesh, "reduce_scatter", axis, (n - 1) * rows[0].numel() * rows.element_size(), rows, rows.shape)
     if mesh.is_dry:
-        return Summing(rows[:1], Pending())
+        return Summing(torch.empty_like(rows), Pending(), rows)  # what gloo takes; NCCL one row
     order = mesh.order(axis)
     if order is not None:
         rows = rows[[order.index(place) for place in range(n)]]

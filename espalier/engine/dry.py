@@ -7,20 +7,19 @@ storage from its first use to its release.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from espalier.comm import Ledger, ledger
 from espalier.engine.accumulation import Count
 from espalier.engine.engine import Engine, initialize
+from espalier.engine.live import LiveMemory
 from espalier.engine.recompute import Policy
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
@@ -106,7 +105,7 @@ def dry_run(
     given["recompute_policy"] = recompute_policy
     engine = initialize(model, optimizer, plan, mesh=mesh, example=batch, **given)
     held = [p for p in model.parameters() if isinstance(p, DTensor)]
-    memory, flops = _Memory(), FlopCounterMode(display=False)
+    memory, flops = LiveMemory(engine.resized), FlopCounterMode(display=False)
     flops.mod_tracker = _Untold()  # type: ignore[assignment]
     masters = engine.masters()
     for x in (*held, *masters, *model.buffers()):
@@ -129,7 +128,7 @@ def dry_run(
     )
 
 
-def _step(engine: Engine, batch: Any, memory: _Memory) -> None:
+def _step(engine: Engine, batch: Any, memory: LiveMemory) -> None:
     for part in engine.cut(batch):
         memory.phase = "forward"
         loss = engine(part)
@@ -148,47 +147,6 @@ class _Untold(nullcontext[None]):
     """In place of what tells the counter of FLOPs the module: its hooks keep what is recomputed alive."""
 
     parents = frozenset({"Global"})
-
-
-@dataclass
-class _Live:
-    now: int = 0
-    sizes: dict[int, int] = field(default_factory=dict)
-
-
-class _Memory(TorchDispatchMode):
-    """Follows every storage from its first appearance to its release."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = ""
-        self.peak = 0
-        self.peak_at = ""
-        self._live = _Live()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, torch.Tensor):
-                self.hold(x)
-        return out
-
-    def hold(self, x: torch.Tensor) -> None:
-        """Count a tensor's storage until it is released."""
-        with torch._C.DisableTorchFunctionSubclass():
-            storage = x.untyped_storage()
-        live, key = self._live, storage._cdata
-        if key in live.sizes:
-            return
-        live.sizes[key] = storage.nbytes()
-        live.now += storage.nbytes()
-        weakref.finalize(storage, _release, live, key)
-        if live.now > self.peak:
-            self.peak, self.peak_at = live.now, self.phase
-
-
-def _release(live: _Live, key: int) -> None:
-    live.now -= live.sizes.pop(key, 0)
 
 
 def _bytes(x: torch.Tensor) -> int:

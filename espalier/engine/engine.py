@@ -438,6 +438,11 @@ class Engine:
             raise ValueError("The layouts are inferred from the first batch: call the engine on one first.")
         return self._data
 
+    @property
+    def resized(self) -> list[torch.UntypedStorage]:
+        """Storages that are emptied and filled as their parameters are used."""
+        return [] if self._data is None else self._data.resized
+
     def full_state_dict(self) -> dict[str, Any]:
         """The model's state dict with plain whole tensors (a collective: every rank must call).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 
+from espalier.comm import Pending
 from espalier.comm.flat import start_gather
 from espalier.layout import Layout
 from espalier.mesh import Mesh
@@ -108,6 +110,11 @@ class DataAxis:
             return None
         directory = offload.directory if "disk" in used else None
         return Shelf(self.mesh.device(), directory, dry=self.mesh.is_dry)
+
+    @property
+    def resized(self) -> list[torch.UntypedStorage]:
+        """Storages that are emptied and filled as their parameters are used."""
+        return [] if self.gathering is None else [g.storage for g in self.gathering.held]
 
     def begin_forward(self) -> None:
         """Before the model is called."""
@@ -292,21 +299,31 @@ class DataAxis:
             if not chunk.places:
                 self.masters.write(chunk)
         if self.stage.states == "S" and self.stage.parameters == "R":
-            under_way = []
-            n = self.mesh.shape[self.axis]
             with raw():
-                for chunk in self.chunks:
-                    own, rows = chunk.flat(chunk.dtype), chunk.rows(n, chunk.dtype)
-                    if chunk.master is not None:
-                        own.copy_(chunk.master)
-                    else:
-                        pieces = [m.piece(plain(m.p.detach())) for m in chunk.members]
-                        torch._foreach_copy_(chunk.pieces(own), pieces)
-                    under_way.append((chunk, rows, start_gather(rows, own, self.mesh, self.axis), own))
-                for chunk, rows, pending, _ in under_way:
-                    pending.wait()
-                    chunk.unpack(rows, [plain(m.p.detach()) for m in chunk.members])
+                self._exchange_pieces()
         self.masters.remember()
+
+    def _exchange_pieces(self) -> None:
+        """Gather each chunk's pieces into the parameters, a few chunks at a time."""
+        n, under_way = self.mesh.shape[self.axis], deque[tuple[Chunk, torch.Tensor, torch.Tensor, Pending]]()
+
+        def land() -> None:
+            chunk, rows, _, pending = under_way.popleft()
+            pending.wait()
+            chunk.unpack(rows, [plain(m.p.detach()) for m in chunk.members])
+
+        for chunk in self.chunks:
+            own, rows = chunk.flat(chunk.dtype), chunk.rows(n, chunk.dtype)
+            if chunk.master is not None:
+                own.copy_(chunk.master)
+            else:
+                pieces = [m.piece(plain(m.p.detach())) for m in chunk.members]
+                torch._foreach_copy_(chunk.pieces(own), pieces)
+            under_way.append((chunk, rows, own, start_gather(rows, own, self.mesh, self.axis)))
+            if len(under_way) > 2:
+                land()
+        while under_way:
+            land()
 
 
 def _alone(offload: Offload) -> int:

@@ -125,6 +125,8 @@ class Gradients:
     def _send(self, chunk: Chunk) -> None:
         last = self._next == len(self.chunks) - 1
         self._next += 1
+        if len(self._flying) == _AT_ONCE:
+            self._land()
         n = self.mesh.shape[self._axis]
         with raw():
             grads = [_grad.__get__(m.p) for m in chunk.members]
@@ -141,9 +143,6 @@ class Gradients:
         if self._on_sent is not None:
             self._on_sent(chunk)
         self._flying.append((chunk, start_sum(rows, self.mesh, self._axis)))
-        del rows
-        if len(self._flying) > _AT_ONCE:
-            self._land()
 
     def _land(self) -> None:
         """Wait for the oldest sum."""
@@ -186,11 +185,11 @@ class Gradients:
     def _spread(self, chunk: Chunk) -> None:
         """Start to give all ranks the sums of a chunk."""
         assert chunk.gradient is not None
+        if self._spreading:
+            self._put()
         rows = chunk.rows(self.mesh.shape[self._axis], chunk.gradient.dtype)
         pending = start_gather(rows, chunk.gradient[: chunk.size], self.mesh, self._axis)
         self._spreading.append((chunk, rows, pending))
-        if len(self._spreading) > 1:
-            self._put()
 
     def _put(self) -> None:
         """Put what the oldest gathering has brought into the gradients."""
