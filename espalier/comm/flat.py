@@ -9,6 +9,9 @@ NCCL, whose rings add in an order of their own, the order depends on the owner o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -39,21 +42,48 @@ class Summing:
         (out.add_ if add else out.copy_)(total)
 
 
-def start_gather(rows: torch.Tensor, own: torch.Tensor, mesh: Mesh, axis: int) -> Pending:
-    """Start to fill ``rows`` with the flat ``own`` of each coordinate."""
-    n = mesh.shape[axis]
+def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis: int) -> Pending:
+    """Start to fill ``rows`` with the flat ``own`` of each coordinate; None: its row there has it already."""
+    n, here = mesh.shape[axis], mesh.coordinate[axis]
+    if mesh.is_dry and n > 1:
+        _record_gather(rows, mesh, axis)
+        return Pending()
+    if own is not None:
+        rows[here].copy_(own)
     if n == 1:
-        rows[0].copy_(own)
         return Pending()
-    _record(mesh, "all_gather", axis, (n - 1) * own.numel() * own.element_size(), own, rows.shape)
-    if mesh.is_dry:
-        return Pending()
+    _record_gather(rows, mesh, axis)
     order = mesh.order(axis)
+    if not rows.is_cuda:
+        # gloo's all-gather works on a copy of the whole; a broadcast of each row writes in place
+        backend, works = mesh.backend(axis, rows.device), []
+        for coordinate, row in enumerate(rows.unbind(0)):
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = coordinate if order is None else order[coordinate], 0
+            works.append(backend.broadcast([_wire(row)], options))
+        return Pending(_All(works))
+    own = _wire(rows[here])
     if order is None:
-        return Pending(_gather_into(_wire(rows.view(-1)), _wire(own), group=mesh.group(axis), async_op=True))
+        return Pending(_gather_into(_wire(rows.view(-1)), own, group=mesh.group(axis), async_op=True))
     swapped = torch.empty_like(rows)
-    work = _gather_into(_wire(swapped.view(-1)), _wire(own), group=mesh.group(axis), async_op=True)
+    work = _gather_into(_wire(swapped.view(-1)), own, group=mesh.group(axis), async_op=True)
     return Pending(work, then=lambda: rows.copy_(swapped[list(order)]))
+
+
+def _record_gather(rows: torch.Tensor, mesh: Mesh, axis: int) -> None:
+    row = rows[0]
+    _record(mesh, "all_gather", axis, (len(rows) - 1) * row.numel() * row.element_size(), row, rows.shape)
+
+
+class _All:
+    """Several messages, waited for as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 def start_sum(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
@@ -88,7 +118,6 @@ def sum_everywhere(flat: torch.Tensor, mesh: Mesh, axis: int) -> None:
     size = -(-flat.numel() // n)
     rows = flat.new_zeros(n, size)
     rows.view(-1)[: flat.numel()].copy_(flat)
-    own = flat.new_empty(size)
-    start_sum(rows, mesh, axis).wait(own)
-    start_gather(rows, own, mesh, axis).wait()
+    start_sum(rows, mesh, axis).wait(rows[mesh.coordinate[axis]])
+    start_gather(rows, None, mesh, axis).wait()
     flat.copy_(rows.view(-1)[: flat.numel()])

@@ -305,21 +305,22 @@ class DataAxis:
 
     def _exchange_pieces(self) -> None:
         """Gather each chunk's pieces into the parameters, a few chunks at a time."""
-        n, under_way = self.mesh.shape[self.axis], deque[tuple[Chunk, torch.Tensor, torch.Tensor, Pending]]()
+        n, here = self.mesh.shape[self.axis], self.mesh.coordinate[self.axis]
+        under_way = deque[tuple[Chunk, torch.Tensor, list[torch.Tensor], Pending]]()
 
         def land() -> None:
-            chunk, rows, _, pending = under_way.popleft()
+            chunk, rows, wholes, pending = under_way.popleft()
             pending.wait()
-            chunk.unpack(rows, [plain(m.p.detach()) for m in chunk.members])
+            chunk.unpack(rows, chunk.in_wholes(wholes))
 
         for chunk in self.chunks:
-            own, rows = chunk.flat(chunk.dtype), chunk.rows(n, chunk.dtype)
+            rows, wholes = chunk.rows(n, chunk.dtype), [plain(m.p.detach()) for m in chunk.members]
             if chunk.master is not None:
-                own.copy_(chunk.master)
+                rows[here].copy_(chunk.master)
             else:
-                pieces = [m.piece(plain(m.p.detach())) for m in chunk.members]
-                torch._foreach_copy_(chunk.pieces(own), pieces)
-            under_way.append((chunk, rows, own, start_gather(rows, own, self.mesh, self.axis)))
+                pieces = [m.piece(whole) for m, whole in zip(chunk.members, wholes, strict=True)]
+                torch._foreach_copy_(chunk.pieces(rows[here]), pieces)
+            under_way.append((chunk, rows, wholes, start_gather(rows, None, self.mesh, self.axis)))
             if len(under_way) > 2:
                 land()
         while under_way:

@@ -6,13 +6,11 @@ for each coordinate: the pieces of all its members, one after the other, each pa
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.layout import Layout, chunk_bounds
 from espalier.parallel.offload import Place
@@ -52,8 +50,10 @@ class Member:
         if self.dim is not None:
             self.slot = math.prod(shape[: self.dim]) * -(-shape[self.dim] // self._n)
             self.slot *= math.prod(shape[self.dim + 1 :])
-        self._even = self.dim == 0 and shape[0] % self._n == 0
+        self.even = self.dim == 0 and shape[0] % self._n == 0
         self.size = math.prod(shape)
+        self._own = self.shard.local_shape
+        self._own_size = math.prod(self._own)
 
     def piece(self, full: torch.Tensor, coordinate: int | None = None) -> torch.Tensor:
         """The view, of a local tensor that is whole along the axis, that a coordinate holds."""
@@ -63,19 +63,21 @@ class Member:
         return full.narrow(self.dim, *chunk_bounds(full.shape[self.dim], self._n, at))
 
     def own(self, row: torch.Tensor) -> torch.Tensor:
-        """This coordinate's piece in a row that begins with the member's slot, in its own shape."""
-        shape = self.shard.local_shape
-        return row[: math.prod(shape)].view(shape)
+        """This coordinate's piece in a row of its slot, in its own shape."""
+        return (row if self._own_size == self.slot else row[: self._own_size]).view(self._own)
 
-    def pairs(self, rows: torch.Tensor, full: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the same elements: in rows [n, slot], and in a tensor whole along the axis."""
-        if self._even and full.is_contiguous():
-            yield rows, full.view(self._n, self.slot)
-            return
-        for i in range(self._n):
-            piece = self.piece(full, i)
-            if piece.numel():
-                yield rows[i, : piece.numel()].view(piece.shape), piece
+    def in_whole(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a tensor whole along the axis: the elements of those that ``in_rows`` gives."""
+        if self.even and full.is_contiguous():
+            return [full.view(self._n, self.slot)]
+        return [piece for i in range(self._n) if (piece := self.piece(full, i)).numel()]
+
+    def in_rows(self, rows: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Views of rows [n, slot] in the shapes of what ``in_whole`` gave."""
+        if len(like) == 1 and like[0].shape == rows.shape:
+            return [rows]
+        # the last coordinates may have nothing
+        return [rows[i, : piece.numel()].view(piece.shape) for i, piece in enumerate(like)]
 
 
 def cut_dim(shape: Sequence[int], n: int) -> int | None:
@@ -93,7 +95,9 @@ class Chunk:
         dtype: in which the model computes with them.
         device: on which it does.
         size: elements of a row.
-        gradient: flat [size], this rank's pieces of the sums; None while there are none.
+        elements: of the members, whole along the axis.
+        gradient: flat [size], this rank's pieces of the sums; where the stage keeps gradients whole, these,
+            as in ``line_up``, until the parameters have them; None while there are none.
         home: flat [size], this rank's pieces of the parameters, where the stage cuts these.
         master: flat, the parameters in float32, where the optimizer is to update these: [size], this rank's
             pieces, where the stage cuts states, else whole.
@@ -108,8 +112,8 @@ class Chunk:
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = list(members)
         self.dtype, self.device = members[0].dtype, members[0].p.device
-        self._starts = [0, *itertools.accumulate(m.slot for m in members)]
-        self.size = self._starts.pop()
+        self.size = sum(m.slot for m in members)
+        self.elements = sum(m.size for m in members)
         self.gradient: torch.Tensor | None = None
         self.home: torch.Tensor | None = None
         self.master: torch.Tensor | None = None
@@ -118,6 +122,7 @@ class Chunk:
         self.versions: list[int] = []
         self.is_written = False
         self.missing = set(range(len(members)))
+        self._cut: tuple[torch.Tensor, list[torch.Tensor]] | None = None
 
     def rows(self, n: int, dtype: torch.dtype, extra: int = 0) -> torch.Tensor:
         """A buffer for what is sent; ``extra`` elements at the end of each row are the caller's."""
@@ -127,48 +132,77 @@ class Chunk:
         """A buffer for this rank's pieces."""
         return torch.empty(self.size + extra, dtype=dtype, device=self.device)
 
-    def slots(self, flat: torch.Tensor) -> Iterator[tuple[Member, torch.Tensor]]:
-        """The members and their parts of a flat [..., size]."""
-        for m, start in zip(self.members, self._starts, strict=True):
-            yield m, flat[..., start : start + m.slot]
+    def slots(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The members' parts of a flat [..., size]."""
+        flat = flat if flat.shape[-1] == self.size else flat[..., : self.size]
+        return flat.split([m.slot for m in self.members], -1)
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """This rank's piece of each member in a flat [size], in its own shape."""
-        return [m.own(part) for m, part in self.slots(flat)]
+        if self._cut is not None and self._cut[0] is flat:
+            return self._cut[1]
+        found = [m.own(part) for m, part in zip(self.members, self.slots(flat), strict=True)]
+        if flat is self.home and not self.places:
+            self._cut = flat, found  # it stays where it is
+        return found
 
     def wholes(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The members one after the other in a flat buffer, each whole along the axis, in its own shape."""
-        parts = flat.split([m.size for m in self.members])
+        parts = flat[: self.elements].split([m.size for m in self.members])
         return [part.view(m.full.local_shape) for part, m in zip(parts, self.members, strict=True)]
 
-    def pack(self, rows: torch.Tensor, wholes: Sequence[torch.Tensor | None]) -> None:
-        """Fill rows from tensors that are whole along the axis; zeros for those that are missing."""
+    def line_up(
+        self, n: int, dtype: torch.dtype, given: Sequence[torch.Tensor | None], extra: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tensors that are whole along the axis one after the other, zeros for those that are missing.
+
+        Returns:
+            a buffer [n, rest], cut anywhere, and of it ``extra`` elements after the last member.
+        """
+        width = -(-(self.elements + extra) // n)
+        rows = torch.empty(n, width, dtype=dtype, device=self.device)
+        flat = rows.view(-1)
+        flat[self.elements :].zero_()
         into, outof = [], []
-        for (m, part), whole in zip(self.slots(rows), wholes, strict=True):
-            if whole is None:
+        for part, here in zip(self.wholes(flat), given, strict=True):
+            if here is None:
                 part.zero_()
-                continue
-            for there, here in m.pairs(part, whole):
-                into.append(there)
+            else:
+                into.append(part)
                 outof.append(here)
         if into:
             torch._foreach_copy_(into, outof)
+        return rows, flat[self.elements : self.elements + extra]
 
-    def unpack(self, rows: torch.Tensor, wholes: Sequence[torch.Tensor | None]) -> None:
-        """Fill tensors that are whole along the axis from rows."""
-        into, outof = [], []
-        for (m, part), whole in zip(self.slots(rows), wholes, strict=True):
+    def pack(self, rows: torch.Tensor, wholes: Sequence[torch.Tensor | None]) -> None:
+        """Fill rows from tensors that are whole along the axis; zeros for those that are missing."""
+        into: list[torch.Tensor] = []
+        outof: list[torch.Tensor] = []
+        for m, part, whole in zip(self.members, self.slots(rows), wholes, strict=True):
             if whole is None:
+                part.zero_()
                 continue
-            for there, here in m.pairs(part, whole):
-                into.append(here)
-                outof.append(there)
+            here = m.in_whole(whole)
+            into += m.in_rows(part, here)
+            outof += here
+        if into:
+            torch._foreach_copy_(into, outof)
+
+    def in_wholes(self, wholes: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Where ``unpack`` is to put each member, in tensors that are whole along the axis."""
+        return [m.in_whole(whole) for m, whole in zip(self.members, wholes, strict=True)]
+
+    def unpack(self, rows: torch.Tensor, places: Sequence[list[torch.Tensor]]) -> None:
+        """Copy rows to what ``in_wholes`` gave."""
+        outof: list[torch.Tensor] = []
+        for m, part, there in zip(self.members, self.slots(rows), places, strict=True):
+            outof += m.in_rows(part, there)
+        into = [view for there in places for view in there]
         if into:
             torch._foreach_copy_(into, outof)
 
 
 def show(p: torch.Tensor, data: torch.Tensor, layout: Layout) -> None:
-    """Let a parameter hold other data, and say how it lies."""
-    with raw():
-        p.data = data
+    """Let a parameter hold other data, and say how it lies (called with torch functions left alone)."""
+    p.data = data
     stamp(p, layout)

@@ -53,6 +53,7 @@ class Gathered:
             elements = sum(m.size for m in chunk.members)
             self._flat = torch.empty(elements, dtype=chunk.dtype, device=chunk.device)
             self.wholes = chunk.wholes(self._flat)
+            self._places = chunk.in_wholes(self.wholes)
             self._bytes = self._flat.untyped_storage().nbytes()
             self.storage = self._flat.untyped_storage()
             self.storage.resize_(0)
@@ -103,10 +104,10 @@ class Gathered:
         self.pending.wait()
         with raw():
             self.storage.resize_(self._bytes)
-            self.chunk.unpack(self.rows, self.wholes)
+            self.chunk.unpack(self.rows, self._places)
             _count_versions(self.chunk, -1)
-        for m, whole in zip(self.chunk.members, self.wholes, strict=True):
-            show(m.p, whole, m.full)
+            for m, whole in zip(self.chunk.members, self.wholes, strict=True):
+                show(m.p, whole, m.full)
         self.rows = self.pending = None
         self.is_whole = True
 
@@ -121,10 +122,9 @@ class Gathered:
             home = self.chunk.home
             if self.is_hidden:
                 home = self._flat.new_full((), float("nan")).expand(home.shape)
-            pieces = self.chunk.pieces(home)
             _count_versions(self.chunk, 1)
-        for m, piece in zip(self.chunk.members, pieces, strict=True):
-            show(m.p, piece, m.rest)
+            for m, piece in zip(self.chunk.members, self.chunk.pieces(home), strict=True):
+                show(m.p, piece, m.rest)
         self.storage.resize_(0)
         self.is_whole = False
         self.chunk.versions = [m.p._version for m in self.chunk.members]
@@ -319,19 +319,23 @@ class Gathering:
         g.start(self.mesh, self.axis)
         at, order = len(self._seen), self.order
         if order[at - 1 : at] == [use]:
-            self._look_ahead(order[at:])
+            self._look_ahead(g, order[at:])
         g.fill()
 
-    def _look_ahead(self, coming: list[Use]) -> None:
-        budget = self._ahead - sum(g.nbytes for g in self.held if g.pending is not None)
+    def _look_ahead(self, now: Gathered, coming: list[Use]) -> None:
+        """Start what is needed next: no more than the largest chunk, and nothing for the pass after this."""
+        budget = min(self._ahead, max(g.nbytes for g in self.held))
+        budget -= sum(g.nbytes for g in self.held if g.pending is not None and g is not now)
         for i, use in enumerate(coming):
             g = self.held[use.chunk]
-            if g.is_whole or g.pending is not None:
-                continue
-            if g.nbytes > budget:
-                return self._read_ahead(coming[i:])
-            budget -= g.nbytes
-            g.start(self.mesh, self.axis)
+            if use.phase == self._seen[-1].phase:
+                if g.is_whole or g.pending is not None:
+                    continue
+                if g.nbytes <= budget:
+                    budget -= g.nbytes
+                    g.start(self.mesh, self.axis)
+                    continue
+            return self._read_ahead(coming[i:])
 
     def _read_ahead(self, coming: list[Use]) -> None:
         """Read from disk what will be gathered next."""

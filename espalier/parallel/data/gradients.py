@@ -26,7 +26,7 @@ from espalier.parallel.data.stages import Stage
 from espalier.tensor import plain, stamp
 
 _grad: Any = torch.Tensor.grad
-_AT_ONCE = 2  # sums under way
+_AT_ONCE = 2  # messages under way
 
 
 class Gradients:
@@ -57,8 +57,8 @@ class Gradients:
         self._dtype, self._on_sent, self._shelf = dtype, on_sent, shelf
         self._sending = True
         self._next = 0
-        self._flying: deque[tuple[Chunk, Summing]] = deque()
-        self._spreading: deque[tuple[Chunk, torch.Tensor, Pending]] = deque()
+        self._flying: deque[tuple[Chunk, torch.Tensor, Summing]] = deque()
+        self._spreading: deque[Pending] = deque()
         self._place = {id(m.p): (chunk, i) for chunk in self.chunks for i, m in enumerate(chunk.members)}
         # the last chunk's rows end with a flag for each parameter: has it a gradient anywhere?
         self._flags = len(self._place)
@@ -131,22 +131,34 @@ class Gradients:
         with raw():
             grads = [_grad.__get__(m.p) for m in chunk.members]
             dtype = self._dtype or chunk.dtype
-            rows = chunk.rows(n, dtype, self._flags if last else 0)
-            chunk.pack(rows, [None if g is None else plain(g) for g in grads])
+            given = [None if g is None else plain(g) for g in grads]
             self._here += [float(g is not None) for g in grads]
+            extra = self._flags if last else 0
+            if self.stage.gradients == "R":
+                rows, flags = chunk.line_up(n, dtype, given, extra)
+            else:
+                rows = chunk.rows(n, dtype, extra)
+                chunk.pack(rows, given)
+                flags = rows[:, chunk.size :]
             if last:
-                rows[:, chunk.size :] = torch.tensor(self._here, dtype=dtype, device=rows.device)
+                flags.copy_(torch.tensor(self._here, dtype=dtype, device=rows.device))
                 self._here.clear()
-            if self.stage.gradients == "S":
-                for m in chunk.members:
-                    _grad.__set__(m.p, None)
+            for m in chunk.members:
+                _grad.__set__(m.p, None)
         if self._on_sent is not None:
             self._on_sent(chunk)
-        self._flying.append((chunk, start_sum(rows, self.mesh, self._axis)))
+        self._flying.append((chunk, rows, start_sum(rows, self.mesh, self._axis)))
 
     def _land(self) -> None:
         """Wait for the oldest sum."""
-        chunk, summing = self._flying.popleft()
+        chunk, rows, summing = self._flying.popleft()
+        if self.stage.gradients == "R":
+            chunk.gradient = rows.view(-1)
+            summing.wait(self._own_row(chunk))
+            if len(self.axes) == 1:
+                self._spread(chunk)
+            return
+        del rows
         if chunk.gradient is not None:
             self.bring(chunk)
             summing.wait(chunk.gradient, add=True)
@@ -156,8 +168,6 @@ class Gradients:
         chunk.gradient = chunk.flat(self._dtype or chunk.dtype, extra)
         summing.wait(chunk.gradient)
         self._leave(chunk)
-        if self.stage.gradients == "R" and len(self.axes) == 1:
-            self._spread(chunk)
 
     def bring(self, chunk: Chunk, *, on_host: bool = False) -> None:
         """Let what a chunk has of its gradients be on the device, or in the host's memory."""
@@ -182,29 +192,16 @@ class Gradients:
             self._shelf.settle()
             self._shelf.put(_key(chunk), [chunk.gradient], chunk.places["gradients"], away)
 
+    def _rows(self, chunk: Chunk) -> torch.Tensor:
+        assert chunk.gradient is not None
+        return chunk.gradient.view(self.mesh.shape[self._axis], -1)
+
+    def _own_row(self, chunk: Chunk) -> torch.Tensor:
+        return self._rows(chunk)[self.mesh.coordinate[self._axis]]
+
     def _spread(self, chunk: Chunk) -> None:
         """Start to give all ranks the sums of a chunk."""
-        assert chunk.gradient is not None
-        if self._spreading:
-            self._put()
-        rows = chunk.rows(self.mesh.shape[self._axis], chunk.gradient.dtype)
-        pending = start_gather(rows, chunk.gradient[: chunk.size], self.mesh, self._axis)
-        self._spreading.append((chunk, rows, pending))
-
-    def _put(self) -> None:
-        """Put what the oldest gathering has brought into the gradients."""
-        chunk, rows, pending = self._spreading.popleft()
-        pending.wait()
-        wide = chunk.master is not None and rows.dtype is not chunk.dtype
-        with raw():
-            for m in chunk.members:
-                if wide:
-                    # a sum that is not rounded to the parameter's dtype stands beside its gradient
-                    _grad.__set__(m.p, None)
-                    m.p._reduced = rows.new_empty(m.full.local_shape)  # type: ignore[attr-defined]
-                elif _grad.__get__(m.p) is None:
-                    _grad.__set__(m.p, torch.empty_like(plain(m.p.detach())))
-            chunk.unpack(rows, [plain(_whole(m.p)) for m in chunk.members])
+        self._spreading.append(start_gather(self._rows(chunk), None, self.mesh, self._axis))
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over the axes, and lies as the stage says.
@@ -223,13 +220,16 @@ class Gradients:
         for axis in self.axes[:-1]:
             for chunk in self.chunks:
                 assert chunk.gradient is not None
+                if self.stage.gradients == "R":
+                    sum_everywhere(self._own_row(chunk), self.mesh, axis)
+                    if axis == self.axes[-2]:
+                        self._spread(chunk)
+                    continue
                 self.bring(chunk)
                 sum_everywhere(chunk.gradient, self.mesh, axis)
                 self._leave(chunk)
-                if self.stage.gradients == "R" and axis == self.axes[-2]:
-                    self._spread(chunk)
         while self._spreading:
-            self._put()
+            self._spreading.popleft().wait()
         if self._shelf is not None:
             self._shelf.settle()
         with raw():
@@ -240,18 +240,23 @@ class Gradients:
         used, number = self._used(), 0
         for chunk in self.chunks:
             assert chunk.gradient is not None
-            for m, piece in zip(chunk.members, chunk.pieces(chunk.gradient), strict=True):
-                whole = self.stage.gradients == "R"
+            whole = self.stage.gradients == "R"
+            parts = chunk.wholes(chunk.gradient) if whole else chunk.pieces(chunk.gradient)
+            for m, part in zip(chunk.members, parts, strict=True):
                 layout = _summed(gradient_layout(m.full if whole else m.shard), self.axes)
                 if used is not None and not used[number]:
                     _grad.__set__(m.p, None)
                     m.p.__dict__.pop("_reduced", None)
                 elif whole:
-                    stamp(_whole(m.p), layout)
+                    # a sum that is not rounded to the parameter's dtype stands beside its gradient
+                    wide = chunk.master is not None and part.dtype is not chunk.dtype
+                    _grad.__set__(m.p, None if wide else stamp(part.to(m.p.dtype), layout))
+                    if wide:
+                        m.p._reduced = stamp(part, layout)  # type: ignore[attr-defined]
                 else:
-                    m.p._reduced = stamp(piece, layout)  # type: ignore[attr-defined]
+                    m.p._reduced = stamp(part, layout)  # type: ignore[attr-defined]
                 number += 1
-            if self.stage.gradients == "R":
+            if whole:
                 chunk.gradient = None
 
     def _used(self) -> list[bool] | None:
@@ -260,7 +265,8 @@ class Gradients:
             return None
         last = self.chunks[-1]
         assert last.gradient is not None
-        return [n > 0 for n in last.gradient[last.size :].tolist()]
+        start = last.elements if self.stage.gradients == "R" else last.size
+        return [n > 0 for n in last.gradient[start : start + self._flags].tolist()]
 
     def forget(self) -> None:
         """After a step: there are no gradients."""
@@ -277,11 +283,6 @@ def _call(method: weakref.WeakMethod[Any], p: torch.Tensor) -> None:
 
 def _key(chunk: Chunk) -> str:
     return f"gradients-{chunk.number}"
-
-
-def _whole(p: torch.Tensor) -> torch.Tensor:
-    grad: torch.Tensor | None = _grad.__get__(p)
-    return p._reduced if grad is None else grad  # type: ignore[attr-defined]
 
 
 def _summed(layout: Layout, axes: Sequence[int]) -> Layout:
