@@ -17,6 +17,7 @@ from espalier.layout import Layout, chunk_bounds
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor, stamp
+from espalier.tensor.caller import user_frame
 from espalier.tensor.fallback import tree_map
 from espalier.tensor.watch import claim
 
@@ -55,7 +56,7 @@ class Batches:
             warnings.warn(
                 f"A global batch of {size} rows leaves {among - size} of the {among} ranks that share it "
                 "without work: use a larger batch or a smaller plan.data.",
-                stacklevel=3,
+                stacklevel=user_frame()[0],
             )
 
         def wrap(x: Any) -> Any:
