@@ -119,12 +119,15 @@ class Explanation(Watcher):
 
     @property
     def totals(self) -> dict[str, dict[str, int]]:
-        """Axis to bytes that this rank sent, ``{"forward": ..., "backward": ...}``."""
+        """Axis to bytes that this rank sent, ``{"forward": ..., "backward": ...}``.
+
+        What crosses several axes at once stands under their names (``"data,tensor"``).
+        """
         total: dict[str, Counter[str]] = {axis: Counter(forward=0, backward=0) for axis in self.axes}
         for row in self.rows:
             for phase, events in ((row.phase, row.sent), ("backward", row.sent_backward)):
                 for event in events:
-                    total[event.axis][phase] += event.bytes
+                    total.setdefault(event.axis, Counter(forward=0, backward=0))[phase] += event.bytes
         return {axis: dict(phases) for axis, phases in total.items()}
 
     def to_dict(self) -> dict[str, Any]:
