@@ -109,7 +109,8 @@ def sends(rank: int, world: int, n: int) -> None:
         elements = (3 if zero == 3 else 2) * sum(p.numel() for p in parameters)
         if zero == 3:  # what the forward pass uses last the backward pass uses first: it is kept
             elements -= sum(p.numel() for p in engine.module.head.parameters())
-        flags = len(parameters)
+        # with each row to its owner; in stage 0 the flags are cut like the gradients, and come back with them
+        flags = 2 * -(-len(parameters) // n) if zero == 0 else len(parameters)
         assert moved == 4 * (n - 1) * (elements // n + flags), zero
 
 
