@@ -50,9 +50,9 @@ class ByHand:
         return loss.item(), norm.item()
 
 
-# Each number of 16 bits is off by up to 2^-9 of itself, and the ranks' parts of the batch are rounded apart:
-# losses differ by some of these, and an update of lr by some hundredths of lr, now and then by more.
-LOSS, STEPS = 2e-2, 6
+# A number of 16 bits is off by up to 2^-9 of itself, and the parts of the batch that ranks compute are rounded
+# apart. What was seen: losses 7e-5 apart, norms 4e-4 of their size, masters 1.3e-2 of the way they have come.
+LOSS, NORM, WAY, STEPS = 5e-4, 2e-3, 0.03, 6
 
 
 def follows(rank: int, world: int, plan: dict[str, Any], optimizer: str) -> None:
@@ -68,13 +68,13 @@ def follows(rank: int, world: int, plan: dict[str, Any], optimizer: str) -> None
         expected, norm = plain.step(data)
         found = engine.train_step(data)
         assert abs(found.item() - expected) < LOSS
-        assert engine.grad_norm is not None and abs(engine.grad_norm.item() - norm) < LOSS * norm
+        assert engine.grad_norm is not None and abs(engine.grad_norm.item() - norm) < NORM * norm
         assert all(p.dtype is torch.bfloat16 and p.grad is None for p in net.parameters())
     for (name, value), master, p in zip(
         engine.full_state_dict().items(), plain.masters, net.parameters(), strict=True
     ):
         moved = (master - initial[name]).norm()
-        assert (value - master).norm() < 0.05 * moved, (name, (value - master).norm(), moved)
+        assert (value - master).norm() < WAY * moved, name
         assert torch.equal(espalier.full_tensor(p), value.bfloat16()), "parameters are their masters, rounded"
     for p in net.parameters():
         for x in ours.state[p].values():
@@ -262,7 +262,7 @@ def autocasts(rank: int, world: int, plan: dict[str, Any], dtype: str) -> None:
         assert found.dtype is expected.dtype and abs(found.item() - expected.item()) < LOSS
         engine.backward(found)
         engine.step()
-        assert engine.grad_norm is not None and abs(engine.grad_norm.item() - norm.item()) < LOSS * norm
+        assert engine.grad_norm is not None and abs(engine.grad_norm.item() - norm.item()) < NORM * norm
     exact = model("gpt", layers=1).float()
     loss = exact(**batch(8)).loss
     assert loss.item() != engine(batch(8)).item(), "something is computed in 16 bits"
@@ -270,7 +270,7 @@ def autocasts(rank: int, world: int, plan: dict[str, Any], dtype: str) -> None:
     for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
         assert p.dtype is torch.float32
         found = espalier.full_tensor(p)
-        assert (found - q).norm() < 0.05 * (q - initial[name]).norm(), name
+        assert (found - q).norm() < WAY * (q - initial[name]).norm(), name
         if world == 1:
             assert torch.equal(found, q), name
 
@@ -368,7 +368,7 @@ def goes_on(rank: int, world: int, plan: dict[str, Any]) -> None:
         plain(**batch(8, step)).loss.backward()
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None and p.grad.dtype is torch.float32
-        assert (espalier.full_tensor(p.grad) - q.grad).norm() < LOSS * q.grad.norm()
+        assert (espalier.full_tensor(p.grad) - q.grad).norm() < 5 * NORM * q.grad.norm()
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
