@@ -92,3 +92,25 @@ def test_a_plan_says_where_state_lies(tmp_path: Path) -> None:
             Plan(offload=wrong)
     with pytest.raises(PlanError, match="offload.parameters = 'host': .* expected zero >= 3"):
         Plan(data=2, zero=2, offload={"parameters": "host"})
+
+
+def test_precision_is_a_word_or_a_table() -> None:
+    assert Plan(precision="bfloat16") == Plan(precision={"compute": "bfloat16"})
+    assert str(Plan(data=2, precision={"compute": "float16", "reduce": "float32"})) == (
+        "data 2 × tensor 1, float16, reduced in float32"
+    )
+    assert Plan(precision="autocast-float16").precision.scales
+    assert not Plan(precision="bfloat16").precision.scales
+    with pytest.raises(PlanError) as caught:
+        Plan(
+            precision={
+                "compute": "bf16",
+                "reduc": "float32",
+                "loss_scale": {"init_scal": 2.0, "min_scale": 0},
+            }
+        )
+    text = str(caught.value)
+    assert "precision.compute = 'bf16': expected 'float32', 'bfloat16'" in text and "4 mistake(s)" in text
+    assert "precision.reduc = 'float32': unknown key; did you mean reduce?" in text
+    assert "precision.loss_scale.init_scal = 2.0: unknown key; did you mean init_scale?" in text
+    assert "precision.loss_scale.min_scale = 0: expected greater than 0" in text

@@ -77,13 +77,17 @@ class DataAxis:
             if self._shelf is not None:
                 self._shelf.settle()
         self.masters.remember()
-        reduce = plan.precision.reduce
+        reduce = None if plan.precision.reduce is None else getattr(torch, plan.precision.reduce)
+        if reduce is torch.float32:
+            with raw():
+                for m in (m for chunk in self.masters.chunks for m in chunk.members):
+                    m.p.grad_dtype = reduce  # several uses, and micro-batches, add up in it too
         self.gradients = Gradients(
             [] if alone and self.stage.gradients == "R" else self.chunks,
             mesh,
             axes,
             self.stage,
-            dtype=None if reduce is None else getattr(torch, reduce),
+            dtype=reduce,
             on_sent=None if self.gathering is None else self.gathering.sent,
             shelf=self._shelf,
         )

@@ -91,8 +91,7 @@ class Gradients:
         with raw():
             if self.stage.gradients == "R":
                 if grad is not None:
-                    own = plain(grad).to(chunk.dtype)
-                    m.p.__dict__.pop("_reduced", None)
+                    own = plain(grad)
                     if any(self.mesh.coordinate[a] for a in self.axes):
                         own.zero_()
                     _grad.__set__(m.p, stamp(own, gradient_layout(m.full)))
@@ -246,13 +245,8 @@ class Gradients:
                 layout = _summed(gradient_layout(m.full if whole else m.shard), self.axes)
                 if used is not None and not used[number]:
                     _grad.__set__(m.p, None)
-                    m.p.__dict__.pop("_reduced", None)
                 elif whole:
-                    # a sum that is not rounded to the parameter's dtype stands beside its gradient
-                    wide = chunk.master is not None and part.dtype is not chunk.dtype
-                    _grad.__set__(m.p, None if wide else stamp(part.to(m.p.dtype), layout))
-                    if wide:
-                        m.p._reduced = stamp(part, layout)  # type: ignore[attr-defined]
+                    _grad.__set__(m.p, stamp(part.to(m.p.grad_dtype), layout))
                 else:
                     m.p._reduced = stamp(part, layout)  # type: ignore[attr-defined]
                 number += 1
