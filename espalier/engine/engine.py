@@ -15,6 +15,7 @@ from espalier.comm import collectives as door
 from espalier.engine import tables
 from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches
+from espalier.engine.live import Watch, watch
 from espalier.engine.norm import global_norm, scale_gradients
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.scaling import LossScaler
@@ -134,6 +135,7 @@ class Engine:
         self._recomputed, self._policy = chosen(module, plan), recompute_policy
         self._data: DataAxis | None = None
         self._syncing = True
+        self._watch: Watch | None = None
         self._batches = Batches(mesh, plan)
         self._accumulation: Accumulation | None = None
         if plan.accumulate > 1:
@@ -162,6 +164,16 @@ class Engine:
             with self._data.updating(exchange=False):
                 lay_out_states(self.optimizer)
             self._data.place(self.optimizer)
+            if self._data.budget is not None:
+                self._watch = self.watch()
+
+    def watch(self) -> Watch:
+        """A watch over the device's memory: ``with watch: ...``, then ``watch.peak`` in bytes.
+
+        It counts what the engine holds and what is computed while it is open. On a CPU what is in the
+        ``"host"``'s memory does not count, as if there were a device.
+        """
+        return watch(self.module, self.optimizer, self._laid_out())
 
     def _sample(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
@@ -257,10 +269,11 @@ class Engine:
         if torch.is_grad_enabled() and self.optimizer is not None:
             self._traffic.begin()
         self._data.begin_forward()
-        if self._accumulation is None:
-            loss = self._forward(batch)
-        else:
-            loss = self._accumulation.forward(batch, self._forward)
+        with self._watch or nullcontext():
+            if self._accumulation is None:
+                loss = self._forward(batch)
+            else:
+                loss = self._accumulation.forward(batch, self._forward)
         if not isinstance(loss, DTensor):
             return loss
         return redistribute(loss, Layout.replicated(self.mesh, loss.shape))
@@ -289,15 +302,16 @@ class Engine:
         assert self._data is not None, "call the engine on a batch first"
         of_step = self._accumulation
         self._data.gradients.begin(self._syncing and (of_step is None or of_step.done == of_step.size - 1))
-        if self.scaler is not None:
-            self.scaler.scaled(loss)
-        if of_step is None:
-            loss.backward()
-            self.loss = loss.detach()
-        else:
-            of_step.backward(loss)
-            self.loss = of_step.loss
-        self._data.end_backward()
+        with self._watch or nullcontext():
+            if self.scaler is not None:
+                self.scaler.scaled(loss)
+            if of_step is None:
+                loss.backward()
+                self.loss = loss.detach()
+            else:
+                of_step.backward(loss)
+                self.loss = of_step.loss
+            self._data.end_backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -361,8 +375,11 @@ class Engine:
             update(optimizer)
 
         try:
-            if finite:
-                self._data.update(self.optimizer, step)
+            with self._watch or nullcontext():
+                if finite:
+                    self._data.update(self.optimizer, step)
+                    if self._watch is not None and self._watch.fit(self._data, self.optimizer):
+                        self._watch = None
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             self._data.gradients.forget()

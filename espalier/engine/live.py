@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from espalier.parallel.data.axis import DataAxis
 
 
 @dataclass
@@ -55,6 +58,15 @@ class LiveMemory(TorchDispatchMode):
             self.peak, self.peak_at = now, self.phase
         return out
 
+    def ignore(self, x: torch.Tensor) -> None:
+        """Never count a tensor's storage: it takes none of the device's memory."""
+        with raw():
+            storage = x.untyped_storage()
+        self._live.now -= self._live.sizes.get(storage._cdata, 0)
+        if storage._cdata not in self._live.sizes:
+            weakref.finalize(storage, _release, self._live, storage._cdata)
+        self._live.sizes[storage._cdata] = 0
+
     def hold(self, x: torch.Tensor) -> None:
         """Count a tensor's storage until it is released."""
         with raw():
@@ -67,8 +79,59 @@ class LiveMemory(TorchDispatchMode):
         weakref.finalize(storage, _release, live, key)
 
 
+class Watch:
+    """The peak of a device's memory while this is open; may be opened again.
+
+    On CUDA the allocator tells it, elsewhere :class:`LiveMemory`.
+
+    Args:
+        live: follows what lives where there is no allocator to ask; holds what was there before.
+    """
+
+    def __init__(self, device: torch.device, live: LiveMemory) -> None:
+        self._device, self.live = device, live
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new peak."""
+        self.live.peak = 0
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes since then."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return self.live.peak
+
+    def fit(self, data: DataAxis, optimizer: torch.optim.Optimizer) -> bool:
+        """Place chunks by the memory that a step took; says whether the budget is settled."""
+        settled = data.fit(self.peak, optimizer)
+        self.restart()
+        return settled
+
+    def __enter__(self) -> None:
+        if self._device.type != "cuda":
+            self.live.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._device.type != "cuda":
+            self.live.__exit__(*error)
+
+
+def watch(module: nn.Module, optimizer: torch.optim.Optimizer | None, data: DataAxis) -> Watch:
+    """A watch that begins with what an engine holds."""
+    found = Watch(data.mesh.device(), LiveMemory(data.resized))
+    states = optimizer.state.values() if optimizer is not None else ()
+    held = [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
+    for x in (*data.watched(found.live.ignore), *module.buffers(), *held):
+        found.live.hold(x)
+    return found
+
+
 def _release(live: _Live, key: int) -> None:
     live.now -= live.sizes.pop(key, 0)
 
 
-__all__ = ["LiveMemory"]
+__all__ = ["LiveMemory", "Watch", "watch"]

@@ -16,7 +16,7 @@ class Share(BaseModel):
         place: ``"device"``, ``"host"`` (pinned memory, where there is a device), ``"disk"``; ``"auto"``
             stands for ``{place = "host", ratio = "auto"}``.
         ratio: the share of the chunks' bytes that lies there; the rest is on the device. ``"auto"``: what
-            does not fit below ``budget_gigabytes``, as the first step shows.
+            does not fit below ``budget_gigabytes``, as the first steps show.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

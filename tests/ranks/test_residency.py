@@ -113,6 +113,93 @@ def test_masters_off_the_device_change_no_bit(ranks: Any, tmp_path: Path, zero: 
     ranks(2, with_masters, str(tmp_path), zero)
 
 
+def by_budget(rank: int, world: int, folder: str, zero: int) -> None:
+    plan: dict[str, Any] = {"data": world, "zero": zero, "chunk_megabytes": 0.01}
+    states: Any = {"place": "disk", "ratio": "auto"}
+    kinds: dict[str, Any] = {"states": states, "directory": folder}
+    if zero == 3 or world == 1:
+        kinds |= {"parameters": "auto", "gradients": "auto"}
+    expected = None
+    seen: list[int] = []
+    for budget in (1.0, 1e-9, None):
+        # at last between the two peaks that were seen
+        gigabytes = (seen[0] + 3 * seen[1]) / 4e9 if budget is None else budget
+        net = model("gpt").float()
+        offload = {**kinds, "budget_gigabytes": gigabytes}
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        engine = espalier.initialize(net, optimizer, {**plan, "offload": offload})
+        engine.lay_out()
+        peaks: list[int] = []
+        data = engine._data
+        assert data is not None
+        fit = data.fit
+        data.fit = lambda peak, optimizer, to=peaks, fit=fit: (to.append(peak), fit(peak, optimizer))[1]
+        losses = [engine.train_step(batch(4, step)).item() for step in range(6)]
+        expected = expected or losses
+        assert losses == expected
+        held = [chunk for chunk in data.chunks if "states" in chunk.places]
+        seen.append(peaks[-1])
+        if budget == 1.0:
+            assert not any(chunk.places for chunk in data.chunks) and len(peaks) == 3
+        elif budget == 1e-9:
+            assert held == data.chunks and len(peaks) == 2
+            assert seen[1] < 0.8 * seen[0]
+        else:
+            assert 0 < len(held) < len(data.chunks)
+            assert peaks[-1] <= gigabytes * 1e9
+            # what is away is what the update comes to last
+            assert held == data.chunks[-len(held) :]
+
+
+@pytest.mark.parametrize(("world", "zero"), [(1, 0), (2, 1), (2, 3)])
+def test_a_budget_is_filled(ranks: Any, tmp_path: Path, world: int, zero: int) -> None:
+    ranks(world, by_budget, str(tmp_path), zero)
+
+
+def below_a_cap(rank: int, world: int, folder: str) -> None:
+    """States of four times a cap, and tensors that together stay below it; watched and dry."""
+    found = {}
+    for disk in (False, True):
+        plan: dict[str, Any] = {"data": world, "zero": 3, "recompute": "full", "prefetch_megabytes": 0.0}
+        if disk:
+            plan["offload"] = {
+                "parameters": "disk",
+                "gradients": "disk",
+                "states": "disk",
+                "directory": folder,
+            }
+        sizes = {"hidden": 48, "layers": 24 if world == 1 else 4}
+        net = model("gpt", **sizes).float()
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        engine = espalier.initialize(net, optimizer, plan)
+        watch = engine.watch()
+        losses = []
+        with espalier.ledger(engine.mesh) as book:
+            for step in range(2):
+                if step:
+                    book.clear()
+                with watch:
+                    losses.append(engine.train_step(batch(2, step)).item())
+        found[disk] = losses
+        states = 8 * sum(p.numel() for p in net.parameters()) // world
+        with torch.device("meta"):
+            dry_net, data = model("gpt", **sizes).float(), {k: v.to("meta") for k, v in batch(2).items()}
+        report = espalier.dry_run(dry_net, plan, data, optimizer=torch.optim.AdamW(dry_net.parameters()))
+        if world == 1:
+            assert (watch.peak < states / 4) == (report.peak_bytes < states / 4) == disk, (
+                watch.peak,
+                report.peak_bytes,
+                states,
+            )
+        assert book.entries == report.ledger.entries
+    assert found[True] == found[False]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_memory_stays_below_a_cap(ranks: Any, tmp_path: Path, world: int) -> None:
+    ranks(world, below_a_cap, str(tmp_path))
+
+
 def full_disk(rank: int, world: int, folder: str, zero: int) -> None:
     """Where one rank's disk is full for a step, all say so, nothing is lost, and training can go on."""
     losses: dict[bool, list[float]] = {}

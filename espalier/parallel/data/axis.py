@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from espalier.comm import Pending
 from espalier.comm.flat import start_gather
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.parallel.data.budget import Budget
 from espalier.parallel.data.chunks import Chunk, Member, show
 from espalier.parallel.data.gathering import Gathering, home_of, show_pieces
 from espalier.parallel.data.gradients import Gradients
@@ -93,10 +94,15 @@ class DataAxis:
         )
         moved = [chunk for chunk in self.chunks if chunk.places]
         self.streaming: Streaming | None = None
+        self.budget: Budget | None = None
         if moved:
             assert self._shelf is not None
             pieces = self.stage.states == "S"
             self.streaming = Streaming(moved, self._shelf, mesh, pieces, self._turn)
+            if plan.offload.budget_gigabytes is not None:
+                homes = [chunk for _, chunk in used] if cut else []
+                kinds = {"states": self.chunks, "gradients": self.chunks, "parameters": homes}
+                self.budget = Budget(plan.offload, kinds, self.streaming, mesh)
 
     def _place(self, chunks: Sequence[Chunk], offload: Offload) -> Shelf | None:
         """Give each chunk its places; gives where to put what is off the device."""
@@ -119,6 +125,27 @@ class DataAxis:
     def resized(self) -> list[torch.UntypedStorage]:
         """Storages that are emptied and filled as their parameters are used."""
         return [] if self.gathering is None else [g.storage for g in self.gathering.held]
+
+    def watched(self, outside: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
+        """What lives on the device between steps; ``outside`` is told of what is to be off it from now on."""
+        if self._shelf is not None:
+            self._shelf.watched_by(outside)
+        held = []
+        for chunk in self.chunks if self.gathering is None else [g.chunk for g in self.gathering.held]:
+            for x, kind in ((chunk.home, "parameters"), (chunk.master, "states")):
+                if x is not None and kind in chunk.places:
+                    outside(x)
+                elif x is not None:
+                    held.append(x)
+        return held if self.gathering is not None else [*held, *(plain(m.p.detach()) for m in self.members)]
+
+    def fit(self, peak: int, optimizer: torch.optim.Optimizer) -> bool:
+        """See :meth:`Budget.fit`; says whether the budget is settled."""
+        assert self.budget is not None
+        self._settle()
+        self.budget.fit(peak, optimizer)
+        self.masters.remember()
+        return self.budget.is_settled
 
     def begin_forward(self) -> None:
         """Before the model is called."""
@@ -148,7 +175,8 @@ class DataAxis:
                 here = plain(grad)
                 if layout.axes[self.axis] != m.dim:
                     here = m.piece(here)
-                found[m.name] = here.contiguous()
+                # what is off a dry mesh's device stands on one element
+                found[m.name] = here if self.mesh.is_dry and 0 in here.stride() else here.contiguous()
         return found
 
     @contextmanager

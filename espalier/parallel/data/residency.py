@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class _Item:
         going: a file being written from ``host``.
         coming: a buffer being filled from a file.
         shapes: and dtypes.
-        marks: of the stand-ins, as they were handed out.
+        shown: the stand-ins, and ``marks`` of them as they were handed out.
         event: the last copy on the stream of its own.
     """
 
@@ -39,6 +40,7 @@ class _Item:
         self.going: Future[None] | None = None
         self.coming: tuple[Tensors, Future[None]] | None = None
         self.shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self.shown: Tensors = []
         self.marks: list[tuple[int, int]] = []
         self.event: Any = None
 
@@ -49,6 +51,9 @@ class Shelf:
     Between ``put`` and ``take`` stand-ins take their place: tensors of the same values that can be read at
     any time. On the host they are the tensors themselves; on disk, mappings of a file. A change that
     others make to a stand-in, or another tensor in its place, counts: ``take`` then gives that.
+
+    Attributes:
+        errors: what files could not take.
 
     Args:
         device: where the program computes.
@@ -62,6 +67,7 @@ class Shelf:
         self._items: dict[str, _Item] = {}
         self._leaving: deque[tuple[str, Callable[[Tensors], object]]] = deque()
         self.errors: list[DiskError] = []
+        self._outside: list[Callable[[torch.Tensor], object]] = []
         self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def put(
@@ -91,6 +97,17 @@ class Shelf:
                 )
         self._leaving.append((key, then))
 
+    def nbytes(self, key: str) -> int:
+        """Bytes of what was put last."""
+        item = self._items.get(key)
+        return 0 if item is None else sum(shape.numel() * dtype.itemsize for shape, dtype in item.shapes)
+
+    def forget(self, key: str) -> None:
+        """Give the memory or the file of tensors back."""
+        self._items.pop(key, None)
+        if self.disk is not None:
+            self.disk.release(key)
+
     def settle(self, keep: int = 0) -> None:
         """Wait until what was put is away, but for the last ``keep``.
 
@@ -113,8 +130,10 @@ class Shelf:
                 shown = item.host
             else:
                 assert self.disk is not None
-                shown = self.disk.mapped(key)
-            item.marks = [_mark(t) for t in shown]
+                with _unseen():
+                    shown = self.disk.mapped(key)
+                self._tell(shown)
+            item.shown, item.marks = shown, [_mark(t) for t in shown]
             then(shown)
 
     def start(self, key: str, shown: Sequence[torch.Tensor]) -> None:
@@ -137,6 +156,8 @@ class Shelf:
         item = self._items.get(key)
         with raw(), torch.no_grad():
             shown = [plain(t.detach()) for t in shown]
+            if item is not None:
+                item.shown = []
             if item is None or self._changed(item, shown):
                 found = [t.clone() if t.device.type == "cpu" else t for t in shown]
                 if item is not None:
@@ -160,12 +181,26 @@ class Shelf:
             return [m[0] for m in marks] != [m[0] for m in item.marks]
         return marks != item.marks
 
+    def watched_by(self, outside: Callable[[torch.Tensor], object]) -> None:
+        """Tell ``outside`` of tensors that take none of the device's memory, or of what stands for it."""
+        self._outside.append(outside)
+        for item in self._items.values():
+            self._tell(item.shown)
+
+    def _tell(self, tensors: Tensors) -> None:
+        for tell in self._outside:
+            for t in tensors:
+                tell(t)
+
     # ---- between the device and the host
 
     def _onto_host(self, item: _Item, given: Tensors) -> Tensors:
         host = item.host
         if host is None or [(t.shape, t.dtype) for t in host] != item.shapes:
-            host = [self.empty(t) for t in given]
+            with _unseen():
+                host = [self.empty(t) for t in given]
+            if item.place == "host":
+                self._tell(host)
         item.event = self.copy(host, given)
         return host
 
@@ -206,6 +241,12 @@ class Shelf:
                     if t.is_cuda:
                         t.record_stream(self._side)
         return self._side.record_event()
+
+
+def _unseen() -> AbstractContextManager[object]:
+    """While open, modes of torch don't see operations: one that counts memory is told what not to count."""
+    off: Any = getattr(torch.utils._python_dispatch, "_disable_current_modes", nullcontext)
+    return off()
 
 
 def _place(t: torch.Tensor) -> tuple[torch.device, int]:

@@ -43,11 +43,15 @@ class _State(NamedTuple):
 
 
 class Away:
-    """A chunk of which something is off the device; ``place`` is that of its states."""
+    """A chunk of which something is off the device."""
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
-        self.place: Place = chunk.places.get("states", "device")
+
+    @property
+    def place(self) -> Place:
+        """Where its states lie between their uses."""
+        return self.chunk.places.get("states", "device")
 
     @property
     def key(self) -> str:
@@ -119,7 +123,7 @@ class Streaming:
         self.agree()
         for a in self.away:
             self.shelf.settle()
-            self._leave(optimizer, a)
+            self.leave(optimizer, a)
         self.shelf.settle()
         self.agree()
 
@@ -164,7 +168,7 @@ class Streaming:
                         self._step_on_host(a, shadow, step)
                     else:
                         step(shadow)
-                self._leave(shadow, a)
+                self.leave(shadow, a)
         except DiskError as error:
             self.shelf.errors.append(error)
         finally:
@@ -195,7 +199,7 @@ class Streaming:
                 _grad.__set__(p, None)
                 show(p, x, p._layout)
 
-    def _leave(self, optimizer: torch.optim.Optimizer, a: Away) -> None:
+    def leave(self, optimizer: torch.optim.Optimizer, a: Away) -> None:
         """Start to take a chunk's states away."""
         what, tensors = a.states(optimizer)
         if tensors and a.place != "device":
