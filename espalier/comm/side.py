@@ -104,6 +104,20 @@ class Side:
         return found
 
 
+def told_by_first(mesh: Mesh, axes: Sequence[int], message: str, about: str) -> str:
+    """What the first rank along the axes says; all ranks along them call this, each with its message."""
+    if mesh.is_dry or all(mesh.shape[a] == 1 for a in axes):
+        return message
+    store = dist.PrefixStore(f"espalier.{about}/" + "-".join(map(str, mesh.ranks)), _default_store())
+    # each rank counts what it was told; where all are in step the numbers agree
+    number = store.add(f"count/{mesh.rank}", 1)
+    others = [c for a, c in enumerate(mesh.coordinate) if a not in axes]
+    key = f"{others}/{list(axes)}/{number}"
+    if all(mesh.coordinate[a] == 0 for a in axes):
+        store.set(key, message)
+    return bytes(store.get(key)).decode()
+
+
 def _default_store() -> Any:
     # torch has no public name for it
     return dist.distributed_c10d._get_default_store()

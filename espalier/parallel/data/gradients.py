@@ -1,12 +1,14 @@
 """Gradients along the data axis: summed chunk by chunk while the backward pass goes on.
 
 The parameters are *varied* along the axis (see ``espalier.layout``): backward leaves their gradients
-Partial, and what is here finishes them, as the stage says. Chunks are sent in one fixed order, so that all
-ranks agree (Li et al. 2020, PyTorch Distributed), and at most so many are under way.
+Partial, and what is here finishes them, as the stage says. Chunks are sent in one order, the same on all
+ranks (Li et al. 2020, PyTorch Distributed): after the first step that in which they were ready in it, on
+rank 0. At most so many are under way.
 """
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +19,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm import Pending
 from espalier.comm.flat import Summing, start_gather, start_sum, sum_everywhere
+from espalier.comm.side import told_by_first
 from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import R, is_partial
 from espalier.mesh import Mesh
@@ -60,9 +63,12 @@ class Gradients:
         self._flying: deque[tuple[Chunk, torch.Tensor, Summing]] = deque()
         self._spreading: deque[Pending] = deque()
         self._place = {id(m.p): (chunk, i) for chunk in self.chunks for i, m in enumerate(chunk.members)}
+        self._number = {id(chunk): i for i, chunk in enumerate(self.chunks)}
         # the last chunk's rows end with a flag for each parameter: has it a gradient anywhere?
         self._flags = len(self._place)
         self._here: list[float] = []
+        # the numbers of chunks as they became ready in the first backward pass; None once that is the order
+        self._came: list[int] | None = []
         # Python's collector does not see what such hooks hold: it would never find a cycle through them
         ready = weakref.WeakMethod(self._ready)
         for chunk in self.chunks:
@@ -82,6 +88,8 @@ class Gradients:
         self.reduced = False
         self._sending = last or self.stage.addends == "S"
         self._next = 0
+        if self._came:
+            self._came.clear()
         for chunk in self.chunks:
             chunk.missing = set(range(len(chunk.members)))
 
@@ -112,6 +120,8 @@ class Gradients:
             return
         chunk, i = self._place[id(parameter)]
         chunk.missing.discard(i)
+        if self._came is not None and not chunk.missing:
+            self._came.append(self._number[id(chunk)])
         while self._next < len(self.chunks) and not self.chunks[self._next].missing:
             self._send(self.chunks[self._next])
 
@@ -262,8 +272,19 @@ class Gradients:
         start = last.elements if self.stage.gradients == "R" else last.size
         return [n > 0 for n in last.gradient[start : start + self._flags].tolist()]
 
+    def _settle_order(self) -> None:
+        """From now on chunks are sent as they became ready; those that did not, last."""
+        came = list(dict.fromkeys(self._came or ()))
+        came += [i for i in range(len(self.chunks)) if i not in came]
+        if len(came) > 1:
+            told = told_by_first(self.mesh, self.axes, json.dumps(came), "order")
+            self.chunks = [self.chunks[i] for i in json.loads(told)]
+        self._came = None
+
     def forget(self) -> None:
         """After a step: there are no gradients."""
+        if self._came:
+            self._settle_order()
         for chunk in self.chunks:
             chunk.gradient = None
         self.reduced = False

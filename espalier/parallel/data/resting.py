@@ -8,6 +8,7 @@ stands in, through which gradients flow to the parameter as from its owner; othe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ class Resting(Elsewhere):
         self.member, self.recorded = member, member.full
         self._bring = bring
         self._copy: tuple[int, DTensor] | None = None
-        self._node: Any = None
+        self._is_hooked = False
 
     def stand_in(self, func: Callable[..., Any] | None) -> DTensor:
         """A gathered copy; this rank's shard where nothing is recorded."""
@@ -43,23 +44,32 @@ class Resting(Elsewhere):
             if not torch.is_grad_enabled() or not p.requires_grad or name == "detach":
                 return stamp(p.data, m.shard)  # p itself counts versions of the whole
             if self._copy is None or self._copy[0] != p._version:
-                if self._node is None:
+                if not self._is_hooked:
                     # a gradient may come when the owner is done, and the parameter is cut again
-                    p.register_hook(lambda grad: self._bring())
-                self._know_whole()
+                    own, self._is_hooked = weakref.ref(self), True
+                    p.register_hook(lambda grad: _come(own))
+                known = self._know_whole()
                 self._copy = p._version, stamp(_Whole.apply(p, m), m.full)
+                del known
             return self._copy[1]
 
-    def _know_whole(self) -> None:
+    def _know_whole(self) -> Any:
         """Let autograd take gradients of the whole: it keeps the shape in which it first sees a leaf."""
         m, local = self.member, self.member.p.data
         m.p.data = local.new_empty(1).expand(m.full.local_shape)
-        self._node = get_gradient_edge(m.p).node
+        node = get_gradient_edge(m.p).node
         m.p.data = local
+        return node
 
     def forget(self) -> None:
         """Gather anew next time."""
         self._copy = None
+
+
+def _come(resting: weakref.ref[Resting]) -> None:
+    found = resting()
+    if found is not None:
+        found._bring()
 
 
 class _Whole(torch.autograd.Function):
