@@ -105,13 +105,16 @@ def sends(rank: int, world: int, n: int) -> None:
         moved = sum(e.bytes for e in book.entries if e.op in ("all_gather", "reduce_scatter"))
         rest = [e for e in book.entries if e.op not in ("all_gather", "reduce_scatter")]
         assert all(e.bytes <= 16 * n for e in rest), "the loss and the norm: sums of one number"
-        parameters = list(engine.module.parameters())
-        elements = (3 if zero == 3 else 2) * sum(p.numel() for p in parameters)
+        flags = len(list(engine.module.parameters()))
+        elements = [m.bytes // 4 for m in engine.order() if m.what == "sum gradients"]
+        if zero == 0:  # sent as they stand, and back; a flag for each parameter behind the last chunk
+            elements[-1] += flags
+            expected = sum(2 * -(-e // n) for e in elements)
+        else:
+            expected = (3 if zero == 3 else 2) * sum(elements) // n + flags
         if zero == 3:  # what the forward pass uses last the backward pass uses first: it is kept
-            elements -= sum(p.numel() for p in engine.module.head.parameters())
-        # with each row to its owner; in stage 0 the flags are cut like the gradients, and come back with them
-        flags = 2 * -(-len(parameters) // n) if zero == 0 else len(parameters)
-        assert moved == 4 * (n - 1) * (elements // n + flags), zero
+            expected -= sum(p.numel() for p in engine.module.head.parameters()) // n
+        assert moved == 4 * (n - 1) * expected, zero
 
 
 @pytest.mark.parametrize(("world", "n"), [(2, 2), (4, 4), (1, 64)])
