@@ -7,6 +7,9 @@ alone, at the speed of plain tensors. Other optimizers (norms, factorizations) s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
@@ -49,7 +52,8 @@ def update(optimizer: torch.optim.Optimizer) -> None:
         for p in parameters:
             p.__class__ = nn.Parameter  # type: ignore[assignment]
         try:
-            optimizer.step()
+            with _lined_up(optimizer):
+                optimizer.step()
         finally:
             for p in parameters:
                 p.__class__ = DTensor
@@ -57,6 +61,30 @@ def update(optimizer: torch.optim.Optimizer) -> None:
         for x in optimizer.state.get(p, {}).values():
             if type(x) is torch.Tensor and x.ndim and x.shape == p._layout.local_shape:
                 stamp(x, p._layout)
+
+
+@contextmanager
+def _lined_up(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While open, what a fused kernel updates is contiguous: it goes through memory and asks for no strides.
+
+    A piece of a parameter that is cut on another dim than the first is not.
+    """
+    kept = []
+    for p in (p for group in optimizer.param_groups if group.get("fused") for p in group["params"]):
+        if p.grad is None:
+            continue
+        state = {name: x for name, x in optimizer.state.get(p, {}).items() if isinstance(x, torch.Tensor)}
+        if all(x.is_contiguous() for x in (p, p.grad, *state.values())):
+            continue
+        kept.append((p, p.data))
+        p.data, p.grad = p.data.contiguous(), p.grad.contiguous()
+        for name, x in state.items():
+            optimizer.state[p][name] = x.contiguous()
+    try:
+        yield
+    finally:
+        for p, data in kept:
+            p.data = data.copy_(p.data)
 
 
 __all__ = ["ELEMENTWISE", "lay_out_states", "update"]

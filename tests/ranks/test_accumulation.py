@@ -16,7 +16,13 @@ from espalier.tensor import DTensor
 from tests.ranks.test_engine import TOLERANCE, apart, batch, model, one_step_ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore:A global batch of")
-PLANS = [{"data": 2}, {"data": 2, "zero": 3}, {"data": 2, "tensor": 2}, {"data": 2, "tensor": 2, "zero": 3}]
+PLANS = [
+    {"data": 2},
+    {"data": 2, "zero": 2, "offload": {"gradients": "host", "states": "host"}},
+    {"data": 2, "zero": 3},
+    {"data": 2, "tensor": 2},
+    {"data": 2, "tensor": 2, "zero": 3},
+]
 
 
 def uneven(step: int = 0) -> list[dict[str, torch.Tensor]]:

@@ -92,6 +92,12 @@ def test_optimizers(ranks: Any, optimizer: str, options: dict[str, Any]) -> None
     ranks(4, same_training, "gpt", {"data": 2, "tensor": 2}, optimizer, options)
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_fused_optimizers_update_pieces_that_are_not_contiguous(ranks: Any, zero: int) -> None:
+    options = {"lr": 1e-2, "fused": True}
+    ranks(2, same_training, "gpt", {"data": 2, "zero": zero}, "AdamW", options)
+
+
 def one_step_ledger(
     rank: int, world: int, kind: str, plan: dict[str, int], rows: int, count: Any = None
 ) -> Any:

@@ -183,6 +183,7 @@ class Gradients:
         if "gradients" not in chunk.places or chunk.gradient is None:
             return
         assert self._shelf is not None
+        self._shelf.settle()  # it may be leaving still
         before = chunk.pieces(chunk.gradient)
         (chunk.gradient,) = self._shelf.take(_key(chunk), [chunk.gradient], on_host=on_host)
         for m, old, new in zip(chunk.members, before, chunk.pieces(chunk.gradient), strict=True):
