@@ -121,7 +121,8 @@ class Gathered:
         with raw():
             home = self.chunk.home
             if self.is_hidden:
-                home = self._flat.new_full((), float("nan")).expand(home.shape)
+                nothing = float("nan") if home.is_floating_point() else 0
+                home = self._flat.new_full((), nothing).expand(home.shape)
             _count_versions(self.chunk, 1)
             for m, piece in zip(self.chunk.members, self.chunk.pieces(home), strict=True):
                 show(m.p, piece, m.rest)

@@ -284,6 +284,8 @@ class Gradients:
 
     def forget(self) -> None:
         """After a step: there are no gradients."""
+        if self._shelf is not None:
+            self._shelf.settle()
         if self._came:
             self._settle_order()
         for chunk in self.chunks:
