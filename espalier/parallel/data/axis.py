@@ -167,11 +167,12 @@ class DataAxis:
         found = {}
         with raw():
             for m in self.members:
-                grad: Any = m.p.grad
-                if grad is None or not m.counts:
+                grad: Any = m.p.grad if m.counts else None
+                if grad is None:
                     continue
                 layout = grad._layout
-                assert not any(self.mesh.shape[a] > 1 for a in layout.partial), "reduce gradients first"
+                for a in layout.partial:
+                    assert self.mesh.shape[a] == 1, "reduce gradients first"
                 here = plain(grad)
                 if layout.axes[self.axis] != m.dim:
                     here = m.piece(here)

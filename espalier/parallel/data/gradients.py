@@ -67,6 +67,7 @@ class Gradients:
         # the last chunk's rows end with a flag for each parameter: has it a gradient anywhere?
         self._flags = len(self._place)
         self._here: list[float] = []
+        self._layouts: dict[int, Layout] = {}
         # the numbers of chunks as they became ready in the first backward pass; None once that is the order
         self._came: list[int] | None = []
         # Python's collector does not see what such hooks hold: it would never find a cycle through them
@@ -253,7 +254,7 @@ class Gradients:
             whole = self.stage.gradients == "R"
             parts = chunk.wholes(chunk.gradient) if whole else chunk.pieces(chunk.gradient)
             for m, part in zip(chunk.members, parts, strict=True):
-                layout = _summed(gradient_layout(m.full if whole else m.shard), self.axes)
+                layout = self._finished(m)
                 if used is not None and not used[number]:
                     _grad.__set__(m.p, None)
                 elif whole:
@@ -263,6 +264,17 @@ class Gradients:
                 number += 1
             if whole:
                 chunk.gradient = None
+
+    def _finished(self, m: Member) -> Layout:
+        """How a finished gradient lies."""
+        known = self._layouts.get(id(m))
+        if known is None:
+            known = gradient_layout(m.full if self.stage.gradients == "R" else m.shard)
+            for axis in self.axes:
+                if is_partial(known.axes[axis]):
+                    known = known.with_axis(axis, R)
+            self._layouts[id(m)] = known
+        return known
 
     def _used(self) -> list[bool] | None:
         """For each parameter, whether a rank has a gradient for it; None where this one has them all."""
@@ -301,10 +313,3 @@ def _call(method: weakref.WeakMethod[Any], p: torch.Tensor) -> None:
 
 def _key(chunk: Chunk) -> str:
     return f"gradients-{chunk.number}"
-
-
-def _summed(layout: Layout, axes: Sequence[int]) -> Layout:
-    for axis in axes:
-        if is_partial(layout.axes[axis]):
-            layout = layout.with_axis(axis, R)
-    return layout
