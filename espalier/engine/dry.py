@@ -51,6 +51,8 @@ class DryReport:
     parameters: int
 
     def __str__(self) -> str:
+        sent = sorted(self.ledger.by_axis().items())
+        width = max((len(axis) for axis, _ in sent), default=0)
         rows = [
             f"plan            {self.plan} ({self.plan.world_size:,} ranks)",
             f"parameters      {self.parameters:,}",
@@ -60,7 +62,7 @@ class DryReport:
             f"  peak memory   {_size(self.peak_bytes)} (in {self.peak_at})",
             f"  FLOPs a step  {self.flops:.3e}",
             "  bytes sent a step:",
-            *(f"    {axis:<8}  {_size(sent)}" for axis, sent in sorted(self.ledger.by_axis().items())),
+            *(f"    {axis:<{width}}  {_size(n)}" for axis, n in sent),
         ]
         return "\n".join([*rows, "", str(self.ledger)])
 
