@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from espalier.comm import Ledger
-from espalier.comm import collectives as door
 from espalier.engine import tables
 from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches
@@ -26,7 +25,8 @@ from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.parallel import Plan, arrange, lay_out_model
 from espalier.parallel.data.axis import DataAxis
-from espalier.tensor import DTensor, full_tensor, plain, redistribute
+from espalier.tensor import DTensor, full_tensor, redistribute
+from espalier.tensor.deferred import from_rank_0
 from espalier.tensor.fallback import tree_map
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -489,10 +489,7 @@ def _share_random_state(mesh: Mesh) -> None:
     """All ranks go on from rank 0's random state: DTensors draw their keys from it."""
     if mesh.is_dry or mesh.size() == 1:
         return
-    state = torch.get_rng_state().to(mesh.device())
-    for axis in range(mesh.ndim):
-        state = door.broadcast(state, mesh, axis)
-    torch.set_rng_state(plain(state).cpu())
+    torch.set_rng_state(from_rank_0(torch.get_rng_state(), mesh))
 
 
 __all__ = ["Engine", "initialize"]

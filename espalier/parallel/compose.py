@@ -16,6 +16,7 @@ from espalier.parallel.plan import Plan
 from espalier.parallel.tensor.infer import infer
 from espalier.parallel.tensor.tables import Table, by_table, table_for
 from espalier.tensor import lay_out
+from espalier.tensor.deferred import make_the_rest_real
 from espalier.tensor.dtensor import DTensor
 
 
@@ -74,6 +75,8 @@ def lay_out_model(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, p
             )
     data = DataAxis(model, layouts, mesh, plan)
     for module in model.modules():
+        if not mesh.is_dry:
+            make_the_rest_real(module)
         for name, b in module._buffers.items():
             if b is not None:
                 whole = lay_out(b, Layout.replicated(mesh, tuple(b.shape)))

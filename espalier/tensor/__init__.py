@@ -5,6 +5,7 @@ import os
 from espalier.tensor import dispatch as _dispatch  # puts the dispatcher into DTensor
 from espalier.tensor.api import distribute_tensor, full_tensor, lay_out, register_rule
 from espalier.tensor.compiled import compile
+from espalier.tensor.deferred import deferred
 from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, stamp
 from espalier.tensor.explain import Explanation, explain, explaining
 from espalier.tensor.factories import (
@@ -45,6 +46,7 @@ __all__ = [
     "Spec",
     "arange",
     "compile",
+    "deferred",
     "distribute_module",
     "distribute_tensor",
     "empty",

@@ -72,9 +72,10 @@ def train(job: Job, progress: Progress | None = None) -> Summary | None:
 
     dtype = getattr(torch, job.train.dtype)
     text = prepare(job)
-    model = build_model(job.model, job.train.seed, dtype)
+    with espalier.deferred():
+        model = build_model(job.model, job.train.seed, dtype)
+        optimizer = build_optimizer(job.optimizer, model)
     parameters = sum(p.numel() for p in model.parameters())
-    optimizer = build_optimizer(job.optimizer, model)
     plan = espalier.Plan.from_dict(dict(job.plan))
     engine = espalier.initialize(model, optimizer, plan, max_grad_norm=job.train.clip)
     schedule = build_schedule(job.optimizer, optimizer, job.train.steps)

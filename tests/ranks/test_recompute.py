@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import espalier
-from espalier.engine.dry import _Memory
+from espalier.engine.live import LiveMemory
 from espalier.engine.recompute import keep_products
 from espalier.models import build
 from espalier.parallel.data.units import blocks
@@ -88,13 +88,13 @@ def kept(rank: int, world: int, axes: dict[str, Any]) -> list[float]:
             net = small("gpt", layers)
             engine = espalier.initialize(net, None, {**axes, **how})
             engine(tokens(4))  # so that what is made once is there
-            memory = _Memory()
+            memory = LiveMemory()
             for p in net.parameters():
                 memory.hold(p)
-            before = memory._live.now
+            before = memory.now
             with memory:
                 loss = engine(tokens(4))
-                held.append(memory._live.now - before)
+                held.append(memory.now - before)
             del loss
         found.append((held[1] - held[0]) / (4 // axes["data"] * 64 * 32 * 4))
     return found
@@ -109,7 +109,7 @@ def test_memory_of_a_block(ranks: Any) -> None:
 
 def dry(plan: dict[str, Any]) -> espalier.DryReport:
     with torch.device("meta"):
-        net, data = small("gpt", 4), tokens(8)
+        net, data = small("gpt", 4), tokens(32)
     return espalier.dry_run(net, plan, data, optimizer=torch.optim.SGD(net.parameters()))
 
 

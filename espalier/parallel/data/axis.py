@@ -27,7 +27,7 @@ from espalier.parallel.data.units import by_size, by_unit
 from espalier.parallel.offload import Offload
 from espalier.parallel.plan import Plan
 from espalier.tensor import plain, stamp
-from espalier.tensor.modules import lay_out_parameter
+from espalier.tensor.deferred import lay_out_parameters
 
 _grad: Any = torch.Tensor.grad
 
@@ -56,8 +56,7 @@ class DataAxis:
         named = list(model.named_parameters())
         self.members = [Member(name, p, layouts[name], self.axis, dtype) for name, p in named]
         cut = self.stage.parameters == "S"
-        for m in self.members:
-            lay_out_parameter(m.p, m.shard if cut else m.full)
+        lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members])
         if cut:
             used = by_unit(self.members, model)
             self.chunks = [chunk for _, chunk in used if chunk.members[0].p.requires_grad][::-1]

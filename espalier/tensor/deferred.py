@@ -1,0 +1,405 @@
+"""Models built without memory: what constructors do is recorded, and done when it is known who needs what.
+
+While :func:`deferred` is open, tensors are made on the meta device, and the operations that make and fill
+them are written on a tape. Replayed in memory, the tape gives the values that the constructor would have
+given: random operations draw from torch's CPU generator in the order of the program. All else is done where
+its inputs are at hand, so that a tensor lives whole only from its last draw to its last operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from espalier.comm import collectives as door
+from espalier.layout import Layout
+from espalier.mesh import Mesh
+from espalier.tensor.api import lay_out
+from espalier.tensor.dispatch import tensors_in
+from espalier.tensor.dtensor import plain, stamp
+from espalier.tensor.fallback import tree_map
+from espalier.tensor.modules import lay_out_parameter
+from espalier.tensor.tape import Op, Ref, Schedule
+
+_aten = torch.ops.aten
+_RANDOM = torch.Tag.nondeterministic_seeded
+# what they write does not hang on what was there, nor do their draws
+_DRAWS = frozenset(
+    packet
+    for name in "normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_".split()
+    if (packet := getattr(_aten, name, None)) is not None
+)
+_FILLS = _DRAWS | {_aten.zero_, _aten.fill_, _aten.copy_}
+_MAKES = frozenset((_aten.rand, _aten.randn, _aten.randint, _aten.randperm))
+_VALUES = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+
+
+class Tape:
+    """What was done to tensors that have no memory yet.
+
+    Attributes:
+        ops: in the order of the program.
+        start: the state of torch's CPU generator before the first draw; None if there was none.
+        resting: whether what is done now is not to be recorded.
+    """
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.start: torch.Tensor | None = None
+        self.resting = False
+        self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay theirs
+        self._numbers: dict[int, int] = {}
+        self._states: dict[int, torch.Tensor] = {}
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether the program asked for a random value, on which what followed may hang."""
+        return bool(self._states)
+
+    # ---- recording
+
+    def ref(self, x: torch.Tensor) -> Ref | None:
+        """Where a tensor lies; None if it is not on this tape."""
+        number = self._numbers.get(x.untyped_storage()._cdata)
+        if number is None:
+            return None
+        if x.is_conj() or x.is_neg():
+            raise NotImplementedError("espalier.deferred(): a conjugated view cannot be recorded.")
+        return Ref(number, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()), x.dtype)
+
+    def adopt(self, x: torch.Tensor) -> Ref:
+        """Take a new tensor's storage on the tape."""
+        storage = x.untyped_storage()
+        self._numbers[storage._cdata] = len(self._storages)
+        self._storages.append(storage)
+        storage._deferred = self  # type: ignore[attr-defined]
+        found = self.ref(x)
+        assert found is not None
+        return found
+
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Write down a call, if it made or wrote to anything."""
+        writes, filled = set(), set()
+        for x in _written(func, args, kwargs):
+            at = self.ref(x)
+            assert at is not None
+            writes.add(at.storage)
+            if func.overloadpacket in _FILLS and _covers(x):
+                filled.add(at.storage)
+        makes = []
+        for i, x in enumerate(tensors_in([out])):
+            if self.ref(x) is None:
+                makes.append((i, self.adopt(x)))
+        if not makes and not writes:
+            return  # a view
+        random = _RANDOM in func.tags
+        if random:
+            self._note_state()
+        args, kwargs = tree_map(self._kept, args), tree_map(self._kept, dict(kwargs))
+        for name, value in (("device", torch.device("cpu")), ("pin_memory", False)):
+            if kwargs.get(name) is not None:
+                kwargs[name] = value
+        reads = {x.storage for x in _refs((args, kwargs))} - filled
+        alone = not random or func.overloadpacket in (_DRAWS | _MAKES)
+        self.ops.append(Op(func, args, kwargs, reads, writes, makes, filled, random, alone))
+
+    def _kept(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        at = self.ref(x)
+        return x.detach().clone() if at is None else at
+
+    def _note_state(self) -> None:
+        state = torch.get_rng_state()
+        if self.start is None:
+            self.start = state
+        elif not torch.equal(state, self.start):
+            raise NotImplementedError(
+                "espalier.deferred(): torch's random state was set between two draws of the constructor, "
+                "which cannot be recorded. Seed before the first draw, or build the model without it."
+            )
+
+    def sizes(self) -> list[int]:
+        """Bytes of each storage."""
+        return [storage.nbytes() for storage in self._storages]
+
+    # ---- values
+
+    def value(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor's values, whole, on the CPU; torch's random state is left as it is."""
+        at = self.ref(x)
+        assert at is not None
+        found: list[torch.Tensor] = []
+        schedule = Schedule(self.ops, self.sizes(), [(at, lambda y: found.append(y.clone()))])
+        before, self.resting = torch.get_rng_state(), True
+        try:
+            schedule.run_in_order(self._state_before)
+        finally:
+            self.resting = False
+            torch.set_rng_state(before)
+        return found[0]
+
+    def _state_before(self, number: int) -> torch.Tensor:
+        """The state of torch's generator before a random operation."""
+        if any(op.random and (op.generator is not None or not op.alone) for op in self.ops[: number + 1]):
+            raise NotImplementedError(
+                "espalier.deferred(): the constructor asks for a random value, and has drawn from its own "
+                "generator, or numbers that hang on values. Build the model without it."
+            )
+        assert self.start is not None
+        last = -1
+        for i, op in enumerate(self.ops[: number + 1]):
+            if op.random:
+                if i not in self._states:
+                    if last >= 0:
+                        torch.set_rng_state(self._states[last])
+                        Schedule.draw(self.ops[last], self.sizes())
+                    self._states[i] = self.start if last < 0 else torch.get_rng_state()
+                last = i
+        return self._states[number]
+
+    def replay(
+        self,
+        wanted: Sequence[tuple[torch.Tensor, Callable[[torch.Tensor], None]]],
+        start: torch.Tensor | None,
+    ) -> None:
+        """Make tensors real one by one, in the order in which they are ready.
+
+        Args:
+            wanted: each with what is called on its values, whole, on the CPU; they are let go of after.
+            start: in place of the recorded random state, equal on all ranks.
+        """
+        targets = []
+        for x, take in wanted:
+            at = self.ref(x)
+            assert at is not None
+            targets.append((at, take))
+        before = torch.get_rng_state()
+        if start is not None:
+            torch.set_rng_state(start)
+        try:
+            Schedule(self.ops, self.sizes(), targets).run()
+        finally:
+            if start is None or not torch.equal(before, start):
+                torch.set_rng_state(before)  # the program has drawn or seeded since
+
+
+def _refs(tree: Any) -> list[Ref]:
+    if isinstance(tree, tuple | list | dict):
+        return [at for x in (tree.values() if isinstance(tree, dict) else tree) for at in _refs(x)]
+    return [tree] if isinstance(tree, Ref) else []
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that a call writes to."""
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def _covers(x: torch.Tensor) -> bool:
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(x)
+    return bool(dense) and x.numel() * x.element_size() == x.untyped_storage().nbytes()
+
+
+class _Record(TorchDispatchMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, tape = kwargs or {}, self._tape
+        if tape.resting:
+            return func(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        ours = [x for x in tensors if tape.ref(x) is not None]
+        if func in (_aten._local_scalar_dense.default, _aten.equal.default) and ours:
+            return func(*[tape.value(x) if tape.ref(x) is not None else x for x in args])
+        if func is _aten.lift_fresh.default and not ours:
+            out = _twin(args[0])
+            tape.record(_aten.clone.default, args, {}, out)
+            return out
+        if tensors and not ours:
+            if _RANDOM in func.tags:
+                raise NotImplementedError(_REAL.format(func))
+            return func(*args, **kwargs)
+        if any(tape.ref(x) is None for x in _written(func, args, kwargs)):
+            raise NotImplementedError(_REAL.format(func))
+        meta = {id(x): _twin(x) for x in tensors if tape.ref(x) is None}
+        run_args, run_kwargs = (tree_map(lambda x: meta.get(id(x), x), t) for t in (args, kwargs))
+        if any(a.name == "device" for a in func._schema.arguments):
+            if not tensors or kwargs.get("device") is not None:
+                run_kwargs = {**run_kwargs, "device": torch.device("meta")}
+            run_kwargs.pop("pin_memory", None)
+        out = func(*run_args, **run_kwargs)
+        tape.record(func, args, kwargs, out)
+        return out
+
+
+_REAL = (
+    "espalier.deferred(): {} writes to, or draws for, a tensor that holds memory already (made "
+    "before, or loaded). Fill it before, or build the model without espalier.deferred()."
+)
+
+
+def _twin(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+
+
+class _Disguise(TorchFunctionMode):
+    """Lets programs take recorded tensors for what they stand for: some skip what they do on meta."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], torch.Tensor):
+            if func == torch.Tensor.device.__get__ and args[0].is_meta:
+                return torch.device("cpu")
+            if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+                return False
+            if func in _VALUES and self._tape.ref(args[0]) is not None:
+                return func(self._tape.value(args[0]), *args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """While open, modules are built without memory; ``espalier.initialize`` then builds each rank's part.
+
+    The values are those that the same program would have drawn without it: also where the model is cast, or
+    its weights are drawn again, in here. What is done to the model's tensors must be done in here.
+
+    >>> with espalier.deferred():                                     # doctest: +SKIP
+    ...     model = GPT(config).to(torch.bfloat16)
+    >>> engine = espalier.initialize(model, AdamW(model.parameters()), plan)
+
+    Raises:
+        NotImplementedError: a tensor that holds memory already is written to, or torch is seeded between two
+            draws.
+    """
+    tape = Tape()
+    seen: list[torch.Tensor] = []
+    hook = register_module_parameter_registration_hook(lambda module, name, p: seen.append(p))
+    try:
+        with _Disguise(tape), _Record(tape):
+            yield
+    finally:
+        hook.remove()
+    for p in seen:
+        if isinstance(p, torch.Tensor):
+            p._deferred_version = p._version  # type: ignore[attr-defined]
+
+
+def tape_of(x: torch.Tensor) -> Tape | None:
+    """The tape that a tensor without memory is on; None if it has memory.
+
+    Raises:
+        ValueError: it is on the meta device, and on no tape, or it was written to since.
+    """
+    if not x.is_meta:
+        return None
+    tape: Tape | None = getattr(x.untyped_storage(), "_deferred", None)
+    if tape is None:
+        raise ValueError(
+            f"A tensor of the shape {list(x.shape)} is on the meta device, so it has no values. Build the "
+            "model under `with espalier.deferred():` in place of `with torch.device('meta'):`, which records "
+            "how they are made; do in there too what casts or replaces them."
+        )
+    if getattr(x, "_deferred_version", x._version) != x._version:
+        raise ValueError(
+            f"A parameter of the shape {list(x.shape)} was written to after `with espalier.deferred():`, "
+            "when it had no memory. Do that inside, or after espalier.initialize."
+        )
+    return tape
+
+
+def lay_out_parameters(parameters: Sequence[tuple[nn.Parameter, Layout]]) -> None:
+    """Make parameters DTensors in place; of those that have no memory yet, each rank makes its part alone.
+
+    Raises:
+        ValueError: see :func:`tape_of` and :func:`~espalier.tensor.modules.lay_out_parameter`.
+    """
+    on_tape: dict[Tape, list[tuple[nn.Parameter, Layout]]] = {}
+    for p, layout in parameters:
+        tape = None if layout.mesh.is_dry else tape_of(p)
+        if tape is None:
+            lay_out_parameter(p, layout)
+        else:
+            on_tape.setdefault(tape, []).append((p, layout))
+    for tape, found in on_tape.items():
+        start = _agreed(tape, found[0][1].mesh)
+        tape.replay([(p, partial(_become, p, layout)) for p, layout in found], start)
+
+
+def _agreed(tape: Tape, mesh: Mesh) -> torch.Tensor | None:
+    """The random state from which all ranks replay a tape: rank 0's.
+
+    Raises:
+        ValueError: on all ranks, if what was recorded on some hangs on other random values.
+    """
+    if tape.start is None:
+        return None
+    start = from_rank_0(tape.start, mesh)
+    other = torch.tensor([tape.has_asked and not torch.equal(start, tape.start)], dtype=torch.int32)
+    other = other.to(mesh.device())
+    for axis in range(mesh.ndim):
+        other = door.all_reduce(other, mesh, axis, "max")
+    if other.item():
+        raise ValueError(
+            "espalier.deferred(): the model's constructor asks for random values (trunc_normal_ draws until "
+            "all are inside, say), and the ranks drew different ones. Seed all ranks alike before it."
+        )
+    return start
+
+
+def _become(p: nn.Parameter, layout: Layout, whole: torch.Tensor) -> None:
+    """Let a parameter without memory be this rank's part of its value: who holds it goes on holding it."""
+    local = plain(lay_out(whole, layout, source=None))
+    p.__dict__.pop("_deferred_version", None)
+    torch.utils.swap_tensors(p, nn.Parameter(local, requires_grad=p.requires_grad))
+    stamp(p, layout)._is_param = True
+
+
+def make_the_rest_real(module: nn.Module) -> None:
+    """Give a module's own buffers, and recorded tensors that are attributes of it, their values.
+
+    Raises:
+        ValueError: see :func:`tape_of`.
+    """
+    for name, b in module._buffers.items():
+        tape = None if b is None else tape_of(b)
+        if b is not None and tape is not None:
+            module._buffers[name] = tape.value(b)
+
+    def real(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.is_meta or isinstance(x, nn.Parameter):
+            return x
+        tape: Tape | None = getattr(x.untyped_storage(), "_deferred", None)
+        return x if tape is None else tape.value(x)
+
+    for name, value in vars(module).items():
+        if name not in _OWN and any(x.is_meta for x in tensors_in(value)):
+            vars(module)[name] = tree_map(real, value)
+
+
+_OWN = ("_parameters", "_buffers", "_modules")
+
+
+def from_rank_0(state: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Rank 0's random state, on all ranks of a mesh."""
+    state = state.to(mesh.device())
+    for axis in range(mesh.ndim):
+        state = door.broadcast(state, mesh, axis)
+    return plain(state).cpu()
