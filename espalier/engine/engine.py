@@ -19,7 +19,7 @@ from espalier.engine.norm import global_norm, scale_gradients
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.scaling import LossScaler
 from espalier.engine.tables import Memory, Order, Traffic
-from espalier.engine.update import lay_out_states, update
+from espalier.engine.update import lay_out_states, refuse_closures, update
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
@@ -80,6 +80,7 @@ def initialize(
             "or leave mesh= out."
         )
     if optimizer is not None:
+        refuse_closures(optimizer)
         own = {id(p) for p in model.parameters()}
         foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
         if foreign:

@@ -7,6 +7,7 @@ alone, at the speed of plain tensors. Other optimizers (norms, factorizations) s
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,6 +30,20 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+
+
+def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer steps once for each backward pass.
+
+    Raises:
+        ValueError: it wants to compute the loss itself, as often as it likes (LBFGS).
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step needs a closure, and the engine steps once for each backward "
+            "pass. Use another optimizer."
+        )
 
 
 def lay_out_states(optimizer: torch.optim.Optimizer) -> None:

@@ -157,3 +157,62 @@ def odd(rank: int, world: int, plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize("plan", [{"data": 4}, {"replicate": 2, "data": 2}], ids=str)
 def test_odd_models(ranks: Any, plan: dict[str, int], zero: int) -> None:
     ranks(4, odd, {**plan, "zero": zero, "chunk_megabytes": 0.001})
+
+
+class Small(nn.Module):
+    """Two layers, one of which may be frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 5), nn.Linear(5, 7, bias=False)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def optimizers(rank: int, world: int) -> None:
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for zero in range(4):
+        for name in ("Adafactor", "Muon"):
+            if not hasattr(torch.optim, name):
+                continue
+            torch.manual_seed(0)
+            net = Small().double()
+            plain = copy.deepcopy(net)
+            ours, theirs = (
+                getattr(torch.optim, name)([p for p in m.parameters() if p.ndim > 1], lr=1e-2)
+                for m in (net, plain)
+            )
+            engine = espalier.initialize(net, ours, {"data": world, "zero": zero})
+            for _ in range(3):
+                engine.train_step((x,))
+                plain(x).backward()
+                theirs.step()
+                plain.zero_grad()
+                # Muon orthogonalizes in bfloat16, whose sums over a cut dim are rounded elsewhere
+                near = 2e-3 if name == "Muon" and zero else TOLERANCE
+                assert apart(net, plain, gradients=False) < near, (zero, name)
+
+
+def test_optimizers_that_are_not_elementwise(ranks: Any) -> None:
+    ranks(2, optimizers)
+
+
+def refusals(rank: int, world: int) -> None:
+    x = torch.ones(8, 6)
+    for zero in range(4):
+        net = Small()
+        with pytest.raises(ValueError, match="closure"):
+            espalier.initialize(net, torch.optim.LBFGS(net.parameters()), {"data": world, "zero": zero})
+        net.layers[0].requires_grad_(False)
+        engine = espalier.initialize(net, torch.optim.SGD(net.parameters()), {"data": world, "zero": zero})
+        engine.train_step((x,))
+        net.layers[0].weight.requires_grad_(True)
+        with pytest.raises(ValueError, match="layers.0.weight"):
+            engine((x,))
+
+
+def test_what_is_refused(ranks: Any) -> None:
+    ranks(2, refusals)

@@ -55,6 +55,7 @@ class DataAxis:
         dtype = None if low is None else getattr(torch, low)
         named = list(model.named_parameters())
         self.members = [Member(name, p, layouts[name], self.axis, dtype) for name, p in named]
+        self._frozen = [m for m in self.members if not m.p.requires_grad]
         cut = self.stage.parameters == "S"
         lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members])
         if cut:
@@ -147,7 +148,18 @@ class DataAxis:
         return self.budget.is_settled
 
     def begin_forward(self) -> None:
-        """Before the model is called."""
+        """Before the model is called.
+
+        Raises:
+            ValueError: a parameter that was frozen when this was made needs a gradient now.
+        """
+        thawed = [m.name for m in self._frozen if m.p.requires_grad]
+        if thawed:
+            named = ", ".join(thawed[:3]) + (", ..." if len(thawed) > 3 else "")
+            raise ValueError(
+                f"{named}: needed no gradient when the engine was made, and does now; nobody would sum it "
+                "over the ranks. Call requires_grad_(True) before initialize; (False) is fine at any time."
+            )
         if self.gathering is not None:
             self.gathering.begin()
 
