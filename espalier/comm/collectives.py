@@ -171,10 +171,30 @@ def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Te
     order = mesh.order(axis)
     if order is not None:
         wire = torch.cat(_by_place(wire.view(n, *shape).unbind(0), order))
-    out = x.new_empty(shape)
     wire, op = _summable(wire.resolve_conj(), "sum")
-    _scatter_from(_summable(out, "sum")[0], wire, _OPS[op], group=mesh.group(axis))
+    if wire.is_cuda:
+        out = x.new_empty(shape)
+        _scatter_from(_summable(out, "sum")[0], wire, _OPS[op], group=mesh.group(axis))
+    else:
+        # gloo has no reduce-scatter of its own: it would all-reduce, and send twice as much
+        got = torch.empty_like(wire)
+        dist.all_to_all_single(_wire(got), _wire(wire), group=mesh.group(axis))
+        rows = _by_coordinate(got.view(n, -1).unbind(0), order)
+        out = _reduced(rows, op).view(x.dtype if x.dtype is torch.bool else got.dtype)
+        out = torch.view_as_complex(out.view(*shape, 2)) if x.is_complex() else out.view(shape)
     return out if own == piece else out.narrow(dim, 0, own).contiguous()
+
+
+def _reduced(rows: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The sum or maximum of rows, in their order; 16-bit floats are added up in float32."""
+    dtype = rows[0].dtype
+    total = rows[0].float() if dtype.is_floating_point and dtype.itemsize == 2 else rows[0]
+    for i, row in enumerate(rows[1:]):
+        if op == "max":
+            total = torch.maximum(total, row)
+        else:
+            total = total + row if i == 0 else total.add_(row)
+    return total.to(dtype)
 
 
 @collective
