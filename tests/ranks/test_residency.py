@@ -156,6 +156,51 @@ def test_a_budget_is_filled(ranks: Any, tmp_path: Path, world: int, zero: int) -
     ranks(world, by_budget, str(tmp_path), zero)
 
 
+def goes_back(rank: int, world: int, folder: str, zero: int) -> None:
+    """Gradients that are thrown away, an optimizer and a model that are set back."""
+    found = []
+    for offload in ({}, {"gradients": "disk", "states": "disk"}, {"gradients": "host", "states": "host"}):
+        net = model("gpt").float()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+        plan: dict[str, Any] = {"data": world, "zero": zero, "chunk_megabytes": 0.01}
+        engine = espalier.initialize(net, optimizer, {**plan, "offload": {**offload, "directory": folder}})
+        losses = [engine.train_step(batch(4, step)).item() for step in range(2)]
+        states = copy.deepcopy(optimizer.state_dict())
+        weights = copy.deepcopy(engine.full_state_dict())
+        for again in range(2):
+            losses += [engine.train_step(batch(4, step)).item() for step in range(2, 4)]
+            engine.backward(engine(batch(4, 9)))
+            engine.zero_grad()
+            if again:
+                break
+            optimizer.load_state_dict(copy.deepcopy(states))
+            with torch.no_grad():
+                for name, p in net.named_parameters():
+                    p.copy_(weights[name])
+        assert losses[2:4] == losses[4:], (offload, losses)
+        found.append(losses)
+    assert found[1] == found[0] and found[2] == found[0]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_training_that_goes_back(ranks: Any, tmp_path: Path, zero: int) -> None:
+    ranks(2, goes_back, str(tmp_path), zero)
+
+
+def no_room(rank: int, world: int, folder: str) -> None:
+    net = model("gpt")
+    plan = {"data": world, "offload": {"states": "disk", "directory": folder}}
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            patched.setattr("espalier.parallel.data.disk._take_space", _no_space)
+        with pytest.raises(RuntimeError, match="could not be reserved: No space left.*bytes were needed"):
+            espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan)
+
+
+def test_space_is_taken_before_training_begins(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, no_room, str(tmp_path))
+
+
 def below_a_cap(rank: int, world: int, folder: str) -> None:
     """States of four times a cap, and tensors that together stay below it; watched and dry."""
     found = {}

@@ -184,7 +184,8 @@ class Gradients:
         if "gradients" not in chunk.places or chunk.gradient is None:
             return
         assert self._shelf is not None
-        self._shelf.settle()  # it may be leaving still
+        if self._shelf.is_leaving(_key(chunk)):
+            self._shelf.settle()
         before = chunk.pieces(chunk.gradient)
         (chunk.gradient,) = self._shelf.take(_key(chunk), [chunk.gradient], on_host=on_host)
         for m, old, new in zip(chunk.members, before, chunk.pieces(chunk.gradient), strict=True):
@@ -295,7 +296,11 @@ class Gradients:
         self._came = None
 
     def forget(self) -> None:
-        """After a step: there are no gradients."""
+        """After a step: there are no gradients, nor are any under way."""
+        while self._flying:
+            self._land()
+        while self._spreading:
+            self._spreading.popleft().wait()
         if self._shelf is not None:
             self._shelf.settle()
         if self._came:

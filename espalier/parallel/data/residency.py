@@ -108,6 +108,10 @@ class Shelf:
         if self.disk is not None:
             self.disk.release(key)
 
+    def is_leaving(self, key: str) -> bool:
+        """Whether what was put is not away yet."""
+        return any(key == k for k, _ in self._leaving)
+
     def settle(self, keep: int = 0) -> None:
         """Wait until what was put is away, but for the last ``keep``.
 
