@@ -30,7 +30,8 @@ class Summing:
         self._pending.wait()
         self._sent = None
         rows = self._rows.unbind(0)
-        wide = torch.float32 if self._rows.element_size() == 2 else self._rows.dtype
+        narrow = len(rows) > 1 and self._rows.element_size() == 2
+        wide = torch.float32 if narrow else self._rows.dtype
         if not add and len(rows) > 1 and out.dtype == rows[0].dtype == wide:
             torch.add(rows[0], rows[1], out=out)
             for row in rows[2:]:

@@ -82,8 +82,9 @@ def follows(rank: int, world: int, plan: dict[str, Any], optimizer: str) -> None
             assert x.ndim == 0 or x.dtype is torch.float32
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("zero", "optimizer"), [(0, "SGD"), (1, "Adam"), (2, "AdamW"), (3, "Adam"), (3, "SGD")]
+)
 def test_bfloat16_with_masters(ranks: Any, zero: int, optimizer: str) -> None:
     for plan in ({"data": 4}, {"data": 2, "tensor": 2}, {"replicate": 2, "data": 2}):
         ranks(4, follows, {**plan, "zero": zero, "precision": "bfloat16", "chunk_megabytes": 0.02}, optimizer)
