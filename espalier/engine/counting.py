@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm.traced import recording
 from espalier.layout import Layout
 from espalier.layout.layout import is_partial
-from espalier.tensor import DTensor
+from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.loss import divisors
 from espalier.tensor.rules.spec import bound_to
@@ -161,6 +162,12 @@ def mark_of(x: Any) -> Mark | None:
     return found
 
 
+def _sum(out: DTensor) -> Sum:
+    """The mark of a sum: apart from the graph, and not the sum itself, which would hold itself."""
+    with raw():
+        return Sum(stamp(plain(out.detach()), out._layout))
+
+
 def _tensors(items: Any) -> Iterator[DTensor]:
     for x in items:
         if type(x) is DTensor:
@@ -185,7 +192,7 @@ def _of_classes(args: Any, kwargs: Any, go: Go) -> Any:
     if told:
         mark = Mean((told[0],))
     elif reduction == "sum":
-        mark = Sum(out)
+        mark = _sum(out)
     elif reduction == "mean" and bound["target"].shape == logits.shape:  # probabilities
         mark = Mean((logits.numel() // logits.shape[1 if logits.ndim > 1 else 0],))
     out.__dict__["_mark"] = mark
@@ -200,13 +207,13 @@ def _reduced(
     if name == "mean":
         return Mean((x.numel(),)) if apart else None
     if name in ("sum", "count_nonzero"):
-        return Sum(out) if apart else None
+        return _sum(out) if apart else None
     losses = func in _ELEMENTS or func in _ROWS or func is F.ctc_loss
     if not losses or any(kwargs.get(k) is not None for k in ("size_average", "reduce")):
         return None
     reduction = kwargs.get("reduction", next((a for a in args if isinstance(a, str)), "mean"))
     if reduction == "sum":
-        return Sum(out)
+        return _sum(out)
     if func in _WEIGHTED and kwargs.get("weight") is not None:
         return None
     if func is F.ctc_loss:
@@ -235,9 +242,9 @@ def _combined(
         if not sums:
             return Mean(tuple(n for m in means for n in m.counts))
         if len(sums) == len(args) == 2:
-            return Sum(out)
+            return _sum(out)
     if name in ("neg", "__neg__") or (name in _MUL and len(marks) == 1):
-        return means[0] if means else Sum(out)
+        return means[0] if means else _sum(out)
     if name in _DIV and len(args) == 2:
         if means and not sums and len(means) == 1 and before[0] is means[0] and args[0] is given[0]:
             return means[0]

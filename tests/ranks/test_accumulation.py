@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +202,26 @@ def test_what_a_loss_is_a_mean_over_is_seen_or_refused(ranks: Any, world: int) -
     ranks(world, sees)
 
 
+def frees(rank: int, world: int) -> None:
+    sums = []
+
+    def loss(z: Any, y: Any, m: Any, w: Any) -> Any:
+        sums.append(weakref.ref(total := ((z - y).square().sum(-1) * m).sum()))
+        return total / m.sum()
+
+    engine = espalier.initialize(Regression(loss).double(), None, {"data": world, "accumulate": 2})
+    gc.disable()
+    try:
+        engine.backward(engine(numbers()))
+        assert sums[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_what_is_seen_is_not_held(ranks: Any) -> None:
+    ranks(2, frees)
+
+
 def told(rank: int, world: int) -> None:
     for count in (lambda batch: int(batch[2].sum()), lambda batch: (batch[2] > 0).sum(), "sum"):
 
@@ -384,3 +406,21 @@ def tells(rank: int, world: int, plan: dict[str, Any]) -> None:
 )
 def test_the_engines_tables(ranks: Any, plan: dict[str, Any]) -> None:
     ranks(espalier.Plan.from_dict(plan).world_size, tells, plan)
+
+
+def places(rank: int, world: int) -> None:
+    net = model().float()
+    plan = {"data": 2, "zero": 2, "precision": "bfloat16", "offload": {"states": "host"}}
+    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan)
+    engine.train_step(batch(4))
+    found = engine.memory()
+    for name, itemsize in (("parameters", 4), ("masters", 4), ("states", 8)):
+        kind = found[name]  # two bytes for each parameter; four, and eight, for each of the half of them
+        assert kind.formula is not None and abs(kind.total / kind.formula - 1) < 0.02
+        assert kind.bytes["host"] == (0 if name == "parameters" else kind.total)
+        assert kind.formula * 2 == itemsize * sum(p.numel() for p in net.parameters())
+    assert "host" in str(found).splitlines()[1] and "disk" not in str(found)
+
+
+def test_the_table_of_memory_tells_places_apart(ranks: Any) -> None:
+    ranks(2, places)
