@@ -1,6 +1,7 @@
 """The engine: one plain training loop over any plan, for real or dry."""
 
+from espalier.engine.accumulation import UnseenCountError
 from espalier.engine.dry import DryReport, dry_run
 from espalier.engine.engine import Engine, initialize
 
-__all__ = ["DryReport", "Engine", "dry_run", "initialize"]
+__all__ = ["DryReport", "Engine", "UnseenCountError", "dry_run", "initialize"]

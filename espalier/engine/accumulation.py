@@ -7,7 +7,7 @@ only: so the gradient of each is weighed by n_i / n_1, and the whole at the end 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,10 @@ from espalier.tensor.watch import watching
 
 Count = Callable[[Any], Any] | Literal["sum"]
 Number = torch.Tensor | None  # None: the loss is a sum, each micro-batch counts once
+
+
+class UnseenCountError(ValueError):
+    """What a loss is a mean over cannot be seen."""
 
 
 class Accumulation:
@@ -59,15 +63,38 @@ class Accumulation:
         """
         if not torch.is_grad_enabled():
             return forward(batch)
+        loss, number = self._counted(batch, forward)
+        self._pending.append(number)
+        return loss
+
+    def evaluate(self, parts: Iterable[Any], forward: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """The loss of micro-batches as one batch: a plain scalar. It is no part of a step.
+
+        Raises:
+            ValueError: what a loss is a mean over cannot be known, or there is no micro-batch.
+        """
+        losses, numbers = [], []
+        for part in parts:
+            loss, number = self._counted(part, forward)
+            losses.append(full_tensor(loss).to(torch.float64).reshape(()))
+            numbers.append(number)
+        if not losses:
+            raise ValueError("There is nothing to evaluate: no batch was given.")
+        found = torch.stack(losses)
+        counts = [n for n in numbers if n is not None]
+        if not counts:
+            return found.sum()
+        weights = torch.stack(counts)
+        return (found * weights).sum() / weights.sum()
+
+    def _counted(self, batch: Any, forward: Callable[[Any], torch.Tensor]) -> tuple[torch.Tensor, Number]:
+        """The loss of a micro-batch, and what it is a mean over."""
         if self._count is None:
             with watching(self._watcher):
                 loss = forward(batch)
-            number = self._seen(loss)
-        else:
-            loss = forward(batch)
-            number = None if self._count == "sum" else self._told(self._count, batch)
-        self._pending.append(number)
-        return loss
+            return loss, self._seen(loss)
+        loss = forward(batch)
+        return loss, None if self._count == "sum" else self._told(self._count, batch)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add a micro-batch's gradients.
@@ -158,8 +185,8 @@ class Accumulation:
                 reason = f"adds up means over {' and '.join(str(int(n)) for n in counts)} elements"
             elif mark is not None:
                 reason = f"comes from rows that met in {mark.of!r}"  # type: ignore[union-attr]
-            raise ValueError(
-                f"Plan(accumulate={self.size}) must know how many elements the loss of each micro-batch is a "
+            raise UnseenCountError(
+                "To average over micro-batches the engine must know how many elements the loss of each is a "
                 f"mean over, and cannot see it: this loss {reason}. Say it with initialize(..., count=...): "
                 "a function of a micro-batch, such as "
                 "count=lambda batch: int((batch['labels'] != -100).sum()); or count='sum' if the losses of "
@@ -169,4 +196,4 @@ class Accumulation:
         return number.to(torch.float64)
 
 
-__all__ = ["Accumulation", "Count"]
+__all__ = ["Accumulation", "Count", "UnseenCountError"]

@@ -234,4 +234,17 @@ def _form(rows: Any) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(name, str(x.dtype), tuple(x.shape[1:])) for name, x in _leaves(rows)]
 
 
-__all__ = ["Batches"]
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a model gives."""
+    if isinstance(output, torch.Tensor):
+        return output
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(found, torch.Tensor):
+        return found
+    raise ValueError(
+        f"The model returned {type(output).__name__} without a loss. Give it labels, let it return the "
+        "loss, or pass loss_fn=lambda output, batch: ... to initialize."
+    )
+
+
+__all__ = ["Batches", "loss_of"]

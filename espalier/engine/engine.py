@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from espalier.comm import Ledger
 from espalier.engine import tables
 from espalier.engine.accumulation import Accumulation, Count
-from espalier.engine.batches import Batches
+from espalier.engine.batches import Batches, loss_of
 from espalier.engine.live import Watch, watch
 from espalier.engine.norm import global_norm, scale_gradients
 from espalier.engine.recompute import Policy, chosen, recompute
@@ -138,9 +138,8 @@ class Engine:
         self._syncing = True
         self._watch: Watch | None = None
         self._batches = Batches(mesh, plan)
-        self._accumulation: Accumulation | None = None
-        if plan.accumulate > 1:
-            self._accumulation = Accumulation(plan.accumulate, count, mesh, self._batches.axes)
+        self._evaluation = Accumulation(plan.accumulate, count, mesh, self._batches.axes)
+        self._accumulation = self._evaluation if plan.accumulate > 1 else None
         precision = plan.precision
         self.scaler = LossScaler(precision.loss_scale) if precision.scales else None
         if mesh.is_dry and precision.autocast and plan.tensor > 1:
@@ -265,21 +264,32 @@ class Engine:
             ValueError: there is no loss, or it is not one number; what it is a mean over cannot be seen
                 (``accumulate`` above 1).
         """
-        self.lay_out(batch)
-        assert self._data is not None
         if torch.is_grad_enabled() and self.optimizer is not None:
             self._traffic.begin()
-        self._data.begin_forward()
-        with self._watch or nullcontext():
-            if self._accumulation is None:
-                loss = self._forward(batch)
-            else:
-                loss = self._accumulation.forward(batch, self._forward)
+        if self._accumulation is None:
+            loss = self._forward(batch)
+        else:
+            loss = self._accumulation.forward(batch, self._forward)
         if not isinstance(loss, DTensor):
             return loss
         return redistribute(loss, Layout.replicated(self.mesh, loss.shape))
 
+    def evaluate(self, parts: Iterable[Any]) -> torch.Tensor:
+        """The loss of several batches as one, without gradients: a plain scalar, the same on every rank.
+
+        Args:
+            parts: batches, as the engine is called on them; each weighs by what its loss is a mean over.
+
+        Raises:
+            ValueError: that cannot be seen, or there is none.
+        """
+        with torch.no_grad():
+            return self._evaluation.evaluate(parts, self._forward)
+
     def _forward(self, batch: Any) -> torch.Tensor:
+        self.lay_out(batch)
+        assert self._data is not None
+        self._data.begin_forward()
         inputs, targets = self._parted(self._batches.typed(batch))
         inputs = tree_map(self._cast, inputs)
         with self._autocast():
@@ -287,7 +297,7 @@ class Engine:
                 output = self.module(**inputs)
             else:
                 output = self.module(*inputs) if isinstance(inputs, tuple | list) else self.module(inputs)
-            loss = self._loss_fn(output, targets) if self._loss_fn is not None else _loss_of(output)
+            loss = self._loss_fn(output, targets) if self._loss_fn is not None else loss_of(output)
         if loss.numel() != 1:
             raise ValueError(
                 f"The loss has the shape {list(loss.shape)}, expected one number. "
@@ -472,18 +482,6 @@ class Engine:
                 name: full_tensor(x).detach() if isinstance(x, torch.Tensor) else x
                 for name, x in self.module.state_dict().items()
             }
-
-
-def _loss_of(output: Any) -> torch.Tensor:
-    if isinstance(output, torch.Tensor):
-        return output
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(found, torch.Tensor):
-        return found
-    raise ValueError(
-        f"The model returned {type(output).__name__} without a loss. Give it labels, let it return the "
-        "loss, or pass loss_fn=lambda output, batch: ... to initialize."
-    )
 
 
 def _share_random_state(mesh: Mesh) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from espalier.comm import all_gather, ledger
+from espalier.engine import UnseenCountError
 from espalier.mesh import Mesh
 from espalier.models import generate
 from espalier.train.build import build_model, build_optimizer, build_schedule
@@ -190,17 +192,22 @@ class Loop:
         self._schedule.step()
         return engine.loss, book.by_axis() if book is not None else {}
 
-    def _load(self, batches: Batches, step: int) -> Any:
-        rows = self._engine.batch_rows(batches.size)
-        return self._engine.local_batch(batches.batch(step, rows), batches.size)
-
     def _evaluate(self) -> float:
-        count = self._job.train.eval_batches
         self._model.eval()
-        with torch.no_grad():
-            total = sum(self._engine(self._load(self._validation, i)).item() for i in range(count))
+        try:
+            loss = float(self._engine.evaluate(self._validation_parts()))
+        except UnseenCountError:  # batches weigh alike, then; nobody trains in micro-batches so
+            with torch.no_grad():
+                losses = [self._engine(part).item() for part in self._validation_parts()]
+            loss = sum(losses) / len(losses)
         self._model.train()
-        return float(total / count)
+        return loss
+
+    def _validation_parts(self) -> Iterator[Any]:
+        engine, batches = self._engine, self._validation
+        for step in range(self._job.train.eval_batches):
+            for rows, size in engine.micro_batches(batches.size):
+                yield engine.local_batch(batches.batch(step, rows), size)
 
     def _norm(self) -> float | None:
         """The gradient's norm; None where the step was skipped for want of one."""

@@ -130,6 +130,7 @@ def test_mistakes_of_the_plan(write):
         ("model.heads=5", "hidden = 32 is not a multiple of heads = 5"),
         ("model.kind=gtp", "did you mean 'gpt'?"),
         ("train.sequence=65", "train.sequence = 65 (from --set): is longer than the model's 64 positions"),
+        ("plan.accumulate=17", "train.batch_size = 16: has too few rows for plan.accumulate = 17"),
         ("data.kind=images", "this model needs text or tokens"),
         ("optimizer.beta=[0.9, 0.9]", "unknown key; did you mean optimizer.betas?"),
         ("optimizer.lr=-1.0", "expected greater than 0"),

@@ -56,6 +56,7 @@ def trains(rank: int, world: int, plan: dict[str, Any]) -> None:
                 engine.backward(engine(part))
             with torch.no_grad():
                 engine(parts[0])  # a look
+            assert abs(engine.evaluate(parts).item() - expected.item()) < TOLERANCE
             engine.finish_gradients()
             assert apart(net, plain, gradients=True) < TOLERANCE
             assert engine.step()
