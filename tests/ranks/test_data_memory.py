@@ -177,3 +177,30 @@ def test_peak_of_a_dry_run_is_that_of_a_real_one(ranks: Any) -> None:
     for real, dry in ranks(2, peaks)[0]:
         # gloo's threads let go of what they have sent a little later
         assert dry == pytest.approx(real, rel=0.05), (real, dry)
+
+
+def test_peak_is_the_share_and_what_is_under_way() -> None:
+    n, sizes = 8, {"vocab_size": 512, "max_positions": 64, "layers": 12, "hidden": 128, "heads": 4}
+
+    def peak(optimize: bool, **plan: Any) -> tuple[int, int, int]:
+        with torch.device("meta"):
+            net = build("gpt", sizes)
+        optimizer = torch.optim.AdamW(net.parameters()) if optimize else None
+        block = 4 * sum(p.numel() for p in net.blocks[0].parameters())
+        rows = tokens(plan.get("data", 1), "meta")
+        report = espalier.dry_run(net, plan, rows, optimizer=optimizer)
+        return report.peak_bytes, 4 * report.parameters, block
+
+    alone, whole, block = peak(optimize=False)
+    activations = alone - 2 * whole  # of one row, beside parameters and gradients
+    assert activations < whole / 20
+    for zero in range(4):
+        found, _, _ = peak(optimize=True, data=n, zero=zero, chunk_megabytes=0.3)
+        share = sum(expected_shares(whole // 4, n, zero, False))
+        if zero == 1:
+            share -= whole - whole / n  # one micro-batch: whole gradients are never there all at once
+        # two chunks on their way to their sums, as they go and as they come
+        under_way = 4 * (block if zero == 3 else 0.35e6)
+        # the chunk that is being filled; with stage 3 the block is whole, and the next one is on its way too
+        under_way += (3 * block) if zero == 3 else 0.35e6
+        assert share < found < share + activations + under_way, zero

@@ -159,6 +159,29 @@ def test_odd_models(ranks: Any, plan: dict[str, int], zero: int) -> None:
     ranks(4, odd, {**plan, "zero": zero, "chunk_megabytes": 0.001})
 
 
+def test_odd_models_on_a_tensor_axis(ranks: Any) -> None:
+    ranks(4, odd, {"data": 2, "tensor": 2, "zero": 3})
+
+
+def same_bits(rank: int, world: int) -> None:
+    found = []
+    for zero in range(4):
+        torch.manual_seed(0)
+        net = Odd()
+        plan = {"data": world, "zero": zero, "chunk_megabytes": 0.001}
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        engine = espalier.initialize(net, optimizer, plan, max_grad_norm=0.5)
+        for step in range(4):
+            engine.train_step((batch(step), step % 2 == 0))
+        found.append(engine.full_state_dict())
+    for zero in range(1, 4):
+        assert all(torch.equal(x, found[zero][name]) for name, x in found[0].items()), zero
+
+
+def test_stages_give_the_same_bits_of_odd_models(ranks: Any) -> None:
+    ranks(4, same_bits)
+
+
 class Small(nn.Module):
     """Two layers, one of which may be frozen."""
 
