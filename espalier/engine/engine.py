@@ -15,7 +15,7 @@ from espalier.engine import tables
 from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches, loss_of
 from espalier.engine.live import Watch, watch
-from espalier.engine.norm import global_norm, scale_gradients
+from espalier.engine.norm import clip_of, global_norm, scale_gradients
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.scaling import LossScaler
 from espalier.engine.tables import Memory, Order, Traffic
@@ -59,7 +59,7 @@ def initialize(
             ``loss_fn(model(inputs), targets)``; by default the output's ``loss``, or the output itself.
         layouts: name patterns of modules to ``"column"``, ``"row"``, ``"vocab"`` or ``"whole"`` on the
             tensor axis; by default the model's table, or what a first run on a batch shows.
-        max_grad_norm: gradients are scaled down to this global 2-norm.
+        max_grad_norm: another way to say ``Plan(clip=...)``.
         count: with ``Plan(accumulate=...)``: of a micro-batch (as the engine is called on it), the number of
             tokens, or rows, that its loss is a mean over, the same on all ranks; ``"sum"`` for a loss that
             is a sum. By default the engine sees it: the mean-reduced losses of ``torch.nn.functional``,
@@ -129,7 +129,7 @@ class Engine:
         recompute_policy: Policy | None = None,
     ) -> None:
         self.module, self.optimizer, self.plan, self.mesh = module, optimizer, plan, mesh
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = clip_of(plan, max_grad_norm)
         self.grad_norm: torch.Tensor | None = None
         self.loss: torch.Tensor | None = None
         self._loss_fn, self._table = loss_fn, layouts

@@ -9,6 +9,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm.collectives import sum_whole
 from espalier.mesh import Mesh
+from espalier.parallel import Plan
 from espalier.tensor import plain
 
 
@@ -59,3 +60,16 @@ def _alike_norms(grads: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         if torch.stack(norms).isfinite().all():
             return norms
     return torch._foreach_norm(grads, 2, dtype=torch.float64)
+
+
+def clip_of(plan: Plan, max_grad_norm: float | None) -> float | None:
+    """The largest norm that gradients may have.
+
+    Raises:
+        ValueError: the plan says one, and the argument another.
+    """
+    if max_grad_norm is not None and plan.clip not in (None, max_grad_norm):
+        raise ValueError(
+            f"Plan(clip={plan.clip}) and max_grad_norm={max_grad_norm} differ: give one of them."
+        )
+    return plan.clip if max_grad_norm is None else max_grad_norm

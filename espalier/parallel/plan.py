@@ -40,6 +40,7 @@ class Plan(BaseModel):
         replicate: groups of ``data`` ranks that hold the same and share the batch too (hybrid sharding:
             cut inside a node, replicate across).
         tensor: ranks that share each layer (heads, hidden and vocabulary dims).
+        clip: largest 2-norm of all gradients together; larger ones are scaled down to it. None: no limit.
         accumulate: micro-batches of a step; each rank holds the activations of one at a time.
         chunk_megabytes: parameters and gradients move along the data axis in buffers of about this size,
             gradients as soon as one is full, while the backward pass goes on.
@@ -63,6 +64,7 @@ class Plan(BaseModel):
     zero: Literal[0, 1, 2, 3] = 0
     replicate: Size = 1
     tensor: Size = 1
+    clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     accumulate: Size = 1
     chunk_megabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 25.0
     prefetch_megabytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0

@@ -19,9 +19,7 @@ def dry_step(job: Job) -> Any:
         model = build_model(job.model, job.train.seed, getattr(torch, job.train.dtype))
     optimizer = build_optimizer(job.optimizer, model)
     plan = espalier.Plan.from_dict(dict(job.plan))
-    return espalier.dry_run(
-        model, plan, batch_on_meta(job), optimizer=optimizer, max_grad_norm=job.train.clip
-    )
+    return espalier.dry_run(model, plan, batch_on_meta(job), optimizer=optimizer, max_grad_norm=job.clip)
 
 
 def batch_on_meta(job: Job) -> dict[str, torch.Tensor]:

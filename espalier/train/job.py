@@ -104,7 +104,7 @@ class TrainSection(Section):
         steps: optimizer steps.
         batch_size: sequences (or images) of the global batch.
         sequence: tokens of a sequence.
-        clip: largest norm of the gradient; no clipping when left out.
+        clip: largest norm of the gradient; that of the plan when left out.
         seed: of the weights, the batches and the sample.
         eval_every: steps between validations; 0 for one at the end only.
         eval_batches: global batches of a validation.
@@ -234,6 +234,8 @@ class Job:
         if model and data and train and verify:
             found.extend(_fit_mistakes(model.facts, data, train, verify))
             found.extend(_micro_batch_mistakes(plan, train, verify))
+        if train and train.clip is not None and plan.get("clip") is not None:
+            found.append(Mistake("plan.clip", plan["clip"], "train.clip says it already: leave one out"))
         if found or not (model and data and optimizer and train and verify):
             raise JobError(source, found, overridden)
         return cls(source, dict(raw), model, data, plan, optimizer, train, verify, model.facts)
@@ -242,6 +244,11 @@ class Job:
     def name(self) -> str:
         """The job file's name without its ending."""
         return Path(self.source).stem
+
+    @property
+    def clip(self) -> float | None:
+        """Largest norm of the gradient; None for no limit."""
+        return self.plan.get("clip") if self.train.clip is None else self.train.clip
 
     @property
     def out(self) -> Path:

@@ -79,7 +79,7 @@ def train(job: Job, progress: Progress | None = None) -> Summary | None:
         optimizer = build_optimizer(job.optimizer, model)
     parameters = sum(p.numel() for p in model.parameters())
     plan = espalier.Plan.from_dict(dict(job.plan))
-    engine = espalier.initialize(model, optimizer, plan, max_grad_norm=job.train.clip)
+    engine = espalier.initialize(model, optimizer, plan, max_grad_norm=job.clip)
     schedule = build_schedule(job.optimizer, optimizer, job.train.steps)
     first = engine.mesh.rank == 0
     loop = Loop(
@@ -220,7 +220,7 @@ class Loop:
             return value
         before = f"it was {records[-1].loss:.4f} at step {records[-1].step}" if records else "from the start"
         norm = _number(self._engine.grad_norm)
-        clip = self._job.train.clip
+        clip = self._job.clip
         raise TrainingError(
             f"the loss is {value} at step {step} ({before}; gradient norm now {norm}). "
             f"Try a lower optimizer.lr (now {self._job.optimizer.lr:g}), a longer optimizer.warmup "

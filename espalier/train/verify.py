@@ -113,7 +113,7 @@ def verify(job: Job) -> Verification | None:
     plan = espalier.Plan.from_dict({**job.plan, "precision": "float32"})
     if job.plan.get("precision", "float32") != "float32":
         notices.append("plan.precision left out: the comparison is in float64")
-    engine = espalier.initialize(model, optimizer, plan, max_grad_norm=job.train.clip)
+    engine = espalier.initialize(model, optimizer, plan, max_grad_norm=job.clip)
     batches = training_batches(
         job,
         prepare(job),
@@ -163,7 +163,7 @@ class PlainRun:
     def __init__(self, job: Job, model: nn.Module) -> None:
         self._model = model
         self._optimizer = build_optimizer(job.optimizer, model)
-        self._clip = job.train.clip
+        self._clip = job.clip
 
     def backward(self, batch: dict[str, torch.Tensor]) -> float:
         """Compute the gradients of the global batch; return its loss in nats."""

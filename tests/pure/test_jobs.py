@@ -122,6 +122,7 @@ def test_mistakes_of_the_plan(write):
     message = mistakes(write(), "plan.tensr=2", "train.steps=0")
     assert "plan" in message and "tensr" in message
     assert "train.steps = 0 (from --set)" in message
+    assert "train.clip says it already" in mistakes(write(), "plan.clip=1.0", "train.clip=2.0")
 
 
 @pytest.mark.parametrize(

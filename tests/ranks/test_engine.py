@@ -275,6 +275,8 @@ def wrong_uses(rank: int, world: int) -> None:
         espalier.initialize(net, None, {"tensor": world}, layouts={"nowhere": "row", "head": "colum"})
     with pytest.raises(ValueError, match="2 mistake"):
         espalier.initialize(net, None, {"dat": 1, "tensor": 0})
+    with pytest.raises(ValueError, match=r"clip=1.0\) and max_grad_norm=0.5"):
+        espalier.initialize(net, None, {"data": world, "clip": 1.0}, max_grad_norm=0.5)
     engine = espalier.initialize(net, None, {"data": world})
     with pytest.raises(ValueError, match="DTensor already"):
         espalier.initialize(net, None, {"data": world})

@@ -24,7 +24,7 @@ def trains(rank: int, world: int, kind: str, plan: dict[str, Any], optimizer: st
     ours, theirs = (
         make([{"params": groups[0][i], "lr": 1e-2}, {"params": groups[1][i], "lr": 3e-3}]) for i in (0, 1)
     )
-    engine = espalier.initialize(net, ours, plan, max_grad_norm=0.5)
+    engine = espalier.initialize(net, ours, {**plan, "clip": 0.5})
     for step in range(10):
         data = batch(6, step)
         loss, expected = engine(data), plain(**data).loss
