@@ -205,7 +205,8 @@ class Gathering:
             for m in g.chunk.members:
                 if m.dim is not None:
                     m.rest = m.shard.loan()
-                    m.p._source = Resting(m, partial(self._bring, g))  # type: ignore[attr-defined]
+                    source = Resting(m, partial(self._bring, g), partial(_is_elsewhere, g.chunk))
+                    m.p._source = source  # type: ignore[attr-defined]
                     stamp(m.p, m.rest)
         for module, used in by_module.items():
             self._watch(module, used)
@@ -351,6 +352,10 @@ class Gathering:
     def _next_is(self, g: Gathered) -> bool:
         at = len(self._seen)
         return torch.is_grad_enabled() and self.order[at : at + 1] == [Use("backward", g.number)]
+
+
+def _is_elsewhere(chunk: Chunk) -> bool:
+    return chunk.home is not None and chunk.home.device != chunk.device
 
 
 def show_pieces(chunk: Chunk, home: torch.Tensor) -> None:

@@ -28,11 +28,12 @@ class Resting(Elsewhere):
 
     Args:
         bring: makes the parameter whole, with its chunk.
+        is_off: says whether what this rank holds of it lies in another memory than the model computes in.
     """
 
-    def __init__(self, member: Member, bring: Callable[[], None]) -> None:
+    def __init__(self, member: Member, bring: Callable[[], None], is_off: Callable[[], bool]) -> None:
         self.member, self.recorded = member, member.full
-        self._bring = bring
+        self._bring, self._is_off = bring, is_off
         self._copy: tuple[int, DTensor] | None = None
         self._is_hooked = False
 
@@ -43,6 +44,11 @@ class Resting(Elsewhere):
         with raw():
             if not torch.is_grad_enabled() or not p.requires_grad or name == "detach":
                 return stamp(p.data, m.shard)  # p itself counts versions of the whole
+            if self._is_off():
+                raise NotImplementedError(
+                    f"{m.name} is off the device, and is used by another module than the one that owns it. "
+                    "Let that module hold the parameter too, or leave parameters on the device: plan.offload."
+                )
             if self._copy is None or self._copy[0] != p._version:
                 if not self._is_hooked:
                     # a gradient may come when the owner is done, and the parameter is cut again
