@@ -16,6 +16,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.tensor import DTensor, lay_out, stamp
+from espalier.tensor.deferred import make_values_real
 
 ELEMENTWISE = (
     torch.optim.Adadelta,
@@ -47,9 +48,15 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
 
 
 def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """States that the optimizer held before its parameters were laid out lie as these do."""
+    """States that the optimizer held before its parameters were laid out lie as these do.
+
+    Raises:
+        ValueError: one has no memory, and is on no tape.
+    """
     for p, state in optimizer.state.items():
         if isinstance(p, DTensor):
+            if not p._layout.mesh.is_dry:
+                make_values_real(state)
             for name, x in state.items():
                 if isinstance(x, torch.Tensor) and x.ndim and x.shape == p.shape:
                     state[name] = lay_out(x, p._layout)

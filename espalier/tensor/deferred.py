@@ -8,7 +8,7 @@ its inputs are at hand, so that a tensor lives whole only from its last draw to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -315,7 +315,8 @@ def tape_of(x: torch.Tensor) -> Tape | None:
         raise ValueError(
             f"A tensor of the shape {list(x.shape)} is on the meta device, so it has no values. Build the "
             "model under `with espalier.deferred():` in place of `with torch.device('meta'):`, which records "
-            "how they are made; do in there too what casts or replaces them."
+            "how they are made. What casts or replaces them belongs in there, and an optimizer whose states "
+            "are made at once (Adagrad)."
         )
     if getattr(x, "_deferred_version", x._version) != x._version:
         raise ValueError(
@@ -378,10 +379,7 @@ def make_the_rest_real(module: nn.Module) -> None:
     Raises:
         ValueError: see :func:`tape_of`.
     """
-    for name, b in module._buffers.items():
-        tape = None if b is None else tape_of(b)
-        if b is not None and tape is not None:
-            module._buffers[name] = tape.value(b)
+    make_values_real(module._buffers)
 
     def real(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or not x.is_meta or isinstance(x, nn.Parameter):
@@ -395,6 +393,18 @@ def make_the_rest_real(module: nn.Module) -> None:
 
 
 _OWN = ("_parameters", "_buffers", "_modules")
+
+
+def make_values_real(held: MutableMapping[str, Any]) -> None:
+    """Give the tensors among a mapping's values theirs.
+
+    Raises:
+        ValueError: see :func:`tape_of`.
+    """
+    for name, x in held.items():
+        tape = tape_of(x) if isinstance(x, torch.Tensor) else None
+        if tape is not None:
+            held[name] = tape.value(x)
 
 
 def from_rank_0(state: torch.Tensor, mesh: Mesh) -> torch.Tensor:

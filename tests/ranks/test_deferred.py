@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -127,6 +128,26 @@ def seeded_apart(rank: int, world: int) -> None:
         espalier.initialize(net, None, {"data": world})
 
 
+def states(rank: int, world: int) -> None:
+    losses = []
+    for context in (nullcontext, espalier.deferred):
+        torch.manual_seed(0)
+        with context():
+            net = build("gpt", SIZES["gpt"])
+            optimizer = torch.optim.Adagrad(net.parameters(), lr=0.1, initial_accumulator_value=0.1)
+        engine = espalier.initialize(net, optimizer, {"data": world, "zero": 2})
+        losses.append([engine.train_step(batch(4)).item() for _ in range(2)])
+    assert losses[0] == losses[1]
+    with espalier.deferred():
+        net = build("gpt", SIZES["gpt"])
+    with pytest.raises(ValueError, match="Adagrad"):
+        espalier.initialize(net, torch.optim.Adagrad(net.parameters()), {"data": world})
+
+
+def test_states_that_an_optimizer_makes_at_once(ranks: Any) -> None:
+    ranks(2, states)
+
+
 def test_ranks_that_drew_other_values_are_told(ranks: Any) -> None:
     ranks(2, seeded_apart)
 
@@ -191,7 +212,7 @@ def test_what_cannot_be_recorded_is_told() -> None:
         espalier.initialize(net, None, {}, mesh=mesh)
     with espalier.deferred():
         net = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="do in there too what casts"):
+    with pytest.raises(ValueError, match="What casts or replaces them"):
         espalier.initialize(net.double(), None, {}, mesh=mesh)
     with pytest.raises(NotImplementedError, match="random state was set"), espalier.deferred():
         nn.Linear(2, 2)
