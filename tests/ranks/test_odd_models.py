@@ -219,6 +219,28 @@ def optimizers(rank: int, world: int) -> None:
                 assert apart(net, plain, gradients=False) < near, (zero, name)
 
 
+def gradients_of_gradients(rank: int, world: int) -> None:
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for zero in range(4):
+        torch.manual_seed(0)
+        net = Small().double()
+        plain = copy.deepcopy(net)
+        engine = espalier.initialize(net, None, {"data": world, "zero": zero})
+        loss, expected = engine((x,)), plain(x)
+        found = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+        wanted = torch.autograd.grad(expected, list(plain.parameters()), create_graph=True)
+        for g, h in zip(found, wanted, strict=True):
+            assert (espalier.full_tensor(g) - h).abs().max() < TOLERANCE
+        engine.backward(loss + sum(g.square().sum() for g in found))
+        (expected + sum(g.square().sum() for g in wanted)).backward()
+        engine.finish_gradients()
+        assert apart(net, plain, gradients=True) < TOLERANCE, zero
+
+
+def test_backward_through_backward(ranks: Any) -> None:
+    ranks(2, gradients_of_gradients)
+
+
 def test_optimizers_that_are_not_elementwise(ranks: Any) -> None:
     ranks(2, optimizers)
 

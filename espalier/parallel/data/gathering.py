@@ -268,13 +268,15 @@ class Gathering:
     def _done(self, used: list[Gathered]) -> None:
         for g in used:
             g.marks = max(g.marks - 1, 0)
-            if not g.users:
+            if (
+                not g.users and not torch.is_grad_enabled()
+            ):  # else backward is recorded: to be gone through too
                 g.release()
 
     def sent(self, chunk: Chunk) -> None:
         """The gradients of a chunk have been taken: backward is done with it, if nothing else will say so."""
         g = self._of[id(chunk)]
-        if not g.users and not g.marks:
+        if not g.users and not g.marks and not torch.is_grad_enabled():
             g.release()
 
     # ---- order
