@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from espalier.comm import collectives as door
 from espalier.comm.agreement import REFUSALS, agree, looks
 from espalier.comm.moves import summed, varied
+from espalier.comm.traced import recorders
 from espalier.layout import Layout, local_box
 from espalier.tensor.rules.pointwise import found, letters
 from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
@@ -296,10 +297,16 @@ class _VocabularyParallel(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
-# straight to C: the Python apply in between serves functorch
-_parallel: Callable[..., tuple[torch.Tensor, torch.Tensor]] = super(
+_apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = super(
     torch.autograd.Function, _VocabularyParallel
 ).apply
+
+
+def _parallel(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    # else straight to C: the Python apply in between serves functorch
+    found: tuple[torch.Tensor, torch.Tensor]
+    found = (_VocabularyParallel.apply if recorders() else _apply)(*args)
+    return found
 
 
 def _shares(
