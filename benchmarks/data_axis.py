@@ -15,9 +15,11 @@ steps are compared with those of one process that has the whole batch.
 * *zero0* to *3*: ``espalier.initialize(model, optimizer, {"data": n, "zero": ...})``.
 
 A timing begins when all ranks are ready and is that of the slowest. Ratios are medians over the rounds of
-ratios within a round. Memory is the peak of what torch's allocator gave out during a step, with what it
-had given out before to build the contestant and had not got back: parameters, gradients, states, buffers,
-activations; the largest of the ranks. Bytes are those that the kernel's loopback carried in a step, a rank.
+ratios within a round. Memory is the peak in a step of
+all storages that operations have given since the contestant was built and that still live: parameters,
+gradients, states, buffers, activations; what a kernel or c10d's threads use inside themselves is not seen. It
+is that of the rank that has the most. Bytes are those that the kernel's loopback carried in a step, a rank,
+as rank 0 saw them: the median over the steps.
 *To the limit* is the step's time over that of *alone* (from ZeRO-1 on: *its share*) and the bytes at the
 rate that gloo reaches here with large buffers.
 
@@ -28,24 +30,28 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from _common import Contender, Section, duration, in_turns, ratio_of, slowest_rank
 from _contestants import CONTESTANTS, SIZES, Step, Work, able
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import espalier
 
-SECONDS = 60.0  # of timing, for each model and number of ranks
+SECONDS = 40.0  # of timing, for each model and number of ranks
 MOST, FEWEST = 30, 3  # rounds
+WARM = 3  # steps before
 TOLERANCE = 1e-3
 LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
 
@@ -87,79 +93,87 @@ def measure(mesh: espalier.Mesh, model: str, names: Sequence[str]) -> tuple[dict
     work = Work(SIZES[model], mesh)
     speed = bandwidth(mesh)
     steps: dict[str, Counting] = {}
-    peaks, sent = {}, {}
+    peaks = {}
     for name in names:
         steps[name], peaks[name] = built(CONTESTANTS[name], work)
-        sent[name] = min(sent_in(steps[name]) for _ in range(3)) / work.ranks
     turns = {name: Contender(step, dist.barrier) for name, step in steps.items()}
     start = time.perf_counter()
-    in_turns(turns, rounds=1, warmup=0)
-    rounds = torch.tensor(SECONDS / (time.perf_counter() - start))
-    dist.broadcast(rounds, 0)
-    times = in_turns(turns, rounds=min(MOST, max(FEWEST, int(rounds))), warmup=0)
+    times = in_turns(turns, rounds=FEWEST, warmup=0)
+    each = (time.perf_counter() - start) / FEWEST
+    more = torch.tensor(min(MOST, int(SECONDS / each)) - FEWEST)
+    dist.broadcast(more, 0)
+    if more > 0:
+        for name, seconds in in_turns(turns, rounds=int(more), warmup=0).items():
+            times[name] += seconds
     times = slowest_rank(times)
     most = torch.tensor([peaks[name] for name in names])
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return {
-        name: Result(times[name], int(peak), sent[name], mean_losses(name, steps[name]))
+        name: Result(
+            times[name],
+            int(peak),
+            statistics.median(steps[name].sent[WARM:]) / work.ranks,
+            mean_losses(name, steps[name]),
+        )
         for name, peak in zip(names, most.tolist(), strict=True)
     }, speed
 
 
 class Counting:
-    """A step that goes through the batches and keeps the losses."""
+    """A step that goes through the batches and keeps the losses, and how much the loopback sent meanwhile."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self.losses: list[torch.Tensor] = []
+        self.sent: list[float] = []
 
     def __call__(self) -> None:
         """The next step."""
+        before = loopback()
         self.losses.append(self._step(len(self.losses)))
+        self.sent.append(loopback() - before)
+
+
+def loopback() -> float:
+    """Bytes that the kernel's loopback has sent so far, whoever they are from."""
+    return float(LOOPBACK.read_text()) if LOOPBACK.exists() else float("nan")
 
 
 def built(contestant: Callable[[Work], Step], work: Work) -> tuple[Counting, int]:
-    """A contestant that has made two steps, and its peak bytes in the third."""
+    """A contestant that has warmed up, and its peak bytes in the last step of that."""
     gc.collect()
-    with profiled() as before:
+    with Live() as live:
         step = Counting(contestant(work))
-        step()
-        step()
-        gc.collect()
-    dist.barrier()
-    with profiled() as during:
-        step()
-    return step, changes(before)[0] + changes(during)[1]
+        for _ in range(WARM):
+            gc.collect()
+            dist.barrier()
+            live.peak = 0
+            step()
+    return step, live.peak
 
 
-def profiled() -> torch.profiler.profile:
-    """Sees what torch's allocator gives out and gets back."""
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+class Live(TorchDispatchMode):
+    """Follows every storage that an operation gives; ``peak`` is the most bytes that have lived at once."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-def changes(seen: torch.profiler.profile) -> tuple[int, int]:
-    """Bytes given out and not got back, at the end and at most."""
-    assert seen.profiler is not None and seen.profiler.kineto_results is not None
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return now, most
-
-
-def sent_in(run: Callable[[], object]) -> float:
-    """Bytes that the loopback carries while all ranks run; what else uses it counts too."""
-    if not LOOPBACK.exists():
-        return float("nan")
-    dist.barrier()
-    before = int(LOOPBACK.read_text())
-    dist.barrier()
-    run()
-    dist.barrier()
-    after = int(LOOPBACK.read_text())
-    dist.barrier()
-    return after - before
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """After each operation add up what lives: storages may have been resized."""
+        if any(issubclass(kind, TorchDTensor) for kind in types):
+            return NotImplemented  # it comes back with the local tensors
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            for x in tree_leaves(out):
+                if isinstance(x, torch.Tensor) and not isinstance(x, TorchDTensor):
+                    storage = x.untyped_storage()
+                    self._held[id(storage)] = weakref.ref(storage)
+        alive = [(key, storage) for key, held in self._held.items() if (storage := held()) is not None]
+        self._held = {key: self._held[key] for key, _ in alive}
+        self.peak = max(self.peak, sum(storage.nbytes() for _, storage in alive))
+        return out
 
 
 def bandwidth(mesh: espalier.Mesh, megabytes: int = 16) -> float:
@@ -247,7 +261,6 @@ def main() -> int:
     names = [name for name in CONTESTANTS if name in wanted and able(name)]
     if any(name in wanted and not able(name) for name in CONTESTANTS):
         print("DeepSpeed is not installed and left out; with it: pip install deepspeed==0.19.0")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
     sections = []
     for model in asked.model:
         for ranks in asked.world:
