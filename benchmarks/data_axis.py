@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import time
@@ -261,7 +262,7 @@ def main() -> int:
     names = [name for name in CONTESTANTS if name in wanted and able(name)]
     if any(name in wanted and not able(name) for name in CONTESTANTS):
         print("DeepSpeed is not installed and left out; with it: pip install deepspeed==0.19.0")
-    sections = []
+    before, sections = os.getloadavg()[0], []
     for model in asked.model:
         for ranks in asked.world:
             sections.append(compared(model, ranks, names))
@@ -270,7 +271,9 @@ def main() -> int:
     print(f"{sum(len(s.bars) for s in sections) - missed} of {sum(len(s.bars) for s in sections)} bars hold")
     if asked.write:
         with open(asked.write, "w", encoding="utf-8") as page:
-            page.write("\n".join([INTRODUCTION, *(s.markdown() for s in sections)]))
+            command = " ".join(["python benchmarks/data_axis.py", *sys.argv[1:]])
+            introduction = INTRODUCTION.format(command=command, before=before, after=os.getloadavg()[0])
+            page.write("\n".join([introduction, *(s.markdown() for s in sections)]))
     return 1 if missed else 0
 
 
@@ -278,10 +281,12 @@ INTRODUCTION = f"""# Figures of the data axis
 
 Espalier's ZeRO stages beside their peers (torch {torch.__version__}, DeepSpeed 0.19.0), in one run of
 
-    python benchmarks/data_axis.py --write docs/figures-data-axis.md
+    {{command}}
 
 on two CPU cores, one thread a rank, gloo over the loopback. On four ranks each core serves two. The head of
-that file says what the contestants are and how each figure is taken.
+that file says what the contestants are and how each figure is taken. The machine's load average was
+{{before:.1f}} before the run and {{after:.1f}} after it (the ranks themselves make 2 to 4); what else runs
+there slows all down, and moves the ratios.
 """
 
 if __name__ == "__main__":
