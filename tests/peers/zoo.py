@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import espalier
-from espalier.parallel import lay_out_model
 from espalier.tensor import GatherWarning
+from espalier.tensor.modules import lay_out_parameter
 from espalier.train.double import Double
 
 VOCABULARY, ROWS, LENGTH, STEPS = 96, 4, 10, 3
@@ -311,11 +311,8 @@ def by_hand(model: nn.Module) -> Step:
         dim = rng.randrange(-1, ndim)
         return espalier.Replicate() if dim < 0 else espalier.Shard(dim)
 
-    layouts = {
-        key: espalier.Layout(mesh, [placement(p.ndim), placement(p.ndim)], p.shape)
-        for key, p in model.named_parameters()
-    }
-    lay_out_model(model, layouts, mesh)
+    for p in model.parameters():
+        lay_out_parameter(p, espalier.Layout(mesh, [placement(p.ndim), placement(p.ndim)], p.shape))
     rows = [espalier.Shard(0), espalier.Replicate()]
     return plain_step(
         model,
