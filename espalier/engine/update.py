@@ -93,13 +93,12 @@ def _lined_up(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """
     kept = []
     for p in (p for group in optimizer.param_groups if group.get("fused") for p in group["params"]):
-        if p.grad is None:
-            continue
+        grad = p.grad
+        if grad is None or (p.is_contiguous() and grad.is_contiguous()):
+            continue  # and so are states, made like it
         state = {name: x for name, x in optimizer.state.get(p, {}).items() if isinstance(x, torch.Tensor)}
-        if all(x.is_contiguous() for x in (p, p.grad, *state.values())):
-            continue
         kept.append((p, p.data))
-        p.data, p.grad = p.data.contiguous(), p.grad.contiguous()
+        p.data, p.grad = p.data.contiguous(), grad.contiguous()
         for name, x in state.items():
             optimizer.state[p][name] = x.contiguous()
     try:
