@@ -21,6 +21,7 @@ from espalier.engine.accumulation import Count
 from espalier.engine.engine import Engine, initialize
 from espalier.engine.live import LiveMemory
 from espalier.engine.recompute import Policy
+from espalier.engine.tables import local_bytes, state_bytes
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor
@@ -107,23 +108,21 @@ def dry_run(
     given["recompute_policy"] = recompute_policy
     engine = initialize(model, optimizer, plan, mesh=mesh, example=batch, **given)
     held = [p for p in model.parameters() if isinstance(p, DTensor)]
-    memory, flops = LiveMemory(engine.resized), FlopCounterMode(display=False)
+    memory, flops = engine.watch().live, FlopCounterMode(display=False)
     flops.mod_tracker = _Untold()  # type: ignore[assignment]
-    masters = engine.masters()
-    for x in (*held, *masters, *model.buffers()):
-        memory.hold(x)
     with memory:
         # a first step, so that the optimizer's states exist and are counted
         _step(engine, batch, memory)
     memory.peak = 0
     with ledger(mesh) as book, memory, flops:
         _step(engine, batch, memory)
+    states = 0 if optimizer is None else sum(map(state_bytes, optimizer.state.values()))
     return DryReport(
         plan,
         book,
         int(flops.get_total_flops()),
-        sum(_bytes(p) for p in held),
-        _state_bytes(optimizer) + sum(map(_bytes, engine.masters())),
+        sum(local_bytes(p) for p in held),
+        states + sum(map(local_bytes, engine.masters())),
         memory.peak,
         memory.peak_at,
         whole,
@@ -149,20 +148,6 @@ class _Untold(nullcontext[None]):
     """In place of what tells the counter of FLOPs the module: its hooks keep what is recomputed alive."""
 
     parents = frozenset({"Global"})
-
-
-def _bytes(x: torch.Tensor) -> int:
-    if isinstance(x, DTensor):
-        return x._layout.local_shape.numel() * x.element_size()  # type: ignore[attr-defined]
-    return x.numel() * x.element_size()
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    if optimizer is None:
-        return 0
-    return sum(
-        _bytes(x) for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)
-    )
 
 
 def _size(n: int) -> str:

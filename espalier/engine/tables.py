@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,20 +81,19 @@ def memory(module: nn.Module, optimizer: torch.optim.Optimizer | None, data: Dat
     with raw():
         cut = [] if data.gathering is None else data.gathering.held
         for g in cut:
-            found["parameters"][g.chunk.places.get("parameters", "device")] += g.chunk.size * _itemsize(
-                g.chunk
-            )
+            place = g.chunk.places.get("parameters", "device")
+            found["parameters"][place] += g.chunk.size * g.chunk.dtype.itemsize
         if data.gathering is None:
             found["parameters"]["device"] = _storages(m.p for m in data.members)
         for chunk in data.chunks:
             found["gradients"][chunk.places.get("gradients", "device")] += _gradients(chunk)
             if chunk.master is not None:
-                found["masters"][chunk.places.get("states", "device")] += _bytes(chunk.master)
+                found["masters"][chunk.places.get("states", "device")] += local_bytes(chunk.master)
         for p, state in () if optimizer is None else optimizer.state.items():
             place = chunk_of[id(p)].places.get("states", "device") if id(p) in chunk_of else "device"
-            found["states"][place] += sum(_bytes(x) for x in state.values() if isinstance(x, torch.Tensor))
+            found["states"][place] += state_bytes(state)
         gathered = sum(g.storage.nbytes() for g in cut)
-        gathered += sum(_bytes(g.rows) for g in cut if g.rows is not None)
+        gathered += sum(local_bytes(g.rows) for g in cut if g.rows is not None)
         buffers = _storages(module.buffers())
     trained = [m for chunk in data.chunks for m in chunk.members]
     formula = {
@@ -116,9 +115,9 @@ def memory(module: nn.Module, optimizer: torch.optim.Optimizer | None, data: Dat
 
 def _gradients(chunk: Chunk) -> int:
     if chunk.gradient is not None:
-        return _bytes(chunk.gradient)
+        return local_bytes(chunk.gradient)
     grads = (p.__dict__.get("_reduced", _grad.__get__(p)) for p in (m.p for m in chunk.members))
-    return sum(_bytes(g) for g in grads if g is not None)
+    return sum(local_bytes(g) for g in grads if g is not None)
 
 
 def _states(optimizer: torch.optim.Optimizer | None, trained: Sequence[Member], share: int) -> int | None:
@@ -132,17 +131,19 @@ def _states(optimizer: torch.optim.Optimizer | None, trained: Sequence[Member], 
     return total // share if total else None
 
 
-def _itemsize(chunk: Chunk) -> int:
-    return torch.empty((), dtype=chunk.dtype).element_size()
-
-
 def _whole(m: Member) -> int:
-    return m.size * torch.empty((), dtype=m.dtype).element_size()
+    return m.size * m.dtype.itemsize
 
 
-def _bytes(x: torch.Tensor) -> int:
-    local = plain(x.detach())
-    return local.numel() * local.element_size()
+def local_bytes(x: torch.Tensor) -> int:
+    """Of this rank's part."""
+    with raw():
+        return x.numel() * x.element_size()
+
+
+def state_bytes(state: Mapping[str, Any]) -> int:
+    """Of this rank's part of what an optimizer keeps for a parameter."""
+    return sum(local_bytes(x) for x in state.values() if isinstance(x, torch.Tensor))
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> int:
@@ -250,4 +251,4 @@ class Traffic:
             self._asked = before
 
 
-__all__ = ["Kind", "Memory", "Moved", "Order", "Traffic", "memory", "order"]
+__all__ = ["Kind", "Memory", "Moved", "Order", "Traffic", "local_bytes", "memory", "order", "state_bytes"]

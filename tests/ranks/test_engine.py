@@ -44,20 +44,19 @@ def apart(found: nn.Module, expected: nn.Module, gradients: bool) -> float:
     return worst
 
 
-def same_training(
-    rank: int, world: int, kind: str, plan: dict[str, Any], optimizer: str, options: dict[str, Any]
-) -> None:
-    net = model(kind, tied=kind == "gpt2")
-    plain = copy.deepcopy(net)
-    make = getattr(torch.optim, optimizer)
-    ours, theirs = make(net.parameters(), **options), make(plain.parameters(), **options)
-    engine = espalier.initialize(net, ours, plan, max_grad_norm=0.5)
-    for step in range(4):
-        data = batch(6, step)
-        loss, expected = engine(data), plain(**data).loss
-        assert abs(loss.item() - expected.item()) < TOLERANCE
-        engine.backward(loss)
-        expected.backward()
+def same_backward(engine: espalier.Engine, plain: nn.Module, data: dict[str, torch.Tensor]) -> None:
+    """The same loss on both, and a backward pass through each."""
+    loss, expected = engine(data), plain(**data).loss
+    assert abs(loss.item() - expected.item()) < TOLERANCE
+    engine.backward(loss)
+    expected.backward()
+
+
+def same_steps(engine: espalier.Engine, plain: nn.Module, theirs: torch.optim.Optimizer, steps: int) -> None:
+    """Train both, gradients clipped to 0.5: losses, gradients, their norm and parameters are the same."""
+    net = engine.module
+    for step in range(steps):
+        same_backward(engine, plain, batch(6, step))
         engine.finish_gradients()
         assert apart(net, plain, gradients=True) < TOLERANCE
         engine.step()
@@ -66,6 +65,17 @@ def same_training(
         theirs.zero_grad()
         assert engine.grad_norm is not None and abs(engine.grad_norm.item() - norm.item()) < TOLERANCE
         assert apart(net, plain, gradients=False) < TOLERANCE
+
+
+def same_training(
+    rank: int, world: int, kind: str, plan: dict[str, Any], optimizer: str, options: dict[str, Any]
+) -> None:
+    net = model(kind, tied=kind == "gpt2")
+    plain = copy.deepcopy(net)
+    make = getattr(torch.optim, optimizer)
+    ours, theirs = make(net.parameters(), **options), make(plain.parameters(), **options)
+    engine = espalier.initialize(net, ours, plan, max_grad_norm=0.5)
+    same_steps(engine, plain, theirs, 4)
 
 
 @pytest.mark.parametrize("kind", ["gpt", "gpt2"])

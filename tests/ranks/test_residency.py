@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import espalier
-from tests.ranks.test_engine import TOLERANCE, apart, batch, model
+from tests.ranks.test_engine import TOLERANCE, apart, batch, model, same_backward
 
 
 def trained(plan: dict[str, Any], optimizer: str = "AdamW", **options: Any) -> tuple[Any, ...]:
@@ -67,11 +67,7 @@ def same_as_one_process(rank: int, world: int, folder: str) -> None:
         engine = espalier.initialize(net, ours, plan, max_grad_norm=0.5)
         for step in range(3):
             for half in range(2):
-                data = batch(4, 2 * step + half)
-                loss, expected = engine(data), plain(**data).loss
-                assert abs(loss.item() - expected.item()) < TOLERANCE
-                engine.backward(loss)
-                expected.backward()
+                same_backward(engine, plain, batch(4, 2 * step + half))
             engine.finish_gradients()
             assert apart(net, plain, gradients=True) < TOLERANCE
             engine.step()

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import espalier
-from tests.ranks.test_engine import TOLERANCE, apart, batch, model
+from tests.ranks.test_engine import model, same_steps
 
 
 def trains(rank: int, world: int, kind: str, plan: dict[str, Any], optimizer: str = "AdamW") -> None:
@@ -25,20 +24,7 @@ def trains(rank: int, world: int, kind: str, plan: dict[str, Any], optimizer: st
         make([{"params": groups[0][i], "lr": 1e-2}, {"params": groups[1][i], "lr": 3e-3}]) for i in (0, 1)
     )
     engine = espalier.initialize(net, ours, {**plan, "clip": 0.5})
-    for step in range(10):
-        data = batch(6, step)
-        loss, expected = engine(data), plain(**data).loss
-        assert abs(loss.item() - expected.item()) < TOLERANCE
-        engine.backward(loss)
-        expected.backward()
-        engine.finish_gradients()
-        assert apart(net, plain, gradients=True) < TOLERANCE
-        engine.step()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        theirs.step()
-        theirs.zero_grad()
-        assert engine.grad_norm is not None and abs(engine.grad_norm.item() - norm.item()) < TOLERANCE
-        assert apart(net, plain, gradients=False) < TOLERANCE
+    same_steps(engine, plain, theirs, 10)
     assert all(p.grad is None for p in net.parameters())
 
 

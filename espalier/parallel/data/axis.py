@@ -233,7 +233,7 @@ class DataAxis:
                 step(optimizer)
             return
         self._settle()
-        with self._opened([chunk for chunk in self.chunks if not self.streaming.holds(chunk)]):
+        with self._opened([chunk for chunk in self.chunks if not chunk.places]):
             self.streaming.update(optimizer, step)
         self._exchange()
         self.streaming.agree()

@@ -31,7 +31,7 @@ class Masters:
         self.chunks = [c for c in chunks if c.members[0].is_cast]
         with raw():
             for chunk in self.chunks:
-                elements = chunk.size if pieces else sum(m.size for m in chunk.members)
+                elements = chunk.size if pieces else chunk.elements
                 chunk.master = torch.empty(elements, dtype=torch.float32, device=chunk.device)
                 for m, master in zip(chunk.members, self.of(chunk), strict=True):
                     master.copy_(self._part(m))

@@ -99,10 +99,6 @@ class Streaming:
         self.away = [Away(chunk) for chunk in chunks]
         self.shelf, self._mesh, self._pieces, self._turns = shelf, mesh, pieces, turns
 
-    def holds(self, chunk: Chunk) -> bool:
-        """Whether a chunk is updated here."""
-        return any(a.chunk is chunk for a in self.away)
-
     def place(self, optimizer: torch.optim.Optimizer) -> None:
         """Take away what states there are before the first step (masters, say), and take the space for all.
 

@@ -71,9 +71,11 @@ def by_unit(members: Sequence[Member], model: nn.Module) -> list[tuple[list[nn.M
     taken: dict[int, Chunk] = {}
     chunks: list[tuple[list[nn.Module], Chunk]] = []
     within = units(model)
+    known = {id(unit) for unit in within}
     for unit in within:
-        own = unit not in _divided(within, unit)
-        fresh = [by_id[id(p)] for p in unit.parameters(recurse=own) if id(p) in by_id and id(p) not in taken]
+        divided = any(id(m) in known for m in unit.modules() if m is not unit)
+        own = unit.parameters(recurse=not divided)
+        fresh = [by_id[id(p)] for p in own if id(p) in by_id and id(p) not in taken]
         for alike in _alike(list(dict.fromkeys(fresh))):
             chunk = Chunk(alike)
             chunks.append(([unit], chunk))
@@ -87,12 +89,6 @@ def by_unit(members: Sequence[Member], model: nn.Module) -> list[tuple[list[nn.M
                 users[id(shared)].append(module)
                 inside[id(shared)].add(id(module))
     return chunks
-
-
-def _divided(within: Sequence[nn.Module], unit: nn.Module) -> list[nn.Module]:
-    """``unit``, if some of the modules inside it are units of their own."""
-    others = {id(m) for m in within if m is not unit}
-    return [unit] if any(id(m) in others for m in unit.modules()) else []
 
 
 def by_size(members: Sequence[Member], megabytes: float) -> list[Chunk]:
