@@ -138,7 +138,11 @@ def test_ranks_go_when_the_launcher_goes(script, number):
     path = script("time.sleep(60)")
     code = "import sys; from espalier.mesh.launch import launch; launch(sys.argv[1:], 2)"
     launcher = subprocess.Popen(
-        [sys.executable, "-c", code, str(path)], stderr=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", code, str(path)],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # a shell's background jobs ignore Ctrl-C, and so would what they start
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 60
