@@ -25,7 +25,7 @@ _EXHAUSTED, _RAGGED = -1, -2
 
 
 class Batches:
-    """The batches of one plan: their rows are cut along the data axes, as torch.chunk cuts.
+    """The batches of one plan: their rows are cut along the plan's batch axes, as torch.chunk cuts.
 
     A batch is a tensor, or a dict, tuple or list of such, whose first dim are the rows; what has no dims
     is every rank's.
@@ -33,7 +33,7 @@ class Batches:
 
     def __init__(self, mesh: Mesh, plan: Plan) -> None:
         self.mesh, self.micro_batches = mesh, plan.accumulate
-        self.axes = tuple(mesh.axis(name) for name in plan.data_axes)
+        self.axes = tuple(mesh.axis(name) for name in plan.batch_axes)
 
     @property
     def _sizes(self) -> list[int]:
@@ -146,7 +146,7 @@ class Batches:
         return self.local(tree_map(lambda x: self._evened(x, held) if _has_rows(x) else x, rows), size)
 
     def _by_place(self, said: Sequence[Any]) -> dict[tuple[int, ...], list[Any]]:
-        """What the ranks say, by their coordinates along the data axes."""
+        """What the ranks say, by their coordinates along the batch axes."""
         found: dict[tuple[int, ...], list[Any]] = {}
         places = itertools.product(*map(range, self.mesh.shape))
         for place, one in zip(places, said, strict=True):

@@ -114,8 +114,16 @@ class Plan(BaseModel):
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes that share the batch, outermost first; along the last, state is cut."""
+        """The axes along which gradients are summed chunk by chunk, outermost first.
+
+        Along the last, state is cut.
+        """
         return ("replicate", "data") if self.replicate > 1 else ("data",)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that cut the batch's rows, outermost first."""
+        return self.data_axes
 
     @property
     def world_size(self) -> int:

@@ -271,7 +271,7 @@ def loads(rank: int, world: int, plan: dict[str, Any], shares: list[list[int]]) 
     plain = copy.deepcopy(net)
     engine = espalier.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), plan)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    place = [engine.mesh.coordinate[engine.mesh.axis(a)] for a in engine.plan.data_axes]
+    place = [engine.mesh.coordinate[engine.mesh.axis(a)] for a in engine.plan.batch_axes]
     me = place[0] * engine.plan.data + place[1] if len(place) == 2 else place[0]
     for step, share in enumerate(shares):
         have = [max(n, 0) for n in share]
