@@ -10,7 +10,7 @@ from torch import nn
 from espalier.models.config import raise_if
 from espalier.models.generate import generate
 from espalier.models.initialize import initialize_weights
-from espalier.models.output import LanguageModelOutput, next_token_loss
+from espalier.models.output import LanguageModelOutput, token_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        raise_if("GPTConfig", self._mistakes())
+        raise_if(type(self).__name__, self._mistakes())
 
     def _mistakes(self) -> list[str]:
         positive = ("vocab_size", "max_positions", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")
@@ -123,11 +123,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU feed-forward: [b, s, hidden] to [b, s, hidden]."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, inner: int | None = None) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden, config.size_of_ffn, bias=config.bias)
-        self.up_proj = nn.Linear(config.hidden, config.size_of_ffn, bias=config.bias)
-        self.down_proj = nn.Linear(config.size_of_ffn, config.hidden, bias=config.bias)
+        inner = inner or config.size_of_ffn
+        self.gate_proj = nn.Linear(config.hidden, inner, bias=config.bias)
+        self.up_proj = nn.Linear(config.hidden, inner, bias=config.bias)
+        self.down_proj = nn.Linear(inner, config.hidden, bias=config.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -160,13 +161,14 @@ class GPT(nn.Module):
 
     cos: torch.Tensor
     sin: torch.Tensor
+    block: ClassVar[type[nn.Module]] = Block
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(self.block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
         if config.tied:
@@ -176,19 +178,22 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         initialize_weights(self, residual=("o_proj", "down_proj"), additions=2 * config.layers)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> LanguageModelOutput:
+    def embedded(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The first block's input [b, s, hidden], and the cosines and sines of its positions."""
         s = input_ids.shape[1]
         if s > self.config.max_positions:
             raise ValueError(
                 f"a sequence of {s} tokens is longer than max_positions = {self.config.max_positions}; "
                 "shorten it or build the model with more positions"
             )
-        cos, sin = self.cos[:s], self.sin[:s]
-        x = self.dropout(self.embed(input_ids))
+        return self.dropout(self.embed(input_ids)), self.cos[:s], self.sin[:s]
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> LanguageModelOutput:
+        x, cos, sin = self.embedded(input_ids)
         for block in self.blocks:
             x = block(x, cos, sin)
         logits = self.head(self.norm(x))
-        return LanguageModelOutput(logits, None if labels is None else next_token_loss(logits, labels))
+        return LanguageModelOutput(logits, None if labels is None else token_loss(logits, labels))
 
     def generate(
         self,

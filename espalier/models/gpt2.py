@@ -1,7 +1,7 @@
 """A GPT of GPT-2's kind: learned positions, LayerNorm, GELU, biases, a tied head."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import nn
 from espalier.models.config import raise_if
 from espalier.models.generate import generate
 from espalier.models.initialize import initialize_weights
-from espalier.models.output import LanguageModelOutput, next_token_loss
+from espalier.models.output import LanguageModelOutput, token_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class GPT2Config:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        raise_if("GPT2Config", self._mistakes())
+        raise_if(type(self).__name__, self._mistakes())
 
     def _mistakes(self) -> list[str]:
         positive = ("vocab_size", "max_positions", "layers", "hidden", "heads", "ffn")
@@ -65,11 +65,29 @@ class GPT2Config:
         return self.ffn or 4 * self.hidden
 
 
-class Attention(nn.Module):
-    """Causal self-attention: [b, s, hidden] to [b, s, hidden]."""
+class Sizes(Protocol):
+    """What a block needs to know of a configuration."""
 
-    def __init__(self, config: GPT2Config) -> None:
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def size_of_ffn(self) -> int: ...
+    @property
+    def dropout(self) -> float: ...
+    @property
+    def bias(self) -> bool: ...
+    @property
+    def norm_eps(self) -> float: ...
+
+
+class Attention(nn.Module):
+    """Self-attention, causal or to both sides: [b, s, hidden] to [b, s, hidden]."""
+
+    def __init__(self, config: Sizes, causal: bool = True) -> None:
         super().__init__()
+        self.causal = causal
         self.head_dim = config.hidden // config.heads
         self.dropout = config.dropout
         self.q_proj = nn.Linear(config.hidden, config.hidden, bias=config.bias)
@@ -83,7 +101,7 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
         y = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=self.causal
         )
         return self.o_proj(y.transpose(1, 2).reshape(b, s, -1))
 
@@ -91,7 +109,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """GELU feed-forward: [b, s, hidden] to [b, s, hidden]."""
 
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self, config: Sizes) -> None:
         super().__init__()
         self.up_proj = nn.Linear(config.hidden, config.size_of_ffn, bias=config.bias)
         self.down_proj = nn.Linear(config.size_of_ffn, config.hidden, bias=config.bias)
@@ -103,10 +121,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each on the normalized residual stream."""
 
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self, config: Sizes, causal: bool = True) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
-        self.attention = Attention(config)
+        self.attention = Attention(config, causal)
         self.mlp_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -150,7 +168,7 @@ class GPT2(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        return LanguageModelOutput(logits, None if labels is None else next_token_loss(logits, labels))
+        return LanguageModelOutput(logits, None if labels is None else token_loss(logits, labels))
 
     def generate(
         self,

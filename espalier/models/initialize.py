@@ -9,7 +9,7 @@ from torch import nn
 def initialize_weights(
     model: nn.Module, *, residual: Collection[str], additions: int, std: float = 0.02
 ) -> None:
-    """Draw all Linear and Embedding weights from a normal distribution, biases zero.
+    """Draw all Linear, Conv2d and Embedding weights from a normal distribution, biases zero.
 
     Args:
         model: changed in place.
@@ -19,8 +19,8 @@ def initialize_weights(
         std: standard deviation of all other weights.
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d):
             scaled = name.rpartition(".")[2] in residual
             nn.init.normal_(module.weight, std=std / math.sqrt(additions) if scaled else std)
-        if isinstance(module, nn.Linear) and module.bias is not None:
+        if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
             nn.init.zeros_(module.bias)

@@ -19,13 +19,13 @@ class LanguageModelOutput(NamedTuple):
     loss: torch.Tensor | None = None
 
 
-def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy in nats of aligned labels.
 
     Args:
         logits: [batch, sequence, vocabulary].
-        labels: [batch, sequence]; ``labels[:, t]`` is the token that follows
-            position t (already shifted), or -100 to leave the position out.
+        labels: [batch, sequence]; ``labels[:, t]`` is the token that is to be told at
+            position t (already shifted, if it is the next), or -100 to leave the position out.
 
     Logits of 16 bits are taken to float32 first: the loss would have three digits otherwise.
     """

@@ -6,12 +6,21 @@ from typing import Any
 
 from torch import nn
 
+from espalier.models.bert import BERT, BERTConfig
 from espalier.models.config import ConfigError, config_from_dict, nearest
 from espalier.models.gpt import GPT, GPTConfig
 from espalier.models.gpt2 import GPT2, GPT2Config
+from espalier.models.moe import MoE, MoEConfig
+from espalier.models.vit import ViT, ViTConfig
 
 _KINDS: Mapping[str, tuple[type, Callable[[Any], nn.Module]]] = MappingProxyType(
-    {"gpt": (GPTConfig, GPT), "gpt2": (GPT2Config, GPT2)}
+    {
+        "gpt": (GPTConfig, GPT),
+        "gpt2": (GPT2Config, GPT2),
+        "moe": (MoEConfig, MoE),
+        "bert": (BERTConfig, BERT),
+        "vit": (ViTConfig, ViT),
+    }
 )
 
 
@@ -35,5 +44,10 @@ def build(kind: str, config: Mapping[str, Any]) -> nn.Module:
         close = nearest(kind, _KINDS)
         hint = f"did you mean {close!r}? " if close else ""
         raise ConfigError("models", [f"unknown kind {kind!r}: {hint}known kinds are {', '.join(_KINDS)}"])
-    config_class, model = _KINDS[kind]
-    return model(config_from_dict(config_class, config))
+    _, model = _KINDS[kind]
+    return model(config_from_dict(config_class(kind), config))
+
+
+def config_class(kind: str) -> type:
+    """The config dataclass of one of `kinds()`."""
+    return _KINDS[kind][0]

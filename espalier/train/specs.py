@@ -7,7 +7,17 @@ from typing import Any, Literal, Protocol, Self
 
 from torch import nn
 
-from espalier.models import ConfigError, GPT2Config, GPTConfig, build, config_from_dict, kinds, nearest
+from espalier.models import (
+    ConfigError,
+    GPT2Config,
+    GPTConfig,
+    ViTConfig,
+    build,
+    config_class,
+    config_from_dict,
+    kinds,
+    nearest,
+)
 from espalier.train.mistakes import MISSING, Mistake, unknown_key
 
 Labels = Literal["next", "same", "masked", "classes"]
@@ -56,12 +66,15 @@ class PlainSpec:
     """One of `espalier.models`."""
 
     kind: str
-    config: GPTConfig | GPT2Config
+    config: GPTConfig | GPT2Config | ViTConfig
 
     @property
     def facts(self) -> Facts:
         """What the data must fit."""
-        return Facts("next", self.config.vocab_size, self.config.max_positions)
+        c = self.config
+        if isinstance(c, ViTConfig):
+            return Facts("classes", image=(c.channels, c.image, c.image), classes=c.classes)
+        return Facts("masked" if self.kind == "bert" else "next", c.vocab_size, c.max_positions)
 
     def build(self) -> nn.Module:
         """Build the plain model."""
@@ -128,8 +141,7 @@ def read_model(values: Mapping[str, Any], mistakes: list[Mistake]) -> ModelSpec 
         mistakes.append(Mistake("model.kind", kind, f"expected one of {', '.join(every)}{hint}"))
         return None
     try:
-        config_class = {"gpt": GPTConfig, "gpt2": GPT2Config}[kind]
-        return PlainSpec(kind, config_from_dict(config_class, rest))
+        return PlainSpec(kind, config_from_dict(config_class(kind), rest))
     except ConfigError as error:
         mistakes.extend(Mistake(f"model ({kind})", MISSING, text) for text in error.mistakes)
         return None

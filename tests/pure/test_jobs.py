@@ -155,7 +155,8 @@ def test_broken_toml(write):
 
 
 def test_empty_file(write):
-    assert "model.kind: is missing; expected one of gpt, gpt2, huggingface" in mistakes(write(""))
+    text = mistakes(write(""))
+    assert "model.kind: is missing; expected one of gpt, gpt2, moe, bert, vit, huggingface" in text
 
 
 def test_a_value_where_a_table_belongs(write):

@@ -1,6 +1,7 @@
 """The plain models: shapes, causality, losses, configs and their errors."""
 
 import ast
+import math
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ VARIANTS = [
     ("gpt", {"hidden": 22, "heads": 3, "kv_heads": 1, "head_dim": 6, "ffn": 19}),
     ("gpt2", {}),
     ("gpt2", {"bias": False, "tied": False}),
+    ("moe", {"experts": 4}),
+    ("moe", {"experts": 5, "top_k": 3, "shared": 2, "kv_heads": 2, "ffn": 19, "normalize": False}),
 ]
 
 
@@ -40,6 +43,8 @@ def test_output_and_gradients(kind, changes):
     assert model(ids).loss is None
     keep = labels != -100
     expected = F.cross_entropy(out.logits[keep], labels[keep])
+    if kind == "moe":
+        expected = expected + 0.01 * out.balance + 0.001 * out.z
     torch.testing.assert_close(out.loss, expected)
     out.loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
@@ -54,6 +59,90 @@ def test_no_position_sees_a_later_one(kind, changes):
     before, after = model(ids).logits, model(changed).logits
     torch.testing.assert_close(before[:, :7], after[:, :7])
     assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+def test_bert_sees_both_sides():
+    model = make("bert")
+    ids, labels = tokens(2, 12), tokens(2, 12, seed=2)
+    labels[:, 3:] = -100
+    out = model(ids, labels)
+    torch.testing.assert_close(
+        out.loss, F.cross_entropy(out.logits[:, :3].flatten(0, 1), labels[:, :3].flatten())
+    )
+    out.loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    changed = ids.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 37
+    assert not torch.allclose(out.logits[:, :7], model(changed).logits[:, :7])
+
+
+def test_vit():
+    model = build("vit", {"image": 8, "patch": 4, "channels": 1, "hidden": 24, "heads": 4, "layers": 2})
+    images, labels = torch.randn(3, 1, 8, 8), torch.tensor([1, 0, 9])
+    out = model(images, labels)
+    assert out.logits.shape == (3, 10)
+    torch.testing.assert_close(out.loss, F.cross_entropy(out.logits, labels))
+    out.loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    with pytest.raises(ValueError, match=r"expected \[batch, 1, 8, 8\]"):
+        model(torch.randn(3, 1, 9, 8))
+    with pytest.raises(ConfigError, match="image = 10 is not a multiple of patch = 4"):
+        build("vit", {"image": 10})
+
+
+def layer(**changes):
+    return make("moe", experts=4, **changes).blocks[0].moe
+
+
+def by_hand(moe, x, dropped=frozenset()):
+    """Token by token, choice by choice."""
+    chances = moe.router(x).softmax(-1)
+    out = torch.zeros_like(x)
+    for t, chance in enumerate(chances):
+        best = chance.argsort(descending=True)[: moe.top_k].tolist()
+        for e in best:
+            if (t, e) in dropped:
+                continue
+            gate, up = moe.experts.gate_proj[e] @ x[t], moe.experts.up_proj[e] @ x[t]
+            out[t] += chance[e] / chance[best].sum() * (moe.experts.down_proj[e] @ (F.silu(gate) * up))
+    return out
+
+
+def test_experts_by_hand():
+    moe, x = layer(), torch.randn(2, 5, 24, dtype=torch.float64)
+    torch.testing.assert_close(moe(x)[0].flatten(0, 1), by_hand(moe, x.flatten(0, 1)))
+    shared = layer(shared=1)
+    expected = by_hand(shared, x.flatten(0, 1)).view_as(x) + shared.shared(x)
+    torch.testing.assert_close(shared(x)[0], expected)
+
+
+def test_capacity_drops_the_last_and_counts_them():
+    moe, x = layer(capacity=0.5, top_k=2), torch.randn(1, 12, 24, dtype=torch.float64)
+    room, taken, dropped = 3, [0] * 4, set()  # half of 12 tokens × 2 choices / 4 experts
+    for t, chance in enumerate(moe.router(x[0]).softmax(-1)):
+        for e in chance.argsort(descending=True)[:2].tolist():
+            taken[e] += 1
+            if taken[e] > room:
+                dropped.add((t, e))
+    out, routing = moe(x)
+    assert dropped and routing.dropped.item() == len(dropped)
+    torch.testing.assert_close(out[0], by_hand(moe, x[0], dropped))
+
+
+def test_balance_is_one_where_shares_are_equal_and_the_number_of_experts_at_worst():
+    moe, x = layer(top_k=1), torch.randn(1, 4, 24, dtype=torch.float64)
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        assert moe(x)[1].balance.item() == pytest.approx(1)
+        assert moe(x)[1].z.item() == pytest.approx(math.log(4) ** 2)
+        moe.router.weight[2] = 1e3 * torch.linalg.pinv(x[0]).sum(1)
+        assert moe(x)[1].balance.item() == pytest.approx(4)
+
+
+def test_losses_of_the_router_are_left_out_of_an_evaluation():
+    model, ids = make("moe").eval(), tokens(2, 8)
+    out = model(ids, ids)
+    torch.testing.assert_close(out.loss, F.cross_entropy(out.logits.flatten(0, 1), ids.flatten()))
 
 
 def test_rotary_scores_depend_on_distance_alone():
@@ -91,7 +180,7 @@ def test_dropout_only_while_training(kind):
     assert torch.equal(model(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("kind", ["gpt", "gpt2"])
+@pytest.mark.parametrize("kind", ["gpt", "gpt2", "moe"])
 def test_generate(kind):
     model = make(kind, dropout=0.1)
     prompt = tokens(2, 3)
@@ -123,7 +212,7 @@ def test_generate_needs_a_prompt():
         make("gpt").generate(torch.empty(1, 0, dtype=torch.int64), 1)
 
 
-@pytest.mark.parametrize("kind", ["gpt", "gpt2"])
+@pytest.mark.parametrize("kind", ["gpt", "gpt2", "bert"])
 def test_too_long_a_sequence(kind):
     with pytest.raises(ValueError, match="17 tokens is longer than max_positions = 16"):
         make(kind)(tokens(1, 17))
@@ -162,6 +251,12 @@ def test_sizes_that_do_not_fit(changes, message):
 def test_gpt2_sizes_that_do_not_fit():
     with pytest.raises(ConfigError, match="hidden = 25 is not a multiple of heads = 4; dropout = -1.0"):
         build("gpt2", {**SMALL, "hidden": 25, "dropout": -1.0})
+
+
+def test_moe_sizes_that_do_not_fit():
+    text = "top_k = 9 must be at least 1 and at most experts = 8; capacity = 0.0 must be above 0"
+    with pytest.raises(ConfigError, match=text):
+        build("moe", {"top_k": 9, "capacity": 0.0})
 
 
 def test_unknown_kind():

@@ -34,17 +34,27 @@ _GPT2: Final[Table] = MappingProxyType(
     }
 )
 _GPT: Final[Table] = MappingProxyType({**_GPT2, "*.mlp.gate_proj": "column"})
+_VIT: Final[Table] = MappingProxyType({name: kind for name, kind in _GPT2.items() if "*" in name})
+# what every token passes; the experts themselves are laid out by espalier.parallel.expert
+_MOE: Final[Table] = MappingProxyType(
+    {name.replace(".mlp.", ".shared."): kind for name, kind in _GPT.items()}
+)
 
 # by class name, so that this file needs none of the models
-TABLES: Final[Mapping[str, Table]] = MappingProxyType({"GPT": _GPT, "GPT2": _GPT2})
+TABLES: Final[Mapping[str, Table]] = MappingProxyType(
+    {"GPT": _GPT, "GPT2": _GPT2, "BERT": _GPT2, "ViT": _VIT, "MoE": _MOE}
+)
 
 KINDS: Final = ("column", "row", "vocab", "whole")
 
 
 def table_for(model: nn.Module) -> Table | None:
     """The table of a described model (one of ``espalier.models``), or None."""
-    inside = type(model).__module__.startswith("espalier.models")
-    return TABLES.get(type(model).__name__) if inside else None
+    if not type(model).__module__.startswith("espalier.models"):
+        return None
+    names = [name for name, _ in model.named_modules()]
+    table = TABLES.get(type(model).__name__, {})
+    return {pattern: kind for pattern, kind in table.items() if fnmatch.filter(names, pattern)} or None
 
 
 def by_table(model: nn.Module, table: Table) -> dict[str, int]:
