@@ -12,7 +12,9 @@ from torch._C import DisableTorchFunctionSubclass as raw
 from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.mesh import Mesh
 from espalier.parallel.data.axis import DataAxis
+from espalier.parallel.data.units import blocks
 from espalier.parallel.plan import Plan
+from espalier.parallel.tensor.boundary import cut_sequences
 from espalier.parallel.tensor.infer import infer
 from espalier.parallel.tensor.tables import Table, by_table, table_for
 from espalier.tensor import lay_out
@@ -82,4 +84,6 @@ def lay_out_model(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, p
                 whole = lay_out(b, Layout.replicated(mesh, tuple(b.shape)))
                 with raw():
                     module._buffers[name] = whole.as_subclass(torch.Tensor)
+    if plan.sequence_parallel and plan.tensor > 1:
+        cut_sequences(model, layouts, mesh.axis("tensor"), blocks(model).values())
     return data

@@ -40,6 +40,8 @@ class Plan(BaseModel):
         replicate: groups of ``data`` ranks that hold the same and share the batch too (hybrid sharding:
             cut inside a node, replicate across).
         tensor: ranks that share each layer (heads, hidden and vocabulary dims).
+        sequence_parallel: with ``tensor``: what lies between layers that are cut (the residual stream, norms,
+            dropouts) is cut over the sequence, as in Megatron-LM. The results are the same.
         clip: largest 2-norm of all gradients together; larger ones are scaled down to it. None: no limit.
         accumulate: micro-batches of a step; each rank holds the activations of one at a time.
         chunk_megabytes: parameters and gradients move along the data axis in buffers of about this size,
@@ -64,6 +66,7 @@ class Plan(BaseModel):
     zero: Literal[0, 1, 2, 3] = 0
     replicate: Size = 1
     tensor: Size = 1
+    sequence_parallel: bool = False
     clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     accumulate: Size = 1
     chunk_megabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 25.0
@@ -133,9 +136,10 @@ class Plan(BaseModel):
     def __str__(self) -> str:
         axes = " × ".join(f"{name} {n}" for name, n in self.axes.items())
         zero = f", ZeRO {self.zero}" if self.zero else ""
+        sequence = ", sequence parallel" if self.sequence_parallel else ""
         precision = "" if self.precision == Precision() else f", {self.precision}"
         away = f", {self.offload}" if str(self.offload) else ""
-        return f"{axes}{zero}{precision}{away}"
+        return f"{axes}{sequence}{zero}{precision}{away}"
 
 
 class PlanError(ValueError):

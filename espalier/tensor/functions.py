@@ -27,7 +27,7 @@ Apply = Callable[..., Any]
 
 def layouts_of(values: Sequence[Any]) -> list[Layout | None]:
     """The layout of each DTensor, None for all else."""
-    return [x._layout if type(x) is DTensor else None for x in values]
+    return [x._layout.own if type(x) is DTensor else None for x in values]
 
 
 def stamped(values: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:

@@ -23,7 +23,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm import move
 from espalier.layout import Layout
-from espalier.tensor.dtensor import DTensor, plain
+from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.tensor.rules.spec import VIEWS
 
 Call = Callable[..., Any]
@@ -103,6 +103,12 @@ def share(x: DTensor, loan: DTensor) -> DTensor:
     x._layout = x._layout.own.loan()
     x._source = Source(loan, None)  # type: ignore[attr-defined]
     return x
+
+
+def stamp_alias(alias: torch.Tensor, x: DTensor) -> DTensor:
+    """Make what shares the local data of a DTensor one that lies as it, a loan too if it is one."""
+    typed = stamp(alias, x._layout.own)
+    return typed if x._layout.own is x._layout else share(typed, x)
 
 
 def call(

@@ -261,12 +261,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Bat
 }
 
 
-def compared(rank: int, world: int, name: str, drawn: bool) -> tuple[dict[str, float], list[str]]:
+def compared(
+    rank: int, world: int, name: str, drawn: bool, plan: dict[str, Any] | None = None
+) -> tuple[dict[str, float], list[str]]:
     """The largest differences from one process over some steps, and the functions that were gathered.
 
     Args:
         drawn: each parameter lies in a layout drawn at random, on data and on tensor, and the loop is
             torch's own; else the engine trains in the layouts that it infers.
+        plan: the engine's; by default data 2 × tensor 2.
     """
     build, draw = MODELS[name]
     torch.manual_seed(1)
@@ -276,7 +279,7 @@ def compared(rank: int, world: int, name: str, drawn: bool) -> tuple[dict[str, f
     batches = [draw(generator) for _ in range(STEPS)]
     with warnings.catch_warnings(record=True) as caught, Double():
         warnings.simplefilter("always")
-        run = by_hand(model) if drawn else by_engine(model)
+        run = by_hand(model) if drawn else by_engine(model, plan)
         worst = differences(model, reference, run, batches)
     gathered = [str(w.message).split()[0] for w in caught if issubclass(w.category, GatherWarning)]
     other = [str(w.message) for w in caught if not issubclass(w.category, GatherWarning)]
@@ -289,9 +292,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4)
 
 
-def by_engine(model: nn.Module) -> Step:
+def by_engine(model: nn.Module, plan: dict[str, Any] | None = None) -> Step:
     """The engine, on data 2 × tensor 2, in the layouts that it infers."""
-    engine = espalier.initialize(model, optimizer_of(model), {"data": 2, "tensor": 2})
+    engine = espalier.initialize(model, optimizer_of(model), plan or {"data": 2, "tensor": 2})
 
     def gradients(batch: Batch) -> torch.Tensor:
         loss = engine(batch)

@@ -28,6 +28,7 @@ from espalier.tensor import plain, stamp
 from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.fallback import tree_map
+from espalier.tensor.loans import stamp_alias
 
 
 class Use(NamedTuple):
@@ -422,7 +423,7 @@ def _marked(tree: Any, done: Callable[[], None]) -> Any:
         outs = dict(zip(inputs, _mark(done, *inputs.values()), strict=True))
         for key, x in inputs.items():
             if type(x) is DTensor:
-                stamp(outs[key], x._layout)
+                stamp_alias(outs[key], x)
     return tree_map(lambda x: outs.get(id(x), x), tree)
 
 
@@ -439,7 +440,7 @@ def _before_backward(out: Any, need: Callable[..., None]) -> Any:
         x.grad_fn.register_prehook(need)
         with raw():
             alias = x.view_as(x)
-            alias = stamp(alias, x._layout) if type(x) is DTensor else alias
+            alias = stamp_alias(alias, x) if type(x) is DTensor else alias
         assert alias.grad_fn is not None
         alias.grad_fn.register_prehook(need)
         return alias

@@ -83,10 +83,13 @@ def by_table(model: nn.Module, table: Table) -> dict[str, int]:
 
 
 def _dim(module: nn.Module, parameter: str, kind: str) -> int | None:
-    # transformers' Conv1D keeps its weight as [in, out]
-    transposed = type(module).__name__ == "Conv1D"
     if kind in ("column", "vocab"):
-        return 1 if transposed and parameter == "weight" else 0
+        return 1 if transposed(module) and parameter == "weight" else 0
     if kind == "row" and parameter == "weight":
-        return 0 if transposed else 1
+        return 0 if transposed(module) else 1
     return None
+
+
+def transposed(module: nn.Module) -> bool:
+    """Whether a layer keeps its weight as [in, out]: transformers' Conv1D does."""
+    return type(module).__name__ == "Conv1D"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from espalier.layout import local_box
+from espalier.comm.moves import carry_out
+from espalier.layout import Layout, local_box
+from espalier.layout.layout import AxisState, R
 from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
 from espalier.tensor.rules.together import with_one, within
 
@@ -137,9 +139,15 @@ def embedding(
         [(*input.shape, weight.shape[1])],
         reduce={"v": DONE},
         linear=[(weight.index,)],
+        ways=[_shared_lookup(d, input.index) for d in range(input.ndim)],
         run=_lookup,
         when=lambda placed: placed.axes_of(placed.ins[weight.index], (0,)) or placed.lacks(),
     )
+
+
+def _shared_lookup(dim: int, place: int) -> tuple[tuple[AxisState, ...], tuple[AxisState, ...]]:
+    """One axis cuts ids and vocabulary: all ids go to every rank, and each gets its own ids' sums back."""
+    return ((dim, 0) if place == 0 else (0, dim)), (dim,)
 
 
 def embedding_bag(
@@ -195,17 +203,20 @@ def _table_lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Plac
 def _lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
     bound = bound_to("input weight padding_idx", args, kwargs)
     ids, table, padding = bound["input"], bound["weight"], bound.get("padding_idx")
-    layout = placed.ins[1]
+    given, layout = placed.ins
     if padding is not None:
         padding %= layout.shape[0]
     start, length = local_box(layout).offsets[0], table.shape[0]
+    axes = placed.axes_of(layout, (0,))
+    if any(a in axes for cut in given.cuts for a in cut):
+        ids = carry_out(ids, given, _gathered(given, axes))
 
     def ask(i: int) -> torch.Tensor:
         return F.embedding(with_one(ids, i), table.detach().new_empty(()).expand(layout.shape[0], 1))
 
     within(ids, layout.shape[0], layout.mesh, ask)
     if length == 0:
-        found = of_nothing(placed, table)
+        found = of_nothing(Placed(placed.mesh, placed.ins, (_gathered(placed.outs[0], axes),)), table)
     else:
         local = ids - start
         elsewhere = (local < 0) | (local >= length)
@@ -214,7 +225,13 @@ def _lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
         found = F.embedding(local.masked_fill(elsewhere, 0), table, padding)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
     # summed at once: left Partial, it would flow down the residual stream, and every norm sum it again
-    return placed.total(found, placed.axes_of(layout, (0,)))
+    return placed.total(found, axes)
+
+
+def _gathered(layout: Layout, axes: Sequence[int]) -> Layout:
+    for axis in axes:
+        layout = layout.with_axis(axis, R)
+    return layout
 
 
 def register(rules: Rules) -> None:

@@ -74,7 +74,8 @@ class Placed:
         done = self.outs[0]
         summed = set(axes)
         states = tuple("sum" if a in summed else s for a, s in enumerate(done.axes))
-        return move(x, Layout.of(done.mesh, states, done.cuts, done.shape), done)
+        cuts = tuple(tuple(a for a in cut if a not in summed) for cut in done.cuts)
+        return move(x, Layout.of(done.mesh, states, cuts, done.shape), done)
 
 
 Runner = Callable[..., Any]

@@ -1,0 +1,145 @@
+"""Megatron's sequence parallelism (Korthikanti et al. 2022): the sequence is cut between blocks.
+
+Under 1D tensor parallelism what lies between the column and the row layers is cut; the residual stream, its
+norms and dropouts are whole on every rank. Here these are cut over the sequence, along the same axis. It is
+a matter of where a layout changes, and the rules carry it on from there:
+
+* what is looked up in an embedding comes as a shard: its ids are cut, and a sum over a sharded vocabulary
+  is reduce-scattered;
+* a block that is given a whole activation takes this rank's slice;
+* a column layer gathers its input. Layers that share it gather once; the backward pass keeps the shard,
+  gathers it again, and reduce-scatters the gradient;
+* the addends that a row layer gives are reduce-scattered.
+
+The all-reduces of 1D so become pairs of half their size, forward and backward; the one thing more is the
+gathering for the backward pass. A norm's parameters meet shards, so their gradients are summed (vary).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as raw
+
+from espalier.layout import Layout
+from espalier.layout.layout import R, V
+from espalier.parallel.tensor.tables import transposed
+from espalier.tensor.dispatch import tensors_in
+from espalier.tensor.dtensor import DTensor, layout_of, redistribute, stamp
+from espalier.tensor.fallback import tree_map
+from espalier.tensor.whole import call_on_whole
+
+Call = Callable[..., Any]
+
+# [batch, sequence, ...]: the batch's rows, dim 0, are the data axes'
+_SEQUENCE = 1
+
+
+def cut_sequences(
+    model: nn.Module, layouts: Mapping[str, Layout], axis: int, blocks: Iterable[nn.Module]
+) -> None:
+    """Cut what lies between a model's blocks over the sequence, in place.
+
+    Args:
+        layouts: of the model's parameters, by name.
+        axis: the tensor axis' index.
+        blocks: the modules whose inputs are cut, if they hold a layer that is cut.
+    """
+    cut = {id(p): layouts[name].axes[axis] for name, p in model.named_parameters()}
+    met: set[int] = set()
+    for module in model.modules():
+        roles = _roles(module, cut)
+        if roles:
+            met.add(id(module))
+            _around(module, functools.partial(_layer, axis=axis, gathers="column" in roles))
+        elif type(module).forward is nn.Embedding.forward:
+            _around(module, functools.partial(_lookup, axis=axis))
+    for block in blocks:
+        if any(id(m) in met for m in block.modules() if m is not block):
+            _around(block, functools.partial(_block, axis=axis))
+
+
+def _roles(module: nn.Module, cut: Mapping[int, Any]) -> set[str]:
+    """Whether a module multiplies by weights cut over the output features, the input features, or both."""
+    if isinstance(module, nn.MultiheadAttention):
+        # it multiplies by its output layer's weight itself
+        whole = all(cut.get(id(p)) in (R, V) for p in module.parameters())
+        return set() if whole else {"column", "row"}
+    weight = getattr(module, "weight", None)
+    dim = cut.get(id(weight)) if isinstance(module, nn.Linear) or transposed(module) else None
+    if not isinstance(dim, int):
+        return set()
+    return {"column" if dim == int(transposed(module)) else "row"}
+
+
+def _around(module: nn.Module, call: Call) -> None:
+    """Let ``call(module, own forward, args, kwargs)`` stand for a module's ``forward``."""
+    replaced = module.__dict__.get("forward")
+
+    @functools.wraps(type(module).forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = functools.partial(type(self).forward, self) if replaced is None else replaced
+        return call(self, own, args, kwargs)
+
+    # a method, so that a copy of the module gets one of its own
+    module.forward = MethodType(forward, module)
+
+
+def _layer(
+    module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, axis: int, gathers: bool
+) -> Any:
+    """A layer with a weight that is cut: shards of a sequence come in, and leave."""
+
+    def wanted(x: DTensor) -> Layout | None:
+        layout = x._layout.own
+        state = layout.axes[axis]
+        between = isinstance(state, int) and 0 < state < layout.ndim - 1
+        return layout.with_axis(axis, V) if between else None
+
+    def left(x: Any) -> Any:
+        partial = type(x) is DTensor and x._layout.axes[axis] == "sum"
+        return _cut(x, axis) if partial and x._layout.ndim > 2 else x
+
+    return tree_map(left, call_on_whole(own, args, kwargs, wanted) if gathers else own(*args, **kwargs))
+
+
+def _lookup(module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, axis: int) -> Any:
+    """An embedding, given the ids of this rank's stretch of the sequence."""
+    ids, *rest = args or kwargs.values()
+    if rest or not isinstance(ids, torch.Tensor):
+        return own(*args, **kwargs)
+    table: Any = module.weight
+    layout = table._layout.own
+    if type(ids) is DTensor:
+        # the gradient of a table that is whole is summed, that of what was looked up would be gathered
+        fits = ids.ndim == 2 and (layout.axes[axis] == 0 or 2 * layout.shape[0] < ids.numel())
+    else:
+        # positions, the same for every row
+        fits = layout.axes[axis] == 0 and ids.numel() == ids.shape[-1:].numel()
+        if fits:
+            with raw():
+                ids = stamp(ids.view_as(ids), layout_of(ids, layout.mesh))
+    if fits and layout.axes[axis] in (0, R, V):
+        return own(_cut(ids, axis, ids.ndim - 1))
+    return own(*args, **kwargs)
+
+
+def _block(module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, axis: int) -> Any:
+    """A block, given this rank's slice of the activation that is its first input."""
+    x = next(iter(tensors_in((args, kwargs))), None)
+    if type(x) is DTensor and x.ndim == 3 and x.is_floating_point() and x._layout.axes[axis] in (R, V):
+        args, kwargs = tree_map(lambda y: _cut(y, axis) if y is x else y, (args, kwargs))
+    return own(*args, **kwargs)
+
+
+def _cut(x: DTensor, axis: int, dim: int = _SEQUENCE) -> DTensor:
+    """``x`` cut over the sequence, if it is long enough for each rank to get some of it."""
+    layout = x._layout.own
+    if layout.shape[dim] < layout.mesh.shape[axis]:
+        return x
+    return redistribute(x, layout.with_axis(axis, dim))
