@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from espalier.comm.ledger import Collective
-from espalier.comm.traced import collective, tracers
+from espalier.comm.traced import collective, recorders, tracers
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
 from espalier.mesh.process import first_line
@@ -303,6 +303,53 @@ def scatter(
     out = x.new_empty(padded)
     dist.scatter(_wire(out), pieces, group_src=order[source], group=mesh.group(axis))
     return out if own == piece else out.narrow(dim, 0, own).contiguous()
+
+
+@collective
+def pass_on(x: torch.Tensor, mesh: Mesh, axis: int, gets: int) -> torch.Tensor:
+    """What the rank before this one on the axis gives, a flat buffer of ``gets``, for flat ``x`` to the next.
+
+    The last is followed by the first.
+    """
+    out, under_way = _passing(x, mesh, axis, gets)
+    under_way.wait()
+    return out
+
+
+def passing(x: torch.Tensor, mesh: Mesh, axis: int, gets: int) -> tuple[torch.Tensor, Pending]:
+    """:func:`pass_on` begun: the buffer, filled after the wait; until then ``x`` must stay as it is."""
+    if recorders() or (tracers() and not mesh.is_dry):
+        return pass_on(x, mesh, axis, gets), Pending()
+    return _passing(x, mesh, axis, gets)
+
+
+def _passing(x: torch.Tensor, mesh: Mesh, axis: int, gets: int) -> tuple[torch.Tensor, Pending]:
+    n, here = mesh.shape[axis], mesh.coordinate[axis]
+    if n == 1:
+        return x, Pending()
+    _record(mesh, "pass_on", axis, x.numel() * x.element_size())
+    out = x.new_empty(gets)
+    if mesh.is_dry:
+        return out, Pending()
+    order, group = mesh.order(axis) or range(n), mesh.group(axis)
+    # both sides know which messages are empty, and leave them out
+    ops = []
+    if x.numel():
+        ops.append(dist.P2POp(dist.isend, _wire(x), group=group, group_peer=order[(here + 1) % n]))
+    if gets:
+        ops.append(dist.P2POp(dist.irecv, _wire(out), group=group, group_peer=order[(here - 1) % n]))
+    return out, Pending(_All(dist.batch_isend_irecv(ops)) if ops else None)
+
+
+class _All:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 def pass_by(op: str, x: torch.Tensor, mesh: Mesh, axis: int, shape: Sequence[int]) -> None:

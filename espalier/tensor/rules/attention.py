@@ -1,4 +1,4 @@
-"""Scaled dot-product attention over sharded batch, heads and (not causal) queries."""
+"""Scaled dot-product attention over sharded batch, heads and sequence."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from espalier.comm import exchange, move
+from espalier.comm.spans import Spans, pieces
 from espalier.layout import Layout, local_box, same_cuts
+from espalier.layout.layout import AxisState, R, V
+from espalier.tensor.random import draw_key
 from espalier.tensor.rules.randomness import keep_mask
+from espalier.tensor.rules.ring import Way, ring, zigzag
 from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, bound_to, of_nothing
 
 _NAMES = "query key value attn_mask dropout_p is_causal"
@@ -29,7 +34,8 @@ def attention(
     """query [..., h, s, d], key [..., g, t, d], value [..., g, t, e]; g heads serve h (grouped queries).
 
     Heads may be sharded if the cuts of g serve those of h; else g stays whole and each rank takes
-    the ones that its h need.
+    the ones that its h need. Queries may be sharded where keys and values are whole. Where all are sharded
+    along the sequence, so they stay (see :func:`_over_sequence`).
     """
     if query.ndim < 3 or query.ndim != key.ndim or query.shape[:-3] != key.shape[:-3]:
         return None
@@ -37,38 +43,40 @@ def attention(
     h, g = query.shape[-3], key.shape[-3]
     axes = [query.layout.mesh.shape[a] for a in query.layout.cuts[query.ndim - 3]]
     together = h == g or (h % g == 0 and same_cuts(g, h // g, tuple(axes)))
-    queries: Letter | None = None if is_causal else "s"
     kv_heads: Letter | None = "h" if together else None
-    ins: list[Dims] = [
-        (*lead, "h", queries, None),
-        (*lead, kv_heads, None, None),
-        (*lead, kv_heads, None, None),
-    ]
+    names: Dims = (*lead, "h", "s", None)
+    ins: list[Dims] = [names, (*lead, kv_heads, None, None), (*lead, kv_heads, None, None)]
+    rows = query.ndim - 2
+    along: list[AxisState] = [rows, rows, rows]
     if attn_mask is not None:
-        names = (*lead, "h", queries, None)
         full = (*query.shape[:-1], key.shape[-2])
         skip = len(names) - attn_mask.ndim
         ins.append(
             tuple(names[i + skip] if n == full[i + skip] else None for i, n in enumerate(attn_mask.shape))
         )
-    factors = {"h": [(g, 1), (g, h // g)]} if together and h != g else {}
+        along.append(ins[-1].index("s") if "s" in ins[-1] else R)
+    # as much is sent as where keys and values are gathered, less one: what takes less memory is preferred
+    sent = (math.prod(key.shape) + math.prod(value.shape)) // 2 - 1
     return Spec(
         ins,
-        [(*lead, "h", queries, None)],
+        [names],
         [(*query.shape[:-1], value.shape[-1])],
-        factors=factors,
+        factors={"h": [(g, 1), (g, h // g)]} if together and h != g else {},
         run=_attend,
-        when=None if dropout_p > 0 or h != g else Placed.lacks,
+        when=None if dropout_p > 0 or h != g else _is_special,
+        ways=[(tuple(along), (rows,))],
+        sends={("way", 0): max(sent, 0)},
     )
+
+
+def _is_special(placed: Placed) -> bool:
+    """Whether the local call is not the same call."""
+    return placed.lacks() or any(placed.axes_of(x, [x.ndim - 2]) for x in placed.ins[:2])
 
 
 def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
     bound = bound_to(_NAMES, args, kwargs)
     q, k, v = bound["query"], bound["key"], bound["value"]
-    if q.numel() == 0:
-        # kernels differ on empty heads
-        mask = bound.get("attn_mask")
-        return of_nothing(placed, q, k, v, *([] if mask is None else [mask]))
     whole_q, whole_k = placed.ins[0], placed.ins[1]
     heads, kv = whole_q.shape[-3], whole_k.shape[-3]
     if heads != kv:
@@ -83,9 +91,74 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
             k, v = k.index_select(-3, pick), v.index_select(-3, pick)
             bound["enable_gqa"] = False
     bound |= {"query": q, "key": k, "value": v}
+    cut = placed.axes_of(whole_k, [whole_k.ndim - 2])
+    if cut or (bound.get("is_causal") and placed.axes_of(whole_q, [whole_q.ndim - 2])):
+        return _over_sequence(func, bound, placed, cut)
+    if q.numel() == 0:
+        # kernels differ on empty heads
+        mask = bound.get("attn_mask")
+        return of_nothing(placed, q, k, v, *([] if mask is None else [mask]))
     if bound.get("dropout_p", 0.0) > 0:
         return _with_dropout(bound, placed)
     return func(**bound)
+
+
+def _over_sequence(
+    func: Callable[..., Any], bound: dict[str, Any], placed: Placed, cut: tuple[int, ...]
+) -> torch.Tensor:
+    """Queries cut along the sequence; so are keys and values, along the axes ``cut``, if there are any.
+
+    Of these the outermost is the ring's axis; along the others keys and values are gathered.
+    """
+    q, k, v, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
+    causal, rate = bool(bound.get("is_causal")), bound.get("dropout_p", 0.0)
+    if causal and mask is not None:
+        return func(**bound)  # torch's own word on it
+    mesh, lay_q, lay_k = placed.mesh, placed.ins[0], placed.ins[1]
+    rows = lay_q.ndim - 2
+    for axis in cut[1:]:
+        k, v = (_gathered(x, lay, axis) for x, lay in ((k, placed.ins[1]), (v, placed.ins[2])))
+        lay_k = lay_k.with_axis(axis, V)
+    around = cut[0] if cut else None
+    box = local_box(lay_q)
+    queries: Spans = ((box.offsets[rows], box.offsets[rows] + box.sizes[rows]),)
+    keys = pieces(lay_k, rows) if cut else (((0, lay_k.shape[rows]),),)
+    have = keys
+    if causal and around is not None and have == pieces(lay_q, rows):
+        keys = zigzag(have)
+        queries = keys[mesh.coordinate[around]]
+        q, k, v = (exchange(x, mesh, (around,), rows, have, keys) for x in (q, k, v))
+    out = placed.outs[0]
+    weights = Layout.of(mesh, out.axes, out.cuts, (*out.shape[:-1], lay_k.shape[rows]))
+    scale = bound.get("scale")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    way = Way(mesh, around, queries, keys, weights, scale, causal, rate)
+    key = draw_key() if rate > 0 else None
+    found = ring(_four(q), _four(k), _four(v), _bias(mask, q), key, way)
+    found = found.view(*q.shape[:-1], found.shape[-1])
+    return found if around is None else exchange(found, mesh, (around,), rows, keys, have)
+
+
+def _gathered(x: torch.Tensor, layout: Layout, axis: int) -> torch.Tensor:
+    return move(x, layout, layout.with_axis(axis, V))
+
+
+def _four(x: torch.Tensor) -> torch.Tensor:
+    """As [b, h, s, d]."""
+    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def _bias(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """A mask as what is added to the scores, in four dims."""
+    if mask is None:
+        return None
+    mask = mask[(None,) * (q.ndim - mask.ndim)]
+    if q.ndim > 4 and any(n > 1 for n in mask.shape[:-3]):
+        mask = mask.expand(*q.shape[:-3], *mask.shape[-3:])
+    mask = mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
+    if mask.dtype is torch.bool:
+        return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
+    return mask
 
 
 def _with_dropout(bound: dict[str, Any], placed: Placed) -> torch.Tensor:
