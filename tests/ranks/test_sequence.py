@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import espalier
+from espalier.models import build
 from tests.peers.zoo import compared
 from tests.ranks.test_engine import TOLERANCE, apart, batch, model, same_backward, same_steps
 
@@ -58,3 +60,64 @@ def test_transformers_models_equal_one_process(ranks: Any, name: str) -> None:
     for worst, gathered in ranks(4, compared, name, False, {"sequence_parallel": True, **plan}, timeout=300):
         assert max(worst.values()) < TOLERANCE, worst
         assert not gathered
+
+
+B, S, H, A = 2, 64, 32, 4
+
+
+def of_one_layer(plan: dict[str, Any], dry: bool) -> tuple[int, Counter[Any], Counter[Any]]:
+    """What a layer keeps for the backward pass; what it sends forward and backward, (op, bytes) counted."""
+
+    def of(layers: int) -> tuple[int, Counter[Any], Counter[Any]]:
+        sizes = {"vocab_size": 16, "hidden": H, "heads": A, "max_positions": S, "dropout": 0.1}
+        with torch.device("meta" if dry else "cpu"):
+            net = build("gpt2", {**sizes, "layers": layers})
+            ids = torch.zeros(B, S, dtype=torch.int64)
+        made = espalier.Plan(**plan, precision="bfloat16")
+        mesh = espalier.Mesh.dry(made.axes) if dry else espalier.Mesh.from_env(made.axes)
+        engine = espalier.initialize(net, torch.optim.SGD(net.parameters()), made, mesh=mesh)
+        engine.train_step({"input_ids": ids, "labels": ids})
+        live = engine.watch().live
+        with live, espalier.ledger(mesh) as forward:
+            before = live.now
+            loss = engine({"input_ids": ids, "labels": ids})
+            kept = live.now - before
+        with espalier.ledger(mesh) as backward:
+            engine.backward(loss)
+        return kept, *(Counter((e.op, e.bytes) for e in book.entries) for book in (forward, backward))
+
+    more, less = of(3), of(2)
+    return more[0] - less[0], more[1] - less[1], more[2] - less[2]
+
+
+def formula(t: int, statistic: int) -> int:
+    """Bytes that a layer keeps (2205.05198), with two statistics a row and norm, and the causal mask."""
+    return (34 * S * B * H + 5 * A * S * S * B + 4 * statistic * S * B) // t + S * S
+
+
+@pytest.mark.parametrize("t", [1, 2, 4])
+def test_a_layer_keeps_its_share_and_sends_what_1d_sends(t: int) -> None:
+    kept, forward, backward = of_one_layer({"tensor": t, "sequence_parallel": True}, dry=True)
+    assert kept == formula(t, 4)
+    if t == 1:
+        assert not forward and not backward
+        return
+    # bfloat16, by ring algorithms
+    piece = (t - 1) * 2 * B * S * H // t
+    small = 2 * (t - 1) * -(-H // t) * 2
+    _, forward_1d, backward_1d = of_one_layer({"tensor": t}, dry=True)
+    assert forward_1d == backward_1d == {("all_reduce", 2 * piece): 2}
+    assert forward == {("all_gather", piece): 2, ("reduce_scatter", piece): 2}
+    # the gathering of what the column layers were given, and the sums for the norms' parameters
+    again = {("all_gather", piece): 2, ("all_reduce", small): 4}
+    assert backward == forward + Counter(again)
+
+
+def real_layer(rank: int, world: int) -> int:
+    return of_one_layer({"tensor": world, "sequence_parallel": True}, dry=False)[0]
+
+
+@pytest.mark.world(2)
+def test_a_layer_keeps_its_share_on_real_ranks(ranks: Any) -> None:
+    # torch's CPU norm keeps its statistics in bfloat16
+    assert ranks(2, real_layer) == [formula(2, 2)] * 2

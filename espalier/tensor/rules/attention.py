@@ -14,7 +14,7 @@ from espalier.comm.spans import Spans, pieces
 from espalier.layout import Layout, local_box, same_cuts
 from espalier.layout.layout import AxisState, R, V
 from espalier.tensor.random import draw_key
-from espalier.tensor.rules.randomness import keep_mask
+from espalier.tensor.rules.randomness import dropped
 from espalier.tensor.rules.ring import Way, ring, zigzag
 from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, bound_to, of_nothing
 
@@ -177,8 +177,7 @@ def _with_dropout(bound: dict[str, Any], placed: Placed) -> torch.Tensor:
     out = placed.outs[0]
     shape = (*out.shape[:-1], placed.ins[1].shape[-2])
     lay = Layout.of(out.mesh, out.axes, out.cuts, shape)
-    dropped = weights * keep_mask(Placed(out.mesh, (), (lay,)), bound["dropout_p"], weights)
-    return dropped @ v
+    return dropped(weights, Placed(out.mesh, (), (lay,)), bound["dropout_p"]) @ v
 
 
 def register(rules: Rules) -> None:

@@ -32,8 +32,16 @@ def _drop(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> t
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not bound.get("training", bound.get("train", True)) or p == 0:
         return x
-    mask = keep_mask(placed, p, x)
-    return x.mul_(mask) if bound.get("inplace") or func is torch.dropout_ else x * mask
+    return dropped(x, placed, p, bool(bound.get("inplace")) or func is torch.dropout_)
+
+
+def dropped(x: torch.Tensor, placed: Placed, p: float, inplace: bool = False) -> torch.Tensor:
+    """``x``, which lies as the first output, times :func:`keep_mask`; saved for backward as one byte each."""
+    if p == 1:
+        kept, scale = x.new_zeros(x.shape, dtype=torch.bool), 1.0
+    else:
+        kept, scale = uniform(placed.outs[0], draw_key(), torch.float32, x.device) >= p, 1 / (1 - p)
+    return (x.mul_(kept) if inplace else x * kept).mul_(scale)
 
 
 def keep_mask(placed: Placed, p: float, like: torch.Tensor) -> torch.Tensor:
