@@ -166,10 +166,13 @@ def load(path: Path, overrides: list[str], ranks: int | None) -> Any:
     plan = espalier.Plan.from_dict(dict(job.plan))
     if ranks is None or ranks == plan.world_size:
         return job
-    axes = dict(plan.axes)
-    others = plan.world_size // axes.get("data", 1)
+    others = plan.world_size // plan.data
     if ranks % others:
-        rest = " × ".join(f"{name} {size}" for name, size in axes.items() if name != "data" and size > 1)
+        rest = " × ".join(
+            f"{name} {size}"
+            for name, size in plan.axes.items()
+            if name not in ("data", "expert") and size > 1
+        )
         below = ranks - ranks % others
         near = [str(n) for n in (below, below + others) if n]
         raise ValueError(

@@ -15,6 +15,7 @@ from espalier.comm import Ledger
 from espalier.mesh import Mesh
 from espalier.parallel.data.axis import DataAxis
 from espalier.parallel.data.chunks import Chunk, Member
+from espalier.parallel.data.stages import Lies
 from espalier.tensor import plain
 
 PLACES = ("device", "host", "disk")
@@ -74,10 +75,9 @@ class Memory:
 
 def memory(module: nn.Module, optimizer: torch.optim.Optimizer | None, data: DataAxis, plan: str) -> Memory:
     """What there is now of each kind, by where its chunks lie between their uses."""
-    n, stage = data.mesh.shape[data.axis], data.stage
+    stage = data.stage
     chunk_of = {id(m.p): chunk for chunk in data.chunks for m in chunk.members}
     found = {name: dict.fromkeys(PLACES, 0) for name in ("parameters", "gradients", "states", "masters")}
-    share = {"S": n, "R": 1, "P": 1}
     with raw():
         cut = [] if data.gathering is None else data.gathering.held
         for g in cut:
@@ -97,13 +97,17 @@ def memory(module: nn.Module, optimizer: torch.optim.Optimizer | None, data: Dat
         buffers = _storages(module.buffers())
     trained = [m for chunk in data.chunks for m in chunk.members]
     formula = {
-        "parameters": sum(_whole(m) for m in data.members) // share[stage.parameters],
-        "gradients": sum(_whole(m) for m in trained) // share[stage.addends],
-        "states": _states(optimizer, trained, share[stage.states]),
-        "masters": sum(4 * m.size for c in data.chunks if c.master is not None for m in c.members)
-        // share[stage.states],
+        "parameters": sum(_whole(m) / _share(m, stage.parameters) for m in data.members),
+        "gradients": sum(_whole(m) / _share(m, stage.addends) for m in trained),
+        "states": _states(optimizer, trained, stage.states),
+        "masters": sum(
+            4 * m.size / _share(m, stage.states)
+            for c in data.chunks
+            if c.master is not None
+            for m in c.members
+        ),
     }
-    kinds = [Kind(name, places, formula[name]) for name, places in found.items()]
+    kinds = [Kind(name, places, _floor(formula[name])) for name, places in found.items()]
     kinds = [k for k in kinds if k.name != "masters" or k.total]
     for name, here in (("gathered", gathered), ("buffers", buffers)):
         if here:
@@ -120,15 +124,24 @@ def _gradients(chunk: Chunk) -> int:
     return sum(local_bytes(g) for g in grads if g is not None)
 
 
-def _states(optimizer: torch.optim.Optimizer | None, trained: Sequence[Member], share: int) -> int | None:
+def _share(m: Member, lies: Lies) -> int:
+    """How many ranks share what there is of a parameter."""
+    return m.full.mesh.shape[m.axes[-1]] if lies == "S" else 1
+
+
+def _floor(n: float | None) -> int | None:
+    return None if n is None else int(n + 1e-6)
+
+
+def _states(optimizer: torch.optim.Optimizer | None, trained: Sequence[Member], lies: Lies) -> float | None:
     """Bytes of the states if each lies as its parameter; None before the first step, or for other states."""
-    total = 0
+    total = 0.0
     for m in trained:
         states = [x for x in optimizer.state.get(m.p, {}).values() if torch.is_tensor(x)] if optimizer else []
         if any(x.ndim and x.shape != m.p.shape for x in states):
             return None
-        total += m.size * sum(x.element_size() for x in states if x.ndim)
-    return total // share if total else None
+        total += m.size * sum(x.element_size() for x in states if x.ndim) / _share(m, lies)
+    return total or None
 
 
 def _whole(m: Member) -> int:

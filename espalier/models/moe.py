@@ -115,7 +115,7 @@ class Experts(nn.Module):
         rows = hidden_states[order // k].split(sizes)
         made = [self._expert(e, rows[e]) for e in range(self.num_experts)]
         every = torch.cat([*made, torch.zeros_like(rows[-1])])[order.argsort()]
-        return (every.view(tokens, k, -1) * top_k_weights.unsqueeze(-1)).sum(1)
+        return (every.view(tokens, k, hidden_states.shape[-1]) * top_k_weights.unsqueeze(-1)).sum(1)
 
     def _expert(self, number: int, x: torch.Tensor) -> torch.Tensor:
         inner = F.silu(F.linear(x, self.gate_proj[number])) * F.linear(x, self.up_proj[number])

@@ -13,6 +13,8 @@ from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.mesh import Mesh
 from espalier.parallel.data.axis import DataAxis
 from espalier.parallel.data.units import blocks
+from espalier.parallel.expert.exchange import send_tokens
+from espalier.parallel.expert.modules import stacked
 from espalier.parallel.plan import Plan
 from espalier.parallel.tensor.boundary import cut_sequences
 from espalier.parallel.tensor.infer import infer
@@ -30,10 +32,14 @@ def arrange(
     On the data axes parameters are replicated and varied while the model computes with them: their
     gradients are reduced chunk by chunk (``espalier.parallel.data``). On the tensor axis they are cut
     by a table of name patterns (``table``, or the model's own), or, for a model nobody described, by
-    what a run on ``batch`` shows.
+    what a run on ``batch`` shows. Experts (``espalier.parallel.expert``) are cut one from another, along the
+    expert axis and the tensor axis.
 
     Returns:
         name to layout; None if a batch is needed and missing.
+
+    Raises:
+        ValueError: there is an expert axis and there are no experts.
     """
     table = table if table is not None else table_for(model)
     if plan.tensor == 1:
@@ -44,6 +50,12 @@ def arrange(
         return None
     else:
         cut = infer(model, batch, plan.tensor)
+    experts = stacked(model)
+    if plan.expert > 1 and not experts:
+        raise ValueError(
+            f"expert = {plan.expert}, but {type(model).__name__} has no experts: no module with num_experts, "
+            "parameters [num_experts, ...] and forward(hidden, top_k_index, top_k_weights)."
+        )
     shared: dict[int, int] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if name in cut:
@@ -52,9 +64,13 @@ def arrange(
     for name, p in model.named_parameters():
         dim = shared.get(id(p))
         places: list[Placement] = [Replicate()] * mesh.ndim
-        if dim is not None:
+        if name in experts:
+            for axis in {"expert", "tensor"} & set(mesh.names):
+                places[mesh.axis(axis)] = Shard(0)
+        elif dim is not None:
             places[mesh.axis("tensor")] = Shard(dim)
-        layouts[name] = Layout(mesh, places, tuple(p.shape), varied=plan.data_axes)
+        varied = [a for a in plan.data_axes if places[mesh.axis(a)] == Replicate()]
+        layouts[name] = Layout(mesh, places, tuple(p.shape), varied=varied)
     return layouts
 
 
@@ -76,6 +92,7 @@ def lay_out_model(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, p
                 f"The parameter {name} is a DTensor already. Give initialize() the plain model, once."
             )
     data = DataAxis(model, layouts, mesh, plan)
+    send_tokens(model)
     for module in model.modules():
         if not mesh.is_dry:
             make_the_rest_real(module)

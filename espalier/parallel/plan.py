@@ -35,6 +35,9 @@ class Plan(BaseModel):
 
     Attributes:
         data: ranks that share the batch, and what ``zero`` says of parameters, gradients and states.
+        expert: ranks, among those that share the batch, that hold different experts of a model that has
+            some: it divides ``data``. The mesh then has the axes ``data``, of size ``data / expert``, and
+            ``expert``; a batch's rows are cut along both, and along ``expert`` tokens travel to experts.
         zero: what is cut along the data axis: nothing (0, as DDP), the optimizer's states (1), gradients
             too (2), parameters too (3, as FSDP). The results are the same.
         replicate: groups of ``data`` ranks that hold the same and share the batch too (hybrid sharding:
@@ -63,6 +66,7 @@ class Plan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     data: Size = 1
+    expert: Size = 1
     zero: Literal[0, 1, 2, 3] = 0
     replicate: Size = 1
     tensor: Size = 1
@@ -82,16 +86,21 @@ class Plan(BaseModel):
         except ValidationError as error:
             found = [_mistake(dict(item), type(self)) for item in error.errors(include_url=False)]
             raise PlanError(found) from None
+        found = []
+        if self.data % self.expert:
+            found.append(("expert", self.expert, f"it divides data = {self.data}, whose ranks share experts"))
+        if self.expert > 1 and self.replicate > 1:
+            found.append(("expert", self.expert, "experts are not copied: expected replicate = 1"))
         if self.data * self.replicate > 1:
             cut = {"parameters": 3, "gradients": 1}
             away = [(kind, s) for kind, s in self.offload.shares.items() if s.place != "device"]
-            found = [
+            found += [
                 (f"offload.{kind}", s.place, f"what is off the device is cut: expected zero >= {cut[kind]}")
                 for kind, s in away
                 if self.zero < cut.get(kind, 0)
             ]
-            if found:
-                raise PlanError(found)
+        if found:
+            raise PlanError(found)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Plan:
@@ -113,15 +122,16 @@ class Plan(BaseModel):
     def axes(self) -> dict[str, int]:
         """The mesh's axes, outermost first (the last has the closest neighbours)."""
         hybrid = {"replicate": self.replicate} if self.replicate > 1 else {}
-        return {**hybrid, "data": self.data, "tensor": self.tensor}
+        experts = {"expert": self.expert} if self.expert > 1 else {}
+        return {**hybrid, "data": self.data // self.expert, **experts, "tensor": self.tensor}
 
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes along which gradients are summed chunk by chunk, outermost first.
 
-        Along the last, state is cut.
+        State is cut along one of them: the largest but ``replicate``.
         """
-        return ("replicate", "data") if self.replicate > 1 else ("data",)
+        return tuple(name for name in self.axes if name in ("replicate", "data", "expert"))
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -36,7 +36,15 @@ from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
 from espalier.tensor.rules.spec import Operand, Placed, Spec
 from espalier.tensor.rules.together import together
-from espalier.tensor.saved import Shard, apart, gather_before_backward, hold, keep_in_step, saving_shards
+from espalier.tensor.saved import (
+    Shard,
+    apart,
+    beside_saved,
+    gather_before_backward,
+    hold,
+    keep_in_step,
+    saving_shards,
+)
 from espalier.tensor.strictness import is_strict, refuse_plain
 
 _plain_call = torch._C._disabled_torch_function_impl
@@ -136,6 +144,8 @@ class Entry:
                 out = self._local(func, args, kwargs)
             if self.marked:
                 keep_in_step(out)
+            if self.placed.mesh.is_dry:
+                out = tree_map(beside_saved, out)
         out = self._stamped(out, args, kwargs)
         return loans.lend(out, func, *given) if self.lends else out
 

@@ -190,3 +190,12 @@ def keep_in_step(out: Any) -> None:
     for x in out if isinstance(out, tuple | list) else (out,):
         if isinstance(x, torch.Tensor) and x.grad_fn is not None:
             x.grad_fn.register_prehook(ask)
+
+
+def beside_saved(x: Any) -> Any:
+    """Another tensor for an index that came out of a sort or a maximum on a dry mesh.
+
+    It is saved as it is, and what is saved must be plain there.
+    """
+    saved = type(x) is torch.Tensor and not x.is_floating_point()
+    return x.view_as(x) if saved else x

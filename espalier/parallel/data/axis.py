@@ -46,15 +46,14 @@ class DataAxis:
 
     def __init__(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, plan: Plan) -> None:
         self.mesh, self.stage = mesh, STAGES[plan.zero]
-        axes = [mesh.axis(name) for name in plan.data_axes]
+        axes = tuple(mesh.axis(name) for name in plan.data_axes)
         alone = all(mesh.shape[a] == 1 for a in axes)
         if alone:
             self.stage = STAGES[_alone(plan.offload)]
-        self.axis = axes[-1]
         low = plan.precision.parameters
         dtype = None if low is None else getattr(torch, low)
         named = list(model.named_parameters())
-        self.members = [Member(name, p, layouts[name], self.axis, dtype) for name, p in named]
+        self.members = [Member(name, p, layouts[name], _own(axes, layouts[name]), dtype) for name, p in named]
         self._frozen = [m for m in self.members if not m.p.requires_grad]
         cut = self.stage.parameters == "S"
         lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members])
@@ -74,7 +73,7 @@ class DataAxis:
                 self._leave_home(chunk)
                 if self._shelf is not None:
                     self._shelf.settle(keep=1)
-            self.gathering = Gathering(used, mesh, self.axis, plan.prefetch_megabytes * 1e6, self._shelf)
+            self.gathering = Gathering(used, mesh, plan.prefetch_megabytes * 1e6, self._shelf)
             if self._shelf is not None:
                 self._shelf.settle()
         self.masters.remember()
@@ -185,7 +184,7 @@ class DataAxis:
                 for a in layout.partial:
                     assert self.mesh.shape[a] == 1, "reduce gradients first"
                 here = plain(grad)
-                if layout.axes[self.axis] != m.dim:
+                if layout.axes[m.axes[-1]] != m.dim:
                     here = m.piece(here)
                 # what is off a dry mesh's device stands on one element
                 found[m.name] = here if self.mesh.is_dry and 0 in here.stride() else here.contiguous()
@@ -349,7 +348,6 @@ class DataAxis:
 
     def _exchange_pieces(self) -> None:
         """Gather each chunk's pieces into the parameters, a few chunks at a time."""
-        n, here = self.mesh.shape[self.axis], self.mesh.coordinate[self.axis]
         under_way = deque[tuple[Chunk, torch.Tensor, list[torch.Tensor], Pending]]()
 
         def land() -> None:
@@ -358,17 +356,29 @@ class DataAxis:
             chunk.unpack(rows, chunk.in_wholes(wholes))
 
         for chunk in self.chunks:
+            n, here = self.mesh.shape[chunk.axis], self.mesh.coordinate[chunk.axis]
             rows, wholes = chunk.rows(n, chunk.dtype), [plain(m.p.detach()) for m in chunk.members]
             if chunk.master is not None:
                 rows[here].copy_(chunk.master)
             else:
                 pieces = [m.piece(whole) for m, whole in zip(chunk.members, wholes, strict=True)]
                 torch._foreach_copy_(chunk.pieces(rows[here]), pieces)
-            under_way.append((chunk, rows, wholes, start_gather(rows, None, self.mesh, self.axis)))
+            under_way.append((chunk, rows, wholes, start_gather(rows, None, self.mesh, chunk.axis)))
             if len(under_way) > 2:
                 land()
         while under_way:
             land()
+
+
+def _own(axes: tuple[int, ...], full: Layout) -> tuple[int, ...]:
+    """The axes, among those of data, along which a parameter is the same: that along which it is cut last.
+
+    Copies of all (``replicate``) stay outermost; of the others the largest saves most.
+    """
+    own = [a for a in axes if not isinstance(full.axes[a], int)]
+    names, sizes = full.mesh.names, full.mesh.shape
+    last = max(own, key=lambda a: (names[a] != "replicate", sizes[a], a))
+    return (*(a for a in own if a != last), last)
 
 
 def _alone(offload: Offload) -> int:

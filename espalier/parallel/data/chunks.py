@@ -25,6 +25,8 @@ class Member:
         p: the parameter.
         full: its layout while the model computes with it: whole along the data axis.
         shard: its layout cut along the data axis; equal to ``full`` for a parameter without dims.
+        axes: the mesh axes along which it is the same while the model computes with it, and its gradient is
+            summed; it is cut along the last of them.
         dim: the dim that is cut; None for one without dims, which every rank holds.
         counts: whether no coordinate before this one, along any axis, holds the same piece.
         slot: elements that it takes in each row.
@@ -34,9 +36,15 @@ class Member:
     """
 
     def __init__(
-        self, name: str, p: nn.Parameter, full: Layout, axis: int, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        p: nn.Parameter,
+        full: Layout,
+        axes: tuple[int, ...],
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.name, self.p, self.full = name, p, full
+        self.name, self.p, self.full, self.axes = name, p, full, axes
+        axis = axes[-1]
         self.is_cast = dtype is not None and p.is_floating_point()
         self.dtype = dtype if dtype is not None and self.is_cast else p.dtype
         self._n, self._here = full.mesh.shape[axis], full.mesh.coordinate[axis]
@@ -88,10 +96,11 @@ def cut_dim(shape: Sequence[int], n: int) -> int | None:
 
 
 class Chunk:
-    """Members of one dtype and device, and the flat buffers that they share.
+    """Members of one dtype and device, and of the same axes, and the flat buffers that they share.
 
     Attributes:
         members: in the order of their slots.
+        axes: theirs; ``axis`` is the last of them.
         dtype: in which the model computes with them.
         device: on which it does.
         size: elements of a row.
@@ -111,6 +120,7 @@ class Chunk:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = list(members)
+        self.axes, self.axis = members[0].axes, members[0].axes[-1]
         self.dtype, self.device = members[0].dtype, members[0].p.device
         self.size = sum(m.slot for m in members)
         self.elements = sum(m.size for m in members)

@@ -84,7 +84,7 @@ class Gathered:
             assert self._shelf is not None
             self._shelf.start(self._key, home_of(self.chunk))
 
-    def start(self, mesh: Mesh, axis: int) -> None:
+    def start(self, mesh: Mesh) -> None:
         """Start to gather, unless that is done or under way."""
         if self.is_whole or self.pending is not None:
             return
@@ -94,8 +94,8 @@ class Gathered:
             if self.is_away:
                 assert self._shelf is not None
                 (own,) = self._shelf.take(self._key, home_of(self.chunk))
-            self.rows = self.chunk.rows(mesh.shape[axis], self.chunk.dtype)
-            self.pending = start_gather(self.rows, own, mesh, axis)
+            self.rows = self.chunk.rows(mesh.shape[self.chunk.axis], self.chunk.dtype)
+            self.pending = start_gather(self.rows, own, mesh, self.chunk.axis)
 
     def fill(self) -> None:
         """Wait for what is under way, and let the parameters be whole."""
@@ -180,7 +180,6 @@ class Gathering:
 
     Args:
         chunks: with the modules that use each.
-        axis: along which they are cut.
         ahead: at most so many bytes of chunks are gathered before they are needed.
         shelf: where this rank's pieces are, if not on the device.
     """
@@ -189,11 +188,10 @@ class Gathering:
         self,
         chunks: Sequence[tuple[Sequence[nn.Module], Chunk]],
         mesh: Mesh,
-        axis: int,
         ahead: float,
         shelf: Shelf | None = None,
     ) -> None:
-        self.mesh, self.axis, self._ahead = mesh, axis, ahead
+        self.mesh, self._ahead = mesh, ahead
         self.held = [Gathered(i, chunk, shelf) for i, (_, chunk) in enumerate(chunks)]
         self._of = {id(g.chunk): g for g in self.held}
         # as last seen, with and without gradients
@@ -321,7 +319,7 @@ class Gathering:
         use = Use("backward" if _in_backward() else "forward", g.number)
         if not (self._seen and self._seen[-1] == use and g.is_whole):
             self._seen.append(use)
-        g.start(self.mesh, self.axis)
+        g.start(self.mesh)
         at, order = len(self._seen), self.order
         if order[at - 1 : at] == [use]:
             self._look_ahead(g, order[at:])
@@ -338,7 +336,7 @@ class Gathering:
                     continue
                 if g.nbytes <= budget:
                     budget -= g.nbytes
-                    g.start(self.mesh, self.axis)
+                    g.start(self.mesh)
                     continue
             return self._read_ahead(coming[i:])
 

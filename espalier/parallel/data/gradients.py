@@ -37,7 +37,7 @@ class Gradients:
 
     Args:
         chunks: of parameters that need gradients, in the order in which they are sent.
-        axes: the mesh axes over which gradients are summed; chunks are cut along the last of them.
+        axes: the mesh axes over which gradients of any chunk are summed.
         stage: how gradients lie.
         dtype: in which they are sent and summed; None for their own.
         on_sent: called with a chunk whose gradients have been taken.
@@ -64,9 +64,13 @@ class Gradients:
         self._spreading: deque[Pending] = deque()
         self._place = {id(m.p): (chunk, i) for chunk in self.chunks for i, m in enumerate(chunk.members)}
         self._number = {id(chunk): i for i, chunk in enumerate(self.chunks)}
-        # the last chunk's rows end with a flag for each parameter: has it a gradient anywhere?
-        self._flags = len(self._place)
-        self._here: list[float] = []
+        # of the chunks of the same axes the last one's rows end with a flag for each of their parameters: has
+        # it a gradient anywhere?
+        self._last = {chunk.axes: chunk for chunk in self.chunks}
+        self._here: dict[tuple[int, ...], list[float]] = {axes: [] for axes in self._last}
+        self._flags = dict.fromkeys(self._last, 0)
+        for chunk in self.chunks:
+            self._flags[chunk.axes] += len(chunk.members)
         self._layouts: dict[int, Layout] = {}
         # the numbers of chunks as they became ready in the first backward pass; None once that is the order
         self._came: list[int] | None = []
@@ -76,9 +80,9 @@ class Gradients:
             for m in chunk.members:
                 m.p.register_post_accumulate_grad_hook(lambda p: _call(ready, p))
 
-    @property
-    def _axis(self) -> int:
-        return self.axes[-1]
+    def _extra(self, chunk: Chunk) -> int:
+        """The flags that a chunk carries."""
+        return self._flags[chunk.axes] if chunk is self._last[chunk.axes] else 0
 
     def begin(self, last: bool) -> None:
         """Before a backward pass; ``last`` of those that make one gradient."""
@@ -101,7 +105,7 @@ class Gradients:
             if self.stage.gradients == "R":
                 if grad is not None:
                     own = plain(grad)
-                    if any(self.mesh.coordinate[a] for a in self.axes):
+                    if any(self.mesh.coordinate[a] for a in m.axes):
                         own.zero_()
                     _grad.__set__(m.p, stamp(own, gradient_layout(m.full)))
                 return
@@ -112,7 +116,7 @@ class Gradients:
                 piece.zero_()
             elif plain(grad).data_ptr() != piece.data_ptr():
                 piece.copy_(plain(grad))
-            if any(self.mesh.coordinate[a] for a in self.axes[:-1]):
+            if any(self.mesh.coordinate[a] for a in m.axes[:-1]):
                 piece.zero_()
             m.p.grad = None
 
@@ -133,31 +137,30 @@ class Gradients:
                 self._send(self.chunks[self._next])
 
     def _send(self, chunk: Chunk) -> None:
-        last = self._next == len(self.chunks) - 1
         self._next += 1
         if len(self._flying) == _AT_ONCE:
             self._land()
-        n = self.mesh.shape[self._axis]
+        n = self.mesh.shape[chunk.axis]
         with raw():
             grads = [_grad.__get__(m.p) for m in chunk.members]
             dtype = self._dtype or chunk.dtype
             given = [None if g is None else plain(g) for g in grads]
-            self._here += [float(g is not None) for g in grads]
-            extra = self._flags if last else 0
+            here, extra = self._here[chunk.axes], self._extra(chunk)
+            here += [float(g is not None) for g in grads]
             if self.stage.gradients == "R":
                 rows, flags = chunk.line_up(n, dtype, given, extra)
             else:
                 rows = chunk.rows(n, dtype, extra)
                 chunk.pack(rows, given)
                 flags = rows[:, chunk.size :]
-            if last:
-                flags.copy_(torch.tensor(self._here, dtype=dtype, device=rows.device))
-                self._here.clear()
+            if extra:
+                flags.copy_(torch.tensor(here, dtype=dtype, device=rows.device))
+                here.clear()
             for m in chunk.members:
                 _grad.__set__(m.p, None)
         if self._on_sent is not None:
             self._on_sent(chunk)
-        self._flying.append((chunk, rows, start_sum(rows, self.mesh, self._axis)))
+        self._flying.append((chunk, rows, start_sum(rows, self.mesh, chunk.axis)))
 
     def _land(self) -> None:
         """Wait for the oldest sum."""
@@ -165,7 +168,7 @@ class Gradients:
         if self.stage.gradients == "R":
             chunk.gradient = rows.view(-1)
             summing.wait(self._own_row(chunk))
-            if len(self.axes) == 1:
+            if len(chunk.axes) == 1:
                 self._spread(chunk)
             return
         del rows
@@ -174,8 +177,7 @@ class Gradients:
             summing.wait(chunk.gradient, add=True)
             self._leave(chunk)
             return
-        extra = self._flags if chunk is self.chunks[-1] else 0
-        chunk.gradient = chunk.flat(self._dtype or chunk.dtype, extra)
+        chunk.gradient = chunk.flat(self._dtype or chunk.dtype, self._extra(chunk))
         summing.wait(chunk.gradient)
         self._leave(chunk)
 
@@ -206,14 +208,14 @@ class Gradients:
 
     def _rows(self, chunk: Chunk) -> torch.Tensor:
         assert chunk.gradient is not None
-        return chunk.gradient.view(self.mesh.shape[self._axis], -1)
+        return chunk.gradient.view(self.mesh.shape[chunk.axis], -1)
 
     def _own_row(self, chunk: Chunk) -> torch.Tensor:
-        return self._rows(chunk)[self.mesh.coordinate[self._axis]]
+        return self._rows(chunk)[self.mesh.coordinate[chunk.axis]]
 
     def _spread(self, chunk: Chunk) -> None:
         """Start to give all ranks the sums of a chunk."""
-        self._spreading.append(start_gather(self._rows(chunk), None, self.mesh, self._axis))
+        self._spreading.append(start_gather(self._rows(chunk), None, self.mesh, chunk.axis))
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over the axes, and lies as the stage says.
@@ -229,16 +231,19 @@ class Gradients:
         self.flush()
         while self._flying:
             self._land()
-        for axis in self.axes[:-1]:
-            for chunk in self.chunks:
-                assert chunk.gradient is not None
-                if self.stage.gradients == "R":
-                    sum_everywhere(self._own_row(chunk), self.mesh, axis)
-                    if axis == self.axes[-2]:
-                        self._spread(chunk)
-                    continue
+        for chunk in self.chunks:
+            *outer, _ = chunk.axes
+            if not outer:
+                continue
+            assert chunk.gradient is not None
+            whole = self.stage.gradients == "R"
+            if not whole:
                 self.bring(chunk)
-                sum_everywhere(chunk.gradient, self.mesh, axis)
+            for axis in outer:
+                sum_everywhere(self._own_row(chunk) if whole else chunk.gradient, self.mesh, axis)
+            if whole:
+                self._spread(chunk)
+            else:
                 self._leave(chunk)
         while self._spreading:
             self._spreading.popleft().wait()
@@ -249,20 +254,19 @@ class Gradients:
         self.reduced = True
 
     def _hand_out(self) -> None:
-        used, number = self._used(), 0
+        used = self._used()
         for chunk in self.chunks:
             assert chunk.gradient is not None
             whole = self.stage.gradients == "R"
             parts = chunk.wholes(chunk.gradient) if whole else chunk.pieces(chunk.gradient)
             for m, part in zip(chunk.members, parts, strict=True):
                 layout = self._finished(m)
-                if used is not None and not used[number]:
+                if used is not None and not used[id(m)]:
                     _grad.__set__(m.p, None)
                 elif whole:
                     _grad.__set__(m.p, stamp(part.to(m.p.grad_dtype), layout))
                 else:
                     m.p._reduced = stamp(part, layout)  # type: ignore[attr-defined]
-                number += 1
             if whole:
                 chunk.gradient = None
 
@@ -271,20 +275,24 @@ class Gradients:
         known = self._layouts.get(id(m))
         if known is None:
             known = gradient_layout(m.full if self.stage.gradients == "R" else m.shard)
-            for axis in self.axes:
+            for axis in m.axes:
                 if is_partial(known.axes[axis]):
                     known = known.with_axis(axis, R)
             self._layouts[id(m)] = known
         return known
 
-    def _used(self) -> list[bool] | None:
+    def _used(self) -> dict[int, bool] | None:
         """For each parameter, whether a rank has a gradient for it; None where this one has them all."""
         if self.mesh.is_dry or not any(chunk.missing for chunk in self.chunks):
             return None
-        last = self.chunks[-1]
-        assert last.gradient is not None
-        start = last.elements if self.stage.gradients == "R" else last.size
-        return [n > 0 for n in last.gradient[start : start + self._flags].tolist()]
+        found: dict[int, bool] = {}
+        for axes, last in self._last.items():
+            assert last.gradient is not None
+            start = last.elements if self.stage.gradients == "R" else last.size
+            flags = last.gradient[start : start + self._flags[axes]].tolist()
+            members = [m for chunk in self.chunks if chunk.axes == axes for m in chunk.members]
+            found.update((id(m), n > 0) for m, n in zip(members, flags, strict=True))
+        return found
 
     def _settle_order(self) -> None:
         """From now on chunks are sent as they became ready; those that did not, last."""
@@ -293,6 +301,7 @@ class Gradients:
         if len(came) > 1:
             told = told_by_first(self.mesh, self.axes, json.dumps(came), "order")
             self.chunks = [self.chunks[i] for i in json.loads(told)]
+            self._last = {chunk.axes: chunk for chunk in self.chunks}
         self._came = None
 
     def forget(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -94,22 +95,23 @@ def by_unit(members: Sequence[Member], model: nn.Module) -> list[tuple[list[nn.M
 def by_size(members: Sequence[Member], megabytes: float) -> list[Chunk]:
     """Chunks of about that size; the first is a tenth, so that sending starts early."""
     groups: list[list[Member]] = []
-    limit, filled = megabytes * 1e5, 0.0
+    limit = megabytes * 1e5
+    open_: dict[Any, tuple[list[Member], float]] = {}
     for m in members:
-        alike = groups and groups[-1][0].dtype == m.dtype and groups[-1][0].p.device == m.p.device
-        size = m.size * m.dtype.itemsize
-        if not alike or filled + size > limit:
+        kind, size = (m.dtype, m.p.device, m.axes), m.size * m.dtype.itemsize
+        group, filled = open_.get(kind, ([], 0.0))
+        if not group or filled + size > limit:
             limit = megabytes * (1e6 if groups else 1e5)
-            groups.append([])
-            filled = 0.0
-        groups[-1].append(m)
-        filled += size
+            group, filled = [], 0.0
+            groups.append(group)
+        group.append(m)
+        open_[kind] = group, filled + size
     return [Chunk(group) for group in groups]
 
 
 def _alike(members: Sequence[Member]) -> Iterator[list[Member]]:
-    """Members apart by dtype, device, and whether they are trained."""
-    groups: dict[tuple[torch.dtype, torch.device, bool], list[Member]] = {}
+    """Members apart by dtype, device, axes, and whether they are trained."""
+    groups: dict[tuple[torch.dtype, torch.device, tuple[int, ...], bool], list[Member]] = {}
     for m in members:
-        groups.setdefault((m.dtype, m.p.device, m.p.requires_grad), []).append(m)
+        groups.setdefault((m.dtype, m.p.device, m.axes, m.p.requires_grad), []).append(m)
     yield from groups.values()

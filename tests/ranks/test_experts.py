@@ -1,0 +1,145 @@
+"""Experts on different ranks, in float64 against the same model on one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import espalier
+from espalier.models import build
+from tests.ranks.test_engine import TOLERANCE, apart, batch
+
+SIZES = {
+    "vocab_size": 37, "hidden": 24, "heads": 4, "kv_heads": 2, "layers": 2, "max_positions": 16,
+    "ffn": 10, "experts": 5, "top_k": 2, "shared": 1, "balance": 0.1, "z": 0.01,
+}  # fmt: skip
+
+
+def model(**changes: Any) -> nn.Module:
+    torch.manual_seed(1)
+    return build("moe", {**SIZES, **changes}).double()
+
+
+def same_steps(engine: espalier.Engine, plain: nn.Module, steps: int = 3, rows: int = 6) -> None:
+    """Losses, gradients, their norm and parameters are those of one process."""
+    net, theirs = engine.module, torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(steps):
+        data = batch(rows, step)
+        loss, expected = engine(data), plain(**data).loss
+        assert abs(loss.item() - expected.item()) < TOLERANCE
+        engine.backward(loss)
+        expected.backward()
+        engine.finish_gradients()
+        assert apart(net, plain, gradients=True) < TOLERANCE
+        engine.step()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        theirs.step()
+        theirs.zero_grad()
+        assert engine.grad_norm is not None and abs(engine.grad_norm.item() - norm.item()) < TOLERANCE
+        assert apart(net, plain, gradients=False) < TOLERANCE
+
+
+def started(net: nn.Module, plan: dict[str, Any]) -> tuple[espalier.Engine, nn.Module]:
+    plain = copy.deepcopy(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    return espalier.initialize(net, optimizer, plan, max_grad_norm=0.5), plain
+
+
+def train(rank: int, world: int, plans: list[dict[str, Any]], **changes: Any) -> None:
+    for plan in plans:
+        engine, plain = started(model(**changes), plan)
+        same_steps(engine, plain)
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        [{"data": 2, "expert": 2, "zero": zero} for zero in (0, 1, 2, 3)] + [{"data": 2}, {"tensor": 2}],
+        [
+            {"data": 4, "expert": 4, "zero": 3},
+            {"data": 4, "expert": 2},
+            {"data": 2, "expert": 2, "tensor": 2},
+        ],
+    ],
+    ids=["2", "4"],
+)
+def test_training_equals_one_process(ranks: Any, plans: list[dict[str, Any]]) -> None:
+    ranks(espalier.Plan.from_dict(plans[0]).world_size, train, plans)
+
+
+def extremes(rank: int, world: int) -> None:
+    for zero in (0, 3):
+        net = model(top_k=1, balance=0.5, layers=1)
+        for block in net.blocks:
+            block.moe.router.weight.data.zero_()
+        engine, plain = started(net, {"data": 2, "expert": 2, "zero": zero})
+        seen: list[int] = []
+        experts = plain.blocks[0].moe.experts
+        experts.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(len(args[1].unique())))
+        same_steps(engine, plain)
+        assert seen[0] == 1 and max(seen) > 1  # all tokens to one expert, later to several
+
+
+def few_rows(rank: int, world: int) -> None:
+    """A rank without a token, computing again in its backward pass what others send it."""
+    engine, plain = started(model(), {"data": 2, "expert": 2, "zero": 3, "recompute": "full"})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "A global batch of 1 rows leaves 1 of the 2 ranks")
+        same_steps(engine, plain, rows=1)
+
+
+def test_all_tokens_to_one_expert_and_ranks_without_tokens(ranks: Any) -> None:
+    ranks(2, extremes)
+    ranks(2, few_rows)
+
+
+def traffic(rank: int, world: int) -> None:
+    engine, plain = started(model(), {"data": 2, "expert": 2})
+    sent: list[int] = []
+    for block in plain.blocks:
+        block.moe.experts.register_forward_pre_hook(lambda _, args: sent.append(crossing(args[1], rank)))
+    data = batch(6)
+    plain(**data)
+    with espalier.ledger(engine.mesh) as book:
+        engine.backward(engine(data))
+    bytes_ = [entry.bytes for entry in book.entries if entry.op == "all_to_all" and entry.axis == "expert"]
+    # of each block: how many for each of the other's experts; the rows there; what was made of them, back
+    there = 2 if rank == 0 else 3
+    row, own = SIZES["hidden"] * 8, [sent[0][0], sent[1][0]]
+    others = [sent[0][1], sent[1][1]]
+    forward = [n for i in (0, 1) for n in (there * 8, own[i] * row, others[i] * row)]
+    backward = [n for i in (1, 0) for n in (own[i] * row, others[i] * row)]
+    assert bytes_ == forward + backward, (bytes_, forward, backward)
+
+
+def crossing(index: torch.Tensor, rank: int) -> tuple[int, int]:
+    """Of 6 rows of a batch: how many choices leave this rank for the other's experts, and the other way."""
+    of_rank = index.view(2, -1)
+    away = [int((of_rank[0] >= 3).sum()), int((of_rank[1] < 3).sum())]
+    return away[rank], away[1 - rank]
+
+
+def test_only_tokens_of_the_others_experts_are_sent(ranks: Any) -> None:
+    ranks(2, traffic)
+
+
+def test_a_dry_run_takes_the_shares_of_experts_to_be_equal() -> None:
+    def run(expert: int, kind: str = "moe") -> espalier.DryReport:
+        with torch.device("meta"):
+            net = build("moe", {**SIZES, "experts": 8, "shared": 0})
+            tokens = torch.zeros(16, 12, dtype=torch.int64)
+        plan = {"data": 8, "expert": expert, "zero": 1}
+        optimizer = torch.optim.AdamW(net.parameters())
+        return espalier.dry_run(net, plan, {"input_ids": tokens, "labels": tokens}, optimizer=optimizer)
+
+    one, four = run(1), run(4)
+    assert one.flops == four.flops
+    assert four.parameter_bytes < one.parameter_bytes
+    rows = 2 * 12 * 2 * 3 // 4 * SIZES["hidden"] * 4  # of 2 rows a rank, 2 choices; 3 of 4 experts elsewhere
+    sent = [e.bytes for e in four.ledger.entries if e.axis == "expert" and e.op == "all_to_all"]
+    assert sorted(sent) == sorted([6 * 8] * 2 + [rows] * 8)
