@@ -14,7 +14,7 @@ from espalier.mesh import Mesh
 from espalier.parallel.data.axis import DataAxis
 from espalier.parallel.data.units import blocks
 from espalier.parallel.expert.exchange import send_tokens
-from espalier.parallel.expert.modules import stacked
+from espalier.parallel.expert.modules import left_out, stacked
 from espalier.parallel.plan import Plan
 from espalier.parallel.tensor.boundary import cut_sequences
 from espalier.parallel.tensor.infer import infer
@@ -49,7 +49,8 @@ def arrange(
     elif batch is None:
         return None
     else:
-        cut = infer(model, batch, plan.tensor)
+        with left_out(model):
+            cut = infer(model, batch, plan.tensor)
     experts = stacked(model)
     if plan.expert > 1 and not experts:
         raise ValueError(

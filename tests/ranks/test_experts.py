@@ -72,6 +72,20 @@ def test_training_equals_one_process(ranks: Any, plans: list[dict[str, Any]]) ->
     ranks(espalier.Plan.from_dict(plans[0]).world_size, train, plans)
 
 
+def limited(rank: int, world: int) -> None:
+    for capacity in (0.5, 1.0):
+        net = model(capacity=capacity, layers=1)
+        engine, plain = started(net, {"data": 2, "expert": 2, "zero": 2})
+        same_steps(engine, plain, steps=2)
+        with torch.no_grad():
+            ours, theirs = (run(**batch(6)).dropped for run in (net, plain))
+        assert ours.item() == theirs.item() > 0
+
+
+def test_capacity_is_that_of_the_whole_batch(ranks: Any) -> None:
+    ranks(2, limited)
+
+
 def extremes(rank: int, world: int) -> None:
     for zero in (0, 3):
         net = model(top_k=1, balance=0.5, layers=1)

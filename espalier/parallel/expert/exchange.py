@@ -213,7 +213,7 @@ class _Known(TorchFunctionMode):
         given = (args, kwargs or {})
         devices = set()
         tree_map(lambda x: devices.add(x.device.type) if isinstance(x, torch.Tensor) else None, given)
-        if len(devices) > 1:
+        if len(devices) > 1 and func is not torch.Tensor.__getitem__:
             given = tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, given)
         return func(*given[0], **given[1])
 

@@ -9,7 +9,10 @@ models need no change, and a user's own module is one of them if it is built so.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 _ROUTING = (("top_k_index", "top_k_weights"), ("router_indices", "routing_weights"))
@@ -28,6 +31,23 @@ def is_experts(module: nn.Module) -> bool:
 def stacks(model: nn.Module) -> dict[str, nn.Module]:
     """The stacks of experts in a model, by name."""
     return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+@contextmanager
+def left_out(model: nn.Module) -> Iterator[None]:
+    """While open, the stacks of experts in a model hand tokens on: to see how all else computes."""
+
+    def forward(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return x * weights.sum(-1, keepdim=True).to(x.dtype)
+
+    found = stacks(model).values()
+    for module in found:
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module in found:
+            del module.forward
 
 
 def stacked(model: nn.Module) -> set[str]:
