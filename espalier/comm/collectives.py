@@ -106,16 +106,21 @@ def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> Pend
 
 def sum_whole(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """The sum of ``x`` over all ranks of the mesh, on every rank: one message, whatever its axes."""
-    n = mesh.size()
-    if n == 1:
-        return x
-    axis = mesh.shape.index(n) if n in mesh.shape else -1
-    _record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size(), x, x.shape)
-    if mesh.is_dry:
+    if mesh.size() == 1:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=mesh.whole_group())
+    sum_whole_(out, mesh).wait()
     return out
+
+
+def sum_whole_(x: torch.Tensor, mesh: Mesh) -> Pending:
+    """Start such a sum of contiguous ``x`` in place."""
+    n = mesh.size()
+    if n == 1:
+        return Pending()
+    axis = mesh.shape.index(n) if n in mesh.shape else -1
+    _record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size(), x, x.shape)
+    return Pending() if mesh.is_dry else Pending(dist.all_reduce(x, group=mesh.whole_group(), async_op=True))
 
 
 def sum_here(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> None:

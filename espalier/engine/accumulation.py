@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 from espalier.engine.counting import Counting, Mean, Sum, mark_of
 from espalier.layout import Layout
 from espalier.mesh import Mesh
-from espalier.tensor import DTensor, full_tensor, plain, stamp
+from espalier.tensor import DTensor, full_tensor, plain, redistribute, stamp
 from espalier.tensor.watch import watching
 
 Count = Callable[[Any], Any] | Literal["sum"]
@@ -116,9 +116,13 @@ class Accumulation:
         if self.done and (number is None) != (self._first is None):
             raise ValueError("Of the micro-batches of a step, some losses are means and some are sums.")
         self._pending.clear()
-        weight = None
+        weight, value = None, loss.detach()
+        if isinstance(value, DTensor) and self._like[1] not in (None, value._layout):
+            # one is a sum over ranks yet, the other is not
+            whole = Layout.replicated(self._mesh, value.shape)
+            value, self._total = redistribute(value, whole), plain(redistribute(self._sum(), whole))
         with raw():
-            here = plain(loss.detach()).to(torch.float64)
+            here = plain(value).to(torch.float64)
             if number is not None:
                 here = here * number
                 if self._first is None or self._number is None:
@@ -131,7 +135,7 @@ class Accumulation:
             loss.backward()
         else:
             loss.backward(weight)
-        self._like = loss.dtype, loss._layout if isinstance(loss, DTensor) else None
+        self._like = loss.dtype, value._layout if isinstance(value, DTensor) else None
         self.done += 1
 
     @property
@@ -157,6 +161,12 @@ class Accumulation:
         with raw():
             found = (self._total if self._number is None else self._total / self._number).to(dtype)
         return found if layout is None else stamp(found, layout)
+
+    def _sum(self) -> DTensor:
+        """The weighed sum of losses so far, as it lies."""
+        layout = self._like[1]
+        assert self._total is not None and layout is not None
+        return stamp(self._total.view_as(self._total), layout)
 
     def _told(self, count: Callable[[Any], Any], batch: Any) -> torch.Tensor:
         if self._mesh.is_dry:  # there are no values to count

@@ -132,7 +132,7 @@ def dry_run(
 def _step(engine: Engine, batch: Any, memory: LiveMemory) -> None:
     for part in engine.cut(batch):
         memory.phase = "forward"
-        loss = engine(part)
+        loss = engine.forward(part)
         memory.phase = "backward"
         engine.backward(loss)
         del loss

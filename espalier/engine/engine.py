@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from espalier.engine import tables
 from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches, loss_of
 from espalier.engine.live import Watch, watch
-from espalier.engine.norm import clip_of, global_norm, scale_gradients
+from espalier.engine.norm import Norm, clip_of, scale_gradients
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.scaling import LossScaler
 from espalier.engine.tables import Memory, Order, Traffic
@@ -264,15 +265,18 @@ class Engine:
             ValueError: there is no loss, or it is not one number; what it is a mean over cannot be seen
                 (``accumulate`` above 1).
         """
-        if torch.is_grad_enabled() and self.optimizer is not None:
-            self._traffic.begin()
-        if self._accumulation is None:
-            loss = self._forward(batch)
-        else:
-            loss = self._accumulation.forward(batch, self._forward)
+        loss = self.forward(batch)
         if not isinstance(loss, DTensor):
             return loss
         return redistribute(loss, Layout.replicated(self.mesh, loss.shape))
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """As a call, but the loss may still be Partial: :meth:`step` adds :attr:`loss` up with the norm."""
+        if torch.is_grad_enabled() and self.optimizer is not None:
+            self._traffic.begin()
+        if self._accumulation is None:
+            return self._forward(batch)
+        return self._accumulation.forward(batch, self._forward)
 
     def evaluate(self, parts: Iterable[Any]) -> torch.Tensor:
         """The loss of several batches as one, without gradients: a plain scalar, the same on every rank.
@@ -368,29 +372,29 @@ class Engine:
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
         counted = self._data.counted()
-        self.grad_norm = global_norm(list(counted.values()), self.mesh)
-        if factor is not None:
-            self.grad_norm = self.grad_norm * factor
-        finite = self.scaler is None or self.scaler.update(
-            self.grad_norm, counted, self._data.members, self.mesh
-        )
+        norm = Norm(list(counted.values()), self.loss, self.mesh)
+
+        def arrived() -> torch.Tensor:
+            self.grad_norm, self.loss = norm.wait()
+            if given is not None:
+                self.grad_norm = self.grad_norm * given
+            return self.grad_norm
+
+        given, finite = factor, True
+        if self.scaler is not None:
+            finite = self.scaler.update(arrived(), counted, self._data.members, self.mesh)
         del counted
         if self.max_grad_norm is not None:
-            clip = (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+            clip = (self.max_grad_norm / (arrived() + 1e-6)).clamp(max=1.0)
             factor = clip if factor is None else clip * factor
-
-        def step(optimizer: torch.optim.Optimizer) -> None:
-            if factor is not None:
-                held = [p for group in optimizer.param_groups for p in group["params"]]
-                scale_gradients([p for p in held if isinstance(p, DTensor)], factor)
-            update(optimizer)
 
         try:
             with self._watch or nullcontext():
                 if finite:
-                    self._data.update(self.optimizer, step)
+                    self._data.update(self.optimizer, partial(update, factor=factor))
                     if self._watch is not None and self._watch.fit(self._data, self.optimizer):
                         self._watch = None
+            arrived()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             self._data.gradients.forget()
@@ -415,7 +419,7 @@ class Engine:
             the loss of the whole batch, detached.
         """
         for part in self.cut(batch):
-            loss = self(part)
+            loss = self.forward(part)
             self.backward(loss)
             del loss
         if self._accumulation is not None:

@@ -7,27 +7,55 @@ from collections.abc import Sequence
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
-from espalier.comm.collectives import sum_whole
+from espalier.comm.collectives import sum_whole_
+from espalier.layout import Layout
+from espalier.layout.layout import is_partial
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
-from espalier.tensor import plain
+from espalier.tensor import DTensor, plain, redistribute, stamp
 
 
-def global_norm(counted: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """The 2-norm of all gradients together (a plain float64 scalar, equal on all ranks).
-
-    One all-reduce over the whole mesh, whatever the layouts. It is not finite where a gradient is not.
+class Norm:
+    """The 2-norm of all gradients together, and the loss, under way: one all-reduce over the whole mesh.
 
     Args:
-        counted: of the gradients what this rank alone is responsible for, as plain tensors.
+        counted: of the gradients what this rank alone is responsible for, as plain tensors, whatever their
+            layouts.
+        loss: of the batch, where it may still be a sum over ranks.
     """
-    with raw():
-        total = torch.zeros((), dtype=torch.float64, device=mesh.device())
-        if counted:
-            real = [torch.view_as_real(g) if g.is_complex() else g for g in counted]
-            norms = _norms(real)
-            total = torch.stack([n.to(total) for n in norms]).square().sum()
-        return sum_whole(total, mesh).sqrt()
+
+    def __init__(self, counted: Sequence[torch.Tensor], loss: torch.Tensor | None, mesh: Mesh) -> None:
+        if isinstance(loss, DTensor) and any(is_partial(s) and s != "sum" for s in loss._layout.axes):
+            loss = redistribute(loss, Layout.replicated(mesh, loss.shape))
+        self._loss = loss
+        with raw():
+            total = torch.zeros((), dtype=torch.float64, device=mesh.device())
+            if counted:
+                real = [torch.view_as_real(g) if g.is_complex() else g for g in counted]
+                total = torch.stack(_norms(real)).to(total).square().sum()
+            addend = _addend(loss, mesh)
+            self._sums = total.view(1) if addend is None else torch.stack([total, addend.to(total)])
+            self._pending = sum_whole_(self._sums, mesh)
+
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The norm (plain, float64, not finite where a gradient is not) and the loss, on every rank."""
+        self._pending.wait()
+        with raw():
+            norm, *told = self._sums.unbind()
+            if told:
+                assert isinstance(self._loss, DTensor)
+                layout = Layout.replicated(self._loss._layout.mesh, self._loss._layout.shape)
+                self._loss = stamp(told[0].to(self._loss.dtype).view(layout.local_shape), layout)
+            return norm.sqrt(), self._loss
+
+
+def _addend(loss: torch.Tensor | None, mesh: Mesh) -> torch.Tensor | None:
+    """What this rank adds to the sum that the loss is; None where it is whole already."""
+    if not isinstance(loss, DTensor) or not loss._layout.partial:
+        return None
+    own = plain(loss).view(())
+    once = not any(mesh.coordinate[a] for a in range(mesh.ndim) if a not in loss._layout.partial)
+    return own if once else torch.zeros_like(own)
 
 
 def scale_gradients(parameters: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
@@ -41,7 +69,7 @@ def scale_gradients(parameters: Sequence[torch.Tensor], factor: torch.Tensor | f
             torch._foreach_mul_(alike, factor if isinstance(factor, float) else factor.to(device, dtype))
 
 
-def _norms(grads: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _norms(grads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The 2-norm of each, where some may be off the device; no square overflows that need not."""
     devices = {g.device for g in grads}
     if len(devices) == 1:
@@ -50,10 +78,10 @@ def _norms(grads: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     for device in devices:
         alike = [i for i, g in enumerate(grads) if g.device == device]
         found.update(zip(alike, _alike_norms([grads[i] for i in alike]), strict=True))
-    return [found[i] for i in range(len(grads))]
+    return tuple(found[i].to(grads[0].device, torch.float64) for i in range(len(grads)))
 
 
-def _alike_norms(grads: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _alike_norms(grads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     if grads[0].device.type == "cpu" and all(g.dtype is torch.float32 for g in grads):
         # ten times as fast there as a sum in float64, which is left for squares that overflow
         norms = torch._foreach_norm(grads, 2)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 
+from espalier.engine.norm import scale_gradients
 from espalier.tensor import DTensor, lay_out, stamp
 from espalier.tensor.deferred import make_values_real
 
@@ -62,12 +63,14 @@ def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
                     state[name] = lay_out(x, p._layout)
 
 
-def update(optimizer: torch.optim.Optimizer) -> None:
-    """``optimizer.step()``; its states lie as their parameters do."""
+def update(optimizer: torch.optim.Optimizer, factor: torch.Tensor | float | None = None) -> None:
+    """``optimizer.step()``, of gradients times ``factor``; its states lie as their parameters do."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if type(p) is DTensor]
+    if factor is not None:
+        scale_gradients(parameters, factor)
     if type(optimizer) not in ELEMENTWISE:
         optimizer.step()
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if type(p) is DTensor]
     with raw():
         # as plain parameters they are spared DTensor's Python getters, and on CUDA torch's choice of
         # the foreach implementation, which goes by class, falls as for any other model

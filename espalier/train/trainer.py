@@ -184,7 +184,7 @@ class Loop:
         engine = self._engine
         with ledger(engine.mesh) if count else nullcontext() as book:
             for rows, size in engine.micro_batches(self._batches.size):
-                engine.backward(engine(engine.local_batch(self._batches.batch(step, rows), size)))
+                engine.backward(engine.forward(engine.local_batch(self._batches.batch(step, rows), size)))
             try:
                 engine.step()
             except FloatingPointError as error:

@@ -26,7 +26,7 @@ from espalier.parallel.data.streaming import Step, Streaming
 from espalier.parallel.data.units import by_size, by_unit
 from espalier.parallel.offload import Offload
 from espalier.parallel.plan import Plan
-from espalier.tensor import plain, stamp
+from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.deferred import lay_out_parameters
 
 _grad: Any = torch.Tensor.grad
@@ -177,13 +177,15 @@ class DataAxis:
         found = {}
         with raw():
             for m in self.members:
-                grad: Any = m.p.grad if m.counts else None
+                if not m.counts:
+                    continue
+                grad: Any = _grad.__get__(m.p)
+                if type(grad) is not DTensor:
+                    grad = m.p.grad  # in pieces, or not looked at yet
                 if grad is None:
                     continue
-                layout = grad._layout
-                for a in layout.partial:
-                    assert self.mesh.shape[a] == 1, "reduce gradients first"
-                here = plain(grad)
+                here, layout = plain(grad), grad._layout
+                assert layout.is_firm or all(self.mesh.shape[a] == 1 for a in layout.partial), "to reduce"
                 if layout.axes[m.axes[-1]] != m.dim:
                     here = m.piece(here)
                 # what is off a dry mesh's device stands on one element

@@ -47,7 +47,7 @@ class Member:
         axis = axes[-1]
         self.is_cast = dtype is not None and p.is_floating_point()
         self.dtype = dtype if dtype is not None and self.is_cast else p.dtype
-        self._n, self._here = full.mesh.shape[axis], full.mesh.coordinate[axis]
+        self._n = full.mesh.shape[axis]
         self.dim = cut_dim(full.padded_shape, self._n)  # the same on all ranks
         self.shard = full if self.dim is None else full.with_axis(axis, self.dim)
         shared = set(range(full.mesh.ndim)) - set(self.shard.order)
@@ -58,6 +58,7 @@ class Member:
         if self.dim is not None:
             self.slot = math.prod(shape[: self.dim]) * -(-shape[self.dim] // self._n)
             self.slot *= math.prod(shape[self.dim + 1 :])
+            self._bounds = chunk_bounds(shape[self.dim], self._n, full.mesh.coordinate[axis])
         self.even = self.dim == 0 and shape[0] % self._n == 0
         self.size = math.prod(shape)
         self._own = self.shard.local_shape
@@ -67,8 +68,9 @@ class Member:
         """The view, of a local tensor that is whole along the axis, that a coordinate holds."""
         if self.dim is None:
             return full
-        at = self._here if coordinate is None else coordinate
-        return full.narrow(self.dim, *chunk_bounds(full.shape[self.dim], self._n, at))
+        if coordinate is None:
+            return full.narrow(self.dim, *self._bounds)
+        return full.narrow(self.dim, *chunk_bounds(full.shape[self.dim], self._n, coordinate))
 
     def own(self, row: torch.Tensor) -> torch.Tensor:
         """This coordinate's piece in a row of its slot, in its own shape."""
