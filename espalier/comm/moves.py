@@ -210,12 +210,16 @@ def varied(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> torch.Tensor:
 
 
 def _varying(x: torch.Tensor, mesh: Mesh, axes: Iterable[int], state: AxisState) -> torch.Tensor:
-    over, shape = set(axes), tuple(x.shape)
-    src, dst = (
-        Layout.of(mesh, tuple(s if a in over else R for a in range(mesh.ndim)), ((),) * len(shape), shape)
-        for s in (state, V)
-    )
-    return move(x, src, dst)
+    over = tuple(sorted(axes))
+    return travel(x, _along(mesh, over, tuple(x.shape), state)) if over else x
+
+
+@lru_cache(maxsize=4096)
+def _along(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], state: AxisState) -> Itinerary:
+    # on the mesh of these axes alone: along others the values may differ, so no route may lead that way
+    part = mesh[tuple(mesh.names[a] for a in axes)]
+    src, dst = (Layout.of(part, (s,) * len(axes), ((),) * len(shape), shape) for s in (state, V))
+    return itinerary(src, dst)
 
 
 def carry_out(x: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:

@@ -167,21 +167,23 @@ class Batches:
         )
         raise ValueError("\n".join(lines))
 
-    def _evened(self, x: torch.Tensor, held: Sequence[int]) -> torch.Tensor:
-        """The rows that the layout gives this rank, where each has loaded so many."""
-        x, mesh, shape = x.to(self.mesh.device()), self.mesh, self._sizes
-        size, here = sum(held), [mesh.coordinate[a] for a in self.axes]
-        if len(shape) == 1:
-            return self._moved(x, self.axes[0], held, _chunks(size, shape[0]))
+    def _evened(self, x: torch.Tensor, held: Sequence[int], level: int = 0) -> torch.Tensor:
+        """The rows that the layout gives this rank, where each has loaded so many.
+
+        ``held`` is told of the ranks that differ from this one on the axes from ``level`` on alone.
+        """
+        x, n, inner = x.to(self.mesh.device()), self._sizes[level], math.prod(self._sizes[level + 1 :])
+        matrix = [list(held[i * inner : (i + 1) * inner]) for i in range(n)]
         # the columns first send each row of the matrix as much as it needs in all, then the rows share
-        inner = shape[1]
-        matrix = [list(held[i * inner : (i + 1) * inner]) for i in range(shape[0])]
         columns = [sum(row[j] for row in matrix) for j in range(inner)]
-        wanted = _chunks(size, shape[0])
-        then = _overlaps(wanted, columns)
-        j = here[1]
-        x = self._moved(x, self.axes[0], [row[j] for row in matrix], [row[j] for row in then])
-        return self._moved(x, self.axes[1], then[here[0]], _chunks(wanted[here[0]], inner))
+        then = _overlaps(_chunks(sum(held), n), columns)
+        j = 0
+        for axis in self.axes[level + 1 :]:
+            j = j * self.mesh.shape[axis] + self.mesh.coordinate[axis]
+        x = self._moved(x, self.axes[level], [row[j] for row in matrix], [row[j] for row in then])
+        if level + 1 == len(self.axes):
+            return x
+        return self._evened(x, then[self.mesh.coordinate[self.axes[level]]], level + 1)
 
     def _moved(self, x: torch.Tensor, axis: int, have: Sequence[int], want: Sequence[int]) -> torch.Tensor:
         """Rows along one axis, in their order, from as many as each has to as many as each wants."""

@@ -17,8 +17,9 @@ from espalier.parallel.expert.exchange import send_tokens
 from espalier.parallel.expert.modules import left_out, stacked
 from espalier.parallel.plan import Plan
 from espalier.parallel.tensor.boundary import cut_sequences
+from espalier.parallel.tensor.grids import Cuts, by_grid
 from espalier.parallel.tensor.infer import infer
-from espalier.parallel.tensor.tables import Table, by_table, table_for
+from espalier.parallel.tensor.tables import Table, by_table, kinds_from, kinds_of, table_for
 from espalier.tensor import lay_out
 from espalier.tensor.deferred import make_the_rest_real
 from espalier.tensor.dtensor import DTensor
@@ -30,10 +31,10 @@ def arrange(
     """The layout of every parameter of a model under a plan.
 
     On the data axes parameters are replicated and varied while the model computes with them: their
-    gradients are reduced chunk by chunk (``espalier.parallel.data``). On the tensor axis they are cut
+    gradients are reduced chunk by chunk (``espalier.parallel.data``). On the tensor axes they are cut
     by a table of name patterns (``table``, or the model's own), or, for a model nobody described, by
-    what a run on ``batch`` shows. Experts (``espalier.parallel.expert``) are cut one from another, along the
-    expert axis and the tensor axis.
+    what a run on ``batch`` shows (1d, 3d) or all alike (2d, 2.5d). Experts (``espalier.parallel.expert``) are
+    cut one from another, along the expert axis and the tensor axis of 1d.
 
     Returns:
         name to layout; None if a batch is needed and missing.
@@ -42,37 +43,62 @@ def arrange(
         ValueError: there is an expert axis and there are no experts.
     """
     table = table if table is not None else table_for(model)
-    if plan.tensor == 1:
-        cut: dict[str, int] = {}
-    elif table is not None:
-        cut = by_table(model, table)
-    elif batch is None:
-        return None
+    if plan.tensor_mode == "1d":
+        cuts = _on_a_line(model, plan, table, batch)
     else:
-        with left_out(model):
-            cut = infer(model, batch, plan.tensor)
+        cuts = _on_a_grid(model, plan, table, batch)
+    if cuts is None:
+        return None
     experts = stacked(model)
     if plan.expert > 1 and not experts:
         raise ValueError(
             f"expert = {plan.expert}, but {type(model).__name__} has no experts: no module with num_experts, "
             "parameters [num_experts, ...] and forward(hidden, top_k_index, top_k_weights)."
         )
-    shared: dict[int, int] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if name in cut:
-            shared[id(p)] = cut[name]
+    apart = tuple(axis for axis in ("expert", "tensor") if axis in mesh.names)
     layouts = {}
     for name, p in model.named_parameters():
-        dim = shared.get(id(p))
         places: list[Placement] = [Replicate()] * mesh.ndim
-        if name in experts:
-            for axis in {"expert", "tensor"} & set(mesh.names):
-                places[mesh.axis(axis)] = Shard(0)
-        elif dim is not None:
-            places[mesh.axis("tensor")] = Shard(dim)
-        varied = [a for a in plan.data_axes if places[mesh.axis(a)] == Replicate()]
-        layouts[name] = Layout(mesh, places, tuple(p.shape), varied=varied)
+        order: list[str] = []
+        for dim, axes in enumerate((apart,) if name in experts else cuts.get(name, ())):
+            order += axes
+            for axis in axes:
+                places[mesh.axis(axis)] = Shard(dim)
+        varied = [a for a in plan.data_axes if a not in order]
+        layouts[name] = Layout(mesh, places, tuple(p.shape), order=order, varied=varied)
     return layouts
+
+
+def _on_a_line(model: nn.Module, plan: Plan, table: Table | None, batch: Any) -> dict[str, Cuts] | None:
+    """1d: the dim that the tensor axis cuts."""
+    if plan.tensor == 1:
+        return {}
+    if table is None and batch is None:
+        return None
+    if table is not None:
+        cut = by_table(model, table)
+    else:
+        with left_out(model):
+            cut = infer(model, batch, plan.tensor)
+    shared: dict[int, Cuts] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if name in cut:
+            shared[id(p)] = tuple(("tensor",) if d == cut[name] else () for d in range(p.ndim))
+    return {name: shared[id(p)] for name, p in model.named_parameters() if id(p) in shared}
+
+
+def _on_a_grid(model: nn.Module, plan: Plan, table: Table | None, batch: Any) -> dict[str, Cuts] | None:
+    """2d, 2.5d and 3d: every matrix both ways; in a cube it matters which layers follow which."""
+    if table is not None:
+        kinds = kinds_of(model, table)
+    elif plan.tensor_mode != "3d" or plan.tensor == 1:
+        kinds = {}
+    elif batch is None:
+        return None
+    else:
+        with left_out(model):
+            kinds = kinds_from(model, infer(model, batch, plan.tensor_axes["k"]))
+    return by_grid(model, plan.tensor_mode, kinds, plan.tensor_axes)
 
 
 def lay_out_model(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, plan: Plan) -> DataAxis:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
+from espalier.parallel.modes import ROWS, Mode, tensor_axes
 from espalier.parallel.offload import Offload
 from espalier.parallel.precision import Precision, as_precision
 
@@ -45,6 +46,9 @@ class Plan(BaseModel):
         tensor: ranks that share each layer (heads, hidden and vocabulary dims).
         sequence_parallel: with ``tensor``: what lies between layers that are cut (the residual stream, norms,
             dropouts) is cut over the sequence, as in Megatron-LM. The results are the same.
+        tensor_mode: how they do: ``"1d"`` (a line, Megatron-LM), ``"2d"`` (a grid, SUMMA), ``"2.5d"``
+            (``depth`` grids upon each other) or ``"3d"`` (a cube). But in 1d they share the batch's rows too.
+        depth: grids of ``"2.5d"``.
         clip: largest 2-norm of all gradients together; larger ones are scaled down to it. None: no limit.
         accumulate: micro-batches of a step; each rank holds the activations of one at a time.
         chunk_megabytes: parameters and gradients move along the data axis in buffers of about this size,
@@ -71,6 +75,8 @@ class Plan(BaseModel):
     replicate: Size = 1
     tensor: Size = 1
     sequence_parallel: bool = False
+    tensor_mode: Mode = "1d"
+    depth: Size = 1
     clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     accumulate: Size = 1
     chunk_megabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 25.0
@@ -86,7 +92,7 @@ class Plan(BaseModel):
         except ValidationError as error:
             found = [_mistake(dict(item), type(self)) for item in error.errors(include_url=False)]
             raise PlanError(found) from None
-        found = []
+        found = self._tensor_mistakes()
         if self.data % self.expert:
             found.append(("expert", self.expert, f"it divides data = {self.data}, whose ranks share experts"))
         if self.expert > 1 and self.replicate > 1:
@@ -101,6 +107,21 @@ class Plan(BaseModel):
             ]
         if found:
             raise PlanError(found)
+
+    def _tensor_mistakes(self) -> list[tuple[str, Any, str]]:
+        if self.tensor_mode == "2.5d" and self.tensor > 1 and self.depth == 1:
+            return [("depth", 1, "2.5d needs 2 grids or more (one alone is tensor_mode = '2d')")]
+        if self.tensor_mode != "2.5d" and self.depth > 1:
+            return [("depth", self.depth, "only tensor_mode = '2.5d' has a depth: expected 1")]
+        if self.tensor_mode != "1d" and self.sequence_parallel:
+            return [("sequence_parallel", True, "only tensor_mode = '1d' leaves anything whole to cut")]
+        if self.tensor_mode != "1d" and self.expert > 1:
+            return [("expert", self.expert, "experts go with tensor_mode = '1d': expected 1")]
+        try:
+            tensor_axes(self.tensor_mode, self.tensor, self.depth)
+        except ValueError as error:
+            return [("tensor", self.tensor, str(error))]
+        return []
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Plan:
@@ -123,7 +144,12 @@ class Plan(BaseModel):
         """The mesh's axes, outermost first (the last has the closest neighbours)."""
         hybrid = {"replicate": self.replicate} if self.replicate > 1 else {}
         experts = {"expert": self.expert} if self.expert > 1 else {}
-        return {**hybrid, "data": self.data // self.expert, **experts, "tensor": self.tensor}
+        return {**hybrid, "data": self.data // self.expert, **experts, **self.tensor_axes}
+
+    @property
+    def tensor_axes(self) -> dict[str, int]:
+        """The axes whose ranks share each layer, outermost first."""
+        return tensor_axes(self.tensor_mode, self.tensor, self.depth)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -136,7 +162,7 @@ class Plan(BaseModel):
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that cut the batch's rows, outermost first."""
-        return self.data_axes
+        return (*self.data_axes, *ROWS[self.tensor_mode])
 
     @property
     def world_size(self) -> int:

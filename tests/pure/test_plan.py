@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -114,3 +116,24 @@ def test_precision_is_a_word_or_a_table() -> None:
     assert "precision.reduc = 'float32': unknown key; did you mean reduce?" in text
     assert "precision.loss_scale.init_scal = 2.0: unknown key; did you mean init_scale?" in text
     assert "precision.loss_scale.min_scale = 0: expected greater than 0" in text
+
+
+def test_tensor_modes() -> None:
+    def axes(**given: Any) -> dict[str, int]:
+        return Plan(**given).axes
+
+    assert axes(tensor=8, tensor_mode="2d") == {"data": 1, "row": 2, "col": 4}
+    assert axes(tensor=7, tensor_mode="2d") == {"data": 1, "row": 1, "col": 7}
+    assert axes(tensor=18, tensor_mode="2.5d", depth=2) == {"data": 1, "depth": 2, "row": 3, "col": 3}
+    assert axes(data=2, tensor=27, tensor_mode="3d") == {"data": 2, "i": 3, "j": 3, "k": 3}
+    assert Plan(tensor=8, tensor_mode="3d").batch_axes == ("data", "i", "j")
+    assert Plan(tensor=8, tensor_mode="2.5d", depth=2, replicate=2).data_axes == ("replicate", "data")
+    for given, message in [
+        ({"tensor": 9, "tensor_mode": "3d"}, "tensor = 9: 3d needs a cube of ranks: expected 8 or 27"),
+        ({"tensor": 9, "tensor_mode": "2.5d", "depth": 2}, "expected a multiple of depth = 2"),
+        ({"tensor": 8, "tensor_mode": "2.5d"}, "depth = 1: 2.5d needs 2 grids or more"),
+        ({"tensor": 8, "depth": 2}, "depth = 2: only tensor_mode = '2.5d' has a depth"),
+        ({"tensor_mode": "4d"}, "tensor_mode = '4d'"),
+    ]:
+        with pytest.raises(PlanError, match=re.escape(message)):
+            Plan(**given)

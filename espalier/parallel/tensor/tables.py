@@ -57,13 +57,13 @@ def table_for(model: nn.Module) -> Table | None:
     return {pattern: kind for pattern, kind in table.items() if fnmatch.filter(names, pattern)} or None
 
 
-def by_table(model: nn.Module, table: Table) -> dict[str, int]:
-    """For each parameter that the table cuts, the dim that the tensor axis cuts.
+def kinds_of(model: nn.Module, table: Table) -> dict[str, str]:
+    """For each module that the table names, what it says of it.
 
     Raises:
-        ValueError: listing all patterns that match nothing, unknown kinds, and kinds that don't fit.
+        ValueError: listing all patterns that match nothing and unknown kinds.
     """
-    cut: dict[str, int] = {}
+    found: dict[str, str] = {}
     wrong: list[str] = []
     modules = dict(model.named_modules())
     for pattern, kind in table.items():
@@ -72,17 +72,40 @@ def by_table(model: nn.Module, table: Table) -> dict[str, int]:
             wrong.append(f"{pattern!r}: unknown kind {kind!r}; expected one of {', '.join(KINDS)}")
         elif not matched:
             wrong.append(f"{pattern!r} matches no module of {type(model).__name__}")
-        for name in matched if kind in KINDS else ():
-            for own, parameter in modules[name].named_parameters(recurse=False):
-                dim = _dim(modules[name], own, kind)
-                if dim is not None and dim < parameter.ndim:
-                    cut[f"{name}.{own}" if name else own] = dim
+        found.update(dict.fromkeys(matched, kind))
     if wrong:
         raise ValueError("\n  ".join(["Tensor-parallel layouts:", *wrong]))
+    return found
+
+
+def by_table(model: nn.Module, table: Table) -> dict[str, int]:
+    """For each parameter that the table cuts, the dim that the tensor axis cuts.
+
+    Raises:
+        ValueError: see :func:`kinds_of`.
+    """
+    cut: dict[str, int] = {}
+    for name, kind in kinds_of(model, table).items():
+        module = model.get_submodule(name)
+        for own, parameter in module.named_parameters(recurse=False):
+            dim = dim_of(module, own, kind)
+            if dim is not None and dim < parameter.ndim:
+                cut[f"{name}.{own}" if name else own] = dim
     return cut
 
 
-def _dim(module: nn.Module, parameter: str, kind: str) -> int | None:
+def kinds_from(model: nn.Module, cut: Mapping[str, int]) -> dict[str, str]:
+    """The kinds of modules whose weights are cut so: the other way of :func:`by_table`."""
+    found = {}
+    for name, dim in cut.items():
+        owner, _, own = name.rpartition(".")
+        if own == "weight" and dim_of(model.get_submodule(owner), own, "row") == dim:
+            found[owner] = "row"
+    return found
+
+
+def dim_of(module: nn.Module, parameter: str, kind: str) -> int | None:
+    """The dim of a module's parameter that the tensor axis cuts; None for one that stays whole."""
     if kind in ("column", "vocab"):
         return 1 if transposed(module) and parameter == "weight" else 0
     if kind == "row" and parameter == "weight":

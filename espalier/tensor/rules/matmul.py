@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from espalier.comm.moves import carry_out
 from espalier.layout import Layout, local_box
 from espalier.layout.layout import AxisState, R
+from espalier.tensor.rules.grids import ADDMM, LINEAR, MATMUL, REVERSED, lay_on_grid
 from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
 from espalier.tensor.rules.together import with_one, within
 
@@ -22,8 +24,9 @@ def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Spec:
     ins = [(*batch, "k"), (*rows, "k")]
     shape = (*x.shape[:-1], *weight.shape[:-1])
     if bias is None:
-        return Spec(ins, [(*batch, *rows)], [shape], reduce={"k": "sum"}, linear=[(0,), (1,)])
-    return Spec(
+        spec = Spec(ins, [(*batch, *rows)], [shape], reduce={"k": "sum"}, linear=[(0,), (1,)])
+        return lay_on_grid(spec, LINEAR, x, weight)
+    spec = Spec(
         [*ins, rows if bias.ndim else ()],
         [(*batch, *rows)],
         [shape],
@@ -31,6 +34,7 @@ def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Spec:
         linear=[(0, 2), (1, 2)],
         addends=(2,),
     )
+    return lay_on_grid(spec, LINEAR, x, weight, bias)
 
 
 def matmul(x: Operand, y: Operand) -> Spec:
@@ -52,7 +56,8 @@ def matmul(x: Operand, y: Operand) -> Spec:
     if len(b) > 1:
         out, shape = (*out, "n"), (*shape, b[-1])
     first, second = (left, right) if x.index < y.index else (right, left)
-    return Spec([first, second], [out], [shape], reduce={"k": "sum"}, linear=[(0,), (1,)])
+    spec = Spec([first, second], [out], [shape], reduce={"k": "sum"}, linear=[(0,), (1,)])
+    return lay_on_grid(spec, MATMUL if x.index < y.index else REVERSED, x, y)
 
 
 def reverse_matmul(x: Operand, y: Operand) -> Spec:
@@ -67,7 +72,7 @@ def addmm(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 
     out: Dims = (*lead, "m", "n")
     skip = len(out) - bias.ndim
     added = tuple(out[i + skip] if n == shape[i + skip] else None for i, n in enumerate(bias.shape))
-    return Spec(
+    spec = Spec(
         [added, (*lead, "m", "k"), (*lead, "k", "n")],
         [out],
         [shape],
@@ -75,6 +80,9 @@ def addmm(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 
         linear=[(0, 1), (0, 2)],
         addends=(0,),
     )
+    if beta != 1 or alpha != 1 or bias.ndim != 1 or not added[0]:
+        return spec
+    return lay_on_grid(spec, ADDMM, x, y, bias)
 
 
 def outer(x: Operand, y: Operand) -> Spec:
@@ -133,7 +141,7 @@ def embedding(
     ins: list[Dims] = [ids, ("v", "h")]
     if input.index > weight.index:  # torch.embedding
         ins.reverse()
-    return Spec(
+    spec = Spec(
         ins,
         [(*ids, "h")],
         [(*input.shape, weight.shape[1])],
@@ -143,6 +151,13 @@ def embedding(
         run=_lookup,
         when=lambda placed: placed.axes_of(placed.ins[weight.index], (0,)) or placed.lacks(),
     )
+    # along an axis that cuts both, the indices stay: what is smaller moves, the table or what is looked up
+    rows = "v" if math.prod(input.shape) < weight.shape[0] else None
+    for axis, (state, other) in enumerate(zip(input.layout.axes, weight.layout.axes, strict=True)):
+        if isinstance(state, int) and isinstance(other, int) and ("v", "h")[other] != rows:
+            states = (state, R) if input.index < weight.index else (R, state)
+            spec.decided[axis] = states, (state,), ids[state]
+    return spec
 
 
 def _shared_lookup(dim: int, place: int) -> tuple[tuple[AxisState, ...], tuple[AxisState, ...]]:

@@ -8,8 +8,8 @@ For one mesh axis, a spec allows these signatures:
 * for a group in which the function is linear: those operands Partial, the others replicated,
   outputs Partial.
 
-Axis by axis the cheapest is taken: first by the elements that the operands' transitions send,
-then by the fewest new Partials, then by the fewest operands touched. A value is never sharded
+Where a rule has not decided itself, the cheapest is taken, axis by axis: first by the elements that the
+operands' transitions send, then by the fewest new Partials, then by the fewest operands touched. A value is never sharded
 without need: a letter is considered only where some operand is sharded on it already; and where
 one is, no value stays Partial, for then the work can be shared. Turning a replicated operand into
 a Partial is charged as the reduction that it makes necessary later.
@@ -80,6 +80,9 @@ def weigh(spec: Spec, operands: list[Operand], mesh: Mesh) -> list[Options] | No
 def _candidates(
     spec: Spec, operands: list[Operand], axis: int, cuts: dict[Letter, list[int]], mesh: Mesh
 ) -> Iterator[Candidate]:
+    if axis in spec.decided:
+        yield Candidate(*spec.decided[axis])
+        return
     states = [o.layout.axes[axis] for o in operands]
     replicated: tuple[AxisState, ...] = (R,) * len(operands)
     yield Candidate(replicated, (R,) * len(spec.outs), None)

@@ -105,6 +105,8 @@ class Spec:
         buffers: operands that the runner writes to besides; their layouts stay too.
         ways: more that one axis may do, told outright: states of the operands, and of the outputs.
         sends: for a letter the elements that the runner reduces along an axis that cuts it.
+        decided: axes for which the rule itself says, from how its operands lie, what happens: states of the
+            operands, states of the outputs, and the letter that is cut.
         fails: operands whose values alone may make the call fail (an index out of range): where they differ
             from rank to rank the ranks agree on it.
     """
@@ -125,6 +127,9 @@ class Spec:
     sends: Mapping[Any, int] = field(default_factory=dict)
     fails: Sequence[int] = ()
     ways: Sequence[tuple[tuple[AxisState, ...], tuple[AxisState, ...]]] = ()
+    decided: dict[int, tuple[tuple[AxisState, ...], tuple[AxisState, ...], Letter]] = field(
+        default_factory=dict
+    )
 
 
 def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[int, ...]]:

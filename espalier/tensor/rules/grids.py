@@ -1,0 +1,125 @@
+"""Products on a grid or a cube of ranks: what x[b, k] · w[k, n] does where both are cut both ways.
+
+Rows b of the activation are cut, features k and n of the weight. Along an axis the two then lie as one of
+
+======  ==========  ==========  ================================================
+kind    x is cut    w is cut    what is done along the axis
+======  ==========  ==========  ================================================
+``K``   rows b      k           w is brought together, rows stay cut
+``N``   k           n           x is brought together, n stays cut
+``B``   rows b      n           as ``K`` or ``N``, whichever the others leave
+``C``   k           k           each rank has addends; their sum is cut again
+======  ==========  ==========  ================================================
+
+and the kinds of the axes together say which algorithm it is:
+
+* ``K, N``: SUMMA (van de Geijn, Watts 1997). The product has its rows cut over the first, n over the second;
+* ``B, C``: the same with a transposed weight (a vocabulary head that is tied to an embedding); the
+  sum is cut along n;
+* ``B, B, C``: 3D (Agarwal et al. 1995). Along the axis that cuts rows last and n first x is brought
+  together, along the other w; the sum is cut along the rows, so the axes change roles from layer to layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from espalier.comm import move
+from espalier.layout.layout import AxisState, R
+from espalier.tensor.rules.spec import Operand, Placed, Spec, bound_to
+
+
+class Product(NamedTuple):
+    """A product of a rule's call: which operands, how its function names them, and how the weight lies.
+
+    Attributes:
+        names: of the function's parameters, in order.
+        x, weight, bias: names of the operands among them.
+        n: the dim of the weight that is n; the other is k.
+    """
+
+    names: str
+    x: str
+    weight: str
+    bias: str | None
+    n: int
+
+
+LINEAR = Product("input weight bias", "input", "weight", "bias", 0)
+MATMUL = Product("input other", "input", "other", None, 1)
+REVERSED = Product("other input", "input", "other", None, 1)
+ADDMM = Product("input mat1 mat2", "mat1", "mat2", "input", 1)
+
+
+def lay_on_grid(
+    spec: Spec, product: Product, x: Operand, weight: Operand, bias: Operand | None = None
+) -> Spec:
+    """Let a product's spec decide for itself, if its operands lie on a grid or a cube."""
+    kinds = _kinds(x, weight, product.n)
+    if kinds is None:
+        return spec
+    rows, by_kind = kinds
+    k, n = x.ndim - 1, product.n
+    letter = spec.ins[x.index][rows]
+
+    def say(
+        axis: int, of_x: AxisState, of_w: AxisState, of_bias: AxisState, out: AxisState, name: Any
+    ) -> None:
+        states: list[AxisState] = [R] * len(spec.ins)
+        states[x.index], states[weight.index] = of_x, of_w
+        if bias is not None:
+            states[bias.index] = of_bias
+        spec.decided[axis] = tuple(states), (out,), name
+
+    wide = bias.ndim - 1 if bias is not None else R
+    match by_kind:
+        case {"K": [first], "N": [second], **rest} if not rest:
+            say(first, rows, R, R, rows, letter)
+            say(second, R, n, wide, k, "n")
+        case {"B": [first], "C": [second], **rest} if not rest:
+            say(first, rows, R, R, rows, letter)
+            say(second, k, 1 - n, wide, k, "k")
+            spec.run = _scattering(product, second)
+        case {"B": [_, _] as both, "C": [third], **rest} if not rest:
+            second, first = x.layout.cuts[rows][-1], weight.layout.cuts[n][-1]
+            if sorted(both) == sorted((first, second)):
+                say(first, rows, R, R, rows, letter)
+                say(second, R, n, wide, k, "n")
+                say(third, k, 1 - n, R, rows, "k")
+                spec.run = _scattering(product, third)
+    return spec
+
+
+def _kinds(x: Operand, weight: Operand, n: int) -> tuple[int, dict[str, list[int]]] | None:
+    """The dim of the rows, and the axes of each kind; None where rows are cut along several dims or none."""
+    if x.ndim < 2 or weight.ndim != 2:
+        return None
+    found: dict[str, list[int]] = {}
+    rows: set[int] = set()
+    for axis, (s, t) in enumerate(zip(x.layout.axes, weight.layout.axes, strict=True)):
+        if x.layout.mesh.shape[axis] > 1 and isinstance(s, int) and isinstance(t, int):
+            if s < x.ndim - 1:
+                rows.add(s)
+                found.setdefault("B" if t == n else "K", []).append(axis)
+            else:
+                found.setdefault("N" if t == n else "C", []).append(axis)
+    return (rows.pop(), found) if len(rows) == 1 else None
+
+
+def _scattering(product: Product, axis: int) -> Callable[..., torch.Tensor]:
+    """A runner: the product is Partial along an axis that cuts the output; the bias is added after that."""
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        given = bound_to(product.names, args, kwargs)
+        x, weight = given[product.x], given[product.weight]
+        bias = given.get(product.bias) if product.bias is not None else None
+        addend = F.linear(x, weight) if product.n == 0 else x @ weight
+        out = placed.outs[0]
+        found = move(addend, out.with_axis(axis, "sum"), out)
+        return found if bias is None else found + bias
+
+    return run

@@ -1,0 +1,74 @@
+"""Tensor parallelism on grids and cubes of ranks (2d, 2.5d, 3d) against one process, in float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import espalier
+from espalier.models import build
+from tests.ranks.test_engine import SIZES, batch, model, same_steps
+
+Trial = tuple[dict[str, Any], str, dict[str, Any]]
+
+
+def dry(plan: dict[str, Any], kind: str, sizes: dict[str, Any], rows: int, coordinate: Any) -> Any:
+    with torch.device("meta"):
+        twin = build(kind, sizes)
+    twin = twin.double()
+    data = {k: torch.empty_like(v, device="meta") for k, v in batch(rows).items()}
+    optimizer = torch.optim.AdamW(twin.parameters())
+    given: dict[str, Any] = {"optimizer": optimizer, "max_grad_norm": 0.5, "coordinate": coordinate}
+    return espalier.dry_run(twin, plan, data, **given)
+
+
+def trains(rank: int, world: int, trials: list[Trial]) -> None:
+    """The same steps as one process, and the ledger that a dry run foretells."""
+    for plan, kind, changes in trials:
+        net = model(kind, **changes)
+        plain = copy.deepcopy(net)
+        options = {"lr": 1e-2, "weight_decay": 0.1}
+        ours, theirs = (torch.optim.AdamW(m.parameters(), **options) for m in (net, plain))
+        engine = espalier.initialize(net, ours, plan, max_grad_norm=0.5)
+        same_steps(engine, plain, theirs, 2)
+        with espalier.ledger(engine.mesh) as book:
+            engine.train_step(batch(5))
+        foretold = dry(plan, kind, {**SIZES[kind], **changes}, 5, engine.mesh.coordinate)
+        assert book.entries == foretold.ledger.entries, (plan, kind)
+
+
+GRID = {"tensor": 4, "tensor_mode": "2d"}
+BOTH = {"tensor": 8, "tensor_mode": "2.5d", "depth": 2}
+CUBE = {"tensor": 8, "tensor_mode": "3d"}
+
+
+def test_a_grid_of_four(ranks: Any) -> None:
+    uneven = {"hidden": 18, "heads": 3, "vocab_size": 37}  # 3 heads for 2 columns, 6 rows for 2 of 5
+    ranks(
+        4,
+        trains,
+        [
+            (GRID, "gpt", {"tied": True, "layers": 1}),
+            (GRID, "gpt2", uneven),
+            (GRID, "gpt", {"bias": True, "layers": 1}),
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    "trials",
+    [
+        [(BOTH, "gpt2", {}), (BOTH, "gpt", {"hidden": 20, "heads": 2, "layers": 1, "bias": True})],
+        [(CUBE, "gpt2", {}), (CUBE, "gpt", {"hidden": 20, "heads": 2, "layers": 1, "bias": True})],
+        [
+            ({**GRID, "data": 2, "zero": 3}, "gpt2", {}),
+            ({**GRID, "tensor": 8, "recompute": "full"}, "gpt", {"tied": True}),
+        ],
+    ],
+    ids=["2.5d", "3d", "2d"],
+)
+def test_eight_ranks(ranks: Any, trials: list[Trial]) -> None:
+    ranks(8, trains, trials)
