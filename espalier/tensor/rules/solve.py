@@ -9,9 +9,9 @@ For one mesh axis, a spec allows these signatures:
   outputs Partial.
 
 Where a rule has not decided itself, the cheapest is taken, axis by axis: first by the elements that the
-operands' transitions send, then by the fewest new Partials, then by the fewest operands touched. A value is never sharded
-without need: a letter is considered only where some operand is sharded on it already; and where
-one is, no value stays Partial, for then the work can be shared. Turning a replicated operand into
+operands' transitions send, then by the fewest new Partials, then by the fewest operands touched. A value
+is never sharded without need: a letter is considered only where some operand is sharded on it already; and
+where one is, no value stays Partial, for then the work can be shared. Turning a replicated operand into
 a Partial is charged as the reduction that it makes necessary later.
 
 Then *vary* is put in: along an axis where any output is sharded or Partial, or any operand is
