@@ -49,6 +49,11 @@ class Batches:
             start += begin
         return slice(start, start + size)
 
+    def share(self, batch: Any) -> int:
+        """The most rows that a rank computes of a global batch; 1 if it has none."""
+        size = max((x.shape[0] for _, x in _leaves(batch)), default=1)
+        return -(-size // math.prod(self._sizes))
+
     def local(self, rows: Any, size: int) -> Any:
         """This rank's rows of a global batch as DTensors."""
         among = math.prod(self._sizes)

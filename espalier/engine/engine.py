@@ -90,7 +90,7 @@ def initialize(
                 "Build it on model.parameters() of the very model given."
             )
     engine = Engine(model, optimizer, plan, on, loss_fn, layouts, max_grad_norm, count, recompute_policy)
-    engine.lay_out(example)
+    engine.lay_out(None if example is None else engine.cut(example)[0])
     return engine
 
 
@@ -156,9 +156,11 @@ class Engine:
         if self._data is not None:
             return
         sample = None if batch is None else tree_map(self._sample, self._parted(batch)[0])
-        layouts = arrange(self.module, self.plan, self.mesh, table=self._table, batch=sample)
+        given: Any = {"table": self._table, "batch": sample, "rows": self._batches.share(batch)}
+        layouts = arrange(self.module, self.plan, self.mesh, **given)
         if layouts is None:
             return
+        self.chosen = layouts.chosen
         self._data = lay_out_model(self.module, layouts, self.mesh, self.plan)
         recompute(self.module, self._recomputed, self.plan.recompute_inputs, self._policy)
         if self.optimizer is not None:

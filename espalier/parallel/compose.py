@@ -16,25 +16,37 @@ from espalier.parallel.data.units import blocks
 from espalier.parallel.expert.exchange import send_tokens
 from espalier.parallel.expert.modules import left_out, stacked
 from espalier.parallel.plan import Plan
+from espalier.parallel.tensor.automatic import Chosen, choose
 from espalier.parallel.tensor.boundary import cut_sequences
 from espalier.parallel.tensor.grids import Cuts, by_grid
 from espalier.parallel.tensor.infer import infer
-from espalier.parallel.tensor.tables import Table, by_table, kinds_from, kinds_of, table_for
+from espalier.parallel.tensor.tables import Table, kinds_from, kinds_of, table_for
 from espalier.tensor import lay_out
 from espalier.tensor.deferred import make_the_rest_real
 from espalier.tensor.dtensor import DTensor
 
 
+class Arrangement(dict[str, Layout]):
+    """The layout of every parameter, by name.
+
+    Attributes:
+        chosen: what was chosen on the tensor axis.
+    """
+
+    chosen: Chosen
+
+
 def arrange(
-    model: nn.Module, plan: Plan, mesh: Mesh, *, table: Table | None = None, batch: Any = None
-) -> dict[str, Layout] | None:
+    model: nn.Module, plan: Plan, mesh: Mesh, *, table: Table | None = None, batch: Any = None, rows: int = 1
+) -> Arrangement | None:
     """The layout of every parameter of a model under a plan.
 
     On the data axes parameters are replicated and varied while the model computes with them: their
     gradients are reduced chunk by chunk (``espalier.parallel.data``). On the tensor axes they are cut
     by a table of name patterns (``table``, or the model's own), or, for a model nobody described, by
-    what a run on ``batch`` shows (1d, 3d) or all alike (2d, 2.5d). Experts (``espalier.parallel.expert``) are
-    cut one from another, along the expert axis and the tensor axis of 1d.
+    what a run on ``batch`` (of one row) and trials of its blocks (of ``rows``) show (1d), that run alone
+    (3d), or all alike (2d, 2.5d). Experts (``espalier.parallel.expert``) are cut one from another, along the
+    expert axis and the tensor axis of 1d.
 
     Returns:
         name to layout; None if a batch is needed and missing.
@@ -44,10 +56,14 @@ def arrange(
     """
     table = table if table is not None else table_for(model)
     if plan.tensor_mode == "1d":
-        cuts = _on_a_line(model, plan, table, batch)
+        given: Any = {"table": table, "batch": batch, "rows": rows, "sequence": plan.sequence_parallel}
+        with left_out(model):
+            chosen = choose(model, plan.tensor, blocks(model), **given)
+        cuts = None if chosen is None else _on_a_line(model, chosen.cut)
     else:
+        chosen = Chosen({}, False)
         cuts = _on_a_grid(model, plan, table, batch)
-    if cuts is None:
+    if chosen is None or cuts is None:
         return None
     experts = stacked(model)
     if plan.expert > 1 and not experts:
@@ -56,7 +72,8 @@ def arrange(
             "parameters [num_experts, ...] and forward(hidden, top_k_index, top_k_weights)."
         )
     apart = tuple(axis for axis in ("expert", "tensor") if axis in mesh.names)
-    layouts = {}
+    layouts = Arrangement()
+    layouts.chosen = chosen
     for name, p in model.named_parameters():
         places: list[Placement] = [Replicate()] * mesh.ndim
         order: list[str] = []
@@ -69,17 +86,8 @@ def arrange(
     return layouts
 
 
-def _on_a_line(model: nn.Module, plan: Plan, table: Table | None, batch: Any) -> dict[str, Cuts] | None:
-    """1d: the dim that the tensor axis cuts."""
-    if plan.tensor == 1:
-        return {}
-    if table is None and batch is None:
-        return None
-    if table is not None:
-        cut = by_table(model, table)
-    else:
-        with left_out(model):
-            cut = infer(model, batch, plan.tensor)
+def _on_a_line(model: nn.Module, cut: Mapping[str, int]) -> dict[str, Cuts]:
+    """1d: the tensor axis cuts the dims chosen."""
     shared: dict[int, Cuts] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if name in cut:
@@ -97,11 +105,12 @@ def _on_a_grid(model: nn.Module, plan: Plan, table: Table | None, batch: Any) ->
         return None
     else:
         with left_out(model):
-            kinds = kinds_from(model, infer(model, batch, plan.tensor_axes["k"]))
+            groups = infer(model, batch, plan.tensor_axes["k"])
+        kinds = kinds_from(model, {name: dim for group in groups for name, dim in group.items()})
     return by_grid(model, plan.tensor_mode, kinds, plan.tensor_axes)
 
 
-def lay_out_model(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, plan: Plan) -> DataAxis:
+def lay_out_model(model: nn.Module, layouts: Arrangement, mesh: Mesh, plan: Plan) -> DataAxis:
     """Make every parameter a DTensor, in place: who holds it (an optimizer, a tie) goes on holding it.
 
     Rank 0's values are sent to all, so ranks that were seeded differently train one model all the
@@ -128,6 +137,6 @@ def lay_out_model(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, p
                 whole = lay_out(b, Layout.replicated(mesh, tuple(b.shape)))
                 with raw():
                     module._buffers[name] = whole.as_subclass(torch.Tensor)
-    if plan.sequence_parallel and plan.tensor > 1:
+    if layouts.chosen.sequence:
         cut_sequences(model, layouts, mesh.axis("tensor"), blocks(model).values())
     return data

@@ -45,7 +45,8 @@ class Plan(BaseModel):
             cut inside a node, replicate across).
         tensor: ranks that share each layer (heads, hidden and vocabulary dims).
         sequence_parallel: with ``tensor``: what lies between layers that are cut (the residual stream, norms,
-            dropouts) is cut over the sequence, as in Megatron-LM. The results are the same.
+            dropouts) is cut over the sequence, as in Megatron-LM. The results are the same. ``"auto"``: if
+            that is cheaper, in bytes sent and held.
         tensor_mode: how they do: ``"1d"`` (a line, Megatron-LM), ``"2d"`` (a grid, SUMMA), ``"2.5d"``
             (``depth`` grids upon each other) or ``"3d"`` (a cube). But in 1d they share the batch's rows too.
         depth: grids of ``"2.5d"``.
@@ -74,7 +75,7 @@ class Plan(BaseModel):
     zero: Literal[0, 1, 2, 3] = 0
     replicate: Size = 1
     tensor: Size = 1
-    sequence_parallel: bool = False
+    sequence_parallel: bool | Literal["auto"] = False
     tensor_mode: Mode = "1d"
     depth: Size = 1
     clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -114,7 +115,8 @@ class Plan(BaseModel):
         if self.tensor_mode != "2.5d" and self.depth > 1:
             return [("depth", self.depth, "only tensor_mode = '2.5d' has a depth: expected 1")]
         if self.tensor_mode != "1d" and self.sequence_parallel:
-            return [("sequence_parallel", True, "only tensor_mode = '1d' leaves anything whole to cut")]
+            told = "only tensor_mode = '1d' leaves anything whole to cut"
+            return [("sequence_parallel", self.sequence_parallel, told)]
         if self.tensor_mode != "1d" and self.expert > 1:
             return [("expert", self.expert, "experts go with tensor_mode = '1d': expected 1")]
         try:

@@ -37,7 +37,7 @@ from espalier.tensor.whole import call_on_whole
 Call = Callable[..., Any]
 
 # [batch, sequence, ...]: the batch's rows, dim 0, are the data axes'
-_SEQUENCE = 1
+SEQUENCE = 1
 
 
 def cut_sequences(
@@ -137,7 +137,7 @@ def _block(module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str
     return own(*args, **kwargs)
 
 
-def _cut(x: DTensor, axis: int, dim: int = _SEQUENCE) -> DTensor:
+def _cut(x: DTensor, axis: int, dim: int = SEQUENCE) -> DTensor:
     """``x`` cut over the sequence, if it is long enough for each rank to get some of it."""
     layout = x._layout.own
     if layout.shape[dim] < layout.mesh.shape[axis]:

@@ -9,14 +9,16 @@ through pointwise functions, views, attention heads, until
   sharded vocabulary: the stream is *closed*, and can be cut with one reduction at its end; or
 * it *leaks*: into a norm, a residual sum, a slice, something that needs it whole.
 
-Every closed stream that does not leak is cut on the tensor axis, in all parameters it meets.
-Embeddings are cut over the vocabulary where that saves a real share of the model.
+Every closed stream that does not leak may be cut on the tensor axis, in all parameters it meets;
+trials decide (``espalier.parallel.tensor.trial``). Embeddings are cut over the vocabulary, and heads
+over classes, where that saves a real share of the model.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,8 +32,8 @@ from espalier.tensor.fallback import _entrance, tree_map
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.spec import Letter, Operand, Spec
 
-# an embedding below this share of all parameters is not worth an all-reduce of activations
-_LARGE_SHARE = 0.005
+# an embedding, or a head over classes, below this share of all parameters is not worth its messages
+_LARGE_SHARE = 0.02
 
 Stream = int
 Cut = tuple[str, int]  # a parameter's name and the dim
@@ -41,22 +43,20 @@ class InferenceWarning(UserWarning):
     """A model's tensor-parallel layouts could not be inferred; its parameters stay whole."""
 
 
-def infer(model: nn.Module, batch: Any, ranks: int) -> dict[str, int]:
-    """For each parameter worth cutting, the dim that a tensor axis of ``ranks`` cuts.
+def infer(model: nn.Module, batch: Any, ranks: int) -> list[dict[str, int]]:
+    """What a tensor axis of ``ranks`` may cut: groups of parameters that are cut together, or not at all.
 
     Args:
         model: a plain module; it is run forward once on ``batch``, without gradients, and its
             random state, buffers and modes are left as they were.
         batch: arguments of the model: a dict, tuple or tensor.
+
+    Returns:
+        for each group the parameters' names, and of each the dim.
     """
     watch = _Watch(model, ranks)
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), watch:
-            if isinstance(batch, Mapping):
-                model(**batch)
-            else:
-                model(*(batch if isinstance(batch, tuple | list) else (batch,)))
+        run_once(model, batch, watch)
     except Exception as error:
         warnings.warn(
             f"The tensor-parallel layouts of {type(model).__name__} could not be inferred, so its parameters "
@@ -65,12 +65,27 @@ def infer(model: nn.Module, batch: Any, ranks: int) -> dict[str, int]:
             InferenceWarning,
             stacklevel=3,
         )
-        return {}
+        return []
+    return watch.result()
+
+
+def run_once(model: nn.Module, batch: Any, mode: AbstractContextManager[Any]) -> None:
+    """Run a plain model forward, without gradients, and leave it and the random state as they were.
+
+    Args:
+        mode: open meanwhile.
+    """
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), mode:
+            if isinstance(batch, Mapping):
+                model(**batch)
+            else:
+                model(*(batch if isinstance(batch, tuple | list) else (batch,)))
     finally:
         for name, b in model.named_buffers():
             if name in buffers:
                 b.copy_(buffers[name])
-    return watch.result()
 
 
 class _Watch(TorchFunctionMode):
@@ -84,6 +99,7 @@ class _Watch(TorchFunctionMode):
         self.parent: list[Stream] = []
         self.cuts: dict[Cut, Stream] = {}
         self.closed: set[Stream] = set()
+        self.contracted: set[Stream] = set()  # those that are closed by another parameter
         self.leaked: set[Stream] = set()
         self.tables: set[Cut] = set()
         # tensors are kept alive so that an id never names two of them
@@ -184,6 +200,8 @@ class _Watch(TorchFunctionMode):
         if not kept:
             if letter in spec.reduce and (named or spec.reduce[letter] == "done"):
                 self.closed.add(stream)
+                if named:
+                    self.contracted.add(stream)
             else:
                 self.leaked.add(stream)
         return stream
@@ -208,24 +226,35 @@ class _Watch(TorchFunctionMode):
         first = min(streams)
         for s in streams:
             self.parent[s] = first
-        for group in (self.closed, self.leaked):
+        for group in (self.closed, self.contracted, self.leaked):
             if group & streams:
                 group.add(first)
         return first
 
-    def result(self) -> dict[str, int]:
-        closed = {self._root(s) for s in self.closed}
+    def result(self) -> list[dict[str, int]]:
         leaked = {self._root(s) for s in self.leaked}
-        found: dict[str, int] = {}
+        closed = {self._root(s) for s in self.closed} - leaked
+        contracted = {self._root(s) for s in self.contracted}
+        groups: dict[Any, dict[str, int]] = {}
+        found: set[str] = set()
+
+        def cut(name: str, dim: int, group: Any) -> None:
+            if name not in found:
+                found.add(name)
+                groups.setdefault(group, {})[name] = dim
+
         for (name, dim), stream in self.cuts.items():
             root = self._root(stream)
-            if root in closed - leaked and self.shapes[name][dim] >= self.ranks:
-                found.setdefault(name, dim)
-        total = sum(self.sizes.values())
-        for name, dim in self.tables:
-            if self.sizes[name] >= _LARGE_SHARE * total:
-                found.setdefault(name, dim)
-        return found
+            if root in closed and self.shapes[name][dim] >= self.ranks:
+                cut(name, dim, root)
+        for name, dim in sorted(self.tables):
+            cut(name, dim, name)
+        least = _LARGE_SHARE * sum(self.sizes.values())
+        return [
+            group
+            for key, group in groups.items()
+            if key in contracted or sum(self.sizes[name] for name in group) >= least
+        ]
 
 
 def _small(t: torch.Tensor, members: list[tuple[torch.Tensor, int]]) -> bool:
