@@ -16,7 +16,7 @@ from espalier.comm.words import numbers_of_all, words_of_all
 from espalier.layout import Layout, chunk_bounds
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
-from espalier.tensor import DTensor, stamp
+from espalier.tensor import DTensor, redistribute, stamp
 from espalier.tensor.caller import user_frame
 from espalier.tensor.fallback import tree_map
 from espalier.tensor.watch import claim
@@ -28,12 +28,15 @@ class Batches:
     """The batches of one plan: their rows are cut along the plan's batch axes, as torch.chunk cuts.
 
     A batch is a tensor, or a dict, tuple or list of such, whose first dim are the rows; what has no dims
-    is every rank's.
+    is every rank's. A context axis cuts the second dim of what has two or three, [rows, sequence] or [rows,
+    sequence, features], and the third of a mask, [rows, 1 or heads, sequence, sequence]. What else there is,
+    images say, is whole along it.
     """
 
     def __init__(self, mesh: Mesh, plan: Plan) -> None:
         self.mesh, self.micro_batches = mesh, plan.accumulate
         self.axes = tuple(mesh.axis(name) for name in plan.batch_axes)
+        self._context = mesh.axis("context") if plan.context > 1 else None
 
     @property
     def _sizes(self) -> list[int]:
@@ -54,8 +57,13 @@ class Batches:
         size = max((x.shape[0] for _, x in _leaves(batch)), default=1)
         return -(-size // math.prod(self._sizes))
 
-    def local(self, rows: Any, size: int) -> Any:
-        """This rank's rows of a global batch as DTensors."""
+    def local(self, rows: Any, size: int, lengths: frozenset[int] | None = None) -> Any:
+        """This rank's rows of a global batch as DTensors.
+
+        Args:
+            lengths: of the sequences of the batch, where these rows are a part of it.
+        """
+        lengths = _lengths(rows) if lengths is None else lengths
         among = math.prod(self._sizes)
         if size < among:
             warnings.warn(
@@ -77,20 +85,27 @@ class Batches:
                     f"but {x.shape[0]} were given. Load the rows engine.batch_rows({size}), or leave "
                     "size out: then the ranks exchange rows."
                 )
-            return stamp(x.to(self.mesh.device()).view_as(x), layout)
+            own = stamp(x.to(self.mesh.device()).view_as(x), layout)
+            dim = _sequence(x, lengths)
+            if self._context is None or dim is None:
+                return own
+            return redistribute(own, layout.with_axis(self._context, dim))
 
         return tree_map(wrap, rows)
 
     def typed(self, batch: Any) -> Any:
         """A global batch, equal on all ranks, cut to this rank's rows; DTensors stay as they are."""
 
+        batch = dict(batch) if isinstance(batch, Mapping) else batch
+        lengths = _lengths(batch)
+
         def cut(x: Any) -> Any:
             if not _has_rows(x) or isinstance(x, DTensor):
                 return x
             claim(x, Layout.replicated(self.mesh, tuple(x.shape)), "the global batch given to the engine")
-            return self.local(x[self.rows(x.shape[0])], x.shape[0])
+            return self.local(x[self.rows(x.shape[0])], x.shape[0], lengths)
 
-        return tree_map(cut, dict(batch) if isinstance(batch, Mapping) else batch)
+        return tree_map(cut, batch)
 
     # ---- micro-batches
 
@@ -230,6 +245,18 @@ def _leaves(tree: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
     elif isinstance(tree, tuple | list):
         items = enumerate(tree)
     return [leaf for key, x in items for leaf in _leaves(x, f"{name}.{key}" if name else str(key))]
+
+
+def _lengths(batch: Any) -> frozenset[int]:
+    """How long the sequences of a batch are."""
+    return frozenset(x.shape[1] for _, x in _leaves(batch) if x.ndim in (2, 3))
+
+
+def _sequence(x: torch.Tensor, lengths: frozenset[int]) -> int | None:
+    """The dim of an input that is the sequence."""
+    if x.ndim in (2, 3) and x.shape[1] > 1:
+        return 1
+    return 2 if x.ndim == 4 and x.shape[2] == x.shape[3] and x.shape[2] in lengths else None
 
 
 def _rows_of(rows: Any) -> int:

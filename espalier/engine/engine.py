@@ -80,6 +80,7 @@ def initialize(
             f"The mesh is {on!r} but the plan asks for {plan}. Build the mesh from plan.axes, "
             "or leave mesh= out."
         )
+    on = on.telling(**plan.words)
     if optimizer is not None:
         refuse_closures(optimizer)
         own = {id(p) for p in model.parameters()}

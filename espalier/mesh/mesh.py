@@ -14,6 +14,7 @@ outside it is dry, so they follow the shapes of its tensors and neither compute 
 from __future__ import annotations
 
 import atexit
+import copy
 import math
 import os
 import weakref
@@ -48,6 +49,7 @@ class Mesh(TorchNames):
         everywhere: those that are opened on every mesh there will be; ``known``: the meshes there are;
             ``built``: the running world, and its meshes (a cache).
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
+        words: by axis, what a rule is told that may go several ways along it (see :meth:`telling`).
     """
 
     everywhere: ClassVar[tuple[Any, ...]] = ()
@@ -89,6 +91,8 @@ class Mesh(TorchNames):
             self._groups = [device_mesh.get_group(i) if n > 1 else None for i, n in enumerate(shape)]
         self._orders = [self._order(i, group) for i, group in enumerate(self._groups)]
         self._whole: dist.ProcessGroup | None = None
+        self.words: Mapping[str, str] = {}
+        self._telling: dict[tuple[tuple[str, str], ...], Mesh] = {}
 
     @staticmethod
     def from_env(
@@ -230,6 +234,21 @@ class Mesh(TorchNames):
             part.ledgers = self.ledgers
             self._parts[names] = part
         return self._parts[names]
+
+    def telling(self, **words: str) -> Mesh:
+        """This mesh, but with a word on some axes for the rules; the two share process groups and ledgers.
+
+        ``context="ring"``, ``"ulysses"`` or ``"gather"`` says how attention goes over a sequence that the
+        axis ``context`` cuts. Tensors on meshes of different words do not meet in one call.
+        """
+        key = tuple(sorted(words.items()))
+        if not key:
+            return self
+        if key not in self._telling:
+            told = self._telling[key] = copy.copy(self)
+            told.words, told.lately, told._telling, told._parts = words, None, {}, {}
+            Mesh.known.add(told)
+        return self._telling[key]
 
     @property
     def ndim(self) -> int:

@@ -17,7 +17,7 @@ from espalier.parallel.expert.exchange import send_tokens
 from espalier.parallel.expert.modules import left_out, stacked
 from espalier.parallel.plan import Plan
 from espalier.parallel.tensor.automatic import Chosen, choose
-from espalier.parallel.tensor.boundary import cut_sequences
+from espalier.parallel.tensor.boundary import cut_inputs, cut_sequences
 from espalier.parallel.tensor.grids import Cuts, by_grid
 from espalier.parallel.tensor.infer import infer
 from espalier.parallel.tensor.tables import Table, kinds_from, kinds_of, table_for
@@ -139,4 +139,7 @@ def lay_out_model(model: nn.Module, layouts: Arrangement, mesh: Mesh, plan: Plan
                     module._buffers[name] = whole.as_subclass(torch.Tensor)
     if layouts.chosen.sequence:
         cut_sequences(model, layouts, mesh.axis("tensor"), blocks(model).values())
+    if plan.context > 1:
+        # where a sequence is made inside the model: of an image, say
+        cut_inputs(blocks(model).values(), mesh.axis("context"))
     return data

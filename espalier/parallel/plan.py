@@ -50,6 +50,11 @@ class Plan(BaseModel):
         tensor_mode: how they do: ``"1d"`` (a line, Megatron-LM), ``"2d"`` (a grid, SUMMA), ``"2.5d"``
             (``depth`` grids upon each other) or ``"3d"`` (a cube). But in 1d they share the batch's rows too.
         depth: grids of ``"2.5d"``.
+        context: ranks that share each sequence: inputs are cut along dim 1. Parameters are replicated along
+            this axis, and their gradients summed.
+        context_kind: how attention sees a whole sequence: ``"ring"`` (keys and values travel from rank to
+            rank), ``"ulysses"`` (for its time heads are cut in place of the sequence), ``"gather"`` (keys and
+            values are gathered), or ``"auto"``: of the first two what sends less.
         clip: largest 2-norm of all gradients together; larger ones are scaled down to it. None: no limit.
         accumulate: micro-batches of a step; each rank holds the activations of one at a time.
         chunk_megabytes: parameters and gradients move along the data axis in buffers of about this size,
@@ -78,6 +83,8 @@ class Plan(BaseModel):
     sequence_parallel: bool | Literal["auto"] = False
     tensor_mode: Mode = "1d"
     depth: Size = 1
+    context: Size = 1
+    context_kind: Literal["auto", "ring", "ulysses", "gather"] = "auto"
     clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     accumulate: Size = 1
     chunk_megabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 25.0
@@ -98,7 +105,7 @@ class Plan(BaseModel):
             found.append(("expert", self.expert, f"it divides data = {self.data}, whose ranks share experts"))
         if self.expert > 1 and self.replicate > 1:
             found.append(("expert", self.expert, "experts are not copied: expected replicate = 1"))
-        if self.data * self.replicate > 1:
+        if self.data * self.replicate * self.context > 1:
             cut = {"parameters": 3, "gradients": 1}
             away = [(kind, s) for kind, s in self.offload.shares.items() if s.place != "device"]
             found += [
@@ -146,7 +153,8 @@ class Plan(BaseModel):
         """The mesh's axes, outermost first (the last has the closest neighbours)."""
         hybrid = {"replicate": self.replicate} if self.replicate > 1 else {}
         experts = {"expert": self.expert} if self.expert > 1 else {}
-        return {**hybrid, "data": self.data // self.expert, **experts, **self.tensor_axes}
+        context = {"context": self.context} if self.context > 1 else {}
+        return {**hybrid, "data": self.data // self.expert, **context, **experts, **self.tensor_axes}
 
     @property
     def tensor_axes(self) -> dict[str, int]:
@@ -159,12 +167,17 @@ class Plan(BaseModel):
 
         State is cut along one of them: the largest but ``replicate``.
         """
-        return tuple(name for name in self.axes if name in ("replicate", "data", "expert"))
+        return tuple(name for name in self.axes if name in ("replicate", "data", "context", "expert"))
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that cut the batch's rows, outermost first."""
-        return (*self.data_axes, *ROWS[self.tensor_mode])
+        return (*(name for name in self.data_axes if name != "context"), *ROWS[self.tensor_mode])
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What the rules are told of the mesh's axes (see ``Mesh.telling``)."""
+        return {} if self.context_kind == "auto" else {"context": self.context_kind}
 
     @property
     def world_size(self) -> int:
@@ -172,7 +185,8 @@ class Plan(BaseModel):
         return math.prod(self.axes.values())
 
     def __str__(self) -> str:
-        axes = " × ".join(f"{name} {n}" for name, n in self.axes.items())
+        kinds = {name: f" ({word})" for name, word in self.words.items()}
+        axes = " × ".join(f"{name} {n}{kinds.get(name, '')}" for name, n in self.axes.items())
         zero = f", ZeRO {self.zero}" if self.zero else ""
         sequence = ", sequence parallel" if self.sequence_parallel else ""
         precision = "" if self.precision == Precision() else f", {self.precision}"

@@ -59,9 +59,13 @@ def cut_sequences(
             _around(module, functools.partial(_layer, axis=axis, gathers="column" in roles))
         elif type(module).forward is nn.Embedding.forward:
             _around(module, functools.partial(_lookup, axis=axis))
+    cut_inputs([b for b in blocks if any(id(m) in met for m in b.modules() if m is not b)], axis)
+
+
+def cut_inputs(blocks: Iterable[nn.Module], axis: int) -> None:
+    """Cut the first input of blocks, where it is whole along an axis, over the sequence, in place."""
     for block in blocks:
-        if any(id(m) in met for m in block.modules() if m is not block):
-            _around(block, functools.partial(_block, axis=axis))
+        _around(block, functools.partial(_block, axis=axis))
 
 
 def _roles(module: nn.Module, cut: Mapping[int, Any]) -> set[str]:

@@ -8,13 +8,20 @@ factor (see ``Spec.factors``). All of these functions are linear.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 
+from espalier.comm import Spans, exchange, pieces
+from espalier.layout import Layout, local_box
 from espalier.layout.layout import normal_dim
+from espalier.mesh import Mesh
 from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec
+
+# of so many a rank's rows may be made up, where dims are merged
+_STRETCHES = 1024
 
 
 def linear_view(
@@ -95,9 +102,70 @@ def view(x: Operand, *shape: Any, **by_name: Any) -> Spec | None:
             continue
         ins[i] = outs[j] = g
         factors[g] = [(base, x.shape[i] // base), (base, new[j] // base)]
-    return linear_view(
+    spec = linear_view(
         x, tuple(ins), tuple(outs), new, tail=lambda p: (p.outs[0].local_shape,), factors=factors
     )
+    spec.ways = _merging(x, new)
+    if spec.ways:
+        spec.tail, spec.run = None, _merged
+        sent = math.prod(x.layout.padded_shape) // 2
+        spec.sends = {("way", k): sent for k in range(len(spec.ways))}
+    return spec
+
+
+def _merging(x: Operand, new: tuple[int, ...]) -> list[tuple[tuple[int], tuple[int]]]:
+    """The dims that are cut and merged into others before them, and what they become a part of."""
+    cut = {s for s in x.layout.axes if isinstance(s, int)}
+    ways = []
+    for left, right in regroup(x.shape, new):
+        big = [j for j in right if new[j] != 1]
+        if len(big) == 1:
+            for i in left[1:]:
+                before = math.prod(x.shape[left[0] : i])
+                if i in cut and 1 < before <= _STRETCHES:
+                    ways.append(((i,), (big[0],)))
+    return ways
+
+
+def _merged(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+    """Dims merged, an inner one of which is cut: a rank's rows are many stretches, and change places."""
+    src, out = placed.ins[0], placed.outs[0]
+    groups = [
+        (left, [j for j in right if out.shape[j] != 1]) for left, right in regroup(src.shape, out.shape)
+    ]
+    merged = [(left, big[0]) for left, big in groups if len(left) > 1 and len(big) == 1]
+    shape = list(out.local_shape)
+    for left, j in merged:
+        shape[j] = math.prod(src.local_shape[i] for i in left)
+    x: torch.Tensor = args[0].reshape(shape)
+    for left, j in merged:
+        have = [_stretches(src, left, where) for where in _places(out.mesh, out.cuts[j])]
+        x = exchange(x, out.mesh, out.cuts[j], j, have, pieces(out, j)) if out.cuts[j] else x
+    return x
+
+
+def _places(mesh: Mesh, axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The coordinates of the ranks that share these axes with this one, the first axis slowest."""
+    for at in product(*(range(mesh.shape[a]) for a in axes)):
+        where = list(mesh.coordinate)
+        for axis, index in zip(axes, at, strict=True):
+            where[axis] = index
+        yield tuple(where)
+
+
+def _stretches(layout: Layout, dims: Sequence[int], where: tuple[int, ...]) -> Spans:
+    """What a rank has of some neighbouring dims, these taken as one."""
+    box, full = local_box(layout, where), layout.shape
+    offsets, have = [box.offsets[d] for d in dims], [box.sizes[d] for d in dims]
+    last = max((k for k, d in enumerate(dims) if have[k] < full[d]), default=0)
+    rest = math.prod(full[d] for d in dims[last + 1 :])
+    found = []
+    for at in product(*(range(o, o + n) for o, n in zip(offsets[:last], have[:last], strict=True))):
+        row = 0
+        for d, index in zip(dims, (*at, offsets[last]), strict=False):
+            row = row * full[d] + index
+        found.append((row * rest, (row + have[last]) * rest))
+    return tuple(found)
 
 
 def view_as(x: Operand, other: Operand) -> Spec | None:
@@ -105,7 +173,7 @@ def view_as(x: Operand, other: Operand) -> Spec | None:
     spec = view(x, other.shape)
     if spec is not None:
         spec.ins = [spec.ins[0], (None,) * other.ndim]
-        spec.tail = None
+        spec.tail, spec.ways = None, ()
         spec.run = _reshaped
     return spec
 
@@ -142,7 +210,7 @@ def _filled(total: int, parts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _reshaping(spec: Spec | None) -> Spec | None:
-    if spec is not None:
+    if spec is not None and not spec.ways:
         spec.tail = None
         spec.run = _reshaped
     return spec

@@ -1,0 +1,228 @@
+"""The context axis against one process, in float64: attention over a cut sequence, and training."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import espalier
+from espalier import DTensor, Mesh, Replicate, Shard
+from espalier.comm.spans import pieces
+from espalier.tensor.rules.ring import calls, zigzag
+from tests.peers.zoo import compared
+from tests.ranks.test_engine import TOLERANCE, apart, batch, model, same_backward, same_steps
+
+# queries, keys, and what else there is
+CALLS: list[tuple[int, int, dict[str, Any]]] = [
+    (16, 16, {"is_causal": True}),
+    (13, 13, {"is_causal": True}),
+    (3, 3, {"is_causal": True}),
+    (13, 7, {"is_causal": True}),
+    (7, 13, {"is_causal": True}),
+    (13, 13, {}),
+    (13, 6, {"scale": 0.7}),
+    (13, 13, {"attn_mask": "window"}),
+    (13, 13, {"attn_mask": "padding"}),
+    (13, 13, {"attn_mask": "added"}),
+    (13, 13, {"kv_heads": 2, "is_causal": True}),
+    (13, 13, {"kv_heads": 1}),
+    (13, 13, {"dropout_p": 0.3, "is_causal": True}),
+    (13, 13, {"dropout_p": 0.3, "attn_mask": "added", "kv_heads": 2}),
+]
+
+
+def mask_of(kind: str, s: int, t: int) -> torch.Tensor:
+    if kind == "padding":
+        return (torch.rand(2, 1, 1, t) < 0.7).index_fill_(0, torch.tensor([1]), False)  # a row sees nothing
+    far = torch.arange(s).unsqueeze(1) - torch.arange(t)
+    return (far >= 0) & (far < 4) if kind == "window" else torch.randn(1, 4, s, t, dtype=torch.float64)
+
+
+def attended(inputs: list[torch.Tensor], mask: torch.Tensor | None, given: dict[str, Any]) -> torch.Tensor:
+    torch.manual_seed(5)
+    grouped = inputs[0].shape[1] != inputs[1].shape[1]
+    return F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=grouped, **given)
+
+
+def same_attention(mesh: Mesh, s: int, t: int, given: dict[str, Any], places: list[Any]) -> None:
+    torch.manual_seed(0)
+    given = dict(given)
+    g, kind = given.pop("kv_heads", 4), given.pop("attn_mask", None)
+    values = [torch.randn(2, h, n, 8, dtype=torch.float64) for h, n in ((4, s), (g, t), (g, t))]
+    weights = torch.randn(2, 4, s, 8, dtype=torch.float64)
+    mask = None if kind is None else mask_of(kind, s, t)
+    values += [mask] if kind == "added" else []
+    leaves = [x.clone().requires_grad_() for x in values]
+    single = Mesh.single()
+    alone = [DTensor.from_local(x, single, [Replicate()]) for x in leaves]
+    right = espalier.full_tensor(attended(alone[:3], alone[3] if kind == "added" else mask, given))
+    (right * weights).sum().backward()
+
+    laid = [espalier.distribute_tensor(x, mesh, places).requires_grad_() for x in values]
+    if kind == "added":
+        mask = laid[3]
+    out = attended(laid[:3], mask, given)
+    assert list(out.placements) == places
+    (out * espalier.distribute_tensor(weights, mesh, places)).sum().backward()
+    torch.testing.assert_close(out.full_tensor(), right, rtol=0, atol=1e-12)
+    for x, leaf in zip(laid, leaves, strict=True):
+        torch.testing.assert_close(x.grad.full_tensor(), leaf.grad, rtol=0, atol=1e-12)
+
+
+def all_calls(rank: int, world: int) -> None:
+    shapes = [{"context": world}]
+    if world == 4:
+        shapes.append({"one": 2, "two": 2})
+    for shape in shapes:
+        mesh = Mesh.from_env(shape)
+        for s, t, given in CALLS:
+            same_attention(mesh, s, t, given, [Shard(2)] * mesh.ndim)
+    if world == 4:
+        # heads on the other axis
+        for s, t, given in CALLS:
+            if given.get("kv_heads") != 1:
+                same_attention(mesh, s, t, given, [Shard(2), Shard(1)])
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_attention_over_a_cut_sequence(ranks: Any, world: int) -> None:
+    ranks(world, all_calls)
+
+
+def second_order(rank: int, world: int) -> None:
+    mesh = Mesh.from_env({"context": world})
+    for causal in (False, True):
+        torch.manual_seed(0)
+        values = [torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(3)]
+        found = []
+        for lay in (lambda x: x.clone(), lambda x: espalier.distribute_tensor(x, mesh, [Shard(2)])):
+            leaves = [lay(x).requires_grad_() for x in values]
+            with sdpa_kernel(SDPBackend.MATH):  # of the kernels none has a second derivative
+                out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+            grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+            sum(g.square().sum() for g in grads).backward()
+            found.append([espalier.full_tensor(x.grad) for x in leaves])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+def low_precision(rank: int, world: int) -> None:
+    mesh = Mesh.from_env({"context": world})
+    torch.manual_seed(0)
+    values = [torch.randn(1, 2, 64, 8) for _ in range(3)]
+    exact = [x.double().requires_grad_() for x in values]
+    right = F.scaled_dot_product_attention(*exact, is_causal=True)
+    right.sum().backward()
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        laid = [espalier.distribute_tensor(x.to(dtype), mesh, [Shard(2)]).requires_grad_() for x in values]
+        out = F.scaled_dot_product_attention(*laid, is_causal=True)
+        out.sum().backward()
+        assert out.dtype == laid[0].grad.dtype == dtype
+        pairs = [(out, right), *((x.grad, y.grad) for x, y in zip(laid, exact, strict=True))]
+        assert max((a.full_tensor() - b).abs().max() / b.abs().max() for a, b in pairs) < bound
+
+
+def bytes_sent(rank: int, world: int) -> None:
+    mesh, s, width = Mesh.from_env({"context": world}), 24, 2 * 4 * 8
+    laid = [
+        espalier.rand(1, 2, s, 4, device_mesh=mesh, placements=[Shard(2)]).requires_grad_() for _ in "qkv"
+    ]
+    with espalier.ledger(mesh) as book:
+        F.scaled_dot_product_attention(*laid).sum().backward()
+    block = s // world * width // 2
+    # two blocks forward, four backward, to each of the other ranks
+    assert sum(e.bytes for e in book.entries if e.op == "pass_on") == 6 * (world - 1) * block
+    assert {e.op for e in book.entries} == {"pass_on"}
+
+
+def test_orders_precisions_and_bytes(ranks: Any) -> None:
+    for check in (second_order, low_precision, bytes_sent):
+        ranks(3, check)
+
+
+def test_causal_work_is_balanced() -> None:
+    for n, s in ((4, 1024), (7, 1000), (8, 4096)):
+        mesh = Mesh.dry({"context": n})
+        have = pieces(espalier.Layout(mesh, [Shard(0)], [s]), 0)
+        for keys, spread in ((have, 1.5), (zigzag(have), 1.03)):
+            work = [sum(scores(keys[i], other) for other in keys) for i in range(n)]
+            assert sum(work) == s * (s + 1) // 2
+            assert (max(work) / min(work) < spread) == (spread < 1.1), (n, s, work)
+
+
+def scores(rows: Any, keys: Any) -> int:
+    """How many of the scores that are computed count."""
+    total = 0
+    for call in calls(rows, keys, True):
+        height, width = call.q[1] - call.q[0], call.k[1] - call.k[0]
+        assert call.cut != "masked"
+        total += height * (height + 1) // 2 if call.cut == "same" else height * width
+    return total
+
+
+def cut_over_the_sequence(module: torch.nn.Module, given: tuple[Any, ...], out: Any) -> None:
+    axis = out._layout.mesh.axis("context")
+    assert [x._layout.axes[axis] for x in (given[0], out)] == [1, 1], (given[0]._layout, out._layout)
+
+
+def same_training(rank: int, world: int, kind: str, plans: list[dict[str, Any]]) -> None:
+    for plan in plans:
+        net = model(kind, tied=kind == "gpt2")
+        plain = copy.deepcopy(net)
+        ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (net, plain))
+        engine = espalier.initialize(net, ours, plan, max_grad_norm=0.5)
+        for block in net.blocks:
+            block.register_forward_hook(cut_over_the_sequence)
+        same_steps(engine, plain, theirs, 2)
+        # rows of five positions: on four ranks 2, 2, 1 and 0
+        short = {name: x[:, :5] for name, x in batch(4, 7).items()}
+        same_backward(engine, plain, short)
+        engine.finish_gradients()
+        assert apart(net, plain, gradients=True) < TOLERANCE
+
+
+PLANS = [
+    {"context": 4, "zero": 1},
+    {"context": 2, "data": 2, "zero": 2, "accumulate": 2},
+    {"context": 2, "data": 2, "zero": 3, "recompute": "full"},
+    {"context": 2, "tensor": 2},
+]
+
+
+@pytest.mark.world(4)
+def test_training_equals_one_process(ranks: Any) -> None:
+    ranks(4, same_training, "gpt", PLANS, timeout=300)
+    ranks(4, same_training, "gpt2", [{"context": 2, "tensor": 2, "sequence_parallel": True}])
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+def test_transformers_models_equal_one_process(ranks: Any, name: str) -> None:
+    plan = {"context": 4} if name == "llama" else {"context": 2, "data": 2, "zero": 3}
+    for worst, gathered in ranks(4, compared, name, False, plan, timeout=300):
+        assert max(worst.values()) < TOLERANCE, worst
+        assert not gathered
+
+
+def real_and_dry(rank: int, world: int) -> None:
+    plan = espalier.Plan(context=world)
+    net = model("gpt")
+    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan)
+    data = batch(2)
+    for _ in range(2):
+        engine.train_step(data)
+    with torch.device("meta"):
+        net = model("gpt")
+    given = {name: x.to("meta") for name, x in data.items()}
+    optimizer = torch.optim.AdamW(net.parameters())
+    report = espalier.dry_run(net, plan, given, optimizer=optimizer, coordinate=engine.mesh.coordinate)
+    assert engine.ledger() == report.ledger
+
+
+def test_a_dry_run_tells_what_a_real_one_sends(ranks: Any) -> None:
+    ranks(3, real_and_dry)
