@@ -75,23 +75,32 @@ def same_attention(mesh: Mesh, s: int, t: int, given: dict[str, Any], places: li
 
 
 def all_calls(rank: int, world: int) -> None:
-    shapes = [{"context": world}]
-    if world == 4:
-        shapes.append({"one": 2, "two": 2})
-    for shape in shapes:
-        mesh = Mesh.from_env(shape)
+    mesh = Mesh.from_env({"context": world})
+    for word in ("ring", "ulysses", "gather"):
+        told = mesh.telling(context=word)
         for s, t, given in CALLS:
-            same_attention(mesh, s, t, given, [Shard(2)] * mesh.ndim)
-    if world == 4:
-        # heads on the other axis
+            if word == "ulysses" and given.get("kv_heads", 4) < world:
+                with pytest.raises(ValueError, match=f"at most {given['kv_heads']} ranks"):
+                    same_attention(told, s, t, given, [Shard(2)])
+            else:
+                same_attention(told, s, t, given, [Shard(2)])
+
+
+def calls_on_two_axes(rank: int, world: int) -> None:
+    mesh = Mesh.from_env({"one": 2, "two": 2})
+    for words in ({}, {"one": "ring", "two": "ring"}, {"one": "ulysses"}, {"one": "gather"}):
         for s, t, given in CALLS:
-            if given.get("kv_heads") != 1:
-                same_attention(mesh, s, t, given, [Shard(2), Shard(1)])
+            if given.get("kv_heads", 4) > 1:
+                same_attention(mesh.telling(**words), s, t, given, [Shard(2), Shard(2)])
+            if given.get("kv_heads", 4) == 4:
+                same_attention(mesh.telling(**words), s, t, given, [Shard(2), Shard(1)])
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_attention_over_a_cut_sequence(ranks: Any, world: int) -> None:
     ranks(world, all_calls)
+    if world == 4:
+        ranks(4, calls_on_two_axes)
 
 
 def second_order(rank: int, world: int) -> None:

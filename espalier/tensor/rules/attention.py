@@ -35,7 +35,8 @@ def attention(
 
     Heads may be sharded if the cuts of g serve those of h; else g stays whole and each rank takes
     the ones that its h need. Queries may be sharded where keys and values are whole. Where all are sharded
-    along the sequence, so they stay (see :func:`_over_sequence`).
+    along the sequence, so they stay: see :func:`_over_sequence` (a ring) and :func:`_by_heads` (Ulysses). The
+    mesh may say which of the two, or that keys and values are to be gathered (``Mesh.telling``).
     """
     if query.ndim < 3 or query.ndim != key.ndim or query.shape[:-3] != key.shape[:-3]:
         return None
@@ -64,7 +65,7 @@ def attention(
         factors={"h": [(g, 1), (g, h // g)]} if together and h != g else {},
         run=_attend,
         when=None if dropout_p > 0 or h != g else _is_special,
-        ways=[(tuple(along), (rows,))],
+        ways=[] if "gather" in query.layout.mesh.words.values() else [(tuple(along), (rows,))],
         sends={("way", 0): max(sent, 0)},
     )
 
@@ -78,6 +79,9 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     bound = bound_to(_NAMES, args, kwargs)
     q, k, v = bound["query"], bound["key"], bound["value"]
     whole_q, whole_k = placed.ins[0], placed.ins[1]
+    cut = placed.axes_of(whole_k, [whole_k.ndim - 2])
+    if cut and _heads_are_cut(placed, cut[0], bool(bound.get("is_causal"))):
+        return _by_heads(func, bound, placed, cut[0])
     heads, kv = whole_q.shape[-3], whole_k.shape[-3]
     if heads != kv:
         if not bound.get("enable_gqa"):
@@ -91,7 +95,6 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
             k, v = k.index_select(-3, pick), v.index_select(-3, pick)
             bound["enable_gqa"] = False
     bound |= {"query": q, "key": k, "value": v}
-    cut = placed.axes_of(whole_k, [whole_k.ndim - 2])
     if cut or (bound.get("is_causal") and placed.axes_of(whole_q, [whole_q.ndim - 2])):
         return _over_sequence(func, bound, placed, cut)
     if q.numel() == 0:
@@ -101,6 +104,59 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     if bound.get("dropout_p", 0.0) > 0:
         return _with_dropout(bound, placed)
     return func(**bound)
+
+
+def _heads_are_cut(placed: Placed, axis: int, causal: bool) -> bool:
+    """Whether heads are to be cut in place of the sequence: if the mesh says so, or that sends less.
+
+    Counted are the elements that a rank sends, forward and backward: of queries, keys, values and output
+    n - 1 parts of n each way; by the ring the n - 1 other blocks of keys and values forward, with their
+    gradients backward, and, for causal ones, half of what the rank has, to balance the work.
+
+    Raises:
+        ValueError: the mesh says so, and there are too few heads.
+    """
+    word = placed.mesh.words.get(placed.mesh.names[axis], "auto")
+    if word == "ring":
+        return False
+    lay_q, lay_k, n = placed.ins[0], placed.ins[1], placed.mesh.shape[axis]
+    at = lay_q.ndim - 3
+    h, g = lay_q.shape[at], lay_k.shape[at]
+    sizes = tuple(placed.mesh.shape[a] for a in (*lay_q.cuts[at], axis))
+    enough = lay_q.cuts[at] == lay_k.cuts[at] and g >= math.prod(sizes)
+    enough = enough and (h == g or (h % g == 0 and same_cuts(g, h // g, sizes)))
+    if word == "ulysses" and not enough:
+        raise ValueError(
+            f'context_kind = "ulysses" cuts heads in place of the sequence, but {h} heads of queries and {g} '
+            f"of keys and values cannot be cut among {' × '.join(map(str, sizes))} ranks. Use a context of "
+            f'at most {max(g * n // math.prod(sizes), 1)} ranks, or context_kind = "ring".'
+        )
+    if word == "ulysses" or not enough or g % math.prod(sizes):
+        return word == "ulysses"
+    q, k, v, out = (math.prod(x.padded_shape) for x in (*placed.ins[:3], placed.outs[0]))
+    everything = q + k + v + out
+    around = 3 * (n - 1) * (k + v) + (everything if causal else 0)
+    return 2 * everything * (n - 1) / n <= around
+
+
+def _by_heads(func: Callable[..., Any], bound: dict[str, Any], placed: Placed, axis: int) -> torch.Tensor:
+    """Heads cut along an axis in place of the sequence, for the time of the attention (Ulysses).
+
+    Jacobs et al., 2023: two all-to-alls, before and after.
+    """
+    at = placed.ins[0].ndim - 3
+    there = [lay.with_axis(axis, at) for lay in placed.ins[:3]]
+    if len(placed.ins) > 3:
+        mask = placed.ins[3]
+        own = mask.ndim - 3
+        there.append(mask.with_axis(axis, own if own >= 0 and mask.shape[own] > 1 else V))
+    names = ("query", "key", "value", "attn_mask")
+    bound = bound | {
+        name: move(bound[name], lay, to) for name, lay, to in zip(names, placed.ins, there, strict=False)
+    }
+    done = placed.outs[0].with_axis(axis, at)
+    out = _attend(func, (), bound, Placed(placed.mesh, tuple(there), (done,)))
+    return move(out, done, placed.outs[0])
 
 
 def _over_sequence(
