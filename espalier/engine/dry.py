@@ -76,6 +76,7 @@ def dry_run(
     optimizer: torch.optim.Optimizer | None = None,
     max_grad_norm: float | None = None,
     layouts: Mapping[str, str] | None = None,
+    branches: Mapping[str, int] | None = None,
     count: Count | None = None,
     coordinate: tuple[int, ...] | None = None,
     recompute_policy: Policy | None = None,
@@ -89,7 +90,7 @@ def dry_run(
         plan: a :class:`Plan` or a dict of its arguments.
         batch: the global batch, as meta tensors.
         optimizer: built on the model's parameters.
-        max_grad_norm, layouts, count, recompute_policy: as for :func:`initialize`.
+        max_grad_norm, layouts, branches, count, recompute_policy: as for :func:`initialize`.
         coordinate: which rank to play; by default the first, which holds the most.
 
     Raises:
@@ -105,7 +106,7 @@ def dry_run(
     mesh = Mesh.dry(plan.axes, coordinate)
     whole = sum(p.numel() for p in model.parameters())
     given: dict[str, Any] = {"layouts": layouts, "max_grad_norm": max_grad_norm, "count": count}
-    given["recompute_policy"] = recompute_policy
+    given.update(recompute_policy=recompute_policy, branches=branches)
     engine = initialize(model, optimizer, plan, mesh=mesh, example=batch, **given)
     held = [p for p in model.parameters() if isinstance(p, DTensor)]
     memory, flops = engine.watch().live, FlopCounterMode(display=False)

@@ -24,7 +24,7 @@ from espalier.engine.update import lay_out_states, refuse_closures, update
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
-from espalier.parallel import Plan, arrange, lay_out_model
+from espalier.parallel import Plan, arrange, everywhere, lay_out_model
 from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, full_tensor, redistribute
 from espalier.tensor.deferred import from_rank_0
@@ -41,6 +41,7 @@ def initialize(
     mesh: MeshLike | None = None,
     loss_fn: LossFunction | None = None,
     layouts: Mapping[str, str] | None = None,
+    branches: Mapping[str, int] | None = None,
     max_grad_norm: float | None = None,
     count: Count | None = None,
     example: Any = None,
@@ -60,6 +61,7 @@ def initialize(
             ``loss_fn(model(inputs), targets)``; by default the output's ``loss``, or the output itself.
         layouts: name patterns of modules to ``"column"``, ``"row"``, ``"vocab"`` or ``"whole"`` on the
             tensor axis; by default the model's table, or what a first run on a batch shows.
+        branches: with ``Plan(branch=n)``: name patterns of modules to the number, below n, of their branch.
         max_grad_norm: another way to say ``Plan(clip=...)``.
         count: with ``Plan(accumulate=...)``: of a micro-batch (as the engine is called on it), the number of
             tokens, or rows, that its loss is a mean over, the same on all ranks; ``"sum"`` for a loss that
@@ -90,7 +92,8 @@ def initialize(
                 f"The optimizer holds {foreign} parameter(s) that are not the model's. "
                 "Build it on model.parameters() of the very model given."
             )
-    engine = Engine(model, optimizer, plan, on, loss_fn, layouts, max_grad_norm, count, recompute_policy)
+    arranged = {"table": layouts, "branches": branches}
+    engine = Engine(model, optimizer, plan, on, loss_fn, arranged, max_grad_norm, count, recompute_policy)
     engine.lay_out(None if example is None else engine.cut(example)[0])
     return engine
 
@@ -125,7 +128,7 @@ class Engine:
         plan: Plan,
         mesh: Mesh,
         loss_fn: LossFunction | None,
-        layouts: Mapping[str, str] | None,
+        arranged: Mapping[str, Any],
         max_grad_norm: float | None,
         count: Count | None = None,
         recompute_policy: Policy | None = None,
@@ -134,7 +137,7 @@ class Engine:
         self.max_grad_norm = clip_of(plan, max_grad_norm)
         self.grad_norm: torch.Tensor | None = None
         self.loss: torch.Tensor | None = None
-        self._loss_fn, self._table = loss_fn, layouts
+        self._loss_fn, self._arranged = loss_fn, arranged
         self._recomputed, self._policy = chosen(module, plan), recompute_policy
         self._data: DataAxis | None = None
         self._syncing = True
@@ -157,7 +160,7 @@ class Engine:
         if self._data is not None:
             return
         sample = None if batch is None else tree_map(self._sample, self._parted(batch)[0])
-        given: Any = {"table": self._table, "batch": sample, "rows": self._batches.share(batch)}
+        given: Any = {**self._arranged, "batch": sample, "rows": self._batches.share(batch)}
         layouts = arrange(self.module, self.plan, self.mesh, **given)
         if layouts is None:
             return
@@ -486,7 +489,7 @@ class Engine:
         precise = nullcontext() if self._data is None else self._data.precise()
         with torch.no_grad(), precise:
             return {
-                name: full_tensor(x).detach() if isinstance(x, torch.Tensor) else x
+                name: everywhere(x, self.mesh).detach() if isinstance(x, torch.Tensor) else x
                 for name, x in self.module.state_dict().items()
             }
 

@@ -11,6 +11,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.mesh import Mesh
+from espalier.parallel.branches import Branches, found_branches, homes_of, leave_out, place_branches
 from espalier.parallel.data.axis import DataAxis
 from espalier.parallel.data.units import blocks
 from espalier.parallel.expert.exchange import send_tokens
@@ -31,13 +32,22 @@ class Arrangement(dict[str, Layout]):
 
     Attributes:
         chosen: what was chosen on the tensor axis.
+        branches: the modules that are branches, and of which number.
     """
 
     chosen: Chosen
+    branches: Branches
 
 
 def arrange(
-    model: nn.Module, plan: Plan, mesh: Mesh, *, table: Table | None = None, batch: Any = None, rows: int = 1
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    table: Table | None = None,
+    branches: Branches | None = None,
+    batch: Any = None,
+    rows: int = 1,
 ) -> Arrangement | None:
     """The layout of every parameter of a model under a plan.
 
@@ -73,7 +83,8 @@ def arrange(
         )
     apart = tuple(axis for axis in ("expert", "tensor") if axis in mesh.names)
     layouts = Arrangement()
-    layouts.chosen = chosen
+    layouts.chosen, layouts.branches = chosen, found_branches(model, branches, plan.branch)
+    homes = homes_of(model, layouts.branches, mesh)
     for name, p in model.named_parameters():
         places: list[Placement] = [Replicate()] * mesh.ndim
         order: list[str] = []
@@ -82,7 +93,8 @@ def arrange(
             for axis in axes:
                 places[mesh.axis(axis)] = Shard(dim)
         varied = [a for a in plan.data_axes if a not in order]
-        layouts[name] = Layout(mesh, places, tuple(p.shape), order=order, varied=varied)
+        home = homes.get(id(p), mesh)
+        layouts[name] = Layout(home, places, tuple(p.shape), order=order, varied=varied)
     return layouts
 
 
@@ -127,8 +139,11 @@ def lay_out_model(model: nn.Module, layouts: Arrangement, mesh: Mesh, plan: Plan
             raise ValueError(
                 f"The parameter {name} is a DTensor already. Give initialize() the plain model, once."
             )
+    low = plan.precision.parameters
+    leave_out(model, layouts, None if low is None else getattr(torch, low))
     data = DataAxis(model, layouts, mesh, plan)
     send_tokens(model)
+    place_branches(model, layouts.branches, mesh)
     for module in model.modules():
         if not mesh.is_dry:
             make_the_rest_real(module)

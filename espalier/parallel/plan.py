@@ -39,6 +39,9 @@ class Plan(BaseModel):
         expert: ranks, among those that share the batch, that hold different experts of a model that has
             some: it divides ``data``. The mesh then has the axes ``data``, of size ``data / expert``, and
             ``expert``; a batch's rows are cut along both, and along ``expert`` tokens travel to experts.
+        branch: ranks, or groups of them, that hold different branches of a layer (attention and MLP of
+            GPT-J's kind, the towers of a model) and compute them at the same time; which modules these are
+            says ``initialize(..., branches=...)``.
         zero: what is cut along the data axis: nothing (0, as DDP), the optimizer's states (1), gradients
             too (2), parameters too (3, as FSDP). The results are the same.
         replicate: groups of ``data`` ranks that hold the same and share the batch too (hybrid sharding:
@@ -77,6 +80,7 @@ class Plan(BaseModel):
 
     data: Size = 1
     expert: Size = 1
+    branch: Size = 1
     zero: Literal[0, 1, 2, 3] = 0
     replicate: Size = 1
     tensor: Size = 1
@@ -126,6 +130,8 @@ class Plan(BaseModel):
             return [("sequence_parallel", self.sequence_parallel, told)]
         if self.tensor_mode != "1d" and self.expert > 1:
             return [("expert", self.expert, "experts go with tensor_mode = '1d': expected 1")]
+        if self.tensor_mode != "1d" and self.branch > 1:
+            return [("branch", self.branch, "branches go with tensor_mode = '1d': expected 1")]
         try:
             tensor_axes(self.tensor_mode, self.tensor, self.depth)
         except ValueError as error:
@@ -154,7 +160,9 @@ class Plan(BaseModel):
         hybrid = {"replicate": self.replicate} if self.replicate > 1 else {}
         experts = {"expert": self.expert} if self.expert > 1 else {}
         context = {"context": self.context} if self.context > 1 else {}
-        return {**hybrid, "data": self.data // self.expert, **context, **experts, **self.tensor_axes}
+        branches = {"branch": self.branch} if self.branch > 1 else {}
+        data = {"data": self.data // self.expert, **context, **experts}
+        return {**hybrid, **data, **branches, **self.tensor_axes}
 
     @property
     def tensor_axes(self) -> dict[str, int]:

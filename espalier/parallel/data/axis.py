@@ -52,7 +52,8 @@ class DataAxis:
             self.stage = STAGES[_alone(plan.offload)]
         low = plan.precision.parameters
         dtype = None if low is None else getattr(torch, low)
-        named = list(model.named_parameters())
+        # what lies on a mesh without this rank has no values here
+        named = [(name, p) for name, p in model.named_parameters() if layouts[name].mesh.is_member]
         self.members = [Member(name, p, layouts[name], _own(axes, layouts[name]), dtype) for name, p in named]
         self._frozen = [m for m in self.members if not m.p.requires_grad]
         cut = self.stage.parameters == "S"
