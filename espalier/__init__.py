@@ -3,7 +3,7 @@
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from espalier.comm import Ledger, ledger
-from espalier.engine import DryReport, Engine, dry_run, initialize
+from espalier.engine import DryReport, Engine, LayoutTable, dry_run, explain_layouts, initialize
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard
 from espalier.mesh import Mesh, spawn
 from espalier.parallel import Plan
@@ -65,6 +65,7 @@ __all__ = [
     "Explanation",
     "GatherWarning",
     "Layout",
+    "LayoutTable",
     "Ledger",
     "Mesh",
     "Operand",
@@ -89,6 +90,7 @@ __all__ = [
     "dry_run",
     "empty",
     "explain",
+    "explain_layouts",
     "explaining",
     "eye",
     "full",

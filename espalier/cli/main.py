@@ -105,6 +105,16 @@ def dry(job: JobFile, set_: Set = None, ranks: Ranks = None, debug: Debug = Fals
         Console().print(str(dry_step(load(job, set_ or [], ranks))), highlight=False, markup=False)
 
 
+@app.command()
+def explain(job: JobFile, set_: Set = None, ranks: Ranks = None, debug: Debug = False) -> None:
+    """Tell how each parameter of the job's model is laid out, what its module sends, and why."""
+    with one_clear_message(debug):
+        from espalier.train.dry import layout_table
+
+        table = layout_table(load(job, set_ or [], ranks))
+        Console().print(str(table), highlight=False, markup=False, soft_wrap=True)
+
+
 @app.command(
     context_settings={
         "allow_extra_args": True,

@@ -3,5 +3,14 @@
 from espalier.engine.accumulation import UnseenCountError
 from espalier.engine.dry import DryReport, dry_run
 from espalier.engine.engine import Engine, initialize
+from espalier.engine.layouts import LayoutTable, explain_layouts
 
-__all__ = ["DryReport", "Engine", "UnseenCountError", "dry_run", "initialize"]
+__all__ = [
+    "DryReport",
+    "Engine",
+    "LayoutTable",
+    "UnseenCountError",
+    "dry_run",
+    "explain_layouts",
+    "initialize",
+]

@@ -96,18 +96,11 @@ def dry_run(
     Raises:
         ValueError: a parameter is not on ``meta``.
     """
-    real = [name for name, p in model.named_parameters() if p.device.type != "meta"]
-    if real:
-        raise ValueError(
-            f"dry_run needs a model on the meta device, but {real[0]} is on "
-            f"{model.get_parameter(real[0]).device}. Build it under `with torch.device('meta'):`."
-        )
-    plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
-    mesh = Mesh.dry(plan.axes, coordinate)
     whole = sum(p.numel() for p in model.parameters())
     given: dict[str, Any] = {"layouts": layouts, "max_grad_norm": max_grad_norm, "count": count}
     given.update(recompute_policy=recompute_policy, branches=branches)
-    engine = initialize(model, optimizer, plan, mesh=mesh, example=batch, **given)
+    engine = dry_engine(model, plan, batch, optimizer=optimizer, coordinate=coordinate, **given)
+    plan, mesh = engine.plan, engine.mesh
     held = [p for p in model.parameters() if isinstance(p, DTensor)]
     memory, flops = engine.watch().live, FlopCounterMode(display=False)
     flops.mod_tracker = _Untold()  # type: ignore[assignment]
@@ -128,6 +121,35 @@ def dry_run(
         memory.peak_at,
         whole,
     )
+
+
+def dry_engine(
+    model: nn.Module,
+    plan: Plan | Mapping[str, Any],
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    coordinate: tuple[int, ...] | None = None,
+    **given: Any,
+) -> Engine:
+    """An engine on a mesh without processes, its model laid out.
+
+    Args:
+        model, plan, batch, optimizer, coordinate: as for :func:`dry_run`.
+        given: more for :func:`initialize`.
+
+    Raises:
+        ValueError: a parameter is not on ``meta``.
+    """
+    real = [name for name, p in model.named_parameters() if p.device.type != "meta"]
+    if real:
+        raise ValueError(
+            f"A dry run needs a model on the meta device, but {real[0]} is on "
+            f"{model.get_parameter(real[0]).device}. Build it under `with torch.device('meta'):`."
+        )
+    plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
+    mesh = Mesh.dry(plan.axes, coordinate)
+    return initialize(model, optimizer, plan, mesh=mesh, example=batch, **given)
 
 
 def _step(engine: Engine, batch: Any, memory: LiveMemory) -> None:
@@ -159,4 +181,4 @@ def _size(n: int) -> str:
     raise AssertionError
 
 
-__all__ = ["DryReport", "dry_run"]
+__all__ = ["DryReport", "dry_engine", "dry_run"]

@@ -24,7 +24,7 @@ from espalier.engine.update import lay_out_states, refuse_closures, update
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
-from espalier.parallel import Plan, arrange, everywhere, lay_out_model
+from espalier.parallel import Arrangement, Plan, arrange, everywhere, lay_out_model
 from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, full_tensor, redistribute
 from espalier.tensor.deferred import from_rank_0
@@ -119,6 +119,7 @@ class Engine:
         loss: of the batch, or of its micro-batches so far, after a backward (detached).
         grad_norm: the global gradient norm before clipping (a plain scalar tensor), after a step.
         scaler: scales the loss in float16; None in other precisions.
+        arrangement: the layouts of the parameters, once they are known, and why.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class Engine:
         self._loss_fn, self._arranged = loss_fn, arranged
         self._recomputed, self._policy = chosen(module, plan), recompute_policy
         self._data: DataAxis | None = None
+        self.arrangement: Arrangement | None = None
         self._syncing = True
         self._watch: Watch | None = None
         self._batches = Batches(mesh, plan)
@@ -161,11 +163,9 @@ class Engine:
             return
         sample = None if batch is None else tree_map(self._sample, self._parted(batch)[0])
         given: Any = {**self._arranged, "batch": sample, "rows": self._batches.share(batch)}
-        layouts = arrange(self.module, self.plan, self.mesh, **given)
-        if layouts is None:
+        if (found := arrange(self.module, self.plan, self.mesh, **given)) is None:
             return
-        self.chosen = layouts.chosen
-        self._data = lay_out_model(self.module, layouts, self.mesh, self.plan)
+        self.arrangement, self._data = found, lay_out_model(self.module, found, self.mesh, self.plan)
         recompute(self.module, self._recomputed, self.plan.recompute_inputs, self._policy)
         if self.optimizer is not None:
             with self._data.updating(exchange=False):

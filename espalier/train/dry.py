@@ -15,11 +15,25 @@ def dry_step(job: Job) -> Any:
     """
     import espalier
 
+    model, plan, given = _on_meta(job)
+    return espalier.dry_run(model, plan, batch_on_meta(job), max_grad_norm=job.clip, **given)
+
+
+def layout_table(job: Job) -> Any:
+    """How the job's plan lays its model out, and why: a table, printed or read."""
+    import espalier
+
+    model, plan, given = _on_meta(job)
+    return espalier.explain_layouts(model, plan, batch_on_meta(job), **given)
+
+
+def _on_meta(job: Job) -> tuple[torch.nn.Module, Any, dict[str, Any]]:
+    import espalier
+
     with torch.device("meta"):
         model = build_model(job.model, job.train.seed, getattr(torch, job.train.dtype))
-    optimizer = build_optimizer(job.optimizer, model)
     plan = espalier.Plan.from_dict(dict(job.plan))
-    return espalier.dry_run(model, plan, batch_on_meta(job), optimizer=optimizer, max_grad_norm=job.clip)
+    return model, plan, {"optimizer": build_optimizer(job.optimizer, model)}
 
 
 def batch_on_meta(job: Job) -> dict[str, torch.Tensor]:

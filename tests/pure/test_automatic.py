@@ -85,3 +85,29 @@ def test_what_costs_more_than_it_frees_stays_whole(inner: int, pays: bool) -> No
     with espalier.ledger(mesh) as book:
         engine.backward(engine(x))
     assert bool(book.by_axis()) is pays
+
+
+def test_a_table_tells_what_each_module_sends_and_why() -> None:
+    with torch.device("meta"):
+        net = Unknown(build("gpt2", TEXT))
+    table = espalier.explain_layouts(net, {"tensor": 4, "sequence_parallel": True}, batch_of("gpt2"))
+    rows = {(row.module, row.parameter): row for row in table.rows}
+    # float32, by ring algorithms: [8, 64, 256] gathered or scattered among four
+    piece = 3 * 4 * 8 * 64 * 256 // 4
+    up = rows["net.blocks.0.mlp.up_proj", "weight"]
+    assert up.layout == "tensor:S(0)" and "frees" in up.why
+    # backward: gathered again, and its gradient scattered
+    assert (up.forward, up.backward) == (piece, 2 * piece)
+    down = rows["net.blocks.1.mlp.down_proj", "weight"]
+    assert (down.layout, down.forward, down.backward) == ("tensor:S(1)", piece, piece)
+    norm = rows["net.norm", "weight"]
+    assert norm.layout == "whole" and norm.forward == 0 < norm.backward < piece
+    # all that is sent, and nothing twice
+    with torch.device("meta"):
+        twin = Unknown(build("gpt2", TEXT))
+    report = espalier.dry_run(twin, {"tensor": 4, "sequence_parallel": True}, batch_of("gpt2"))
+    assert sum(row.forward + row.backward for row in table.rows) == sum(
+        e.bytes for e in report.ledger.entries
+    )
+    printed = str(table)
+    assert "net.blocks.*.mlp.up_proj × 2" in printed and "net.blocks.1" not in printed

@@ -210,7 +210,7 @@ def test_run_passes_arguments_and_exit_code(job, tmp_path, monkeypatch):
 def test_help_names_every_command():
     code, out, _ = call("--help")
     assert code == 0
-    assert all(name in out for name in ("train", "verify", "dry", "run", "doctor"))
+    assert all(name in out for name in ("train", "verify", "dry", "explain", "run", "doctor"))
 
 
 def test_doctor_tells_the_remedy_beside_the_problem():

@@ -13,6 +13,8 @@ from espalier.parallel.tensor.infer import infer, run_once
 from espalier.parallel.tensor.tables import Table, by_table
 from espalier.parallel.tensor.trial import Calls, Groups, Kind, kinds_of, try_out
 
+_TABLE = "the table"
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -21,11 +23,13 @@ class Chosen:
     Attributes:
         cut: for each parameter that is cut, by name, the dim.
         sequence: whether activations between blocks are cut over the sequence.
+        rest: the reason for parameters of which ``why`` says nothing.
         why: for parameters by name, and for ``""`` (the sequence), the reason.
     """
 
     cut: dict[str, int]
     sequence: bool
+    rest: str = ""
     why: dict[str, str] = field(default_factory=dict)
 
 
@@ -58,7 +62,7 @@ def choose(
         return Chosen({}, False)
     described = None if table is None else by_table(model, table)
     if described is not None and sequence != "auto":
-        return Chosen(described, sequence, dict.fromkeys(described, "the table"))
+        return Chosen(described, sequence, _TABLE)
     if batch is None:
         return None
     calls = Calls()
@@ -77,7 +81,7 @@ def choose(
     tried = [kind for kind in kinds if kind.costs]
     totals = {s: sum(len(k.names) * k.costs[k.best(s), s].total for k in tried) for s in boundaries}
     cuts = min(totals, key=lambda s: (totals[s], s))
-    chosen = Chosen(described or {}, cuts, dict.fromkeys(described or {}, "the table"))
+    chosen = Chosen(described or {}, cuts, "no cut of it goes through" if described is None else _TABLE)
     chosen.why[""] = _of_boundary(cuts, totals, bool(tried))
     if described is None:
         _take(chosen, groups, tried)
@@ -88,7 +92,7 @@ def _take(chosen: Chosen, groups: Groups, tried: list[Kind]) -> None:
     """Cut the groups whose trial says so, and those that were not tried."""
     for group in groups:
         chosen.cut.update(group)
-        chosen.why.update(dict.fromkeys(group, "it can be cut; it is in no block that could be tried"))
+        chosen.why.update(dict.fromkeys(group, "it can be cut; outside of the blocks that were tried"))
     for kind in tried:
         best = kind.best(chosen.sequence)
         for i, group in enumerate(kind.groups):

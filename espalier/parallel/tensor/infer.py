@@ -11,7 +11,7 @@ through pointwise functions, views, attention heads, until
 
 Every closed stream that does not leak may be cut on the tensor axis, in all parameters it meets;
 trials decide (``espalier.parallel.tensor.trial``). Embeddings are cut over the vocabulary, and heads
-over classes, where that saves a real share of the model.
+over classes, where that saves a real share of the model; a table of positions is not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from espalier.tensor.rules import RULES
 from espalier.tensor.rules.spec import Letter, Operand, Spec
 
 # an embedding, or a head over classes, below this share of all parameters is not worth its messages
-_LARGE_SHARE = 0.02
+_LARGE_SHARE = 0.005
 
 Stream = int
 Cut = tuple[str, int]  # a parameter's name and the dim
@@ -101,7 +101,7 @@ class _Watch(TorchFunctionMode):
         self.closed: set[Stream] = set()
         self.contracted: set[Stream] = set()  # those that are closed by another parameter
         self.leaked: set[Stream] = set()
-        self.tables: set[Cut] = set()
+        self.tables: dict[Cut, int] = {}  # and the rows looked up for one row of the batch
         # tensors are kept alive so that an id never names two of them
         self.tags: dict[int, tuple[torch.Tensor, dict[int, Stream]]] = {}
 
@@ -183,7 +183,8 @@ class _Watch(TorchFunctionMode):
                 return None
             if not kept:
                 # looked up, not multiplied: the rows of an embedding
-                self.tables.update(named)
+                looked_up = results[0].shape[:-1].numel() if results else 0
+                self.tables.update({cut: max(looked_up, self.tables.get(cut, 0)) for cut in named})
                 return None
             if len(named) == 1 and len(self.shapes[named[0][0]]) < 2 and len(members) == len(spec.ins):
                 return None  # a lone vector (a norm's weight, a bias alone) opens nothing
@@ -247,8 +248,10 @@ class _Watch(TorchFunctionMode):
             root = self._root(stream)
             if root in closed and self.shapes[name][dim] >= self.ranks:
                 cut(name, dim, root)
-        for name, dim in sorted(self.tables):
-            cut(name, dim, name)
+        for (name, dim), looked_up in self.tables.items():
+            # of a table of positions most is looked up, and what is looked up would be sent
+            if self.shapes[name][dim] > 2 * looked_up:
+                cut(name, dim, name)
         least = _LARGE_SHARE * sum(self.sizes.values())
         return [
             group
