@@ -269,16 +269,60 @@ def send(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list
 @collective
 def broadcast(x: torch.Tensor, mesh: Mesh, axis: int, source: int = 0) -> torch.Tensor:
     """The value of one coordinate of the axis, on every rank."""
+    if mesh.shape[axis] == 1:
+        return x
+    out = x if mesh.is_dry else x.clone(memory_format=torch.contiguous_format)
+    broadcast_(out, mesh, axis, source).wait()
+    return out
+
+
+def broadcast_(x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Pending:
+    """Start to overwrite contiguous ``x`` with that of one coordinate of the axis.
+
+    Each rank hands it on to the next; the last one sends nothing.
+    """
     n = mesh.shape[axis]
     if n == 1:
-        return x
-    _record(mesh, "broadcast", axis, x.numel() * x.element_size(), x, x.shape)
-    if mesh.is_dry:
-        return x
+        return Pending()
+    if tracers() and not mesh.is_dry:
+        x.copy_(broadcast(x, mesh, axis, source))
+        return Pending()
+    ends = (mesh.coordinate[axis] - source) % n == n - 1
+    _record(mesh, "broadcast", axis, 0 if ends else x.numel() * x.element_size(), x, x.shape)
+    if mesh.is_dry or not x.numel():
+        return Pending()
+    options, wire, order = dist.BroadcastOptions(), _wire(x), mesh.order(axis)
+    options.rootRank, options.rootTensor = source if order is None else order[source], 0
+    return Pending(mesh.backend(axis, wire.device).broadcast([wire], options))
+
+
+@collective
+def reduce(x: torch.Tensor, mesh: Mesh, axis: int, target: int) -> torch.Tensor:
+    """The sum over the axis, on one coordinate; what the others get is undefined."""
     out = x.clone(memory_format=torch.contiguous_format)
-    order = mesh.order(axis)
-    dist.broadcast(_wire(out), group_src=source if order is None else order[source], group=mesh.group(axis))
+    reduce_(out, mesh, axis, target).wait()
     return out
+
+
+def reduce_(x: torch.Tensor, mesh: Mesh, axis: int, target: int) -> Pending:
+    """Start to sum contiguous ``x`` over the axis, in place, on one coordinate; on others it is lost.
+
+    Each rank hands the sum so far on to the next; the target, which is the last, sends nothing.
+    """
+    if mesh.shape[axis] == 1:
+        return Pending()
+    if tracers() and not mesh.is_dry:
+        x.copy_(reduce(x, mesh, axis, target))
+        return Pending()
+    sent = 0 if mesh.coordinate[axis] == target else x.numel() * x.element_size()
+    _record(mesh, "reduce", axis, sent, x, x.shape)
+    if mesh.is_dry or not x.numel():
+        return Pending()
+    options, order = dist.ReduceOptions(), mesh.order(axis)
+    wire, op = _summable(x, "sum")
+    options.reduceOp = _OPS[op]  # type: ignore[assignment]
+    options.rootRank, options.rootTensor = target if order is None else order[target], 0
+    return Pending(mesh.backend(axis, wire.device).reduce([wire], options))
 
 
 @collective

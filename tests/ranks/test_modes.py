@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import espalier
 from espalier.models import build
@@ -72,3 +73,44 @@ def test_a_grid_of_four(ranks: Any) -> None:
 )
 def test_eight_ranks(ranks: Any, trials: list[Trial]) -> None:
     ranks(8, trains, trials)
+
+
+def products(rank: int, world: int, axes: dict[str, int], sizes: tuple[int, int, int]) -> None:
+    """A linear layer on a grid: value, first and second derivatives; its blocks alone are kept."""
+    b, k, n = sizes
+    mesh = espalier.Mesh.from_env(axes)
+    torch.manual_seed(0)
+    x, weight, bias, g = (torch.randn(s, dtype=torch.float64) for s in ((b, 3, k), (n, k), (n,), (b, 3, n)))
+    rows, features = espalier.Shard(0), espalier.Shard(2)
+
+    def tensors(*placements: Any) -> list[torch.Tensor]:
+        given = zip((x, weight, bias), placements, strict=True)
+        return [espalier.distribute_tensor(t, mesh, p).requires_grad_() for t, p in given]
+
+    def derivatives(f: Any, ins: list[torch.Tensor], g: torch.Tensor) -> list[torch.Tensor]:
+        y = f(*ins)
+        first = torch.autograd.grad((y.sin() * g).sum(), ins, create_graph=True)
+        second = torch.autograd.grad(sum(t.square().sum() for t in first), ins)
+        return [y, *first, *second]
+
+    vector = [espalier.Replicate(), espalier.Shard(0)]
+    straight = tensors([rows, features], [espalier.Shard(1), espalier.Shard(0)], vector)
+    tied = tensors([rows, features], [espalier.Shard(0), espalier.Shard(1)], vector)
+    for ins in (straight, tied):
+        for f in (F.linear, lambda x, w, c: x @ w.t() + c):
+            expected = derivatives(f, [t.clone().requires_grad_() for t in (x, weight, bias)], g)
+            with espalier.ledger(mesh) as book:
+                y = f(*ins)
+            assert y.placements == (rows, features) and {e.op for e in book.entries} <= {
+                "broadcast",
+                "reduce",
+            }
+            found = derivatives(f, ins, espalier.distribute_tensor(g, mesh, [rows, features]))
+            for one, other in zip(found, expected, strict=True):
+                assert (espalier.full_tensor(one) - other).abs().max().item() < 1e-11
+
+
+def test_products_by_panels(ranks: Any) -> None:
+    ranks(4, products, {"row": 2, "col": 2}, (4, 8, 12))
+    ranks(6, products, {"row": 2, "col": 3}, (5, 7, 11))
+    ranks(6, products, {"row": 3, "col": 2}, (2, 2, 4))  # the last row of ranks has nothing

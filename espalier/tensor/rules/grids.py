@@ -13,24 +13,25 @@ kind    x is cut    w is cut    what is done along the axis
 
 and the kinds of the axes together say which algorithm it is:
 
-* ``K, N``: SUMMA (van de Geijn, Watts 1997). The product has its rows cut over the first, n over the second;
-* ``B, C``: the same with a transposed weight (a vocabulary head that is tied to an embedding); the
-  sum is cut along n;
+* ``K, N``: SUMMA (``espalier.tensor.rules.summa``). The product has its rows cut over the first, n over the
+  second, and nothing is ever whole;
+* ``B, C``: the same with a transposed weight (a vocabulary head that is tied to an embedding);
 * ``B, B, C``: 3D (Agarwal et al. 1995). Along the axis that cuts rows last and n first x is brought
   together, along the other w; the sum is cut along the rows, so the axes change roles from layer to layer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from espalier.comm import move
 from espalier.layout.layout import AxisState, R
-from espalier.tensor.rules.spec import Operand, Placed, Spec, bound_to
+from espalier.tensor.rules.spec import Operand, Placed, Runner, Spec, bound_to
+from espalier.tensor.rules.summa import Grid, multiply
 
 
 class Product(NamedTuple):
@@ -64,7 +65,7 @@ def lay_on_grid(
         return spec
     rows, by_kind = kinds
     k, n = x.ndim - 1, product.n
-    letter = spec.ins[x.index][rows]
+    letter, mesh = spec.ins[x.index][rows], x.layout.mesh
 
     def say(
         axis: int, of_x: AxisState, of_w: AxisState, of_bias: AxisState, out: AxisState, name: Any
@@ -78,12 +79,13 @@ def lay_on_grid(
     wide = bias.ndim - 1 if bias is not None else R
     match by_kind:
         case {"K": [first], "N": [second], **rest} if not rest:
-            say(first, rows, R, R, rows, letter)
-            say(second, R, n, wide, k, "n")
+            say(first, rows, 1 - n, R, rows, letter)
+            say(second, k, n, wide, k, "n")
+            spec.run = _by_panels(product, "nn", Grid(mesh, first, second, weight.shape[1 - n]))
         case {"B": [first], "C": [second], **rest} if not rest:
-            say(first, rows, R, R, rows, letter)
+            say(first, rows, n, R, rows, letter)
             say(second, k, 1 - n, wide, k, "k")
-            spec.run = _scattering(product, second)
+            spec.run = _by_panels(product, "nt", Grid(mesh, first, second, weight.shape[n]))
         case {"B": [_, _] as both, "C": [third], **rest} if not rest:
             second, first = x.layout.cuts[rows][-1], weight.layout.cuts[n][-1]
             if sorted(both) == sorted((first, second)):
@@ -110,16 +112,42 @@ def _kinds(x: Operand, weight: Operand, n: int) -> tuple[int, dict[str, list[int
     return (rows.pop(), found) if len(rows) == 1 else None
 
 
-def _scattering(product: Product, axis: int) -> Callable[..., torch.Tensor]:
+def _by_panels(product: Product, form: str, grid: Grid) -> Runner:
+    """A runner: SUMMA, and the bias after it."""
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        x, weight, bias = _operands(product, args, kwargs)
+        lead = x.shape[:-1]
+        matrix = weight.t() if (product.n == 0) == (form == "nn") else weight
+        flat = x.reshape(math.prod(lead), x.shape[-1])
+        found = multiply(form, flat, matrix, grid)
+        found = found.view(*lead, found.shape[-1])
+        return found if bias is None else found + bias.to(found.dtype)
+
+    return run
+
+
+def _scattering(product: Product, axis: int) -> Runner:
     """A runner: the product is Partial along an axis that cuts the output; the bias is added after that."""
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-        given = bound_to(product.names, args, kwargs)
-        x, weight = given[product.x], given[product.weight]
-        bias = given.get(product.bias) if product.bias is not None else None
-        addend = F.linear(x, weight) if product.n == 0 else x @ weight
+        x, weight, bias = _operands(product, args, kwargs)
         out = placed.outs[0]
+        addend = x @ (weight.t() if product.n == 0 else weight)
         found = move(addend, out.with_axis(axis, "sum"), out)
-        return found if bias is None else found + bias
+        return found if bias is None else found + bias.to(found.dtype)
 
     return run
+
+
+def _operands(
+    product: Product, args: Any, kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The local tensors, plain for the backward pass, in the dtype that autocast would give them."""
+    given = bound_to(product.names, args, kwargs)
+    x, weight = (given[name].as_subclass(torch.Tensor) for name in (product.x, product.weight))
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = (t if t.dtype is torch.float64 else t.to(dtype) for t in (x, weight))
+    return x, weight, None if product.bias is None else given.get(product.bias)
