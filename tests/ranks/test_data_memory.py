@@ -113,8 +113,11 @@ def sends(rank: int, world: int, n: int) -> None:
             expected = sum(2 * -(-e // n) for e in elements)
         else:
             expected = (3 if zero == 3 else 2) * sum(elements) // n + flags
-        if zero == 3:  # what the forward pass uses last the backward pass uses first: it is kept
-            expected -= sum(p.numel() for p in engine.module.head.parameters()) // n
+        if (
+            zero == 3
+        ):  # what the forward pass uses last the backward pass uses first: it is kept; so is a norm
+            kept = (*engine.module.head.parameters(), *engine.module.norm.parameters())
+            expected -= sum(p.numel() for p in kept) // n
         assert moved == 4 * (n - 1) * expected, zero
 
 

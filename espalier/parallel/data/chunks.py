@@ -117,6 +117,7 @@ class Chunk:
             "gradients" (``gradient``), "states" (the optimizer's, and ``master``).
         versions: of the members, when they began to show what is off the device.
         is_written: whether somebody has written to what they show, which is no longer what is in the file.
+        stays: whether, once gathered in a pass of training, it stays so to its end.
         missing: numbers of the members whose gradient this backward pass has not brought yet.
     """
 
@@ -133,6 +134,7 @@ class Chunk:
         self.places: dict[str, Place] = {}
         self.versions: list[int] = []
         self.is_written = False
+        self.stays = False
         self.missing = set(range(len(members)))
         self._cut: tuple[torch.Tensor, list[torch.Tensor]] | None = None
 

@@ -236,7 +236,7 @@ class Gathering:
             out = _before_backward(self._own_memory(out, used), lambda *_: self._needed_again(used))
             if not _in_backward():  # else its backward follows
                 for g in used:
-                    if not g.users and not self._next_is(g):
+                    if not g.users and not self._is_kept(g):
                         g.release()
             return None if out is given else out
 
@@ -267,9 +267,8 @@ class Gathering:
     def _done(self, used: list[Gathered]) -> None:
         for g in used:
             g.marks = max(g.marks - 1, 0)
-            if (
-                not g.users and not torch.is_grad_enabled()
-            ):  # else backward is recorded: to be gone through too
+            # with gradients backward is recorded: to be gone through too
+            if not g.users and not g.chunk.stays and not torch.is_grad_enabled():
                 g.release()
 
     def sent(self, chunk: Chunk) -> None:
@@ -350,9 +349,10 @@ class Gathering:
             if budget < 0:
                 return
 
-    def _next_is(self, g: Gathered) -> bool:
+    def _is_kept(self, g: Gathered) -> bool:
         at = len(self._seen)
-        return torch.is_grad_enabled() and self.order[at : at + 1] == [Use("backward", g.number)]
+        next_is = self.order[at : at + 1] == [Use("backward", g.number)]
+        return torch.is_grad_enabled() and (next_is or g.chunk.stays)
 
 
 def _is_elsewhere(chunk: Chunk) -> bool:

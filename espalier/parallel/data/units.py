@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,21 +66,36 @@ def _has_blocks(module: nn.Module) -> bool:
 def by_unit(members: Sequence[Member], model: nn.Module) -> list[tuple[list[nn.Module], Chunk]]:
     """Chunks of the parameters of each unit, and the modules that use them.
 
-    A parameter that several units share belongs to the first, and all that hold it use its chunk.
+    A parameter that several units share belongs to the first, and all that hold it use its chunk. What is
+    small beside the others (a last norm, say) shares a chunk that stays whole for a pass: less to wait for.
     """
     by_id = {id(m.p): m for m in members}
     taken: dict[int, Chunk] = {}
-    chunks: list[tuple[list[nn.Module], Chunk]] = []
+    parts: list[tuple[list[nn.Module], list[Member]]] = []
     within = units(model)
     known = {id(unit) for unit in within}
     for unit in within:
         divided = any(id(m) in known for m in unit.modules() if m is not unit)
         own = unit.parameters(recurse=not divided)
-        fresh = [by_id[id(p)] for p in own if id(p) in by_id and id(p) not in taken]
-        for alike in _alike(list(dict.fromkeys(fresh))):
-            chunk = Chunk(alike)
-            chunks.append(([unit], chunk))
-            taken.update({id(m.p): chunk for m in alike})
+        fresh = [m for p in own if (m := by_id.pop(id(p), None)) is not None]
+        parts += (([unit], alike) for alike in _alike(fresh).values())
+    small = _small([sum(m.size * m.dtype.itemsize for m in part) for _, part in parts])
+    pools: dict[Any, tuple[list[nn.Module], list[Member]]] = {}
+    together: list[tuple[list[nn.Module], list[Member]]] = []
+    for i, (modules, part) in enumerate(parts):
+        pool = pools.get(_kind(part[0])) if i in small else None
+        if pool is not None:
+            pool[0].extend(modules)
+            pool[1].extend(part)
+            continue
+        together.append((modules, part))
+        if i in small:  # where the first stands: as gradients come from the last on, these are whole late
+            pools[_kind(part[0])] = together[-1]
+    chunks = [(modules, Chunk(part)) for modules, part in together]
+    pooled = {id(part[0]) for _, part in pools.values()}
+    for _, chunk in chunks:
+        chunk.stays = id(chunk.members[0]) in pooled
+        taken.update({id(m.p): chunk for m in chunk.members})
     users = {id(chunk): modules for modules, chunk in chunks}
     inside = {id(chunk): {id(m) for u in modules for m in u.modules()} for modules, chunk in chunks}
     for module in model.modules():
@@ -109,9 +124,25 @@ def by_size(members: Sequence[Member], megabytes: float) -> list[Chunk]:
     return [Chunk(group) for group in groups]
 
 
-def _alike(members: Sequence[Member]) -> Iterator[list[Member]]:
+def _small(sizes: Sequence[int]) -> set[int]:
+    """The numbers of the smallest parts, together no more than a tenth of the largest one."""
+    found: set[int] = set()
+    left = max(sizes, default=0) / 10
+    for i in sorted(range(len(sizes)), key=lambda i: sizes[i]):
+        left -= sizes[i]
+        if left < 0:
+            break
+        found.add(i)
+    return found
+
+
+def _kind(m: Member) -> tuple[torch.dtype, torch.device, tuple[int, ...], bool]:
+    return m.dtype, m.p.device, m.axes, m.p.requires_grad
+
+
+def _alike(members: Sequence[Member]) -> dict[Any, list[Member]]:
     """Members apart by dtype, device, axes, and whether they are trained."""
-    groups: dict[tuple[torch.dtype, torch.device, tuple[int, ...], bool], list[Member]] = {}
+    groups: dict[Any, list[Member]] = {}
     for m in members:
-        groups.setdefault((m.dtype, m.p.device, m.axes, m.p.requires_grad), []).append(m)
-    yield from groups.values()
+        groups.setdefault(_kind(m), []).append(m)
+    return groups
