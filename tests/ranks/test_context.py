@@ -76,7 +76,7 @@ def same_attention(mesh: Mesh, s: int, t: int, given: dict[str, Any], places: li
 
 def all_calls(rank: int, world: int) -> None:
     mesh = Mesh.from_env({"context": world})
-    for word in ("ring", "ulysses", "gather"):
+    for word in ("ring", "ulysses", "gather") if world != 3 else ("ring",):
         told = mesh.telling(context=word)
         for s, t, given in CALLS:
             if word == "ulysses" and given.get("kv_heads", 4) < world:
@@ -105,14 +105,15 @@ def test_attention_over_a_cut_sequence(ranks: Any, world: int) -> None:
 
 def second_order(rank: int, world: int) -> None:
     mesh = Mesh.from_env({"context": world})
-    for causal in (False, True):
+    seen = torch.tensor([[[[True, False, True, True, True], [False] * 5]]]).repeat(1, 1, 3, 1)[:, :, :5]
+    for given in ({}, {"is_causal": True}, {"attn_mask": seen}):
         torch.manual_seed(0)
         values = [torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(3)]
         found = []
         for lay in (lambda x: x.clone(), lambda x: espalier.distribute_tensor(x, mesh, [Shard(2)])):
             leaves = [lay(x).requires_grad_() for x in values]
             with sdpa_kernel(SDPBackend.MATH):  # of the kernels none has a second derivative
-                out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+                out = F.scaled_dot_product_attention(*leaves, **given)
             grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
             sum(g.square().sum() for g in grads).backward()
             found.append([espalier.full_tensor(x.grad) for x in leaves])
@@ -199,7 +200,7 @@ PLANS = [
     {"context": 4, "zero": 1},
     {"context": 2, "data": 2, "zero": 2, "accumulate": 2},
     {"context": 2, "data": 2, "zero": 3, "recompute": "full"},
-    {"context": 2, "tensor": 2},
+    {"context": 2, "tensor": 2, "recompute": "selective"},
 ]
 
 

@@ -121,7 +121,7 @@ def test_peaks_of_a_step(zero: int) -> None:
     peaks = [r.peak_bytes for r in (none, selective, full)]
     assert peaks == sorted(peaks, reverse=True) and peaks[2] < 0.6 * peaks[0], peaks
     assert sharded.peak_bytes < full.peak_bytes and host.peak_bytes < full.peak_bytes
-    assert none.flops < selective.flops < full.flops
+    assert none.flops == selective.flops < full.flops  # no product is computed twice, nor an attention
     assert 1.25 < full.flops / none.flops < 4 / 3
 
 

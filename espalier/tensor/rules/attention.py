@@ -14,6 +14,7 @@ from espalier.comm.spans import Spans, pieces
 from espalier.layout import Layout, local_box, same_cuts
 from espalier.layout.layout import AxisState, R, V
 from espalier.tensor.random import draw_key
+from espalier.tensor.rules.blocks import Block, fused
 from espalier.tensor.rules.randomness import dropped
 from espalier.tensor.rules.ring import Way, ring, zigzag
 from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, bound_to, of_nothing
@@ -72,7 +73,8 @@ def attention(
 
 def _is_special(placed: Placed) -> bool:
     """Whether the local call is not the same call."""
-    return placed.lacks() or any(placed.axes_of(x, [x.ndim - 2]) for x in placed.ins[:2])
+    cut = any(placed.axes_of(x, [x.ndim - 2]) for x in placed.ins[:2])
+    return cut or placed.mesh.is_dry or placed.lacks()
 
 
 def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
@@ -103,7 +105,17 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
         return of_nothing(placed, q, k, v, *([] if mask is None else [mask]))
     if bound.get("dropout_p", 0.0) > 0:
         return _with_dropout(bound, placed)
-    return func(**bound)
+    return _dry(func, bound) if placed.mesh.is_dry else func(**bound)
+
+
+def _dry(func: Callable[..., Any], bound: dict[str, Any]) -> torch.Tensor:
+    """On tensors without data torch would compute the plain formula, which keeps all scores; ranks do not."""
+    q, k, v, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
+    learnt = mask is not None and mask.requires_grad
+    block = Block(
+        _four(q), _four(k), _four(v), 1.0, _bias(mask, q), bool(bound.get("is_causal")), None, learnt
+    )
+    return fused(block).view(*q.shape[:-1], v.shape[-1]) if block.kernel == "cpu" else func(**bound)
 
 
 def _heads_are_cut(placed: Placed, axis: int, causal: bool) -> bool:
@@ -205,16 +217,13 @@ def _four(x: torch.Tensor) -> torch.Tensor:
 
 
 def _bias(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """A mask as what is added to the scores, in four dims."""
+    """A mask in four dims."""
     if mask is None:
         return None
     mask = mask[(None,) * (q.ndim - mask.ndim)]
     if q.ndim > 4 and any(n > 1 for n in mask.shape[:-3]):
         mask = mask.expand(*q.shape[:-3], *mask.shape[-3:])
-    mask = mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
-    if mask.dtype is torch.bool:
-        return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
-    return mask
+    return mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
 
 
 def _with_dropout(bound: dict[str, Any], placed: Placed) -> torch.Tensor:

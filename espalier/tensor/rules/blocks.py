@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from espalier.comm.traced import symbolic
+
 _OPS = torch.ops.aten
 _CPU: Any = getattr(_OPS, "_scaled_dot_product_flash_attention_for_cpu", None)
 _CPU_BACK: Any = getattr(_OPS, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
@@ -25,7 +27,7 @@ class Block(NamedTuple):
     """Queries [b, h, s, d], keys [b, g, t, d] and values [b, g, t, e]; g divides h.
 
     Attributes:
-        bias: added to the scores, broadcast to [b, h, s, t]; None: nothing.
+        bias: added to the scores, broadcast to [b, h, s, t], or, of bools, what may be seen; None: nothing.
         causal: query i sees the keys up to i.
         keep: what weights are multiplied by (dropout), [b, h, s, t]; None: nothing.
         plainly: no kernel will do, say because the bias needs a gradient.
@@ -39,6 +41,14 @@ class Block(NamedTuple):
     causal: bool = False
     keep: torch.Tensor | None = None
     plainly: bool = False
+
+    @property
+    def unseen(self) -> bool:
+        """Whether a mask hides it all: then it need not be computed. Not asked where values are not known."""
+        if self.bias is None or self.bias.device.type == "meta" or symbolic():
+            return False
+        seen = self.bias if self.bias.dtype is torch.bool else self.bias > -math.inf
+        return not seen.any()
 
     @property
     def kernel(self) -> str:
@@ -74,6 +84,13 @@ def forward(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse[..., : q.shape[-2]]
 
 
+def fused(block: Block) -> torch.Tensor:
+    """The output alone, by the CPU's kernel: differentiable."""
+    k, v = _spread(block.k, block.q), _spread(block.v, block.q)
+    out: torch.Tensor = _CPU(block.q, k, v, 0.0, block.causal, attn_mask=_full(block), scale=block.scale)[0]
+    return out
+
+
 def merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor) -> None:
     """Add a block to the output and lse so far, in place."""
     total = torch.logaddexp(lse, block_lse)
@@ -101,7 +118,7 @@ def backward(
             grad, q, k, v, out, lse, 0.0, block.causal, attn_mask=_full(block), scale=block.scale
         )
     else:
-        lse = F.pad(lse, (0, -lse.shape[-1] % _ROWS), value=math.inf)
+        lse = F.pad(lse.contiguous(), (0, -lse.shape[-1] % _ROWS), value=math.inf)
         seed = torch.zeros((), dtype=torch.int64)
         dq, dk, dv, _ = _CUDA_BACK(
             grad, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], block.causal,
@@ -125,7 +142,13 @@ def _gathered(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _full(block: Block) -> torch.Tensor | None:
     if block.bias is None:
         return None
-    return block.bias.to(block.q.dtype).expand(*block.q.shape[:-1], block.k.shape[-2])
+    return _added(block.bias, block.q.dtype).expand(*block.q.shape[:-1], block.k.shape[-2])
+
+
+def _added(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if bias.dtype is not torch.bool:
+        return bias.to(dtype)
+    return torch.zeros(bias.shape, dtype=dtype, device=bias.device).masked_fill_(~bias, -math.inf)
 
 
 def _scores(block: Block) -> torch.Tensor:
@@ -134,16 +157,20 @@ def _scores(block: Block) -> torch.Tensor:
     if block.causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
         scores = scores.masked_fill(~seen, -math.inf)
-    return scores if block.bias is None else scores + block.bias
+    return scores if block.bias is None else scores + _added(block.bias, dtype)
 
 
 def _plain(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     scores = _scores(block)
+    blind = scores.isneginf().all(-1, keepdim=True)
+    scores = scores.masked_fill(blind, 0.0)
     lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
+    weights = (scores - lse.unsqueeze(-1)).exp().masked_fill(blind, 0.0)
     if block.keep is not None:
         weights = weights * block.keep
-    return weights @ _spread(block.v, block.q).to(weights.dtype), lse
+    return weights @ _spread(block.v, block.q).to(weights.dtype), lse.masked_fill(
+        blind.squeeze(-1), -math.inf
+    )
 
 
 def _plain_back(

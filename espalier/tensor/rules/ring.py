@@ -114,7 +114,7 @@ def ring(
 
     Args:
         q, k, v: [b, h, s, d], [b, g, t, d], [b, g, t, e] with this rank's rows of s and t.
-        bias: broadcast to [b, h, s, t], with this rank's rows and all columns.
+        bias: broadcast to [b, h, s, t], with this rank's rows and all columns; of bools, what may be seen.
         key: of the random stream, where there is dropout.
     """
     if recorders():
@@ -145,7 +145,8 @@ class _Ring(torch.autograd.Function):
             for call in calls(way.queries, way.keys[place], way.causal):
                 rows = slice(*call.q)
                 block = _block(q, kb, vb, bias, key, way, place, call, plainly)
-                blocks.merge(out[:, :, rows], lse[:, :, rows], *blocks.forward(block))
+                if not block.unseen:
+                    blocks.merge(out[:, :, rows], lse[:, :, rows], *blocks.forward(block))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, bias, out, lse.masked_fill_(lse == -math.inf, 0.0))
         return out
@@ -177,6 +178,8 @@ def _backward(
         for call in calls(way.queries, way.keys[place], way.causal):
             rows, columns = slice(*call.q), slice(*call.k)
             block = _block(q, kb, vb, bias, key, way, place, call, wants_bias)
+            if block.unseen:
+                continue
             got = blocks.backward(block, grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
             dq[:, :, rows] += got[0]
             dk[:, :, columns] += got[1]
@@ -237,8 +240,7 @@ def _block(
     part = None if bias is None else _of_bias(bias, way.keys[place], call)
     if call.cut == "masked":
         row, column = (_numbers(s, q.device) for s in (way.queries, way.keys[place]))
-        hidden = row[rows].unsqueeze(-1) < column[columns]
-        part = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -math.inf)
+        part = row[rows].unsqueeze(-1) >= column[columns]
     keep = None
     if key is not None:
         keep = _keep(way, way.keys[place], key, q)[..., rows, columns]
@@ -289,7 +291,6 @@ def _plainly(
         k, v = (exchange(x, way.mesh, (way.axis,), 2, way.keys, whole) for x in (k, v))
         spans = everything
     if way.causal:
-        hidden = _numbers(way.queries, q.device).unsqueeze(-1) < _numbers(spans, q.device)
-        bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -math.inf)
+        bias = _numbers(way.queries, q.device).unsqueeze(-1) >= _numbers(spans, q.device)
     keep = None if key is None else _keep(way, spans, key, q)
     return blocks.forward(Block(q, k, v, way.scale, bias, False, keep, True))[0].to(q.dtype)
