@@ -196,10 +196,10 @@ class Plan(BaseModel):
         kinds = {name: f" ({word})" for name, word in self.words.items()}
         axes = " × ".join(f"{name} {n}{kinds.get(name, '')}" for name, n in self.axes.items())
         zero = f", ZeRO {self.zero}" if self.zero else ""
-        sequence = ", sequence parallel" if self.sequence_parallel else ""
+        sequence = {True: ", sequence parallel", "auto": ", sequence parallel if cheaper"}
         precision = "" if self.precision == Precision() else f", {self.precision}"
         away = f", {self.offload}" if str(self.offload) else ""
-        return f"{axes}{sequence}{zero}{precision}{away}"
+        return f"{axes}{sequence.get(self.sequence_parallel, '')}{zero}{precision}{away}"
 
 
 class PlanError(ValueError):

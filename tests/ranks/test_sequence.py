@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import espalier
 from espalier.engine.live import LiveMemory
 from espalier.models import build
 from tests.peers.zoo import compared
-from tests.ranks.test_engine import TOLERANCE, apart, batch, model, same_backward, same_steps
+from tests.ranks.test_engine import TOLERANCE, apart, batch, model, one_step_ledger, same_backward, same_steps
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -46,12 +47,28 @@ def same_training(rank: int, world: int, kind: str, plans: list[dict[str, Any]])
 @pytest.mark.parametrize(
     ("kind", "plans"),
     [
-        ("gpt", [{"tensor": 4}, {"data": 2, "tensor": 2, "zero": 3, "recompute": "full"}]),
+        (
+            "gpt",
+            [
+                {"tensor": 4},
+                {"data": 2, "tensor": 2, "zero": 3, "recompute": "full"},
+                {"context": 2, "tensor": 2},
+            ],
+        ),
         ("gpt2", [{"data": 2, "tensor": 2, "zero": zero} for zero in (0, 1, 2)]),
     ],
 )
 def test_training_equals_one_process(ranks: Any, kind: str, plans: list[dict[str, Any]]) -> None:
     ranks(4, same_training, kind, plans)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize(("kind", "sequence"), [("gpt", True), ("gpt2", "auto")])
+def test_the_ledger_equals_that_of_a_dry_run(ranks: Any, kind: str, sequence: Any) -> None:
+    plan = {"data": 2, "tensor": 2, "sequence_parallel": sequence}
+    for real, dry in ranks(4, one_step_ledger, kind, plan, 5):
+        assert real == dry
+        assert ("reduce_scatter", "tensor") in {(entry.op, entry.axis) for entry in real}
 
 
 # ten positions on four ranks; two heads of keys and values, too, for Llama
@@ -62,6 +79,43 @@ def test_transformers_models_equal_one_process(ranks: Any, name: str) -> None:
     for worst, gathered in ranks(4, compared, name, False, {"sequence_parallel": True, **plan}, timeout=300):
         assert max(worst.values()) < TOLERANCE, worst
         assert not gathered
+
+
+class Tower(nn.Module):
+    """torch's own encoder, whose attention multiplies by the weights of a module that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.encoder(self.embed(x))).flatten(0, 1), y.flatten())
+
+
+def torch_encoder(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    net = Tower().double()
+    plain = copy.deepcopy(net)
+    table = {"embed": "vocab", "*.self_attn": "column", "*.linear1": "column", "head": "column"}
+    table |= {"*.out_proj": "row", "*.linear2": "row"}
+    plan = {"data": 2, "tensor": 2, "sequence_parallel": True}
+    engine = espalier.initialize(net, None, plan, layouts=table)
+    for layer in net.encoder.layers:
+        layer.register_forward_hook(cut_over_the_sequence)
+    x, y = torch.randint(0, 40, (2, 4, 9)).unbind()
+    loss, expected = engine({"x": x, "y": y}), plain(x, y)
+    engine.backward(loss)
+    expected.backward()
+    engine.finish_gradients()
+    assert abs(loss.item() - expected.item()) < TOLERANCE
+    assert apart(net, plain, gradients=True) < TOLERANCE
+
+
+@pytest.mark.world(4)
+def test_torchs_encoder_equals_one_process(ranks: Any) -> None:
+    ranks(4, torch_encoder)
 
 
 B, S, H, A = 2, 64, 32, 4

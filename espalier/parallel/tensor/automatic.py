@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from espalier.mesh import Mesh
 from espalier.parallel.tensor.infer import infer, run_once
 from espalier.parallel.tensor.tables import Table, by_table
 from espalier.parallel.tensor.trial import Calls, Groups, Kind, kinds_of, try_out
@@ -74,10 +75,10 @@ def choose(
             with suppress(Exception):  # then nothing is tried
                 run_once(model, batch, nullcontext())
     boundaries = (False, True) if sequence == "auto" else (sequence,)
-    kinds = kinds_of(blocks, [group for group in groups if group])
+    kinds, mesh = kinds_of(blocks, [group for group in groups if group]), Mesh.dry({"tensor": ranks})
     for kind in kinds:
         if kind.names[0] in calls.of:
-            try_out(kind, calls.of[kind.names[0]], ranks, rows, boundaries, free=described is None)
+            try_out(kind, calls.of[kind.names[0]], mesh, rows, boundaries, free=described is None)
     tried = [kind for kind in kinds if kind.costs]
     totals = {s: sum(len(k.names) * k.costs[k.best(s), s].total for k in tried) for s in boundaries}
     cuts = min(totals, key=lambda s: (totals[s], s))

@@ -129,17 +129,18 @@ def kinds_of(blocks: Mapping[str, nn.Module], groups: Groups) -> list[Kind]:
 
 
 def try_out(
-    kind: Kind, call: tuple[Any, Any], ranks: int, rows: int, boundaries: Sequence[bool], free: bool
+    kind: Kind, call: tuple[Any, Any], mesh: Mesh, rows: int, boundaries: Sequence[bool], free: bool
 ) -> None:
     """Note the costs of a kind's candidates; none if its block cannot run without data.
 
     Args:
         call: a block's arguments, for one row.
+        mesh: a dry one of the tensor axis alone.
         rows: of the batch that a rank computes.
         boundaries: whether the sequence is cut: what is tried.
         free: whether a group may be left whole.
     """
-    n, mesh = len(kind.groups), Mesh.dry({"tensor": ranks})
+    n = len(kind.groups)
     sizes = (n,) if not free else range(n + 1) if n <= _MOST else (0, n - 1, n)
     found = {}
     try:
