@@ -126,7 +126,7 @@ def _gradients(chunk: Chunk) -> int:
 
 def _share(m: Member, lies: Lies) -> int:
     """How many ranks share what there is of a parameter."""
-    return m.full.mesh.shape[m.axes[-1]] if lies == "S" else 1
+    return m.lane.n if lies == "S" else 1
 
 
 def _floor(n: float | None) -> int | None:

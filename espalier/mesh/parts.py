@@ -1,6 +1,8 @@
-"""Parts of a mesh."""
+"""Parts of a mesh, and axes taken together."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from espalier.mesh.mesh import Mesh, _array
 
@@ -31,4 +33,30 @@ def at(mesh: Mesh, axis: int | str, coordinate: int) -> Mesh:
     return mesh._parts[key]
 
 
-__all__ = ["at"]
+def joined(mesh: Mesh, axes: Sequence[int]) -> Mesh:
+    """Several axes of a mesh as the one axis of another, the last varying fastest; the two share ledgers.
+
+    All ranks must ask for the same, in one order: a process group is made.
+    """
+    names = tuple(mesh.names[a] for a in axes)
+    key = ("joined", *names)
+    if key not in mesh._parts:
+        part = mesh[names]
+        one = Mesh(
+            (",".join(names),),
+            (part.size(),),
+            coordinate=(max(part.rank, 0),),
+            device_type=mesh.device_type,
+            is_dry=mesh.is_dry,
+            ranks=part.ranks,
+            world_rank=mesh.world_rank,
+        )
+        one.ledgers = mesh.ledgers
+        if not mesh.is_dry:
+            one._groups = [part.whole_group()]
+            one._orders = [one._order(0, one._groups[0])]
+        mesh._parts[key] = one
+    return mesh._parts[key]
+
+
+__all__ = ["at", "joined"]

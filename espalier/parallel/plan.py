@@ -173,7 +173,7 @@ class Plan(BaseModel):
     def data_axes(self) -> tuple[str, ...]:
         """The axes along which gradients are summed chunk by chunk, outermost first.
 
-        State is cut along one of them: the largest but ``replicate``.
+        State is cut along all of them but ``replicate``.
         """
         return tuple(name for name in self.axes if name in ("replicate", "data", "context", "expert"))
 

@@ -1,11 +1,13 @@
 """The plain model, optimizer and learning-rate schedule of a job."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from espalier.engine.accumulation import Count
 from espalier.train.job import Job, OptimizerSection
 from espalier.train.mistakes import MISSING, JobError, Mistake
 from espalier.train.specs import ModelSpec
@@ -41,6 +43,18 @@ def rate(section: OptimizerSection, step: int, steps: int) -> float:
         return 1.0
     progress = min((step - section.warmup) / max(steps - 1 - section.warmup, 1), 1.0)
     return section.final_lr + (1 - section.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def count_of(spec: ModelSpec) -> Count | None:
+    """What a micro-batch's loss is a mean over, where the engine cannot see it; else None.
+
+    The balance loss of a mixture of experts is no mean over tokens; its micro-batches weigh by their labels.
+    """
+    return _labels if getattr(spec, "kind", None) == "moe" else None
+
+
+def _labels(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return (batch["labels"] != -100).sum()
 
 
 def check_buildable(job: Job) -> int:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from espalier.train.build import build_model, build_optimizer
+from espalier.train.build import build_model, build_optimizer, count_of
 from espalier.train.job import Job
 
 
@@ -33,7 +33,7 @@ def _on_meta(job: Job) -> tuple[torch.nn.Module, Any, dict[str, Any]]:
     with torch.device("meta"):
         model = build_model(job.model, job.train.seed, getattr(torch, job.train.dtype))
     plan = espalier.Plan.from_dict(dict(job.plan))
-    return model, plan, {"optimizer": build_optimizer(job.optimizer, model)}
+    return model, plan, {"optimizer": build_optimizer(job.optimizer, model), "count": count_of(job.model)}
 
 
 def batch_on_meta(job: Job) -> dict[str, torch.Tensor]:

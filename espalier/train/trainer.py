@@ -17,7 +17,7 @@ from espalier.comm import all_gather, ledger
 from espalier.engine import UnseenCountError
 from espalier.mesh import Mesh
 from espalier.models import generate
-from espalier.train.build import build_model, build_optimizer, build_schedule
+from espalier.train.build import build_model, build_optimizer, build_schedule, count_of
 from espalier.train.data import Batches, prepare, training_batches, validation_batches
 from espalier.train.job import Job
 from espalier.train.memory import peak_memory
@@ -79,7 +79,8 @@ def train(job: Job, progress: Progress | None = None) -> Summary | None:
         optimizer = build_optimizer(job.optimizer, model)
     parameters = sum(p.numel() for p in model.parameters())
     plan = espalier.Plan.from_dict(dict(job.plan))
-    engine = espalier.initialize(model, optimizer, plan, max_grad_norm=job.clip)
+    given: dict[str, Any] = {"max_grad_norm": job.clip, "count": count_of(job.model)}
+    engine = espalier.initialize(model, optimizer, plan, **given)
     schedule = build_schedule(job.optimizer, optimizer, job.train.steps)
     first = engine.mesh.rank == 0
     loop = Loop(

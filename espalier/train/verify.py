@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from espalier.train.build import build_model, build_optimizer
+from espalier.train.build import build_model, build_optimizer, count_of
 from espalier.train.data import prepare, training_batches
 from espalier.train.double import Double
 from espalier.train.job import Job
@@ -113,7 +113,8 @@ def verify(job: Job) -> Verification | None:
     plan = espalier.Plan.from_dict({**job.plan, "precision": "float32"})
     if job.plan.get("precision", "float32") != "float32":
         notices.append("plan.precision left out: the comparison is in float64")
-    engine = espalier.initialize(model, optimizer, plan, max_grad_norm=job.clip)
+    given: dict[str, Any] = {"max_grad_norm": job.clip, "count": count_of(job.model)}
+    engine = espalier.initialize(model, optimizer, plan, **given)
     batches = training_batches(
         job,
         prepare(job),

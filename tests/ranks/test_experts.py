@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from typing import Any
 
@@ -54,6 +55,10 @@ def train(rank: int, world: int, plans: list[dict[str, Any]], **changes: Any) ->
     for plan in plans:
         engine, plain = started(model(**changes), plan)
         same_steps(engine, plain)
+        if plan.get("zero") == 3:  # what is not experts' is cut among all
+            rest = [p for name, p in engine.module.named_parameters() if ".experts." not in name]
+            held = sum(math.prod(espalier.layout_of(p).local_shape) for p in rest)
+            assert held * world < 1.15 * sum(p.numel() for p in rest)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +67,8 @@ def train(rank: int, world: int, plans: list[dict[str, Any]], **changes: Any) ->
         [{"data": 2, "expert": 2, "zero": zero} for zero in (0, 1, 2, 3)] + [{"data": 2}, {"tensor": 2}],
         [
             {"data": 4, "expert": 4, "zero": 3},
-            {"data": 4, "expert": 2},
+            {"data": 4, "expert": 2, "zero": 1},
+            {"data": 4, "expert": 2, "zero": 3},
             {"data": 2, "expert": 2, "tensor": 2},
         ],
     ],

@@ -16,7 +16,7 @@ from espalier.comm.flat import start_gather
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.data.budget import Budget
-from espalier.parallel.data.chunks import Chunk, Member, show
+from espalier.parallel.data.chunks import Chunk, Lane, Member, show
 from espalier.parallel.data.gathering import Gathering, home_of, show_pieces
 from espalier.parallel.data.gradients import Gradients
 from espalier.parallel.data.masters import Masters, cast
@@ -54,7 +54,9 @@ class DataAxis:
         dtype = None if low is None else getattr(torch, low)
         # what lies on a mesh without this rank has no values here
         named = [(name, p) for name, p in model.named_parameters() if layouts[name].mesh.is_member]
-        self.members = [Member(name, p, layouts[name], _own(axes, layouts[name]), dtype) for name, p in named]
+        self.members = [
+            Member(name, p, layouts[name], *_own(axes, layouts[name], mesh), dtype) for name, p in named
+        ]
         self._frozen = [m for m in self.members if not m.p.requires_grad]
         cut = self.stage.parameters == "S"
         lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members])
@@ -112,7 +114,7 @@ class DataAxis:
             of = chunks if kind == "parameters" else self.chunks
             if share.place != "device":
                 ratio = 1.0 if share.ratio == "auto" else share.ratio
-                for chunk, away in zip(of, choose([chunk.size for chunk in of], ratio), strict=True):
+                for chunk, away in zip(of, choose([chunk.largest for chunk in of], ratio), strict=True):
                     if away:
                         chunk.places[kind] = share.place
         used = {place for chunk in chunks for place in chunk.places.values()}
@@ -187,7 +189,7 @@ class DataAxis:
                     continue
                 here, layout = plain(grad), grad._layout
                 assert layout.is_firm or all(self.mesh.shape[a] == 1 for a in layout.partial), "to reduce"
-                if layout.axes[m.axes[-1]] != m.dim:
+                if layout.axes[m.lane.axes[0]] != m.dim:
                     here = m.piece(here)
                 # what is off a dry mesh's device stands on one element
                 found[m.name] = here if self.mesh.is_dry and 0 in here.stride() else here.contiguous()
@@ -359,29 +361,25 @@ class DataAxis:
             chunk.unpack(rows, chunk.in_wholes(wholes))
 
         for chunk in self.chunks:
-            n, here = self.mesh.shape[chunk.axis], self.mesh.coordinate[chunk.axis]
-            rows, wholes = chunk.rows(n, chunk.dtype), [plain(m.p.detach()) for m in chunk.members]
+            lane = chunk.lane
+            rows, wholes = chunk.rows(lane.n, chunk.dtype), [plain(m.p.detach()) for m in chunk.members]
             if chunk.master is not None:
-                rows[here].copy_(chunk.master)
+                rows[lane.here].copy_(chunk.master)
             else:
                 pieces = [m.piece(whole) for m, whole in zip(chunk.members, wholes, strict=True)]
-                torch._foreach_copy_(chunk.pieces(rows[here]), pieces)
-            under_way.append((chunk, rows, wholes, start_gather(rows, None, self.mesh, chunk.axis)))
+                torch._foreach_copy_(chunk.pieces(rows[lane.here]), pieces)
+            under_way.append((chunk, rows, wholes, start_gather(rows, None, lane.mesh, lane.axis)))
             if len(under_way) > 2:
                 land()
         while under_way:
             land()
 
 
-def _own(axes: tuple[int, ...], full: Layout) -> tuple[int, ...]:
-    """The axes, among those of data, along which a parameter is the same: that along which it is cut last.
-
-    Copies of all (``replicate``) stay outermost; of the others the largest saves most.
-    """
+def _own(axes: tuple[int, ...], full: Layout, mesh: Mesh) -> tuple[tuple[int, ...], Lane]:
+    """The axes, among those of data, along which a parameter is the same: copies, and those that cut it."""
     own = [a for a in axes if not isinstance(full.axes[a], int)]
-    names, sizes = full.mesh.names, full.mesh.shape
-    last = max(own, key=lambda a: (names[a] != "replicate", sizes[a], a))
-    return (*(a for a in own if a != last), last)
+    outer = tuple(a for a in own if mesh.names[a] == "replicate")
+    return outer, Lane.along(mesh, [a for a in own if a not in outer])
 
 
 def _alone(offload: Offload) -> int:

@@ -8,13 +8,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from espalier.layout import Layout, chunk_bounds
+from espalier.mesh import Mesh
+from espalier.mesh.parts import joined
 from espalier.parallel.offload import Place
 from espalier.tensor import stamp
+
+
+class Lane(NamedTuple):
+    """The ranks among which something is cut: those of one axis of a mesh, or of several as one.
+
+    Attributes:
+        mesh, axis: along which they send.
+        axes: of the parameters' mesh, outermost first.
+        sizes: of those axes.
+    """
+
+    mesh: Mesh
+    axis: int
+    axes: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def along(mesh: Mesh, axes: Sequence[int]) -> Lane:
+        """That of some axes; those of size 1 cut nothing."""
+        busy = tuple(a for a in axes if mesh.shape[a] > 1) or (axes[-1],)
+        sizes = tuple(mesh.shape[a] for a in busy)
+        return (
+            Lane(mesh, busy[0], busy, sizes) if len(busy) == 1 else Lane(joined(mesh, busy), 0, busy, sizes)
+        )
+
+    @property
+    def n(self) -> int:
+        """Number of ranks."""
+        return self.mesh.shape[self.axis]
+
+    @property
+    def here(self) -> int:
+        """This rank's place among them."""
+        return self.mesh.coordinate[self.axis]
+
+    def piece(self, size: int, place: int) -> tuple[int, int]:
+        """Start and length of one's piece of a dim: each axis cuts the pieces of those before it."""
+        start = 0
+        inner = self.n
+        for n in self.sizes:
+            inner //= n
+            at, place = divmod(place, inner)
+            begin, size = chunk_bounds(size, n, at)
+            start += begin
+        return start, size
 
 
 class Member:
@@ -25,10 +73,11 @@ class Member:
         p: the parameter.
         full: its layout while the model computes with it: whole along the data axis.
         shard: its layout cut along the data axis; equal to ``full`` for a parameter without dims.
-        axes: the mesh axes along which it is the same while the model computes with it, and its gradient is
-            summed; it is cut along the last of them.
+        outer: the mesh axes along which it is the same, and so is all that belongs to it.
+        lane: those along which it is the same while the model computes with it, and is cut.
         dim: the dim that is cut; None for one without dims, which every rank holds.
         counts: whether no coordinate before this one, along any axis, holds the same piece.
+        largest: its elements on the rank that has most of it: what is decided by sizes is decided alike by all.
         slot: elements that it takes in each row.
         dtype: in which the model computes with it.
         is_cast: whether that is not the dtype given.
@@ -40,16 +89,19 @@ class Member:
         name: str,
         p: nn.Parameter,
         full: Layout,
-        axes: tuple[int, ...],
+        outer: tuple[int, ...],
+        lane: Lane,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.name, self.p, self.full, self.axes = name, p, full, axes
-        axis = axes[-1]
+        self.name, self.p, self.full, self.outer, self.lane = name, p, full, outer, lane
         self.is_cast = dtype is not None and p.is_floating_point()
         self.dtype = dtype if dtype is not None and self.is_cast else p.dtype
-        self._n = full.mesh.shape[axis]
+        self._n = lane.n
         self.dim = cut_dim(full.padded_shape, self._n)  # the same on all ranks
-        self.shard = full if self.dim is None else full.with_axis(axis, self.dim)
+        self.shard = full
+        if self.dim is not None:
+            for axis in lane.axes:
+                self.shard = self.shard.with_axis(axis, self.dim)
         shared = set(range(full.mesh.ndim)) - set(self.shard.order)
         self.counts = not any(full.mesh.coordinate[a] for a in shared)
         shape = full.local_shape
@@ -58,9 +110,9 @@ class Member:
         if self.dim is not None:
             self.slot = math.prod(shape[: self.dim]) * -(-shape[self.dim] // self._n)
             self.slot *= math.prod(shape[self.dim + 1 :])
-            self._bounds = chunk_bounds(shape[self.dim], self._n, full.mesh.coordinate[axis])
+            self._bounds = lane.piece(shape[self.dim], lane.here)
         self.even = self.dim == 0 and shape[0] % self._n == 0
-        self.size = math.prod(shape)
+        self.size, self.largest = math.prod(shape), math.prod(full.padded_shape)
         self._own = self.shard.local_shape
         self._own_size = math.prod(self._own)
 
@@ -70,7 +122,7 @@ class Member:
             return full
         if coordinate is None:
             return full.narrow(self.dim, *self._bounds)
-        return full.narrow(self.dim, *chunk_bounds(full.shape[self.dim], self._n, coordinate))
+        return full.narrow(self.dim, *self.lane.piece(full.shape[self.dim], coordinate))
 
     def own(self, row: torch.Tensor) -> torch.Tensor:
         """This coordinate's piece in a row of its slot, in its own shape."""
@@ -80,14 +132,21 @@ class Member:
         """Views of a tensor whole along the axis: the elements of those that ``in_rows`` gives."""
         if self.even and full.is_contiguous():
             return [full.view(self._n, self.slot)]
-        return [piece for i in range(self._n) if (piece := self.piece(full, i)).numel()]
+        return [self.piece(full, i) for i in self._filled()]
 
     def in_rows(self, rows: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Views of rows [n, slot] in the shapes of what ``in_whole`` gave."""
         if len(like) == 1 and like[0].shape == rows.shape:
             return [rows]
-        # the last coordinates may have nothing
-        return [rows[i, : piece.numel()].view(piece.shape) for i, piece in enumerate(like)]
+        both = zip(self._filled(), like, strict=True)
+        return [rows[i, : piece.numel()].view(piece.shape) for i, piece in both]
+
+    def _filled(self) -> list[int]:
+        """The coordinates that have something of it."""
+        if self.dim is None or not self.size:
+            return list(range(self._n)) if self.size else []
+        size = self.full.local_shape[self.dim]
+        return [i for i in range(self._n) if self.lane.piece(size, i)[1]]
 
 
 def cut_dim(shape: Sequence[int], n: int) -> int | None:
@@ -98,15 +157,15 @@ def cut_dim(shape: Sequence[int], n: int) -> int | None:
 
 
 class Chunk:
-    """Members of one dtype and device, and of the same axes, and the flat buffers that they share.
+    """Members of one dtype, device and lane, and the flat buffers that they share.
 
     Attributes:
         members: in the order of their slots.
-        axes: theirs; ``axis`` is the last of them.
+        outer, lane: theirs.
         dtype: in which the model computes with them.
         device: on which it does.
         size: elements of a row.
-        elements: of the members, whole along the axis.
+        elements: of the members, whole along the axis; ``largest``: on the rank that has most of them.
         gradient: flat [size], this rank's pieces of the sums; where the stage keeps gradients whole, these,
             as in ``line_up``, until the parameters have them; None while there are none.
         home: flat [size], this rank's pieces of the parameters, where the stage cuts these.
@@ -123,10 +182,10 @@ class Chunk:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = list(members)
-        self.axes, self.axis = members[0].axes, members[0].axes[-1]
+        self.outer, self.lane = members[0].outer, members[0].lane
         self.dtype, self.device = members[0].dtype, members[0].p.device
         self.size = sum(m.slot for m in members)
-        self.elements = sum(m.size for m in members)
+        self.elements, self.largest = sum(m.size for m in members), sum(m.largest for m in members)
         self.gradient: torch.Tensor | None = None
         self.home: torch.Tensor | None = None
         self.master: torch.Tensor | None = None

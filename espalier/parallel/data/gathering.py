@@ -66,8 +66,8 @@ class Gathered:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameters."""
-        return self._bytes
+        """Bytes of the whole parameters, on the rank that has most of them."""
+        return self.chunk.largest * self.chunk.dtype.itemsize
 
     @property
     def is_away(self) -> bool:
@@ -84,7 +84,7 @@ class Gathered:
             assert self._shelf is not None
             self._shelf.start(self._key, home_of(self.chunk))
 
-    def start(self, mesh: Mesh) -> None:
+    def start(self) -> None:
         """Start to gather, unless that is done or under way."""
         if self.is_whole or self.pending is not None:
             return
@@ -94,8 +94,9 @@ class Gathered:
             if self.is_away:
                 assert self._shelf is not None
                 (own,) = self._shelf.take(self._key, home_of(self.chunk))
-            self.rows = self.chunk.rows(mesh.shape[self.chunk.axis], self.chunk.dtype)
-            self.pending = start_gather(self.rows, own, mesh, self.chunk.axis)
+            lane = self.chunk.lane
+            self.rows = self.chunk.rows(lane.n, self.chunk.dtype)
+            self.pending = start_gather(self.rows, own, lane.mesh, lane.axis)
 
     def fill(self) -> None:
         """Wait for what is under way, and let the parameters be whole."""
@@ -318,7 +319,7 @@ class Gathering:
         use = Use("backward" if _in_backward() else "forward", g.number)
         if not (self._seen and self._seen[-1] == use and g.is_whole):
             self._seen.append(use)
-        g.start(self.mesh)
+        g.start()
         at, order = len(self._seen), self.order
         if order[at - 1 : at] == [use]:
             self._look_ahead(g, order[at:])
@@ -335,7 +336,7 @@ class Gathering:
                     continue
                 if g.nbytes <= budget:
                     budget -= g.nbytes
-                    g.start(self.mesh)
+                    g.start()
                     continue
             return self._read_ahead(coming[i:])
 

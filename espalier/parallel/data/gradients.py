@@ -23,7 +23,7 @@ from espalier.comm.side import told_by_first
 from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import R, is_partial
 from espalier.mesh import Mesh
-from espalier.parallel.data.chunks import Chunk, Member
+from espalier.parallel.data.chunks import Chunk, Lane, Member
 from espalier.parallel.data.residency import Shelf
 from espalier.parallel.data.stages import Stage
 from espalier.tensor import plain, stamp
@@ -64,13 +64,13 @@ class Gradients:
         self._spreading: deque[Pending] = deque()
         self._place = {id(m.p): (chunk, i) for chunk in self.chunks for i, m in enumerate(chunk.members)}
         self._number = {id(chunk): i for i, chunk in enumerate(self.chunks)}
-        # of the chunks of the same axes the last one's rows end with a flag for each of their parameters: has
+        # of the chunks of the same lane the last one's rows end with a flag for each of their parameters: has
         # it a gradient anywhere?
-        self._last = {chunk.axes: chunk for chunk in self.chunks}
-        self._here: dict[tuple[int, ...], list[float]] = {axes: [] for axes in self._last}
+        self._last = {chunk.lane: chunk for chunk in self.chunks}
+        self._here: dict[Lane, list[float]] = {lane: [] for lane in self._last}
         self._flags = dict.fromkeys(self._last, 0)
         for chunk in self.chunks:
-            self._flags[chunk.axes] += len(chunk.members)
+            self._flags[chunk.lane] += len(chunk.members)
         self._layouts: dict[int, Layout] = {}
         # the numbers of chunks as they became ready in the first backward pass; None once that is the order
         self._came: list[int] | None = []
@@ -82,7 +82,7 @@ class Gradients:
 
     def _extra(self, chunk: Chunk) -> int:
         """The flags that a chunk carries."""
-        return self._flags[chunk.axes] if chunk is self._last[chunk.axes] else 0
+        return self._flags[chunk.lane] if chunk is self._last[chunk.lane] else 0
 
     def begin(self, last: bool) -> None:
         """Before a backward pass; ``last`` of those that make one gradient."""
@@ -105,7 +105,7 @@ class Gradients:
             if self.stage.gradients == "R":
                 if grad is not None:
                     own = plain(grad)
-                    if any(self.mesh.coordinate[a] for a in m.axes):
+                    if any(self.mesh.coordinate[a] for a in (*m.outer, *m.lane.axes)):
                         own.zero_()
                     _grad.__set__(m.p, stamp(own, gradient_layout(m.full)))
                 return
@@ -116,7 +116,7 @@ class Gradients:
                 piece.zero_()
             elif plain(grad).data_ptr() != piece.data_ptr():
                 piece.copy_(plain(grad))
-            if any(self.mesh.coordinate[a] for a in m.axes[:-1]):
+            if any(self.mesh.coordinate[a] for a in m.outer):
                 piece.zero_()
             m.p.grad = None
 
@@ -140,12 +140,12 @@ class Gradients:
         self._next += 1
         if len(self._flying) == _AT_ONCE:
             self._land()
-        n = self.mesh.shape[chunk.axis]
+        n = chunk.lane.n
         with raw():
             grads = [_grad.__get__(m.p) for m in chunk.members]
             dtype = self._dtype or chunk.dtype
             given = [None if g is None else plain(g) for g in grads]
-            here, extra = self._here[chunk.axes], self._extra(chunk)
+            here, extra = self._here[chunk.lane], self._extra(chunk)
             here += [float(g is not None) for g in grads]
             if self.stage.gradients == "R":
                 rows, flags = chunk.line_up(n, dtype, given, extra)
@@ -160,7 +160,7 @@ class Gradients:
                 _grad.__set__(m.p, None)
         if self._on_sent is not None:
             self._on_sent(chunk)
-        self._flying.append((chunk, rows, start_sum(rows, self.mesh, chunk.axis)))
+        self._flying.append((chunk, rows, start_sum(rows, chunk.lane.mesh, chunk.lane.axis)))
 
     def _land(self) -> None:
         """Wait for the oldest sum."""
@@ -168,7 +168,7 @@ class Gradients:
         if self.stage.gradients == "R":
             chunk.gradient = rows.view(-1)
             summing.wait(self._own_row(chunk))
-            if len(chunk.axes) == 1:
+            if not chunk.outer:
                 self._spread(chunk)
             return
         del rows
@@ -208,14 +208,15 @@ class Gradients:
 
     def _rows(self, chunk: Chunk) -> torch.Tensor:
         assert chunk.gradient is not None
-        return chunk.gradient.view(self.mesh.shape[chunk.axis], -1)
+        return chunk.gradient.view(chunk.lane.n, -1)
 
     def _own_row(self, chunk: Chunk) -> torch.Tensor:
-        return self._rows(chunk)[self.mesh.coordinate[chunk.axis]]
+        return self._rows(chunk)[chunk.lane.here]
 
     def _spread(self, chunk: Chunk) -> None:
         """Start to give all ranks the sums of a chunk."""
-        self._spreading.append(start_gather(self._rows(chunk), None, self.mesh, chunk.axis))
+        lane = chunk.lane
+        self._spreading.append(start_gather(self._rows(chunk), None, lane.mesh, lane.axis))
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over the axes, and lies as the stage says.
@@ -232,14 +233,13 @@ class Gradients:
         while self._flying:
             self._land()
         for chunk in self.chunks:
-            *outer, _ = chunk.axes
-            if not outer:
+            if not chunk.outer:
                 continue
             assert chunk.gradient is not None
             whole = self.stage.gradients == "R"
             if not whole:
                 self.bring(chunk)
-            for axis in outer:
+            for axis in chunk.outer:
                 sum_everywhere(self._own_row(chunk) if whole else chunk.gradient, self.mesh, axis)
             if whole:
                 self._spread(chunk)
@@ -275,7 +275,7 @@ class Gradients:
         known = self._layouts.get(id(m))
         if known is None:
             known = gradient_layout(m.full if self.stage.gradients == "R" else m.shard)
-            for axis in m.axes:
+            for axis in (*m.outer, *m.lane.axes):
                 if is_partial(known.axes[axis]):
                     known = known.with_axis(axis, R)
             self._layouts[id(m)] = known
@@ -286,11 +286,11 @@ class Gradients:
         if self.mesh.is_dry or not any(chunk.missing for chunk in self.chunks):
             return None
         found: dict[int, bool] = {}
-        for axes, last in self._last.items():
+        for lane, last in self._last.items():
             assert last.gradient is not None
             start = last.elements if self.stage.gradients == "R" else last.size
-            flags = last.gradient[start : start + self._flags[axes]].tolist()
-            members = [m for chunk in self.chunks if chunk.axes == axes for m in chunk.members]
+            flags = last.gradient[start : start + self._flags[lane]].tolist()
+            members = [m for chunk in self.chunks if chunk.lane == lane for m in chunk.members]
             found.update((id(m), n > 0) for m, n in zip(members, flags, strict=True))
         return found
 
@@ -301,7 +301,7 @@ class Gradients:
         if len(came) > 1:
             told = told_by_first(self.mesh, self.axes, json.dumps(came), "order")
             self.chunks = [self.chunks[i] for i in json.loads(told)]
-            self._last = {chunk.axes: chunk for chunk in self.chunks}
+            self._last = {chunk.lane: chunk for chunk in self.chunks}
         self._came = None
 
     def forget(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from espalier.parallel.data.chunks import Chunk, Member
+from espalier.parallel.data.chunks import Chunk, Lane, Member
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -79,7 +79,7 @@ def by_unit(members: Sequence[Member], model: nn.Module) -> list[tuple[list[nn.M
         own = unit.parameters(recurse=not divided)
         fresh = [m for p in own if (m := by_id.pop(id(p), None)) is not None]
         parts += (([unit], alike) for alike in _alike(fresh).values())
-    small = _small([sum(m.size * m.dtype.itemsize for m in part) for _, part in parts])
+    small = _small([sum(m.largest * m.dtype.itemsize for m in part) for _, part in parts])
     pools: dict[Any, tuple[list[nn.Module], list[Member]]] = {}
     together: list[tuple[list[nn.Module], list[Member]]] = []
     for i, (modules, part) in enumerate(parts):
@@ -113,7 +113,7 @@ def by_size(members: Sequence[Member], megabytes: float) -> list[Chunk]:
     limit = megabytes * 1e5
     open_: dict[Any, tuple[list[Member], float]] = {}
     for m in members:
-        kind, size = (m.dtype, m.p.device, m.axes), m.size * m.dtype.itemsize
+        kind, size = (m.dtype, m.p.device, m.lane), m.largest * m.dtype.itemsize
         group, filled = open_.get(kind, ([], 0.0))
         if not group or filled + size > limit:
             limit = megabytes * (1e6 if groups else 1e5)
@@ -136,12 +136,12 @@ def _small(sizes: Sequence[int]) -> set[int]:
     return found
 
 
-def _kind(m: Member) -> tuple[torch.dtype, torch.device, tuple[int, ...], bool]:
-    return m.dtype, m.p.device, m.axes, m.p.requires_grad
+def _kind(m: Member) -> tuple[torch.dtype, torch.device, Lane, bool]:
+    return m.dtype, m.p.device, m.lane, m.p.requires_grad
 
 
 def _alike(members: Sequence[Member]) -> dict[Any, list[Member]]:
-    """Members apart by dtype, device, axes, and whether they are trained."""
+    """Members apart by dtype, device, lane, and whether they are trained."""
     groups: dict[Any, list[Member]] = {}
     for m in members:
         groups.setdefault(_kind(m), []).append(m)
