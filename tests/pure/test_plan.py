@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from espalier import Mesh, Plan
@@ -137,3 +138,17 @@ def test_tensor_modes() -> None:
     ]:
         with pytest.raises(PlanError, match=re.escape(message)):
             Plan(**given)
+
+
+def test_experts_and_branches() -> None:
+    plan = Plan(data=8, expert=4, branch=2, tensor=2)
+    assert plan.axes == {"data": 2, "expert": 4, "branch": 2, "tensor": 2}
+    assert plan.batch_axes == plan.data_axes == ("data", "expert")
+    with pytest.raises(PlanError, match="expert = 3: it divides data = 4"):
+        Plan(data=4, expert=3)
+    with pytest.raises(PlanError, match="expected replicate = 1"):
+        Plan(data=4, expert=2, replicate=2)
+    with torch.device("meta"):
+        net = build("gpt", {"layers": 1})
+    with pytest.raises(ValueError, match="expert = 2, but GPT has no experts"):
+        arrange(net, Plan(data=2, expert=2), Mesh.dry({"data": 1, "expert": 2, "tensor": 1}))

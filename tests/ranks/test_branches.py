@@ -97,6 +97,45 @@ def test_beside_other_axes(ranks: Any, plan: dict[str, Any]) -> None:
     ranks(4, train, [plan])
 
 
+class Towers(nn.Module):
+    """Two encoders of different inputs, whose outputs meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Sequential(nn.Embedding(37, 16), nn.Linear(16, 8))
+        self.image = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 8))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, ids: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+        words, image = self.words(ids).mean(1), self.image(pixels)
+        scores = self.scale * F.normalize(words, dim=-1) @ F.normalize(image, dim=-1).T
+        return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def towers(rank: int, world: int) -> None:
+    for plan in ({"branch": 2, "data": world // 2}, {"branch": 2, "data": world // 2, "zero": 3}):
+        torch.manual_seed(2)
+        net = Towers().double()
+        plain = copy.deepcopy(net)
+        ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (net, plain))
+        engine = espalier.initialize(net, ours, plan, branches={"words": 0, "image": 1})
+        for step in range(3):
+            torch.manual_seed(step)
+            data = {"ids": torch.randint(0, 37, (6, 5)), "pixels": torch.randn(6, 12, dtype=torch.float64)}
+            loss, expected = engine.train_step(data), plain(**data)
+            assert abs(loss.item() - expected.item()) < TOLERANCE
+            expected.backward()
+            theirs.step()
+            theirs.zero_grad()
+        for name, x in engine.full_state_dict().items():
+            assert (x - plain.state_dict()[name]).abs().max() < TOLERANCE, name
+
+
+def test_towers(ranks: Any) -> None:
+    ranks(2, towers)
+    ranks(4, towers)
+
+
 ONE = ("branch", "all_reduce", 4 * 12 * 24 * 4)
 
 

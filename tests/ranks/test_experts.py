@@ -78,6 +78,15 @@ def test_training_equals_one_process(ranks: Any, plans: list[dict[str, Any]]) ->
     ranks(espalier.Plan.from_dict(plans[0]).world_size, train, plans)
 
 
+def beside_context(rank: int, world: int) -> None:
+    engine, plain = started(model(layers=1), {"data": 2, "expert": 2, "context": 2, "zero": 2})
+    same_steps(engine, plain, steps=2)
+
+
+def test_sequences_that_are_cut(ranks: Any) -> None:
+    ranks(4, beside_context)
+
+
 def limited(rank: int, world: int) -> None:
     for capacity in (0.5, 1.0):
         net = model(capacity=capacity, layers=1)
