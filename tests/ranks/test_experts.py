@@ -64,7 +64,8 @@ def train(rank: int, world: int, plans: list[dict[str, Any]], **changes: Any) ->
 @pytest.mark.parametrize(
     "plans",
     [
-        [{"data": 2, "expert": 2, "zero": zero} for zero in (0, 1, 2, 3)] + [{"data": 2}, {"tensor": 2}],
+        [{"data": 2, "expert": 2, "zero": zero, "chunk_megabytes": 0.002} for zero in (0, 1, 2, 3)]
+        + [{"data": 2}, {"tensor": 2}],
         [
             {"data": 4, "expert": 4, "zero": 3},
             {"data": 4, "expert": 2, "zero": 1},

@@ -77,7 +77,7 @@ class Member:
         lane: those along which it is the same while the model computes with it, and is cut.
         dim: the dim that is cut; None for one without dims, which every rank holds.
         counts: whether no coordinate before this one, along any axis, holds the same piece.
-        largest: its elements on the rank that has most of it: what is decided by sizes is decided alike by all.
+        largest: its elements on the rank that has most of it, by which all ranks decide alike.
         slot: elements that it takes in each row.
         dtype: in which the model computes with it.
         is_cast: whether that is not the dtype given.
