@@ -130,11 +130,13 @@ def settled(live: LiveMemory) -> int:
     return seen[-1]
 
 
-def of_one_layer(plan: dict[str, Any], dry: bool) -> tuple[int, Counter[Any], Counter[Any]]:
+def of_one_layer(
+    plan: dict[str, Any], dry: bool, dropout: float = 0.1
+) -> tuple[int, Counter[Any], Counter[Any]]:
     """What a layer keeps for the backward pass; what it sends forward and backward, (op, bytes) counted."""
 
     def of(layers: int) -> tuple[int, Counter[Any], Counter[Any]]:
-        sizes = {"vocab_size": 16, "hidden": H, "heads": A, "max_positions": S, "dropout": 0.1}
+        sizes = {"vocab_size": 16, "hidden": H, "heads": A, "max_positions": S, "dropout": dropout}
         with torch.device("meta" if dry else "cpu"):
             net = build("gpt2", {**sizes, "layers": layers})
             ids = torch.zeros(B, S, dtype=torch.int64)
@@ -178,11 +180,18 @@ def test_a_layer_keeps_its_share_and_sends_what_1d_sends(t: int) -> None:
     assert backward == forward + Counter(again)
 
 
-def real_layer(rank: int, world: int) -> int:
-    return of_one_layer({"tensor": world, "sequence_parallel": True}, dry=False)[0]
+def real_layer(rank: int, world: int) -> list[int]:
+    plan = {"tensor": world, "sequence_parallel": True}
+    return [of_one_layer(plan, dry=False, dropout=rate)[0] for rate in (0.1, 0.0)]
 
 
 @pytest.mark.world(2)
 def test_a_layer_keeps_its_share_on_real_ranks(ranks: Any) -> None:
     # torch's CPU norm keeps its statistics in bfloat16
-    assert ranks(2, real_layer) == [formula(2, 2)] * 2
+    found = ranks(2, real_layer)
+    # without dropout: no masks and no scores, but their logsumexp
+    fused = formula(2, 2) - (2 * S * B * H + 5 * A * S * S * B) // 2 - S * S + 4 * A * S * B // 2
+    assert found == [[formula(2, 2), fused]] * 2
+    # on a dry mesh the norm's are in float32
+    kept = of_one_layer({"tensor": 2, "sequence_parallel": True}, dry=True, dropout=0.0)[0]
+    assert kept == fused + formula(2, 4) - formula(2, 2)

@@ -124,7 +124,7 @@ def _lookup(module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[st
         fits = ids.ndim == 2 and (layout.axes[axis] == 0 or 2 * layout.shape[0] < ids.numel())
     else:
         # positions, the same for every row
-        fits = layout.axes[axis] == 0 and ids.numel() == ids.shape[-1:].numel()
+        fits = ids.ndim > 0 and layout.axes[axis] == 0 and ids.numel() == ids.shape[-1]
         if fits:
             with raw():
                 ids = stamp(ids.view_as(ids), layout_of(ids, layout.mesh))
