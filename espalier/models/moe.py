@@ -152,16 +152,23 @@ class MoELayer(nn.Module):
     def _losses(self, logits: torch.Tensor, chances: torch.Tensor, index: torch.Tensor) -> Routing:
         """Balance: Fedus et al. 2021 (Switch), over all k choices; z: Zoph et al. 2022 (ST-MoE)."""
         n = logits.shape[-1]
-        share = F.one_hot(index, n).to(chances.dtype).mean((0, 1))
+        share = one_of(index, n).to(chances.dtype).mean((0, 1))
         balance = n * (share * chances.mean(0)).sum()
         return Routing(balance, logits.logsumexp(-1).square().mean(), share.new_zeros((), dtype=torch.int64))
 
     def _with_room(self, index: torch.Tensor, capacity: float) -> torch.Tensor:
         """Whether each choice, in the order of tokens, is among the first that its expert takes."""
         n = self.experts.num_experts
-        hot = F.one_hot(index.flatten(), n)
-        place = (hot.cumsum(0) * hot).sum(-1)
-        return (place <= math.ceil(capacity * index.numel() / n)).view_as(index)
+        chosen = index.flatten()
+        sizes = one_of(chosen, n).sum(0)
+        # by experts, and by tokens within each: the place of each choice, from that of its expert's first
+        place = chosen.argsort(stable=True).argsort() - (sizes.cumsum(0) - sizes)[chosen]
+        return (place < math.ceil(capacity * index.numel() / n)).view_as(index)
+
+
+def one_of(index: torch.Tensor, n: int) -> torch.Tensor:
+    """Which of n each index is: [..., n] of bools."""
+    return index.unsqueeze(-1) == torch.arange(n, device=index.device)
 
 
 class Block(nn.Module):

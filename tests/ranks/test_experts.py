@@ -173,3 +173,27 @@ def test_a_dry_run_takes_the_shares_of_experts_to_be_equal() -> None:
     rows = 2 * 12 * 2 * 3 // 4 * SIZES["hidden"] * 4  # of 2 rows a rank, 2 choices; 3 of 4 experts elsewhere
     sent = [e.bytes for e in four.ledger.entries if e.axis == "expert" and e.op == "all_to_all"]
     assert sorted(sent) == sorted([6 * 8] * 2 + [rows] * 8)
+
+
+def balanced(rank: int, world: int) -> None:
+    """Every token goes to every expert: then a dry run knows all."""
+    sizes = {**SIZES, "experts": 4, "top_k": 4}
+    plan = {"data": 2, "expert": 2, "zero": 3, "clip": 1.0}
+
+    def made(device: str) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+        with torch.device(device):
+            net = build("moe", sizes)
+        return net, torch.optim.AdamW(net.parameters()), {k: x.to(device) for k, x in batch(6).items()}
+
+    net, optimizer, data = made("cpu")
+    engine = espalier.initialize(net, optimizer, plan)
+    for _ in range(2):
+        engine.train_step(data)
+    net, optimizer, data = made("meta")
+    at = engine.mesh.coordinate
+    report = espalier.dry_run(net, plan, data, optimizer=optimizer, coordinate=at)
+    assert engine.ledger() == report.ledger
+
+
+def test_a_dry_run_of_equal_shares_is_the_real_step(ranks: Any) -> None:
+    ranks(2, balanced)
