@@ -13,6 +13,7 @@ from espalier.comm import exchange, move
 from espalier.comm.spans import Spans, pieces
 from espalier.layout import Layout, local_box, same_cuts
 from espalier.layout.layout import AxisState, R, V
+from espalier.mesh import Mesh
 from espalier.tensor.random import draw_key
 from espalier.tensor.rules.blocks import Block, fused
 from espalier.tensor.rules.randomness import dropped
@@ -195,7 +196,7 @@ def _over_sequence(
     if causal and around is not None and have == pieces(lay_q, rows):
         keys = zigzag(have)
         queries = keys[mesh.coordinate[around]]
-        q, k, v = (exchange(x, mesh, (around,), rows, have, keys) for x in (q, k, v))
+        q, k, v = _exchanged((q, k, v), mesh, around, rows, have, keys)
     out = placed.outs[0]
     weights = Layout.of(mesh, out.axes, out.cuts, (*out.shape[:-1], lay_k.shape[rows]))
     scale = bound.get("scale")
@@ -205,6 +206,16 @@ def _over_sequence(
     found = ring(_four(q), _four(k), _four(v), _bias(mask, q), key, way)
     found = found.view(*q.shape[:-1], found.shape[-1])
     return found if around is None else exchange(found, mesh, (around,), rows, keys, have)
+
+
+def _exchanged(
+    parts: tuple[torch.Tensor, ...], mesh: Mesh, axis: int, rows: int, have: Any, want: Any
+) -> tuple[torch.Tensor, ...]:
+    """Rows of several tensors in one message, if they are alike."""
+    if len({x.shape[-1] for x in parts}) > 1:
+        return tuple(exchange(x, mesh, (axis,), rows, have, want) for x in parts)
+    joined = exchange(torch.cat(parts, rows - 1), mesh, (axis,), rows, have, want)
+    return joined.split([x.shape[rows - 1] for x in parts], rows - 1)
 
 
 def _gathered(x: torch.Tensor, layout: Layout, axis: int) -> torch.Tensor:

@@ -94,9 +94,8 @@ def fused(block: Block) -> torch.Tensor:
 def merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor) -> None:
     """Add a block to the output and lse so far, in place."""
     total = torch.logaddexp(lse, block_lse)
-    base = total.masked_fill(total == -math.inf, 0.0)
-    out.mul_((lse - base).exp_().unsqueeze(-1))
-    out.add_(block_out * (block_lse - base).exp_().unsqueeze(-1))
+    share = (block_lse - total.masked_fill(total == -math.inf, 0.0)).exp_()
+    out.lerp_(block_out.to(out.dtype), share.unsqueeze(-1))
     lse.copy_(total)
 
 

@@ -11,7 +11,7 @@ i of N takes the stretches i and 2N - 1 - i of 2N (*zigzag*): then each rank see
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -119,8 +119,14 @@ def ring(
     """
     if recorders():
         return handle_torch_function(ring, (), q, k, v, bias, key, way)
-    out: torch.Tensor = _Ring.apply(q, k, v, bias, key, way)
-    return out
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return _apply(q, k, v, bias, key, way)
+    # as of torch's own function: the inputs are cast, and what is computed of them is left alone
+    low = torch.get_autocast_dtype(device)
+    q, k, v = (x if x.dtype is torch.float64 else x.to(low) for x in (q, k, v))
+    with torch.autocast(device, enabled=False):
+        return _apply(q, k, v, bias, key, way)
 
 
 class _Ring(torch.autograd.Function):
@@ -139,14 +145,20 @@ class _Ring(torch.autograd.Function):
         ctx.way, ctx.key = way, key
         plainly = bias is not None and bias.requires_grad
         acc = blocks.wide(q.dtype)
-        out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=acc, device=q.device)
-        lse = torch.full(q.shape[:-1], -math.inf, dtype=acc, device=q.device)
+        sofar: tuple[torch.Tensor, torch.Tensor] | None = None
         for place, kb, vb in _rounds(k, v, way):
             for call in calls(way.queries, way.keys[place], way.causal):
-                rows = slice(*call.q)
                 block = _block(q, kb, vb, bias, key, way, place, call, plainly)
-                if not block.unseen:
-                    blocks.merge(out[:, :, rows], lse[:, :, rows], *blocks.forward(block))
+                if block.unseen:
+                    continue
+                found, sums = blocks.forward(block)
+                if sofar is None and block.q.shape == q.shape:
+                    sofar = found.to(acc), sums.to(acc)
+                    continue
+                sofar = _nothing(q, v, acc) if sofar is None else sofar
+                rows = slice(*call.q)
+                blocks.merge(sofar[0][:, :, rows], sofar[1][:, :, rows], found, sums)
+        out, lse = _nothing(q, v, acc) if sofar is None else sofar
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, bias, out, lse.masked_fill_(lse == -math.inf, 0.0))
         return out
@@ -162,6 +174,15 @@ class _Ring(torch.autograd.Function):
             return *(next(got) if needed else None for needed in ctx.needs_input_grad[:4]), None, None
         dq, dk, dv, db = _backward(q, k, v, bias, out, lse, grad, ctx.key, ctx.way, ctx.needs_input_grad[3])
         return dq, dk, dv, db, None, None
+
+
+def _nothing(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of no keys."""
+    out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device)
+    return out, torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
+
+
+_apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Ring).apply
 
 
 def _backward(
