@@ -119,6 +119,14 @@ def test_precision_is_a_word_or_a_table() -> None:
     assert "precision.loss_scale.min_scale = 0: expected greater than 0" in text
 
 
+def test_a_context_axis_cuts_no_rows() -> None:
+    plan = Plan(data=2, context=3, tensor=2, replicate=2, context_kind="ring")
+    assert list(plan.axes.items()) == [("replicate", 2), ("data", 2), ("context", 3), ("tensor", 2)]
+    assert plan.batch_axes == ("replicate", "data") and plan.data_axes == ("replicate", "data", "context")
+    assert "context 3 (ring)" in str(plan) and plan.words == {"context": "ring"}
+    assert Plan(context_kind="ulysses").axes == Plan().axes and not Plan(context=2).words
+
+
 def test_tensor_modes() -> None:
     def axes(**given: Any) -> dict[str, int]:
         return Plan(**given).axes

@@ -153,7 +153,8 @@ class _Ring(torch.autograd.Function):
                     continue
                 found, sums = blocks.forward(block)
                 if sofar is None and block.q.shape == q.shape:
-                    sofar = found.to(acc), sums.to(acc)
+                    # copied, for it will be written to: who recomputes may have kept what the kernel gave
+                    sofar = found.to(acc, copy=True), sums.to(acc, copy=True)
                     continue
                 sofar = _nothing(q, v, acc) if sofar is None else sofar
                 rows = slice(*call.q)
