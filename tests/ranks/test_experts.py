@@ -197,3 +197,42 @@ def balanced(rank: int, world: int) -> None:
 
 def test_a_dry_run_of_equal_shares_is_the_real_step(ranks: Any) -> None:
     ranks(2, balanced)
+
+
+class Listed(nn.Module):
+    """A mixture of experts that nobody would recognise: a list of layers, and another name for everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(12, 4)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 9), nn.GELU(), nn.Linear(9, 12)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, choice = self.router(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for number, layer in enumerate(self.layers):
+            row, slot = torch.where(choice == number)
+            out.index_add_(0, row, layer(x[row]) * weights[row, slot, None])
+        return out.square().mean()
+
+
+def listed(rank: int, world: int) -> None:
+    torch.manual_seed(3)
+    net = Listed().double()
+    plain = copy.deepcopy(net)
+    engine = espalier.initialize(net, torch.optim.SGD(net.parameters()), {"data": 2, "zero": 3})
+    x = torch.randn(7, 12, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", espalier.GatherWarning)
+        loss = engine(x)
+        engine.backward(loss)
+    plain(x).backward()
+    engine.finish_gradients()
+    assert abs(loss.item() - plain(x).item()) < TOLERANCE
+    assert apart(net, plain, gradients=True) < TOLERANCE
+
+
+def test_experts_of_another_form_are_right_all_the_same(ranks: Any) -> None:
+    ranks(2, listed)
