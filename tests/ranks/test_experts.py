@@ -115,6 +115,23 @@ def extremes(rank: int, world: int) -> None:
         assert seen[0] == 1 and max(seen) > 1  # all tokens to one expert, later to several
 
 
+def autocast(rank: int, world: int) -> None:
+    """The rank without a token for its experts gets what others made of its own, in their dtype."""
+    net = model(top_k=1, layers=1).float()
+    net.blocks[0].moe.router.weight.data.zero_()
+    plain = copy.deepcopy(net)
+    plan = {"data": 2, "expert": 2, "precision": "autocast-bfloat16"}
+    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(**batch(6)).loss
+    expected.backward()
+    loss = engine(batch(6))
+    assert abs(loss.item() - expected.item()) < 1e-3
+    engine.backward(loss)
+    engine.finish_gradients()
+    assert apart(net, plain, gradients=True) < 1e-2
+
+
 def few_rows(rank: int, world: int) -> None:
     """A rank without a token, computing again in its backward pass what others send it."""
     engine, plain = started(model(), {"data": 2, "expert": 2, "zero": 3, "recompute": "full"})
@@ -126,6 +143,7 @@ def few_rows(rank: int, world: int) -> None:
 def test_all_tokens_to_one_expert_and_ranks_without_tokens(ranks: Any) -> None:
     ranks(2, extremes)
     ranks(2, few_rows)
+    ranks(2, autocast)
 
 
 def traffic(rank: int, world: int) -> None:

@@ -50,8 +50,10 @@ def _forward(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """In place of the ``forward`` of a stack of experts; DTensors in and out."""
-    first = next(module.parameters(recurse=False))
-    experts = layout_of(first)
+    if hidden_states.ndim != 2:
+        flat = [x.flatten(0, -2) for x in (hidden_states, top_k_index, top_k_weights)]
+        return _forward(module, *flat).view_as(hidden_states)
+    experts = layout_of(next(module.parameters(recurse=False)))
     mesh, cutting = experts.mesh, experts.cuts[0]
     given = layout_of(hidden_states, mesh)
     states, out = [], []
@@ -151,10 +153,11 @@ class _Dispatch:
         return rows[order], [sum(column) for column in zip(*came, strict=True)], _Leg(axis, got, gave, order)
 
     def _computed(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """What this rank's experts make of rows sorted by expert."""
+        """What this rank's experts make of rows sorted by expert, in the dtype of the rows on all ranks."""
         if not len(rows):
             # code for tokens may leave all out where there are none: backward must come by here all the same
-            return rows + sum(p.reshape(-1)[:0].sum() for p in self._own.values())
+            nothing = [p.reshape(-1)[:0].sum().to(rows.dtype) for p in self._own.values()]
+            return rows + torch.stack(nothing).sum()
         module, forward = self._module, type(self._module).forward
         known: AbstractContextManager[Any] = nullcontext()
         if self._mesh.is_dry:
@@ -163,7 +166,7 @@ class _Dispatch:
         index = _ids(counts, len(counts), "cpu" if self._mesh.is_dry else rows.device).unsqueeze(1)
         with _held(module, self._own, len(counts)), known:
             made: torch.Tensor = forward(module, rows, index, rows.new_ones(len(rows), 1))
-        return made
+        return made.to(rows.dtype)
 
 
 def _ids(counts: list[int], n: int, device: Any) -> torch.Tensor:
