@@ -77,7 +77,7 @@ def choose(
     boundaries = (False, True) if sequence == "auto" else (sequence,)
     kinds, mesh = kinds_of(blocks, [group for group in groups if group]), Mesh.dry({"tensor": ranks})
     for kind in kinds:
-        if kind.names[0] in calls.of:
+        if kind.names[0] in calls.of and (kind.groups or len(boundaries) > 1):
             try_out(kind, calls.of[kind.names[0]], mesh, rows, boundaries, free=described is None)
     tried = [kind for kind in kinds if kind.costs]
     totals = {s: sum(len(k.names) * k.costs[k.best(s), s].total for k in tried) for s in boundaries}
@@ -85,19 +85,21 @@ def choose(
     chosen = Chosen(described or {}, cuts, "no cut of it goes through" if described is None else _TABLE)
     chosen.why[""] = _of_boundary(cuts, totals, bool(tried))
     if described is None:
-        _take(chosen, groups, tried)
+        _take(chosen, groups, kinds)
     return chosen
 
 
-def _take(chosen: Chosen, groups: Groups, tried: list[Kind]) -> None:
+def _take(chosen: Chosen, groups: Groups, kinds: list[Kind]) -> None:
     """Cut the groups whose trial says so, and those that were not tried."""
     for group in groups:
         chosen.cut.update(group)
-        chosen.why.update(dict.fromkeys(group, "it can be cut; outside of the blocks that were tried"))
-    for kind in tried:
-        best = kind.best(chosen.sequence)
+        chosen.why.update(dict.fromkeys(group, "it can be cut; it is in no one block to be tried"))
+    for kind in kinds:
+        best = kind.best(chosen.sequence) if kind.costs else tuple(range(len(kind.groups)))
         for i, group in enumerate(kind.groups):
-            why = _of_group(kind, i, best, chosen.sequence)
+            why = f"it can be cut; its block was not tried ({kind.untried})"
+            if kind.costs:
+                why = _of_group(kind, i, best, chosen.sequence)
             for name in (f"{block}.{p}" for block in kind.names for p in group):
                 chosen.why[name] = why
                 if i not in best:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 
+from espalier.comm.moves import on_dry
 from espalier.layout import Layout
 from espalier.layout.layout import R, V
 from espalier.parallel.tensor.tables import transposed
@@ -127,7 +128,8 @@ def _lookup(module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[st
         fits = ids.ndim > 0 and layout.axes[axis] == 0 and ids.numel() == ids.shape[-1]
         if fits:
             with raw():
-                ids = stamp(ids.view_as(ids), layout_of(ids, layout.mesh))
+                here = on_dry(ids, layout.mesh) if layout.mesh.is_dry else ids
+                ids = stamp(here.view_as(here), layout_of(ids, layout.mesh))
     if fits and layout.axes[axis] in (0, R, V):
         return own(_cut(ids, axis, ids.ndim - 1))
     return own(*args, **kwargs)

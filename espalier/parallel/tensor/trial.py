@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,13 +66,15 @@ class Kind:
         names: of the blocks.
         block: the first of them.
         groups: of its parameters, by their names in it.
-        costs: by the groups that are cut and whether the sequence is.
+        costs: by the groups that are cut and whether the sequence is; none if it was not tried.
+        untried: why not.
     """
 
     names: list[str]
     block: nn.Module
     groups: list[dict[str, int]]
-    costs: dict[tuple[tuple[int, ...], bool], Cost]
+    costs: dict[tuple[tuple[int, ...], bool], Cost] = field(default_factory=dict)
+    untried: str = "it was not called"
 
     def best(self, sequence: bool) -> tuple[int, ...]:
         """The groups to cut."""
@@ -124,7 +127,7 @@ def kinds_of(blocks: Mapping[str, nn.Module], groups: Groups) -> list[Kind]:
         ]
         shapes = tuple((key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in block.named_parameters())
         key = type(block), shapes, tuple(tuple(sorted(group.items())) for group in own)
-        found.setdefault(key, Kind([], block, own, {})).names.append(name)
+        found.setdefault(key, Kind([], block, own)).names.append(name)
     return list(found.values())
 
 
@@ -148,7 +151,8 @@ def try_out(
             dims = {name: dim for i in cut for name, dim in kind.groups[i].items()}
             for sequence in boundaries:
                 found[cut, sequence] = _tried(kind.block, call, dims, mesh, rows, sequence)
-    except Exception:
+    except Exception as error:
+        kind.untried = textwrap.shorten(f"{type(error).__name__}: {error}", 100)
         return
     kind.costs.update(found)
 
