@@ -254,3 +254,15 @@ def listed(rank: int, world: int) -> None:
 
 def test_experts_of_another_form_are_right_all_the_same(ranks: Any) -> None:
     ranks(2, listed)
+
+
+def compiled(rank: int, world: int) -> str:
+    engine, _ = started(model(layers=1), {"data": 2, "expert": 2})
+    engine.module.blocks[0] = espalier.compile(engine.module.blocks[0])
+    with pytest.raises(NotImplementedError) as caught:
+        engine(batch(6))
+    return str(caught.value)
+
+
+def test_experts_are_not_compiled(ranks: Any) -> None:
+    assert "which experts of this Experts hangs on values" in ranks(2, compiled)[0]

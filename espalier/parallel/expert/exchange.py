@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from espalier.comm import collectives as door
 from espalier.comm import move, pieces
 from espalier.comm.rows import send_rows
+from espalier.comm.traced import recording
 from espalier.layout import Layout
 from espalier.layout.layout import R, V
 from espalier.parallel.expert.modules import stacks
@@ -49,7 +50,16 @@ def _forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """In place of the ``forward`` of a stack of experts; DTensors in and out."""
+    """In place of the ``forward`` of a stack of experts; DTensors in and out.
+
+    Raises:
+        NotImplementedError: it is being compiled.
+    """
+    if recording():
+        raise NotImplementedError(
+            f"espalier.compile: how many rows go to which experts of this {type(module).__name__} hangs on "
+            "values, and a graph has fixed shapes. Compile the modules beside it (attention, a shared MLP)."
+        )
     if hidden_states.ndim != 2:
         flat = [x.flatten(0, -2) for x in (hidden_states, top_k_index, top_k_weights)]
         return _forward(module, *flat).view_as(hidden_states)
