@@ -1,0 +1,257 @@
+"""One transformer block cut over two ranks: by hand, by Espalier, by torch, by megatron-core.
+
+All cut the same weights alike: attention by heads, the MLP's first matrix by columns, its second by rows.
+What stands for *sequence* is Megatron's sequence parallelism: the block's input and output are cut along the
+sequence, and so are norms and sums between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import espalier
+
+RANKS = 2
+BATCH, TOKENS = 8, 128
+COLUMN, ROW = ("attention.q", "attention.k", "attention.v", "up"), ("attention.o", "down")
+
+
+class Attention(nn.Module):
+    """Self-attention, written for one device; of the heads, 1/share."""
+
+    def __init__(self, width: int, share: int) -> None:
+        super().__init__()
+        inner, self.head = width // share, width // 8
+        self.q, self.k, self.v = (nn.Linear(width, inner) for _ in range(3))
+        self.o = nn.Linear(inner, width)
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        """The heads' outputs, side by side."""
+        split = BATCH, TOKENS, -1, self.head
+        q, k, v = (f(x).view(split).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(BATCH, TOKENS, -1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [batch, tokens, width]."""
+        return self.o(self.heads(x))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block of 8 heads, written for one device."""
+
+    def __init__(self, width: int, share: int = 1) -> None:
+        super().__init__()
+        self.width = width
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, share)
+        self.up, self.down = nn.Linear(width, 4 * width // share), nn.Linear(4 * width // share, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [batch, tokens, width]."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def own_part(name: str, whole: torch.Tensor, rank: int, ranks: int = RANKS) -> torch.Tensor:
+    """What a rank holds of a parameter."""
+    owner, _, own = name.rpartition(".")
+    if owner in COLUMN:
+        return whole.chunk(ranks, 0)[rank]
+    return whole.chunk(ranks, 1)[rank] if owner in ROW and own == "weight" else whole
+
+
+# ---- by hand
+
+
+class _Enter(torch.autograd.Function):
+    """Megatron's f: what follows differs from rank to rank, so its gradients must be added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad
+
+
+class _Leave(torch.autograd.Function):
+    """Megatron's g: the ranks hold addends."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def _gathered(x: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(RANKS)]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts, 1)
+
+
+def _summed(x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the sum along dim 1. By an all-to-all: gloo's reduce-scatter sends twice as much."""
+    rows = torch.stack(x.chunk(RANKS, 1))
+    got = torch.empty_like(rows)
+    dist.all_to_all_single(got, rows)
+    return got.sum(0)
+
+
+class _Gather(torch.autograd.Function):
+    """Before column layers: the sequence together; backward, sums of shards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return _gathered(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return _summed(grad)
+
+
+class _Scatter(torch.autograd.Function):
+    """After row layers: sums of shards; backward, the sequence together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return _summed(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return _gathered(grad)
+
+
+class Megatron(Block):
+    """The same block for one rank of two: local sizes, f and g, biases of row layers added after g."""
+
+    def __init__(self, whole: Block, rank: int, *, sequence: bool = False) -> None:
+        super().__init__(whole.width, share=RANKS)
+        self.enter, self.leave = (_Gather.apply, _Scatter.apply) if sequence else (_Enter.apply, _Leave.apply)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(own_part(name, whole.get_parameter(name), rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [batch, tokens, width], or this rank's part along the sequence."""
+        inside = self.attention.heads(self.enter(self.norm1(x)))
+        x = x + self._left(self.attention.o, inside)
+        inside = F.gelu(self.up(self.enter(self.norm2(x))))
+        return x + self._left(self.down, inside)
+
+    def _left(self, row: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.leave(F.linear(x, row.weight)) + row.bias
+        return out
+
+    def finish(self) -> None:
+        """Under sequence parallelism: sum the gradients of what met shards, in one message."""
+        met = [self.attention.o.bias, self.down.bias, *self.norm1.parameters(), *self.norm2.parameters()]
+        grads = [p.grad for p in met if p.grad is not None]
+        flat = torch.cat([g.view(-1) for g in grads])
+        dist.all_reduce(flat)
+        torch._foreach_copy_(
+            grads, [x.view_as(g) for x, g in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
+        )
+
+
+class MegatronCore(Block):
+    """The block of megatron-core's column and row linears, which know f and g."""
+
+    def __init__(self, whole: Block, rank: int) -> None:
+        from megatron.core import ModelParallelConfig
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+        super().__init__(whole.width, share=RANKS)
+        config = ModelParallelConfig(
+            tensor_model_parallel_size=RANKS, use_cpu_initialization=True, params_dtype=torch.float32
+        )
+
+        def column(n: int, m: int) -> nn.Module:
+            return ColumnParallelLinear(
+                n, m, config=config, init_method=nn.init.zeros_, bias=True, gather_output=False
+            )
+
+        def row(n: int, m: int) -> nn.Module:
+            return RowParallelLinear(
+                n, m, config=config, init_method=nn.init.zeros_, bias=True, input_is_parallel=True,
+                skip_bias_add=False,
+            )  # fmt: skip
+
+        width, attention = whole.width, self.attention
+        for name in "qkv":
+            setattr(attention, name, _First(column(width, width)))
+        attention.o, self.up, self.down = (
+            _First(row(width, width)),
+            _First(column(width, 4 * width)),
+            _First(row(4 * width, width)),
+        )
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                name = name.replace(".inner.", ".")
+                parameter.copy_(own_part(name, whole.get_parameter(name), rank))
+
+
+class _First(nn.Module):
+    """A layer that gives its output, and not a bias beside it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)[0]
+        return out
+
+
+# ---- by libraries
+
+
+def by_espalier(whole: Block) -> tuple[nn.Module, espalier.Mesh]:
+    """The block laid out by ``espalier.initialize``, and the mesh on which it lies."""
+    block = Block(whole.width)
+    block.load_state_dict(whole.state_dict())
+    layouts = dict.fromkeys(COLUMN, "column") | dict.fromkeys(ROW, "row")
+    engine = espalier.initialize(block, plan={"tensor": RANKS}, layouts=layouts)
+    return engine.module, engine.mesh
+
+
+def by_torch(whole: Block, *, prepared: bool = False, sequence: bool = False) -> nn.Module:
+    """The block given to ``parallelize_module``."""
+    block = Block(whole.width)
+    block.load_state_dict(whole.state_dict())
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tensor",))
+    cut, there = Shard(1), Replicate()
+    if sequence:
+        styles: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMN[:3]}
+        styles |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
+        styles |= {name: RowwiseParallel(output_layouts=cut) for name in ROW}
+        styles["up"] = ColwiseParallel(input_layouts=cut)
+        styles["attention"] = PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(there,))
+        return parallelize_module(block, mesh, styles)
+    styles = {name: ColwiseParallel() for name in COLUMN}
+    styles |= {name: RowwiseParallel() for name in ROW}
+    if prepared:
+        styles["attention"] = PrepareModuleInput(input_layouts=(there,), desired_input_layouts=(there,))
+    return parallelize_module(block, mesh, styles)

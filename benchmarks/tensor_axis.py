@@ -1,0 +1,230 @@
+"""Tensor parallelism over two gloo ranks: Espalier, a block written by hand, torch, megatron-core.
+
+The work is the forward and backward pass of one pre-norm transformer block: 8 heads, an MLP of four times
+the width, batch 8, 128 tokens, float32, fused attention, one thread a rank. Its input needs a gradient, as
+that of any block but the first does. ``benchmarks/_blocks.py`` has the contestants:
+
+* *by hand*: two autograd functions, f (identity forward, all-reduce backward) and g (the reverse), around
+  linear layers of local size, as in Shoeybi et al. 2019. Plain tensors, four all-reduces, in place; no
+  library between the code and c10d. This is what Espalier is held to.
+* *Espalier*: the plain block, ``espalier.initialize`` with ``layouts=``; nothing in the block is changed.
+  It sends the same four all-reduces.
+* *torch*: ``parallelize_module`` with ``ColwiseParallel`` and ``RowwiseParallel``, as its users write them:
+  local tensors between the layers, and a block that views its heads by ``-1``. Backward, q, k and v each
+  reduce their input's gradient: six all-reduces. *torch, prepared*: with ``PrepareModuleInput`` around
+  attention besides, which is the remedy for that where attention is a module of its own.
+* *megatron-core*: its ColumnParallelLinear and RowParallelLinear, if installed. Q, K and V each reduce too.
+* *..., sequence*: the same with Megatron's sequence parallelism (Korthikanti et al. 2022): the input is cut
+  along the sequence. By hand all_gather and an all-to-all with a sum; torch's ``SequenceParallel``.
+  megatron-core's needs a GPU.
+
+Before anything is timed, outputs, the input's gradient and all parameters' gradients of all
+are compared with those of the same block on one process.
+
+A timing begins when both ranks are ready and is that of the slower rank.
+
+    python benchmarks/tensor_axis.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from _blocks import (
+    BATCH,
+    RANKS,
+    TOKENS,
+    Block,
+    Megatron,
+    MegatronCore,
+    by_espalier,
+    by_torch,
+    own_part,
+)
+from _common import Contender, Report, in_turns, slowest_rank
+from torch import nn
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Replicate, Shard
+
+import espalier
+from espalier.mesh.launch import LaunchError, finish, launch, start
+
+WIDTHS, ROUNDS = (256, 512), 40
+TOLERANCE = 1e-5
+MISSED = 3  # the exit status of a rank that saw a bar missed
+
+
+def local(x: torch.Tensor | None) -> torch.Tensor:
+    """This rank's part of any kind of tensor, without its history."""
+    assert x is not None
+    with torch.no_grad():
+        return (x.to_local() if isinstance(x, espalier.DTensor | TorchDTensor) else x).detach()
+
+
+class Entrant:
+    """A cut block, with its input and the gradient of its output.
+
+    Args:
+        cut: input and output are this rank's parts along the sequence.
+        finish: what is left to do after a backward pass.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        x: torch.Tensor,
+        upstream: torch.Tensor,
+        *,
+        cut: bool = False,
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.module, self.x, self.upstream = module, x.requires_grad_(), upstream
+        self.cut, self.finish = cut, finish
+        self.out: torch.Tensor | None = None
+
+    def contender(self) -> Contender:
+        """Forward and backward, beginning together."""
+
+        def run() -> None:
+            self.out = self.module(self.x)
+            assert self.out is not None
+            self.out.backward(self.upstream)
+            self.finish()
+
+        def before() -> None:
+            self.x.grad = self.out = None
+            self.module.zero_grad()
+            dist.barrier()
+
+        return Contender(run, before)
+
+    def check(self, name: str, whole: Block, x: torch.Tensor, upstream: torch.Tensor, rank: int) -> None:
+        """Compare one step with that of the whole block on one process."""
+        given = x.clone().requires_grad_()
+        whole.zero_grad()
+        expected = whole(given)
+        expected.backward(upstream)
+        contender = self.contender()
+        contender.before()
+        contender.run()
+
+        def part(whole: torch.Tensor | None) -> torch.Tensor:
+            assert whole is not None
+            return whole.chunk(RANKS, 1)[rank] if self.cut else whole
+
+        pairs = {
+            "the output": (self.out, part(expected)),
+            "the input's gradient": (self.x.grad, part(given.grad)),
+        }
+        for key, parameter in self.module.named_parameters():
+            key = key.replace(".inner.", ".")
+            grad = whole.get_parameter(key).grad
+            assert grad is not None
+            mine = parameter.grad
+            if isinstance(mine, TorchDTensor) and any(p.is_partial() for p in mine.placements):
+                mine = mine.redistribute(placements=[Replicate()])
+            pairs[f"the gradient of {key}"] = (mine, own_part(key, grad, rank))
+        for what, (mine, other) in pairs.items():
+            # the gradient of k.bias is zero but for rounding, hence the floor
+            size = local(other).abs().max().clamp(min=1.0)
+            off = float((local(mine) - local(other)).abs().max() / size)
+            if off > TOLERANCE:
+                raise ValueError(
+                    f"{name}: {what} is off by {off:.1e} of its largest value; at most {TOLERANCE:g}"
+                )
+
+
+def entrants(whole: Block, x: torch.Tensor, upstream: torch.Tensor, rank: int) -> dict[str, Entrant]:
+    """All that are able to enter here."""
+    laid_out, mesh = by_espalier(whole)
+    tensor = mesh.axis("tensor")
+
+    def typed(x: torch.Tensor, *, cut: bool) -> torch.Tensor:
+        there = [Shard(1) if cut and axis == tensor else Replicate() for axis in range(mesh.ndim)]
+        return espalier.distribute_tensor(x, mesh, there)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return x.chunk(RANKS, 1)[rank].clone()
+
+    alone, sequence = Megatron(whole, rank), Megatron(whole, rank, sequence=True)
+    found = {
+        "by hand": Entrant(alone, x.clone(), upstream),
+        "Espalier": Entrant(laid_out, typed(x, cut=False), typed(upstream, cut=False)),
+        "torch": Entrant(by_torch(whole), x.clone(), upstream),
+        "torch, prepared": Entrant(by_torch(whole, prepared=True), x.clone(), upstream),
+        "by hand, sequence": Entrant(sequence, part(x), part(upstream), cut=True, finish=sequence.finish),
+        "Espalier, sequence": Entrant(
+            by_espalier(whole)[0], typed(x, cut=True), typed(upstream, cut=True), cut=True
+        ),
+        "torch, sequence": Entrant(by_torch(whole, sequence=True), part(x), part(upstream), cut=True),
+    }
+    if importlib.util.find_spec("megatron") is not None:
+        from megatron.core import parallel_state
+
+        if not parallel_state.is_initialized():
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+        found["megatron-core"] = Entrant(MegatronCore(whole, rank), x.clone(), upstream)
+    return found
+
+
+BARS = (
+    ("Espalier", "by hand", 1.10),
+    ("Espalier", "torch", 0.70),
+    ("Espalier", "torch, prepared", None),
+    ("Espalier", "megatron-core", 1.0),
+    ("Espalier, sequence", "by hand, sequence", 1.10),
+    ("Espalier, sequence", "torch, sequence", 0.70),
+    ("torch", "by hand", None),
+    ("torch, sequence", "by hand, sequence", None),
+    ("megatron-core", "by hand", None),
+)
+
+
+def compare() -> int:
+    """What each rank runs; rank 0 prints."""
+    process = start("cpu")
+    torch.set_num_threads(1)
+    report = Report()
+    for width in WIDTHS:
+        torch.manual_seed(0)
+        whole, x, upstream = (
+            Block(width),
+            torch.randn(BATCH, TOKENS, width),
+            torch.randn(BATCH, TOKENS, width),
+        )
+        found = entrants(whole, x, upstream, process.rank)
+        for name, entrant in found.items():
+            entrant.check(name, whole, x, upstream, process.rank)
+        contenders = {name: entrant.contender() for name, entrant in found.items()}
+        times = slowest_rank(in_turns(contenders, rounds=ROUNDS, warmup=3))
+        for mine, other, limit in BARS:
+            if mine in times and other in times:
+                report.add(f"block of width {width}, {RANKS} ranks", times, mine, other, limit)
+    status = 0
+    if process.rank == 0:
+        print(f"outputs and gradients agree with one process to {TOLERANCE:g} of the largest value\n")
+        status = MISSED if report.show() else 0
+    finish()
+    return status
+
+
+def main() -> int:
+    """Start the ranks; the exit status is rank 0's."""
+    if importlib.util.find_spec("megatron") is None:
+        print("megatron-core is not installed: it is left out (pip install --no-deps megatron-core)\n")
+    try:
+        launch([str(Path(__file__).resolve()), "--rank"], RANKS)
+    except LaunchError as error:
+        if error.exit_code != MISSED:
+            print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(compare() if "--rank" in sys.argv else main())
