@@ -40,15 +40,14 @@ class Attention(nn.Module):
         self.q, self.k, self.v = (nn.Linear(width, inner) for _ in range(3))
         self.o = nn.Linear(inner, width)
 
-    def heads(self, x: torch.Tensor) -> torch.Tensor:
+    def attend(self, *qkv: torch.Tensor) -> torch.Tensor:
         """The heads' outputs, side by side."""
-        split = BATCH, TOKENS, -1, self.head
-        q, k, v = (f(x).view(split).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (x.view(BATCH, TOKENS, -1, self.head).transpose(1, 2) for x in qkv)
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(BATCH, TOKENS, -1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [batch, tokens, width]."""
-        return self.o(self.heads(x))
+        return self.o(self.attend(self.q(x), self.k(x), self.v(x)))
 
 
 class Block(nn.Module):
@@ -113,23 +112,42 @@ def _gathered(x: torch.Tensor) -> torch.Tensor:
 
 
 def _summed(x: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the sum along dim 1. By an all-to-all: gloo's reduce-scatter sends twice as much."""
+    """This rank's part of the sum, along dim 1. gloo's own reduce-scatter would send twice as much."""
     rows = torch.stack(x.chunk(RANKS, 1))
     got = torch.empty_like(rows)
     dist.all_to_all_single(got, rows)
     return got.sum(0)
 
 
-class _Gather(torch.autograd.Function):
-    """Before column layers: the sequence together; backward, sums of shards."""
+class _Columns(torch.autograd.Function):
+    """Column layers that share an input cut along the sequence, as megatron-core writes its one.
+
+    Forward, the sequence is gathered; kept is the shard, and backward it is gathered again while the input's
+    gradient is computed.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return _gathered(x)
+    def forward(ctx: Any, x: torch.Tensor, *layers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weights, biases = layers[::2], layers[1::2]
+        ctx.save_for_backward(x, *weights)
+        whole = _gathered(x)
+        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return _summed(grad)
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, *weights = ctx.saved_tensors
+        x, parts = x.contiguous(), [torch.empty_like(x) for _ in range(RANKS)]
+        work = dist.all_gather(parts, x, async_op=True)
+        given = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            given += grad @ weight
+        work.wait()
+        whole = torch.cat(parts, 1).flatten(0, 1)
+        found = [_summed(given)]
+        for grad in grads:
+            rows = grad.flatten(0, 1)
+            found += [rows.T @ whole, rows.sum(0)]
+        return tuple(found)
 
 
 class _Scatter(torch.autograd.Function):
@@ -149,20 +167,28 @@ class Megatron(Block):
 
     def __init__(self, whole: Block, rank: int, *, sequence: bool = False) -> None:
         super().__init__(whole.width, share=RANKS)
-        self.enter, self.leave = (_Gather.apply, _Scatter.apply) if sequence else (_Enter.apply, _Leave.apply)
+        self.sequence = sequence
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 parameter.copy_(own_part(name, whole.get_parameter(name), rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [batch, tokens, width], or this rank's part along the sequence."""
-        inside = self.attention.heads(self.enter(self.norm1(x)))
-        x = x + self._left(self.attention.o, inside)
-        inside = F.gelu(self.up(self.enter(self.norm2(x))))
-        return x + self._left(self.down, inside)
+        a = self.attention
+        inside = a.attend(*self._entered(self.norm1(x), a.q, a.k, a.v))
+        x = x + self._left(a.o, inside)
+        (inside,) = self._entered(self.norm2(x), self.up)
+        return x + self._left(self.down, F.gelu(inside))
+
+    def _entered(self, x: torch.Tensor, *columns: nn.Linear) -> tuple[torch.Tensor, ...]:
+        if self.sequence:
+            return _Columns.apply(x, *(p for layer in columns for p in (layer.weight, layer.bias)))
+        x = _Enter.apply(x)
+        return tuple(layer(x) for layer in columns)
 
     def _left(self, row: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.leave(F.linear(x, row.weight)) + row.bias
+        leave = _Scatter.apply if self.sequence else _Leave.apply
+        out: torch.Tensor = leave(F.linear(x, row.weight)) + row.bias
         return out
 
     def finish(self) -> None:
@@ -228,12 +254,13 @@ class _First(nn.Module):
 # ---- by libraries
 
 
-def by_espalier(whole: Block) -> tuple[nn.Module, espalier.Mesh]:
+def by_espalier(whole: Block, *, sequence: bool = False) -> tuple[nn.Module, espalier.Mesh]:
     """The block laid out by ``espalier.initialize``, and the mesh on which it lies."""
     block = Block(whole.width)
     block.load_state_dict(whole.state_dict())
     layouts = dict.fromkeys(COLUMN, "column") | dict.fromkeys(ROW, "row")
-    engine = espalier.initialize(block, plan={"tensor": RANKS}, layouts=layouts)
+    plan = {"tensor": RANKS, "sequence_parallel": sequence}
+    engine = espalier.initialize(block, plan=plan, layouts=layouts)
     return engine.module, engine.mesh
 
 

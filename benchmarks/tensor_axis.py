@@ -15,7 +15,8 @@ that of any block but the first does. ``benchmarks/_blocks.py`` has the contesta
   attention besides, which is the remedy for that where attention is a module of its own.
 * *megatron-core*: its ColumnParallelLinear and RowParallelLinear, if installed. Q, K and V each reduce too.
 * *..., sequence*: the same with Megatron's sequence parallelism (Korthikanti et al. 2022): the input is cut
-  along the sequence. By hand all_gather and an all-to-all with a sum; torch's ``SequenceParallel``.
+  along the sequence. By hand, as in megatron-core, what is gathered is kept as a shard; torch's
+  ``SequenceParallel`` keeps the whole.
   megatron-core's needs a GPU.
 
 Before anything is timed, outputs, the input's gradient and all parameters' gradients of all
@@ -159,7 +160,7 @@ def entrants(whole: Block, x: torch.Tensor, upstream: torch.Tensor, rank: int) -
         "torch, prepared": Entrant(by_torch(whole, prepared=True), x.clone(), upstream),
         "by hand, sequence": Entrant(sequence, part(x), part(upstream), cut=True, finish=sequence.finish),
         "Espalier, sequence": Entrant(
-            by_espalier(whole)[0], typed(x, cut=True), typed(upstream, cut=True), cut=True
+            by_espalier(whole, sequence=True)[0], typed(x, cut=True), typed(upstream, cut=True), cut=True
         ),
         "torch, sequence": Entrant(by_torch(whole, sequence=True), part(x), part(upstream), cut=True),
     }

@@ -61,6 +61,17 @@ class Pending:
             self._work = self._then = None
 
 
+class _All:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 @collective
 def all_reduce(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> torch.Tensor:
     """The reduction of ``x`` over the axis, on every rank; NaN wins in a maximum or minimum.
@@ -144,14 +155,28 @@ def all_gather(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> t
     _record(mesh, "all_gather", axis, (n - 1) * math.prod(shape) * x.element_size(), x, whole)
     if mesh.is_dry:
         return x.new_empty(whole)
-    x = _pad(x, dim, piece)
+    x, order = _pad(x, dim, piece), mesh.order(axis)
     out = x.new_empty([n * shape[0], *shape[1:]])
-    _gather_into(_wire(out), _wire(x), group=mesh.group(axis))
-    order = mesh.order(axis)
+    if x.is_cuda:
+        _gather_into(_wire(out), _wire(x), group=mesh.group(axis))
+    else:
+        rows, order = out.view(n, *shape), None
+        rows[mesh.coordinate[axis]].copy_(x)
+        share_rows(rows, mesh, axis).wait()
     if dim == 0 and size == n * piece and order is None:
         return out
     parts = _by_coordinate(out.view(n, *shape).unbind(0), order)
     return torch.cat([p.narrow(dim, 0, chunk_bounds(size, n, i)[1]) for i, p in enumerate(parts)], dim)
+
+
+def share_rows(rows: torch.Tensor, mesh: Mesh, axis: int) -> Pending:
+    """Start to send each coordinate's row to all, in place, on gloo: its all-gather works on copies."""
+    order, backend, works = mesh.order(axis), mesh.backend(axis, rows.device), []
+    for coordinate, row in enumerate(rows.unbind(0) if rows.numel() else ()):
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = coordinate if order is None else order[coordinate], 0
+        works.append(backend.broadcast([_wire(row)], options))
+    return Pending(_All(works))
 
 
 @collective
@@ -388,17 +413,6 @@ def _passing(x: torch.Tensor, mesh: Mesh, axis: int, gets: int) -> tuple[torch.T
     if gets:
         ops.append(dist.P2POp(dist.irecv, _wire(out), group=group, group_peer=order[(here - 1) % n]))
     return out, Pending(_All(dist.batch_isend_irecv(ops)) if ops else None)
-
-
-class _All:
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 def pass_by(op: str, x: torch.Tensor, mesh: Mesh, axis: int, shape: Sequence[int]) -> None:

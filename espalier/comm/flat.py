@@ -9,13 +9,17 @@ NCCL, whose rings add in an order of their own, the order depends on the owner o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
-from espalier.comm.collectives import Pending, _gather_into, _record, _scatter_from, _wire
+from espalier.comm.collectives import (
+    Pending,
+    _gather_into,
+    _record,
+    _scatter_from,
+    _wire,
+    share_rows,
+)
 from espalier.mesh import Mesh
 
 
@@ -54,15 +58,9 @@ def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis:
     if n == 1:
         return Pending()
     _record_gather(rows, mesh, axis)
-    order = mesh.order(axis)
     if not rows.is_cuda:
-        # gloo's all-gather works on a copy of the whole; a broadcast of each row writes in place
-        backend, works = mesh.backend(axis, rows.device), []
-        for coordinate, row in enumerate(rows.unbind(0)):
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = coordinate if order is None else order[coordinate], 0
-            works.append(backend.broadcast([_wire(row)], options))
-        return Pending(_All(works))
+        return share_rows(rows, mesh, axis)
+    order = mesh.order(axis)
     own = _wire(rows[here])
     if order is None:
         return Pending(_gather_into(_wire(rows.view(-1)), own, group=mesh.group(axis), async_op=True))
@@ -74,17 +72,6 @@ def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis:
 def _record_gather(rows: torch.Tensor, mesh: Mesh, axis: int) -> None:
     row = rows[0]
     _record(mesh, "all_gather", axis, (len(rows) - 1) * row.numel() * row.element_size(), row, rows.shape)
-
-
-class _All:
-    """Several messages, waited for as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 def start_sum(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
