@@ -136,7 +136,5 @@ def test_a_block() -> None:
         assert found.total() == panels + over_depth + norms(q, d * q)
     q = 2
     plan = Plan(tensor=q**3, tensor_mode="3d")
-    # queries, keys and values share one gathered input
-    matrices = [(H, 3 * H), (H, H), (H, FFN), (FFN, H)]
     products = (q - 1) * sum(3 * (B * S * n + n * m) + 2 * B * S * m for n, m in matrices)
     assert on_all(plan, block(plan)).total() == products + norms(q, q * q)

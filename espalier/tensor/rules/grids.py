@@ -16,8 +16,9 @@ and the kinds of the axes together say which algorithm it is:
 * ``K, N``: SUMMA (``espalier.tensor.rules.summa``). The product has its rows cut over the first, n over the
   second, and nothing is ever whole;
 * ``B, C``: the same with a transposed weight (a vocabulary head that is tied to an embedding);
-* ``B, B, C``: 3D (Agarwal et al. 1995). Along the axis that cuts rows last and n first x is brought
-  together, along the other w; the sum is cut along the rows, so the axes change roles from layer to layer.
+* ``B, B, C``: 3D (Agarwal et al. 1995). Along the axis that cuts rows first and n last w is brought
+  together. The other two are a grid, on which rows travel panel by panel; the product has them cut along
+  the other of the two, so these change roles from layer to layer.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from espalier.comm import move
 from espalier.layout.layout import AxisState, R
 from espalier.tensor.rules.spec import Operand, Placed, Runner, Spec, bound_to
 from espalier.tensor.rules.summa import Grid, multiply
+
+# bytes of a panel at most: what is in flight stays small beside the blocks, and each product large
+_LARGE_PANEL = 2**27
 
 
 class Product(NamedTuple):
@@ -76,23 +79,35 @@ def lay_on_grid(
             states[bias.index] = of_bias
         spec.decided[axis] = tuple(states), (out,), name
 
+    def grid(rows: int, columns: int, size: int, *others: int) -> Grid:
+        longest = max(1, _LARGE_PANEL // (x.dtype.itemsize * max(1, *others)))
+        return Grid(mesh, rows, columns, size, longest=longest)
+
     wide = bias.ndim - 1 if bias is not None else R
+    tokens = math.prod(x.layout.padded_shape[:-1])
+    padded = weight.layout.padded_shape
     match by_kind:
         case {"K": [first], "N": [second], **rest} if not rest:
             say(first, rows, 1 - n, R, rows, letter)
             say(second, k, n, wide, k, "n")
-            spec.run = _by_panels(product, "nn", Grid(mesh, first, second, weight.shape[1 - n]))
+            spec.run = _by_panels(product, "nn", grid(first, second, weight.shape[1 - n], tokens, padded[n]))
         case {"B": [first], "C": [second], **rest} if not rest:
             say(first, rows, n, R, rows, letter)
             say(second, k, 1 - n, wide, k, "k")
-            spec.run = _by_panels(product, "nt", Grid(mesh, first, second, weight.shape[n]))
+            spec.run = _by_panels(product, "nt", grid(first, second, weight.shape[n], tokens, padded[1 - n]))
         case {"B": [_, _] as both, "C": [third], **rest} if not rest:
             second, first = x.layout.cuts[rows][-1], weight.layout.cuts[n][-1]
             if sorted(both) == sorted((first, second)):
                 say(first, rows, R, R, rows, letter)
-                say(second, R, n, wide, k, "n")
+                say(second, rows, n, wide, k, "n")
                 say(third, k, 1 - n, R, rows, "k")
-                spec.run = _scattering(product, third)
+                block = x.layout.with_axis(second, R).local_shape[rows]
+                spec.run = _by_panels(
+                    product,
+                    "cube",
+                    grid(second, third, block, padded[n] * mesh.shape[first], padded[1 - n]),
+                    rows,
+                )
     return spec
 
 
@@ -112,29 +127,25 @@ def _kinds(x: Operand, weight: Operand, n: int) -> tuple[int, dict[str, list[int
     return (rows.pop(), found) if len(rows) == 1 else None
 
 
-def _by_panels(product: Product, form: str, grid: Grid) -> Runner:
-    """A runner: SUMMA, and the bias after it."""
+def _by_panels(product: Product, form: str, grid: Grid, rows: int = 0) -> Runner:
+    """A runner: a product panel by panel, and the bias after it."""
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         x, weight, bias = _operands(product, args, kwargs)
-        lead = x.shape[:-1]
         matrix = weight.t() if (product.n == 0) == (form == "nn") else weight
-        flat = x.reshape(math.prod(lead), x.shape[-1])
-        found = multiply(form, flat, matrix, grid)
-        found = found.view(*lead, found.shape[-1])
-        return found if bias is None else found + bias.to(found.dtype)
-
-    return run
-
-
-def _scattering(product: Product, axis: int) -> Runner:
-    """A runner: the product is Partial along an axis that cuts the output; the bias is added after that."""
-
-    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-        x, weight, bias = _operands(product, args, kwargs)
-        out = placed.outs[0]
-        addend = x @ (weight.t() if product.n == 0 else weight)
-        found = move(addend, out.with_axis(axis, "sum"), out)
+        if form == "cube":
+            # in one face of the cube, the transposed product of the transposed weight and the rows
+            first = x.movedim(rows, 0)
+            lead = first.shape[1:-1]
+            face = grid._replace(unit=math.prod(lead), turned=True)
+            flat = first.reshape(first.shape[0] * face.unit, x.shape[-1])
+            found = multiply("nt", matrix, flat, face).t()
+            found = found.reshape(found.shape[0] // max(face.unit, 1), *lead, found.shape[1]).movedim(0, rows)
+        else:
+            lead = x.shape[:-1]
+            flat = x.reshape(math.prod(lead), x.shape[-1])
+            found = multiply(form, flat, matrix, grid)
+            found = found.view(*lead, found.shape[1])
         return found if bias is None else found + bias.to(found.dtype)
 
     return run

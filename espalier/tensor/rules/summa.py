@@ -32,12 +32,26 @@ from espalier.mesh import Mesh
 
 
 class Grid(NamedTuple):
-    """The two axes of a grid, and the global size of the dim whose panels travel."""
+    """The two axes of a grid, and the dim whose panels travel.
+
+    Attributes:
+        size: of that dim, whole, in units that are never cut.
+        unit: elements of the dim in a unit.
+        longest: elements of the dim in a panel, at most.
+        turned: ``nt`` gives the transposed view of a contiguous matrix.
+    """
 
     mesh: Mesh
     rows: int
     columns: int
     size: int
+    unit: int = 1
+    longest: int = 2**62
+    turned: bool = False
+
+    def own(self, axis: int) -> int:
+        """Elements of the dim on this rank, of a matrix that an axis cuts there."""
+        return chunk_bounds(self.size, self.mesh.shape[axis], self.mesh.coordinate[axis])[1] * self.unit
 
 
 class Panel(NamedTuple):
@@ -51,13 +65,14 @@ class Panel(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def panels(size: int, rows: int, columns: int) -> tuple[Panel, ...]:
-    """The stretches between the cuts, in order."""
-    wide, high = -(-size // rows), -(-size // columns)
+def panels(size: int, rows: int, columns: int, unit: int = 1, longest: int = 2**62) -> tuple[Panel, ...]:
+    """The stretches between the cuts, in order; long ones in parts."""
+    size, wide, high = (n * unit for n in (size, -(-size // rows), -(-size // columns)))
     cuts = sorted({*range(0, size, wide or 1), *range(0, size, high or 1), size})
+    ends = [e for a, b in itertools.pairwise(cuts) for e in (*range(a + longest, b, longest), b)]
     return tuple(
         Panel(end - start, start // wide, start % wide, start // high, start % high)
-        for start, end in itertools.pairwise(cuts)
+        for start, end in itertools.pairwise((0, *ends))
     )
 
 
@@ -92,6 +107,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         form, grid = ctx.given
         a, b = ctx.saved_tensors
+        if form == "nt" and all(ctx.needs_input_grad[1:3]) and not torch.is_grad_enabled():
+            return None, *_both_of_nt(grad, a.conj(), b.conj(), grid), None
         at = {"a": a.conj(), "b": b.conj(), "g": grad}
         of_a, of_b = (
             multiply(way, at[left], at[right], grid) if needed else None
@@ -100,26 +117,59 @@ class _Product(torch.autograd.Function):
         return None, of_a, of_b, None
 
 
-def _nn(a: torch.Tensor, b: torch.Tensor, grid: Grid) -> torch.Tensor:
-    # 16-bit products are added up in float32
-    narrow = a.dtype.is_floating_point and a.dtype.itemsize == 2
-    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32 if narrow else a.dtype, device=a.device)
-    for _, left, right in _coming(grid, a, b):
-        if narrow:
-            total.add_(left @ right)
+class _Sum:
+    """A sum of products; those of 16 bits are added up in float32."""
+
+    def __init__(self, rows: int, columns: int, like: torch.Tensor) -> None:
+        self._dtype = like.dtype
+        self._narrow = like.dtype.is_floating_point and like.dtype.itemsize == 2
+        dtype = torch.float32 if self._narrow else like.dtype
+        self._total = torch.zeros(rows, columns, dtype=dtype, device=like.device)
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        if self._narrow:
+            self._total.add_(a @ b)
         else:
-            torch.addmm(total, left, right, out=total)
-    return total.to(a.dtype)
+            torch.addmm(self._total, a, b, out=self._total)
+
+    def get(self) -> torch.Tensor:
+        return self._total.to(self._dtype)
+
+
+def _nn(a: torch.Tensor, b: torch.Tensor, grid: Grid) -> torch.Tensor:
+    total = _Sum(a.shape[0], b.shape[1], a)
+    for _, left, right in _coming(grid, a, b):
+        total.add(left, right)
+    return total.get()
 
 
 def _nt(a: torch.Tensor, b: torch.Tensor, grid: Grid) -> torch.Tensor:
-    parts = ((p.column, p.in_column, a @ right.t()) for p, _, right in _coming(grid, None, b))
-    return _summed(parts, grid, grid.columns, [a.shape[0], -1])
+    coming = _coming(grid, None, b)
+    if grid.turned:
+        parts = ((p.column, p.in_column, right @ a.t()) for p, _, right in coming)
+        return _summed(parts, grid, grid.columns, 0).t()
+    parts = ((p.column, p.in_column, a @ right.t()) for p, _, right in coming)
+    return _summed(parts, grid, grid.columns, 1)
 
 
 def _tn(a: torch.Tensor, b: torch.Tensor, grid: Grid) -> torch.Tensor:
     parts = ((p.row, p.in_row, left.t() @ b) for p, left, _ in _coming(grid, a, None))
-    return _summed(parts, grid, grid.rows, [-1, b.shape[1]])
+    return _summed(parts, grid, grid.rows, 0)
+
+
+def _both_of_nt(
+    grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, grid: Grid
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The derivatives of ``nt`` by both operands; the gradient's panels travel once."""
+    of_a = _Sum(a.shape[0], a.shape[1], a)
+
+    def parts() -> Iterator[tuple[int, int, torch.Tensor]]:
+        for p, left, right in _coming(grid, grad, b):
+            of_a.add(left, right)
+            yield p.row, p.in_row, left.t() @ a
+
+    of_b = _summed(parts(), grid, grid.rows, 0)
+    return of_a.get(), of_b
 
 
 _FORMS: Final[dict[str, Callable[..., torch.Tensor]]] = {"nn": _nn, "nt": _nt, "tn": _tn}
@@ -130,7 +180,8 @@ def _coming(
     grid: Grid, a: torch.Tensor | None, b: torch.Tensor | None
 ) -> Iterator[tuple[Panel, torch.Tensor, torch.Tensor]]:
     """The panels of ``a``'s columns and of ``b``'s rows, each begun while the one before it is used."""
-    todo = panels(grid.size, grid.mesh.shape[grid.rows], grid.mesh.shape[grid.columns])
+    shape = grid.mesh.shape
+    todo = panels(grid.size, shape[grid.rows], shape[grid.columns], grid.unit, grid.longest)
 
     def begun(p: Panel) -> tuple[tuple[torch.Tensor, Pending], ...]:
         return (
@@ -159,12 +210,9 @@ def _panel(
     return panel, door.broadcast_(panel, mesh, axis, owner)
 
 
-def _summed(
-    parts: Iterable[tuple[int, int, torch.Tensor]], grid: Grid, axis: int, shape: list[int]
-) -> torch.Tensor:
+def _summed(parts: Iterable[tuple[int, int, torch.Tensor]], grid: Grid, axis: int, dim: int) -> torch.Tensor:
     """What owners of panels of the result get; of each: owner, where it begins there, this rank's addend."""
-    mesh, dim = grid.mesh, shape.index(-1)
-    shape[dim] = chunk_bounds(grid.size, mesh.shape[axis], mesh.coordinate[axis])[1]
+    mesh = grid.mesh
     out: torch.Tensor | None = None
     under_way: tuple[torch.Tensor, torch.Tensor | None, Pending] | None = None
 
@@ -174,7 +222,8 @@ def _summed(
             place.copy_(part)
 
     for owner, start, part in parts:
-        out = part.new_empty(shape) if out is None else out
+        if out is None:
+            out = part.new_empty([grid.own(axis) if d == dim else n for d, n in enumerate(part.shape)])
         place = out.narrow(dim, start, part.shape[dim]) if owner == mesh.coordinate[axis] else None
         sending = part, place, door.reduce_(part, mesh, axis, owner)
         if under_way is not None:
