@@ -21,3 +21,11 @@ TOLERANCE = 1e-9
 def test_equals_one_process(ranks: Any, name: str, drawn: bool) -> None:
     for worst, _ in ranks(4, compared, name, drawn, timeout=300):
         assert max(worst.values()) < TOLERANCE, worst
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "t5"])
+def test_on_a_grid(ranks: Any, name: str) -> None:
+    for worst, gathered in ranks(4, compared, name, False, {"tensor": 4, "tensor_mode": "2d"}, timeout=300):
+        assert max(worst.values()) < TOLERANCE, worst
+        assert not gathered
