@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.engine.accumulation import Count
 from espalier.engine.dry import dry_engine
 from espalier.layout import Layout
 from espalier.layout.layout import state_name
@@ -78,16 +79,17 @@ def explain_layouts(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     layouts: Mapping[str, str] | None = None,
+    count: Count | None = None,
 ) -> LayoutTable:
     """How a plan lays a model out, and what each module sends for it: forward and backward of one dry step.
 
     Args:
-        model, plan, batch, optimizer, layouts: as for :func:`~espalier.dry_run`.
+        model, plan, batch, optimizer, layouts, count: as for :func:`~espalier.dry_run`.
 
     Raises:
         ValueError: a parameter is not on ``meta``.
     """
-    engine = dry_engine(model, plan, batch, optimizer=optimizer, layouts=layouts)
+    engine = dry_engine(model, plan, batch, optimizer=optimizer, layouts=layouts, count=count)
     with by_module(model) as traffic:
         for part in engine.cut(batch):
             engine.backward(engine(part))

@@ -207,6 +207,14 @@ def test_run_passes_arguments_and_exit_code(job, tmp_path, monkeypatch):
     assert code == 5 and "rank 1 of 2 failed" in err
 
 
+def test_explain_prints_the_table_of_layouts(job):
+    code, out, err = call("explain", job, "--set", "plan.tensor=2", "--set", "plan.accumulate=3")
+    assert code == 0, err
+    rows = [line.split() for line in out.splitlines()]
+    assert ["blocks.*.mlp.up_proj", "weight", "tensor:S(0)"] in [row[:3] for row in rows]
+    assert ["blocks.*.mlp.down_proj", "weight", "tensor:S(1)"] in [row[:3] for row in rows]
+
+
 def test_help_names_every_command():
     code, out, _ = call("--help")
     assert code == 0
