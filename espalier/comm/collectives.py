@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from espalier.comm.ledger import Collective
 from espalier.comm.traced import collective, recorders, tracers
+from espalier.comm.wire import as_wire, in_floats, in_order, pad_to, summable
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
 from espalier.mesh.process import first_line
@@ -87,7 +88,7 @@ def all_reduce(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> torch
             raise ValueError(f"Partial({op}) of {x.dtype}: complex values have no order.")
         if x.is_floating_point():
             # backends lose a NaN, or not, as it comes; integers in the same order don't
-            return _floats(all_reduce(_in_order(x, op), mesh, axis, op), x.dtype)
+            return in_floats(all_reduce(in_order(x, op), mesh, axis, op), x.dtype)
     if op == "product" and x.is_complex():
         # no backend multiplies them
         return all_gather(x.unsqueeze(0), mesh, axis, 0, n).prod(0)
@@ -110,7 +111,7 @@ def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> Pend
         _record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size(), x, x.shape)
     if mesh.is_dry:
         return Pending()
-    wire, op = _summable(x, op)
+    wire, op = summable(x, op)
     # the backend itself: dist.all_reduce costs several times as much in checks, on the hottest collective
     return Pending(mesh.backend(axis, wire.device).allreduce([wire], _ALL_REDUCE[op]))
 
@@ -155,10 +156,10 @@ def all_gather(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> t
     _record(mesh, "all_gather", axis, (n - 1) * math.prod(shape) * x.element_size(), x, whole)
     if mesh.is_dry:
         return x.new_empty(whole)
-    x, order = _pad(x, dim, piece), mesh.order(axis)
+    x, order = pad_to(x, dim, piece), mesh.order(axis)
     out = x.new_empty([n * shape[0], *shape[1:]])
     if x.is_cuda:
-        _gather_into(_wire(out), _wire(x), group=mesh.group(axis))
+        _gather_into(as_wire(out), as_wire(x), group=mesh.group(axis))
     else:
         rows, order = out.view(n, *shape), None
         rows[mesh.coordinate[axis]].copy_(x)
@@ -175,7 +176,7 @@ def share_rows(rows: torch.Tensor, mesh: Mesh, axis: int) -> Pending:
     for coordinate, row in enumerate(rows.unbind(0) if rows.numel() else ()):
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = coordinate if order is None else order[coordinate], 0
-        works.append(backend.broadcast([_wire(row)], options))
+        works.append(backend.broadcast([as_wire(row)], options))
     return Pending(_All(works))
 
 
@@ -195,20 +196,20 @@ def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Te
     if mesh.is_dry:
         return x.new_empty([*x.shape[:dim], own, *x.shape[dim + 1 :]])
     if dim == 0:
-        wire = _pad(x, 0, n * piece)
+        wire = pad_to(x, 0, n * piece)
     else:
-        wire = torch.cat([_pad(x.narrow(dim, *chunk_bounds(size, n, i)), dim, piece) for i in range(n)])
+        wire = torch.cat([pad_to(x.narrow(dim, *chunk_bounds(size, n, i)), dim, piece) for i in range(n)])
     order = mesh.order(axis)
     if order is not None:
         wire = torch.cat(_by_place(wire.view(n, *shape).unbind(0), order))
-    wire, op = _summable(wire.resolve_conj(), "sum")
+    wire, op = summable(wire.resolve_conj(), "sum")
     if wire.is_cuda:
         out = x.new_empty(shape)
-        _scatter_from(_summable(out, "sum")[0], wire, _OPS[op], group=mesh.group(axis))
+        _scatter_from(summable(out, "sum")[0], wire, _OPS[op], group=mesh.group(axis))
     else:
         # gloo has no reduce-scatter of its own: it would all-reduce, and send twice as much
         got = torch.empty_like(wire)
-        dist.all_to_all_single(_wire(got), _wire(wire), group=mesh.group(axis))
+        dist.all_to_all_single(as_wire(got), as_wire(wire), group=mesh.group(axis))
         rows = _by_coordinate(got.view(n, -1).unbind(0), order)
         out = _reduced(rows, op).view(x.dtype if x.dtype is torch.bool else got.dtype)
         out = torch.view_as_complex(out.view(*shape, 2)) if x.is_complex() else out.view(shape)
@@ -267,9 +268,9 @@ def _exchanged(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives
         wire = torch.cat(_by_place(torch.split(wire, gives), order))
         gets, gives = _by_place(gets, order), _by_place(gives, order)
     out = wire.new_empty(sum(gets))
-    scale = wire.element_size() // _wire(wire).element_size()
+    scale = wire.element_size() // as_wire(wire).element_size()
     into, outof = ([n * scale for n in given] for given in (gets, gives))
-    dist.all_to_all_single(_wire(out), _wire(wire), into, outof, group=mesh.group(axis))
+    dist.all_to_all_single(as_wire(out), as_wire(wire), into, outof, group=mesh.group(axis))
     return out if order is None else torch.cat(_by_coordinate(torch.split(out, gets), order))
 
 
@@ -316,7 +317,7 @@ def broadcast_(x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Pending:
     _record(mesh, "broadcast", axis, 0 if ends else x.numel() * x.element_size(), x, x.shape)
     if mesh.is_dry or not x.numel():
         return Pending()
-    options, wire, order = dist.BroadcastOptions(), _wire(x), mesh.order(axis)
+    options, wire, order = dist.BroadcastOptions(), as_wire(x), mesh.order(axis)
     options.rootRank, options.rootTensor = source if order is None else order[source], 0
     return Pending(mesh.backend(axis, wire.device).broadcast([wire], options))
 
@@ -344,7 +345,7 @@ def reduce_(x: torch.Tensor, mesh: Mesh, axis: int, target: int) -> Pending:
     if mesh.is_dry or not x.numel():
         return Pending()
     options, order = dist.ReduceOptions(), mesh.order(axis)
-    wire, op = _summable(x, "sum")
+    wire, op = summable(x, "sum")
     options.reduceOp = _OPS[op]  # type: ignore[assignment]
     options.rootRank, options.rootTensor = target if order is None else order[target], 0
     return Pending(mesh.backend(axis, wire.device).reduce([wire], options))
@@ -372,10 +373,10 @@ def scatter(
         return x.new_empty([*shape[:dim], own, *shape[dim + 1 :]])
     pieces, order = None, mesh.order(axis) or range(n)
     if here == source:
-        cut = [_wire(_pad(x.narrow(dim, *chunk_bounds(size, n, i)), dim, piece)) for i in range(n)]
+        cut = [as_wire(pad_to(x.narrow(dim, *chunk_bounds(size, n, i)), dim, piece)) for i in range(n)]
         pieces = _by_place(cut, tuple(order))
     out = x.new_empty(padded)
-    dist.scatter(_wire(out), pieces, group_src=order[source], group=mesh.group(axis))
+    dist.scatter(as_wire(out), pieces, group_src=order[source], group=mesh.group(axis))
     return out if own == piece else out.narrow(dim, 0, own).contiguous()
 
 
@@ -409,9 +410,9 @@ def _passing(x: torch.Tensor, mesh: Mesh, axis: int, gets: int) -> tuple[torch.T
     # both sides know which messages are empty, and leave them out
     ops = []
     if x.numel():
-        ops.append(dist.P2POp(dist.isend, _wire(x), group=group, group_peer=order[(here + 1) % n]))
+        ops.append(dist.P2POp(dist.isend, as_wire(x), group=group, group_peer=order[(here + 1) % n]))
     if gets:
-        ops.append(dist.P2POp(dist.irecv, _wire(out), group=group, group_peer=order[(here - 1) % n]))
+        ops.append(dist.P2POp(dist.irecv, as_wire(out), group=group, group_peer=order[(here - 1) % n]))
     return out, Pending(_All(dist.batch_isend_irecv(ops)) if ops else None)
 
 
@@ -452,9 +453,9 @@ def deliver(
         book.saw(event)
     if src.is_dry and dst.is_dry:
         return
-    ops = [dist.P2POp(dist.isend, _wire(wire.resolve_conj()), peer) for peer, wire in wires.items()]
+    ops = [dist.P2POp(dist.isend, as_wire(wire.resolve_conj()), peer) for peer, wire in wires.items()]
     buffers = {peer: out.new_empty(sum(out[part].numel() for part in parts)) for peer, parts in gets.items()}
-    ops += [dist.P2POp(dist.irecv, _wire(buffer), peer) for peer, buffer in buffers.items()]
+    ops += [dist.P2POp(dist.irecv, as_wire(buffer), peer) for peer, buffer in buffers.items()]
     works = dist.batch_isend_irecv(ops) if ops else []
     for i, work in enumerate(works):
         try:
@@ -474,46 +475,6 @@ def deliver(
             at += place.numel()
 
 
-# what every backend carries; the rest goes as bytes
-_CARRIED = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
-)
-
-
-def _wire(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous ``x`` as the network may carry it, where nothing is computed on the way."""
-    return x if x.dtype in _CARRIED else x.reshape(-1).view(torch.uint8)
-
-
-def _summable(x: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
-    """The same memory in a dtype that every backend reduces, and the operation to do on it."""
-    if x.dtype is torch.bool:
-        # True and True are True: bytes must stay 0 or 1
-        return x.view(torch.uint8), {"sum": "max", "product": "min"}.get(op, op)
-    if x.dtype.is_complex and op in ("sum", "avg"):
-        return torch.view_as_real(x.conj() if x.is_conj() else x), op
-    return x, op
-
-
-def _in_order(x: torch.Tensor, op: str) -> torch.Tensor:
-    """Integers in the order of the floats; NaN is the largest of all for max, the smallest for min."""
-    wide = x if x.dtype is torch.float64 else x.float()
-    key = _flipped(wide.view(torch.int64 if wide.dtype is torch.float64 else torch.int32))
-    worst = torch.iinfo(key.dtype).max if op == "max" else torch.iinfo(key.dtype).min
-    return key.masked_fill(wide.isnan(), worst)
-
-
-def _floats(key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    wide = _flipped(key).view(torch.float64 if key.dtype is torch.int64 else torch.float32)
-    return wide.to(dtype)
-
-
-def _flipped(bits: torch.Tensor) -> torch.Tensor:
-    """From the bits of floats, sign and magnitude, to integers that count up; and back."""
-    info = torch.iinfo(bits.dtype)
-    return bits ^ ((bits >> (info.bits - 1)) & info.max)
-
-
 def _record(
     mesh: Mesh,
     op: str,
@@ -529,11 +490,3 @@ def _record(
         )
         for book in mesh.ledgers:
             book.saw(event)
-
-
-def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    if x.shape[dim] == size:
-        return x.contiguous().resolve_conj()
-    out = x.new_zeros([*x.shape[:dim], size, *x.shape[dim + 1 :]])
-    out.narrow(dim, 0, x.shape[dim]).copy_(x)
-    return out

@@ -17,9 +17,9 @@ from espalier.comm.collectives import (
     _gather_into,
     _record,
     _scatter_from,
-    _wire,
     share_rows,
 )
+from espalier.comm.wire import as_wire
 from espalier.mesh import Mesh
 
 
@@ -61,11 +61,11 @@ def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis:
     if not rows.is_cuda:
         return share_rows(rows, mesh, axis)
     order = mesh.order(axis)
-    own = _wire(rows[here])
+    own = as_wire(rows[here])
     if order is None:
-        return Pending(_gather_into(_wire(rows.view(-1)), own, group=mesh.group(axis), async_op=True))
+        return Pending(_gather_into(as_wire(rows.view(-1)), own, group=mesh.group(axis), async_op=True))
     swapped = torch.empty_like(rows)
-    work = _gather_into(_wire(swapped.view(-1)), own, group=mesh.group(axis), async_op=True)
+    work = _gather_into(as_wire(swapped.view(-1)), own, group=mesh.group(axis), async_op=True)
     return Pending(work, then=lambda: rows.copy_(swapped[list(order)]))
 
 
@@ -91,7 +91,7 @@ def start_sum(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
         return Summing(done, Pending(_scatter_from(done.view(-1), rows.view(-1), group=group, async_op=True)))
     # gloo has no reduce-scatter of its own: it would all-reduce, and send twice as much
     got = torch.empty_like(rows)
-    work = dist.all_to_all_single(_wire(got.view(-1)), _wire(rows.view(-1)), group=group, async_op=True)
+    work = dist.all_to_all_single(as_wire(got.view(-1)), as_wire(rows.view(-1)), group=group, async_op=True)
     if order is None:
         return Summing(got, Pending(work))
     swapped = torch.empty_like(got)

@@ -27,7 +27,7 @@ from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.parallel import Arrangement, Plan, arrange, everywhere, lay_out_model
 from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, full_tensor, redistribute
-from espalier.tensor.deferred import from_rank_0
+from espalier.tensor.deferred import share_random_state
 from espalier.tensor.fallback import tree_map
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -155,7 +155,7 @@ class Engine:
                 "no autocast for tensors without data, so their dtypes are unknown. Use bfloat16 or float16."
             )
         self._traffic = Traffic(mesh)
-        _share_random_state(mesh)
+        share_random_state(mesh)
 
     def lay_out(self, batch: Any = None) -> None:
         """Lay the parameters out; without a batch only if none is needed to know how."""
@@ -492,13 +492,6 @@ class Engine:
                 name: everywhere(x, self.mesh).detach() if isinstance(x, torch.Tensor) else x
                 for name, x in self.module.state_dict().items()
             }
-
-
-def _share_random_state(mesh: Mesh) -> None:
-    """All ranks go on from rank 0's random state: DTensors draw their keys from it."""
-    if mesh.is_dry or mesh.size() == 1:
-        return
-    torch.set_rng_state(from_rank_0(torch.get_rng_state(), mesh))
 
 
 __all__ = ["Engine", "initialize"]

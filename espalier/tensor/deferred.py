@@ -413,3 +413,10 @@ def from_rank_0(state: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     for axis in range(mesh.ndim):
         state = door.broadcast(state, mesh, axis)
     return plain(state).cpu()
+
+
+def share_random_state(mesh: Mesh) -> None:
+    """All ranks go on from rank 0's random state: DTensors draw their keys from it."""
+    if mesh.is_dry or mesh.size() == 1:
+        return
+    torch.set_rng_state(from_rank_0(torch.get_rng_state(), mesh))

@@ -31,7 +31,7 @@ from espalier.tensor.fallback import (
     tree_map,
     writes,
 )
-from espalier.tensor.keys import TOLD, key_of, told
+from espalier.tensor.keys import TOLD, Path, key_of, put, told
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
 from espalier.tensor.rules.spec import Operand, Placed, Spec
@@ -55,8 +55,6 @@ _version = vars(torch._C.TensorBase)["_version"].__get__
 _is_inference = torch._C.TensorBase.is_inference
 _grad_enabled, _inference_mode = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _CACHE_LIMIT = 10_000  # entries of one function
-
-Path = tuple[Any, ...]
 
 
 class Move:
@@ -132,7 +130,7 @@ class Entry:
                 if m.only_varies and not (x.requires_grad and torch.is_grad_enabled()):
                     continue
                 moved = _moved(x, m)
-                args, kwargs = _with(args, kwargs, m.path, moved)
+                args, kwargs = put(args, kwargs, m.path, moved)
                 if m.gathers and self.keeps and moved.requires_grad:
                     shards.append(_shard_of(x, moved, m))
                     gathered.append(moved)
@@ -438,21 +436,6 @@ def at(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path) -> Any:
     for i in path[1:]:
         value = value[i]
     return value
-
-
-def _with(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, value: Any) -> tuple[Any, Any]:
-    if isinstance(path[0], str):
-        return args, {**kwargs, path[0]: _replaced(kwargs[path[0]], path[1:], value)}
-    i = path[0]
-    return (*args[:i], _replaced(args[i], path[1:], value), *args[i + 1 :]), kwargs
-
-
-def _replaced(tree: Any, path: Path, value: Any) -> Any:
-    if not path:
-        return value
-    parts = list(tree)
-    parts[path[0]] = _replaced(parts[path[0]], path[1:], value)
-    return type(tree)(parts)
 
 
 def _moved(x: torch.Tensor, m: Move) -> torch.Tensor:

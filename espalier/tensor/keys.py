@@ -9,6 +9,8 @@ import torch
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.strictness import is_strict
 
+Path = tuple[Any, ...]  # to an argument, or to a part of one
+
 # what of an argument is not part of the key where the rule is loose: a DTensor's dtype, a float's value
 TOLD = frozenset({DTensor, float, complex, tuple, list, torch.Size, dict})
 # what stands for itself
@@ -50,3 +52,19 @@ def told(a: Any) -> Any:
     if t in (tuple, list, torch.Size, dict):
         return tuple([told(x) for x in (a.values() if t is dict else a) if type(x) in TOLD])
     return a if t in (float, complex) else None
+
+
+def put(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, value: Any) -> tuple[Any, Any]:
+    """A call's arguments with another value where a path leads."""
+    if isinstance(path[0], str):
+        return args, {**kwargs, path[0]: _replaced(kwargs[path[0]], path[1:], value)}
+    i = path[0]
+    return (*args[:i], _replaced(args[i], path[1:], value), *args[i + 1 :]), kwargs
+
+
+def _replaced(tree: Any, path: Path, value: Any) -> Any:
+    if not path:
+        return value
+    parts = list(tree)
+    parts[path[0]] = _replaced(parts[path[0]], path[1:], value)
+    return type(tree)(parts)

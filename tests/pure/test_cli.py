@@ -117,14 +117,14 @@ def test_the_same_seed_trains_the_same(job, tmp_path):
 
 
 def test_a_loss_that_is_no_number_stops(job, monkeypatch):
-    honest = OneRank.__call__
+    honest = OneRank.forward
     calls = []
 
     def poisoned(self, batch):
         calls.append(1)
         return honest(self, batch) * (float("nan") if len(calls) > 3 else 1.0)
 
-    monkeypatch.setattr(OneRank, "__call__", poisoned)
+    monkeypatch.setattr(OneRank, "forward", poisoned)
     code, _, err = call("train", job)
     assert code == 2
     assert "the loss is nan at step 4 (it was" in err and "at step 3" in err
