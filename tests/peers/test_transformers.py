@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+import espalier
+from espalier.parallel import arrange
 from espalier.parallel.tensor.infer import infer
 from espalier.tensor import GatherWarning
 from tests.ranks.test_verify import PLANS, check, compared
@@ -61,7 +63,10 @@ def small(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 )
 def test_inference_finds_megatrons_layouts(name: str, column: list[str], row: list[str]) -> None:
     model, batch = small(name)
-    found = infer(model, batch, 2)
+    plan = espalier.Plan(tensor=2)
+    layouts = arrange(model, plan, espalier.Mesh.dry(plan.axes), batch=batch)
+    assert layouts is not None
+    found = {name: layout.axes[-1] for name, layout in layouts.items() if isinstance(layout.axes[-1], int)}
     for parameter, _ in model.named_parameters():
         if parameter.endswith(tuple(f"{c}.weight" for c in column)):
             assert found[parameter] == 0, parameter
