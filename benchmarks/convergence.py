@@ -5,8 +5,9 @@
 
 Data parallelism with ZeRO-3 on 4 ranks, the tensor modes 1d (with sequence parallelism) and 2d on 4 ranks,
 2.5d and 3d on 8, and for the GPT ring attention on 4 (an image has no sequence to cut). In float64, so that
-what is compared is the algorithm and not the order of sums. Bars: no loss, accuracy or parameter is further
-from the single process than 1e-6; and the models learn (accuracy above 0.85, loss below that of token counts).
+what is compared is the algorithm and not the order of sums, and at a rate at which training is not chaotic.
+Bars: no loss, accuracy or parameter is further from the single process than 1e-6; and the models learn
+(accuracy above 0.85, loss below that of token counts).
 
     python benchmarks/convergence.py --write docs/pictures/convergence.svg
 """
