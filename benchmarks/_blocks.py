@@ -7,13 +7,16 @@ sequence, and so are norms and sums between.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _common import Contender
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -28,6 +31,7 @@ import espalier
 
 RANKS = 2
 BATCH, TOKENS = 8, 128
+TOLERANCE = 1e-5
 COLUMN, ROW = ("attention.q", "attention.k", "attention.v", "up"), ("attention.o", "down")
 
 
@@ -282,3 +286,96 @@ def by_torch(whole: Block, *, prepared: bool = False, sequence: bool = False) ->
     if prepared:
         styles["attention"] = PrepareModuleInput(input_layouts=(there,), desired_input_layouts=(there,))
     return parallelize_module(block, mesh, styles)
+
+
+# ---- comparing
+
+
+def local(x: torch.Tensor | None) -> torch.Tensor:
+    """This rank's part of any kind of tensor, without its history."""
+    assert x is not None
+    with torch.no_grad():
+        return (x.to_local() if isinstance(x, espalier.DTensor | TorchDTensor) else x).detach()
+
+
+class Entrant:
+    """A cut block, with its input and the gradient of its output.
+
+    Args:
+        cut: input and output are this rank's parts along the sequence.
+        finish: what is left to do after a backward pass.
+        ready: waits until all ranks are.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        x: torch.Tensor,
+        upstream: torch.Tensor,
+        *,
+        cut: bool = False,
+        finish: Callable[[], None] = lambda: None,
+        ready: Callable[[], object] = dist.barrier,
+    ) -> None:
+        self.module, self.x, self.upstream = module, x.requires_grad_(), upstream
+        self.cut, self.finish, self.ready = cut, finish, ready
+        self.out: torch.Tensor | None = None
+
+    def contender(self) -> Contender:
+        """Forward and backward, beginning together."""
+
+        def run() -> None:
+            self.out = self.module(self.x)
+            assert self.out is not None
+            self.out.backward(self.upstream)
+            self.finish()
+
+        def before() -> None:
+            self.x.grad = self.out = None
+            self.module.zero_grad()
+            self.ready()
+
+        return Contender(run, before)
+
+    def check(
+        self,
+        name: str,
+        whole: Block,
+        x: torch.Tensor,
+        upstream: torch.Tensor,
+        rank: int,
+        ranks: int = RANKS,
+    ) -> None:
+        """Compare one step with that of the whole block on one process."""
+        given = x.clone().requires_grad_()
+        whole.zero_grad()
+        expected = whole(given)
+        expected.backward(upstream)
+        contender = self.contender()
+        contender.before()
+        contender.run()
+
+        def part(whole: torch.Tensor | None) -> torch.Tensor:
+            assert whole is not None
+            return whole.chunk(ranks, 1)[rank] if self.cut else whole
+
+        pairs = {
+            "the output": (self.out, part(expected)),
+            "the input's gradient": (self.x.grad, part(given.grad)),
+        }
+        for key, parameter in self.module.named_parameters():
+            key = key.replace(".inner.", ".")
+            grad = whole.get_parameter(key).grad
+            assert grad is not None
+            mine = parameter.grad
+            if isinstance(mine, TorchDTensor) and any(p.is_partial() for p in mine.placements):
+                mine = mine.redistribute(placements=[Replicate()])
+            pairs[f"the gradient of {key}"] = (mine, own_part(key, grad, rank, ranks))
+        for what, (mine, other) in pairs.items():
+            # the gradient of k.bias is zero but for rounding, hence the floor
+            size = local(other).abs().max().clamp(min=1.0)
+            off = float((local(mine) - local(other)).abs().max() / size)
+            if off > TOLERANCE:
+                raise ValueError(
+                    f"{name}: {what} is off by {off:.1e} of its largest value; at most {TOLERANCE:g}"
+                )

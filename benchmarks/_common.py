@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from espalier.mesh.launch import LaunchError, launch
+
 Times = list[float]
 Row = tuple[str, ...]
+MISSED = 3  # the exit status of a rank that saw a bar missed
+
+
+def on_ranks(script: str, ranks: int) -> int:
+    """Run a benchmark's file on ranks, with ``--rank``; the exit status: 1 where one of them failed."""
+    try:
+        launch([str(Path(script).resolve()), "--rank"], ranks)
+    except LaunchError as error:
+        if error.exit_code != MISSED:
+            print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Compiled: ``espalier.compile`` beside ``torch.compile`` of the plain block, and beside itself uncompiled.
 
-The work is that of ``tensor_parallel.py``: forward and backward pass of one transformer block of width
+The work is that of ``_blocks.py``: forward and backward pass of one transformer block of width
 256, one thread a rank. Inductor compiles for the CPU, so a C++ compiler must be there.
 
 * On one process, mesh of one rank: nothing is sent, and the graph that is recorded is that of the plain
   block. What Espalier adds is the look at its inputs on each call: at most a tenth.
-* On two gloo ranks, cut as ``tensor_parallel.py`` cuts: the same four all-reduces, now inside the
+* On two gloo ranks, cut as ``tensor_axis.py`` cuts: the same four all-reduces, now inside the
   compiled graphs. Compiled must not be slower than uncompiled.
 
 Before anything is timed, outputs and gradients are compared with those of the plain block.
@@ -20,28 +20,17 @@ import os
 import sys
 import time
 from copy import deepcopy
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _common import Report, in_turns, step
-from tensor_parallel import (
-    BATCH,
-    COLUMN,
-    MISSED,
-    RANKS,
-    ROUNDS,
-    ROW,
-    TOKENS,
-    WIDTH,
-    Block,
-    check,
-    slower_rank,
-)
+from _blocks import BATCH, COLUMN, RANKS, ROW, TOKENS, Block, Entrant
+from _common import MISSED, Report, in_turns, on_ranks, slowest_rank
 from torch import nn
 
 import espalier
-from espalier.mesh.launch import LaunchError, finish, launch, start
+from espalier.mesh.launch import finish, start
+
+WIDTH, ROUNDS = 256, 60
 
 
 def laid_out(whole: Block, ranks: int, *, compiled: bool) -> tuple[nn.Module, espalier.Mesh]:
@@ -56,31 +45,29 @@ def compare(ranks: int) -> int:
     rank = start("cpu").rank if ranks > 1 else 0
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    whole, x, upstream = Block(), torch.randn(BATCH, TOKENS, WIDTH), torch.randn(BATCH, TOKENS, WIDTH)
-    entrants: dict[str, tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
+    whole, x, upstream = Block(WIDTH), torch.randn(BATCH, TOKENS, WIDTH), torch.randn(BATCH, TOKENS, WIDTH)
+    ready = dist.barrier if ranks > 1 else bool
+    entrants: dict[str, Entrant] = {}
     for name, compiled in (("Espalier", False), ("Espalier, compiled", True)):
         block, mesh = laid_out(whole, ranks, compiled=compiled)
         laid = (espalier.distribute_tensor(t, mesh) for t in (x, upstream))
-        entrants[name] = (block, *laid)
+        entrants[name] = Entrant(block, *laid, ready=ready)
     if ranks == 1:
-        entrants["plain"] = (deepcopy(whole), x.clone(), upstream.clone())
+        entrants["plain"] = Entrant(deepcopy(whole), x.clone(), upstream, ready=ready)
         plain = deepcopy(whole)
         plain.compile()
-        entrants["plain, compiled"] = (plain, x.clone(), upstream.clone())
+        entrants["plain, compiled"] = Entrant(plain, x.clone(), upstream, ready=ready)
     first = {}
     for name, entrant in entrants.items():
         begin = time.perf_counter()
-        entrant[0](entrant[1].requires_grad_()).backward(entrant[2])
+        entrant.contender().run()
         first[name] = time.perf_counter() - begin
-        entrant[0].zero_grad()
-        entrant[1].grad = None
-        check(name, *entrant, whole, rank, ranks)
-    ready = dist.barrier if ranks > 1 else bool
+        entrant.check(name, whole, x, upstream, rank, ranks)
     times = in_turns(
-        {name: step(*entrant, ready=ready) for name, entrant in entrants.items()}, rounds=ROUNDS, warmup=3
+        {name: entrant.contender() for name, entrant in entrants.items()}, rounds=ROUNDS, warmup=3
     )
     status = 0
-    times = slower_rank(times) if ranks > 1 else times
+    times = slowest_rank(times) if ranks > 1 else times
     if rank == 0:
         report, work = Report(), f"block of width {WIDTH}, {ranks} rank(s)"
         if ranks == 1:
@@ -101,13 +88,7 @@ def main() -> int:
     # no kernels from earlier runs: the first step is to be that of a new program
     os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     status = compare(1)
-    try:
-        launch([str(Path(__file__).resolve()), "--rank"], RANKS)
-    except LaunchError as error:
-        if error.exit_code != MISSED:
-            print(error, file=sys.stderr)
-        return 1
-    return 1 if status else 0
+    return on_ranks(__file__, RANKS) or int(bool(status))
 
 
 if __name__ == "__main__":

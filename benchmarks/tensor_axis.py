@@ -31,113 +31,27 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from _blocks import (
     BATCH,
     RANKS,
     TOKENS,
+    TOLERANCE,
     Block,
+    Entrant,
     Megatron,
     MegatronCore,
     by_espalier,
     by_torch,
-    own_part,
 )
-from _common import Contender, Report, in_turns, slowest_rank
-from torch import nn
-from torch.distributed.tensor import DTensor as TorchDTensor
+from _common import MISSED, Report, in_turns, on_ranks, slowest_rank
 from torch.distributed.tensor import Replicate, Shard
 
 import espalier
-from espalier.mesh.launch import LaunchError, finish, launch, start
+from espalier.mesh.launch import finish, start
 
 WIDTHS, ROUNDS = (256, 512), 40
-TOLERANCE = 1e-5
-MISSED = 3  # the exit status of a rank that saw a bar missed
-
-
-def local(x: torch.Tensor | None) -> torch.Tensor:
-    """This rank's part of any kind of tensor, without its history."""
-    assert x is not None
-    with torch.no_grad():
-        return (x.to_local() if isinstance(x, espalier.DTensor | TorchDTensor) else x).detach()
-
-
-class Entrant:
-    """A cut block, with its input and the gradient of its output.
-
-    Args:
-        cut: input and output are this rank's parts along the sequence.
-        finish: what is left to do after a backward pass.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        x: torch.Tensor,
-        upstream: torch.Tensor,
-        *,
-        cut: bool = False,
-        finish: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.module, self.x, self.upstream = module, x.requires_grad_(), upstream
-        self.cut, self.finish = cut, finish
-        self.out: torch.Tensor | None = None
-
-    def contender(self) -> Contender:
-        """Forward and backward, beginning together."""
-
-        def run() -> None:
-            self.out = self.module(self.x)
-            assert self.out is not None
-            self.out.backward(self.upstream)
-            self.finish()
-
-        def before() -> None:
-            self.x.grad = self.out = None
-            self.module.zero_grad()
-            dist.barrier()
-
-        return Contender(run, before)
-
-    def check(self, name: str, whole: Block, x: torch.Tensor, upstream: torch.Tensor, rank: int) -> None:
-        """Compare one step with that of the whole block on one process."""
-        given = x.clone().requires_grad_()
-        whole.zero_grad()
-        expected = whole(given)
-        expected.backward(upstream)
-        contender = self.contender()
-        contender.before()
-        contender.run()
-
-        def part(whole: torch.Tensor | None) -> torch.Tensor:
-            assert whole is not None
-            return whole.chunk(RANKS, 1)[rank] if self.cut else whole
-
-        pairs = {
-            "the output": (self.out, part(expected)),
-            "the input's gradient": (self.x.grad, part(given.grad)),
-        }
-        for key, parameter in self.module.named_parameters():
-            key = key.replace(".inner.", ".")
-            grad = whole.get_parameter(key).grad
-            assert grad is not None
-            mine = parameter.grad
-            if isinstance(mine, TorchDTensor) and any(p.is_partial() for p in mine.placements):
-                mine = mine.redistribute(placements=[Replicate()])
-            pairs[f"the gradient of {key}"] = (mine, own_part(key, grad, rank))
-        for what, (mine, other) in pairs.items():
-            # the gradient of k.bias is zero but for rounding, hence the floor
-            size = local(other).abs().max().clamp(min=1.0)
-            off = float((local(mine) - local(other)).abs().max() / size)
-            if off > TOLERANCE:
-                raise ValueError(
-                    f"{name}: {what} is off by {off:.1e} of its largest value; at most {TOLERANCE:g}"
-                )
 
 
 def entrants(whole: Block, x: torch.Tensor, upstream: torch.Tensor, rank: int) -> dict[str, Entrant]:
@@ -218,13 +132,7 @@ def main() -> int:
     """Start the ranks; the exit status is rank 0's."""
     if importlib.util.find_spec("megatron") is None:
         print("megatron-core is not installed: it is left out (pip install --no-deps megatron-core)\n")
-    try:
-        launch([str(Path(__file__).resolve()), "--rank"], RANKS)
-    except LaunchError as error:
-        if error.exit_code != MISSED:
-            print(error, file=sys.stderr)
-        return 1
-    return 0
+    return on_ranks(__file__, RANKS)
 
 
 if __name__ == "__main__":

@@ -172,12 +172,14 @@ def all_gather(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> t
 
 def share_rows(rows: torch.Tensor, mesh: Mesh, axis: int) -> Pending:
     """Start to send each coordinate's row to all, in place, on gloo: its all-gather works on copies."""
-    order, backend, works = mesh.order(axis), mesh.backend(axis, rows.device), []
-    for coordinate, row in enumerate(rows.unbind(0) if rows.numel() else ()):
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = coordinate if order is None else order[coordinate], 0
-        works.append(backend.broadcast([as_wire(row)], options))
-    return Pending(_All(works))
+    each = enumerate(rows.unbind(0) if rows.numel() else ())
+    return Pending(_All([_sent_from(row, mesh, axis, coordinate) for coordinate, row in each]))
+
+
+def _sent_from(x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Any:
+    options, wire, order = dist.BroadcastOptions(), as_wire(x), mesh.order(axis)
+    options.rootRank, options.rootTensor = source if order is None else order[source], 0
+    return mesh.backend(axis, wire.device).broadcast([wire], options)
 
 
 @collective
@@ -317,9 +319,7 @@ def broadcast_(x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Pending:
     _record(mesh, "broadcast", axis, 0 if ends else x.numel() * x.element_size(), x, x.shape)
     if mesh.is_dry or not x.numel():
         return Pending()
-    options, wire, order = dist.BroadcastOptions(), as_wire(x), mesh.order(axis)
-    options.rootRank, options.rootTensor = source if order is None else order[source], 0
-    return Pending(mesh.backend(axis, wire.device).broadcast([wire], options))
+    return Pending(_sent_from(x, mesh, axis, source))
 
 
 @collective

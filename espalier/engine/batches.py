@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from espalier.comm import collectives as door
+from espalier.comm.rows import send_rows
 from espalier.comm.words import numbers_of_all, words_of_all
 from espalier.layout import Layout, chunk_bounds
 from espalier.mesh import Mesh
@@ -207,11 +207,10 @@ class Batches:
 
     def _moved(self, x: torch.Tensor, axis: int, have: Sequence[int], want: Sequence[int]) -> torch.Tensor:
         """Rows along one axis, in their order, from as many as each has to as many as each wants."""
-        flow, here, each = _overlaps(have, want), self.mesh.coordinate[axis], math.prod(x.shape[1:])
+        flow, here = _overlaps(have, want), self.mesh.coordinate[axis]
         if all(flow[i][j] == 0 for i in range(len(have)) for j in range(len(want)) if i != j):
             return x
-        gives, gets = [n * each for n in flow[here]], [row[here] * each for row in flow]
-        return door.send(x.reshape(-1), self.mesh, axis, gets, gives).view(want[here], *x.shape[1:])
+        return send_rows(x, self.mesh, axis, [row[here] for row in flow], flow[here])
 
 
 def _chunks(size: int, n: int) -> list[int]:

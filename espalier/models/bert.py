@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from espalier.models.config import positions_in
 from espalier.models.gpt2 import Block, GPT2Config
 from espalier.models.initialize import initialize_weights
 from espalier.models.output import LanguageModelOutput, token_loss
@@ -40,12 +41,7 @@ class BERT(nn.Module):
         initialize_weights(self, residual=("o_proj", "down_proj"), additions=2 * config.layers)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> LanguageModelOutput:
-        s = input_ids.shape[1]
-        if s > self.config.max_positions:
-            raise ValueError(
-                f"a sequence of {s} tokens is longer than max_positions = {self.config.max_positions}; "
-                "shorten it or build the model with more positions"
-            )
+        s = positions_in(input_ids, self.config.max_positions)
         positions = torch.arange(s, device=input_ids.device)
         x = self.dropout(self.embed_norm(self.embed(input_ids) + self.position(positions)))
         for block in self.blocks:

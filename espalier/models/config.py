@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 C = TypeVar("C")
@@ -35,6 +36,36 @@ def raise_if(owner: str, mistakes: Iterable[str]) -> None:
     listed = list(mistakes)
     if listed:
         raise ConfigError(owner, listed)
+
+
+def below_one(config: object, names: Iterable[str]) -> list[str]:
+    """A mistake for each named size that is given and not at least 1."""
+    given = {name: getattr(config, name) for name in names}
+    return [
+        f"{name} = {value} must be at least 1"
+        for name, value in given.items()
+        if not (value is None or value >= 1)
+    ]
+
+
+def no_probability(dropout: float) -> list[str]:
+    """The mistake of a dropout that is none."""
+    return [] if 0 <= dropout < 1 else [f"dropout = {dropout} must be at least 0 and below 1"]
+
+
+def positions_in(input_ids: torch.Tensor, most: int) -> int:
+    """The length of sequences [batch, sequence].
+
+    Raises:
+        ValueError: it is above ``most``.
+    """
+    s = input_ids.shape[1]
+    if s > most:
+        raise ValueError(
+            f"a sequence of {s} tokens is longer than max_positions = {most}; "
+            "shorten it or build the model with more positions"
+        )
+    return s
 
 
 def config_from_dict(config: type[C], values: Mapping[str, Any]) -> C:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from espalier.models.config import raise_if
+from espalier.models.config import below_one, no_probability, positions_in, raise_if
 from espalier.models.generate import generate
 from espalier.models.initialize import initialize_weights
 from espalier.models.output import LanguageModelOutput, token_loss
@@ -54,11 +54,7 @@ class GPTConfig:
 
     def _mistakes(self) -> list[str]:
         positive = ("vocab_size", "max_positions", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")
-        found = [
-            f"{name} = {value} must be at least 1"
-            for name in positive
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
+        found = below_one(self, positive)
         if found:
             return found
         if self.head_dim is None and self.hidden % self.heads:
@@ -70,9 +66,7 @@ class GPTConfig:
             found.append(f"the width of a head, {self.size_of_head}, must be even for rotary positions")
         if self.heads % self.size_of_kv:
             found.append(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
-        if not 0 <= self.dropout < 1:
-            found.append(f"dropout = {self.dropout} must be at least 0 and below 1")
-        return found
+        return found + no_probability(self.dropout)
 
     @property
     def size_of_head(self) -> int:
@@ -180,12 +174,7 @@ class GPT(nn.Module):
 
     def embedded(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The first block's input [b, s, hidden], and the cosines and sines of its positions."""
-        s = input_ids.shape[1]
-        if s > self.config.max_positions:
-            raise ValueError(
-                f"a sequence of {s} tokens is longer than max_positions = {self.config.max_positions}; "
-                "shorten it or build the model with more positions"
-            )
+        s = positions_in(input_ids, self.config.max_positions)
         return self.dropout(self.embed(input_ids)), self.cos[:s], self.sin[:s]
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> LanguageModelOutput:

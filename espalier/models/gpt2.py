@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from espalier.models.config import raise_if
+from espalier.models.config import below_one, no_probability, positions_in, raise_if
 from espalier.models.generate import generate
 from espalier.models.initialize import initialize_weights
 from espalier.models.output import LanguageModelOutput, token_loss
@@ -48,16 +48,10 @@ class GPT2Config:
 
     def _mistakes(self) -> list[str]:
         positive = ("vocab_size", "max_positions", "layers", "hidden", "heads", "ffn")
-        found = [
-            f"{name} = {value} must be at least 1"
-            for name in positive
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
+        found = below_one(self, positive)
         if not found and self.hidden % self.heads:
             found.append(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
-        if not 0 <= self.dropout < 1:
-            found.append(f"dropout = {self.dropout} must be at least 0 and below 1")
-        return found
+        return found + no_probability(self.dropout)
 
     @property
     def size_of_ffn(self) -> int:
@@ -157,12 +151,7 @@ class GPT2(nn.Module):
         initialize_weights(self, residual=("o_proj", "down_proj"), additions=2 * config.layers)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> LanguageModelOutput:
-        s = input_ids.shape[1]
-        if s > self.config.max_positions:
-            raise ValueError(
-                f"a sequence of {s} tokens is longer than max_positions = {self.config.max_positions}; "
-                "shorten it or build the model with more positions"
-            )
+        s = positions_in(input_ids, self.config.max_positions)
         positions = torch.arange(s, device=input_ids.device)
         x = self.dropout(self.embed(input_ids) + self.position(positions))
         for block in self.blocks:

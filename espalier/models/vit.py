@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from espalier.models.config import raise_if
+from espalier.models.config import below_one, no_probability, raise_if
 from espalier.models.gpt2 import Block
 from espalier.models.initialize import initialize_weights
 
@@ -49,18 +49,12 @@ class ViTConfig:
 
     def _mistakes(self) -> list[str]:
         positive = ("image", "patch", "channels", "classes", "layers", "hidden", "heads", "ffn")
-        found = [
-            f"{name} = {value} must be at least 1"
-            for name in positive
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
+        found = below_one(self, positive)
         if not found and self.hidden % self.heads:
             found.append(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
         if not found and self.image % self.patch:
             found.append(f"image = {self.image} is not a multiple of patch = {self.patch}")
-        if not 0 <= self.dropout < 1:
-            found.append(f"dropout = {self.dropout} must be at least 0 and below 1")
-        return found
+        return found + no_probability(self.dropout)
 
     @property
     def size_of_ffn(self) -> int:

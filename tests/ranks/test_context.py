@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -15,7 +14,12 @@ from espalier import DTensor, Mesh, Replicate, Shard
 from espalier.comm.spans import pieces
 from espalier.tensor.rules.ring import calls, zigzag
 from tests.peers.zoo import compared
-from tests.ranks.test_engine import TOLERANCE, apart, batch, model, same_backward, same_steps
+from tests.ranks.test_engine import (
+    TOLERANCE,
+    batch,
+    model,
+    same_over_cut_sequences,
+)
 
 # queries, keys, and what else there is
 CALLS: list[tuple[int, int, dict[str, Any]]] = [
@@ -175,25 +179,9 @@ def scores(rows: Any, keys: Any) -> int:
     return total
 
 
-def cut_over_the_sequence(module: torch.nn.Module, given: tuple[Any, ...], out: Any) -> None:
-    axis = out._layout.mesh.axis("context")
-    assert [x._layout.axes[axis] for x in (given[0], out)] == [1, 1], (given[0]._layout, out._layout)
-
-
 def same_training(rank: int, world: int, kind: str, plans: list[dict[str, Any]]) -> None:
     for plan in plans:
-        net = model(kind, tied=kind == "gpt2")
-        plain = copy.deepcopy(net)
-        ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (net, plain))
-        engine = espalier.initialize(net, ours, plan, max_grad_norm=0.5)
-        for block in net.blocks:
-            block.register_forward_hook(cut_over_the_sequence)
-        same_steps(engine, plain, theirs, 2)
-        # rows of five positions: on four ranks 2, 2, 1 and 0
-        short = {name: x[:, :5] for name, x in batch(4, 7).items()}
-        same_backward(engine, plain, short)
-        engine.finish_gradients()
-        assert apart(net, plain, gradients=True) < TOLERANCE
+        same_over_cut_sequences(kind, plan, "context", lambda block: [block])
 
 
 PLANS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -52,11 +53,13 @@ def same_backward(engine: espalier.Engine, plain: nn.Module, data: dict[str, tor
     expected.backward()
 
 
-def same_steps(engine: espalier.Engine, plain: nn.Module, theirs: torch.optim.Optimizer, steps: int) -> None:
+def same_steps(
+    engine: espalier.Engine, plain: nn.Module, theirs: torch.optim.Optimizer, steps: int, rows: int = 6
+) -> None:
     """Train both, gradients clipped to 0.5: losses, gradients, their norm and parameters are the same."""
     net = engine.module
     for step in range(steps):
-        same_backward(engine, plain, batch(6, step))
+        same_backward(engine, plain, batch(rows, step))
         engine.finish_gradients()
         assert apart(net, plain, gradients=True) < TOLERANCE
         engine.step()
@@ -65,6 +68,34 @@ def same_steps(engine: espalier.Engine, plain: nn.Module, theirs: torch.optim.Op
         theirs.zero_grad()
         assert engine.grad_norm is not None and abs(engine.grad_norm.item() - norm.item()) < TOLERANCE
         assert apart(net, plain, gradients=False) < TOLERANCE
+
+
+def sees_cut(axis: str) -> Callable[..., None]:
+    """A forward hook: what goes in and out is cut over the sequence, along an axis."""
+
+    def look(module: nn.Module, given: tuple[Any, ...], out: Any) -> None:
+        at = out._layout.mesh.axis(axis)
+        assert [x._layout.axes[at] for x in (given[0], out)] == [1, 1], (given[0]._layout, out._layout)
+
+    return look
+
+
+def same_over_cut_sequences(
+    kind: str, plan: dict[str, Any], axis: str, watched: Callable[[nn.Module], Iterable[nn.Module]]
+) -> None:
+    """A plan that cuts sequences along an axis: so are what these modules of a block get and give."""
+    net = model(kind, tied=kind == "gpt2")
+    plain = copy.deepcopy(net)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (net, plain))
+    engine = espalier.initialize(net, ours, plan, max_grad_norm=0.5)
+    for block in net.blocks:
+        for module in watched(block):
+            module.register_forward_hook(sees_cut(axis))
+    same_steps(engine, plain, theirs, 2)
+    # rows of five positions: on four ranks 2, 2, 1 and 0; the graph is the same
+    same_backward(engine, plain, {name: x[:, :5] for name, x in batch(4, 7).items()})
+    engine.finish_gradients()
+    assert apart(net, plain, gradients=True) < TOLERANCE
 
 
 def same_training(

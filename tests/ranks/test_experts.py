@@ -13,7 +13,7 @@ from torch import nn
 
 import espalier
 from espalier.models import build
-from tests.ranks.test_engine import TOLERANCE, apart, batch
+from tests.ranks.test_engine import TOLERANCE, apart, batch, same_steps
 
 SIZES = {
     "vocab_size": 37, "hidden": 24, "heads": 4, "kv_heads": 2, "layers": 2, "max_positions": 16,
@@ -26,23 +26,8 @@ def model(**changes: Any) -> nn.Module:
     return build("moe", {**SIZES, **changes}).double()
 
 
-def same_steps(engine: espalier.Engine, plain: nn.Module, steps: int = 3, rows: int = 6) -> None:
-    """Losses, gradients, their norm and parameters are those of one process."""
-    net, theirs = engine.module, torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for step in range(steps):
-        data = batch(rows, step)
-        loss, expected = engine(data), plain(**data).loss
-        assert abs(loss.item() - expected.item()) < TOLERANCE
-        engine.backward(loss)
-        expected.backward()
-        engine.finish_gradients()
-        assert apart(net, plain, gradients=True) < TOLERANCE
-        engine.step()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        theirs.step()
-        theirs.zero_grad()
-        assert engine.grad_norm is not None and abs(engine.grad_norm.item() - norm.item()) < TOLERANCE
-        assert apart(net, plain, gradients=False) < TOLERANCE
+def same(engine: espalier.Engine, plain: nn.Module, steps: int = 3, rows: int = 6) -> None:
+    same_steps(engine, plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), steps, rows)
 
 
 def started(net: nn.Module, plan: dict[str, Any]) -> tuple[espalier.Engine, nn.Module]:
@@ -54,7 +39,7 @@ def started(net: nn.Module, plan: dict[str, Any]) -> tuple[espalier.Engine, nn.M
 def train(rank: int, world: int, plans: list[dict[str, Any]], **changes: Any) -> None:
     for plan in plans:
         engine, plain = started(model(**changes), plan)
-        same_steps(engine, plain)
+        same(engine, plain)
         if plan.get("zero") == 3:  # what is not experts' is cut among all
             rest = [p for name, p in engine.module.named_parameters() if ".experts." not in name]
             held = sum(math.prod(espalier.layout_of(p).local_shape) for p in rest)
@@ -81,7 +66,7 @@ def test_training_equals_one_process(ranks: Any, plans: list[dict[str, Any]]) ->
 
 def beside_context(rank: int, world: int) -> None:
     engine, plain = started(model(layers=1), {"data": 2, "expert": 2, "context": 2, "zero": 2})
-    same_steps(engine, plain, steps=2)
+    same(engine, plain, steps=2)
 
 
 def test_sequences_that_are_cut(ranks: Any) -> None:
@@ -92,7 +77,7 @@ def limited(rank: int, world: int) -> None:
     for capacity in (0.5, 1.0):
         net = model(capacity=capacity, layers=1)
         engine, plain = started(net, {"data": 2, "expert": 2, "zero": 2})
-        same_steps(engine, plain, steps=2)
+        same(engine, plain, steps=2)
         with torch.no_grad():
             ours, theirs = (run(**batch(6)).dropped for run in (net, plain))
         assert ours.item() == theirs.item() > 0
@@ -111,7 +96,7 @@ def extremes(rank: int, world: int) -> None:
         seen: list[int] = []
         experts = plain.blocks[0].moe.experts
         experts.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(len(args[1].unique())))
-        same_steps(engine, plain)
+        same(engine, plain)
         assert seen[0] == 1 and max(seen) > 1  # all tokens to one expert, later to several
 
 
@@ -137,7 +122,7 @@ def few_rows(rank: int, world: int) -> None:
     engine, plain = started(model(), {"data": 2, "expert": 2, "zero": 3, "recompute": "full"})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "A global batch of 1 rows leaves 1 of the 2 ranks")
-        same_steps(engine, plain, rows=1)
+        same(engine, plain, rows=1)
 
 
 def test_all_tokens_to_one_expert_and_ranks_without_tokens(ranks: Any) -> None:

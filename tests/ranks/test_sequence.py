@@ -16,31 +16,23 @@ import espalier
 from espalier.engine.live import LiveMemory
 from espalier.models import build
 from tests.peers.zoo import compared
-from tests.ranks.test_engine import TOLERANCE, apart, batch, model, one_step_ledger, same_backward, same_steps
+from tests.ranks.test_engine import (
+    TOLERANCE,
+    apart,
+    one_step_ledger,
+    same_over_cut_sequences,
+    sees_cut,
+)
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-def cut_over_the_sequence(module: nn.Module, given: tuple[Any, ...], out: Any) -> None:
-    axis = out._layout.mesh.axis("tensor")
-    assert [x._layout.axes[axis] for x in (given[0], out)] == [1, 1], (given[0]._layout, out._layout)
-
-
 def same_training(rank: int, world: int, kind: str, plans: list[dict[str, Any]]) -> None:
+    def parts(block: nn.Module) -> list[Any]:
+        return [block, block.attention, block.mlp_norm, block.mlp, block.dropout]
+
     for plan in plans:
-        net = model(kind, tied=kind == "gpt2")
-        plain = copy.deepcopy(net)
-        ours, theirs = (torch.optim.AdamW(m.parameters(), **OPTIONS) for m in (net, plain))
-        engine = espalier.initialize(net, ours, {"sequence_parallel": True, **plan}, max_grad_norm=0.5)
-        for block in net.blocks:
-            for layer in (block, block.attention, block.mlp_norm, block.mlp, block.dropout):
-                layer.register_forward_hook(cut_over_the_sequence)
-        same_steps(engine, plain, theirs, 2)
-        # on four ranks 2, 2, 1 and 0 positions; the graph is the same
-        short = {name: x[:, :5] for name, x in batch(4, 7).items()}
-        same_backward(engine, plain, short)
-        engine.finish_gradients()
-        assert apart(net, plain, gradients=True) < TOLERANCE
+        same_over_cut_sequences(kind, {"sequence_parallel": True, **plan}, "tensor", parts)
 
 
 @pytest.mark.world(4)
@@ -103,7 +95,7 @@ def torch_encoder(rank: int, world: int) -> None:
     plan = {"data": 2, "tensor": 2, "sequence_parallel": True}
     engine = espalier.initialize(net, None, plan, layouts=table)
     for layer in net.encoder.layers:
-        layer.register_forward_hook(cut_over_the_sequence)
+        layer.register_forward_hook(sees_cut("tensor"))
     x, y = torch.randint(0, 40, (2, 4, 9)).unbind()
     loss, expected = engine({"x": x, "y": y}), plain(x, y)
     engine.backward(loss)
