@@ -2,8 +2,9 @@
 
 from espalier.engine.accumulation import UnseenCountError
 from espalier.engine.dry import DryReport, dry_run
-from espalier.engine.engine import Engine, initialize
+from espalier.engine.engine import Engine
 from espalier.engine.layouts import LayoutTable, explain_layouts
+from espalier.engine.start import initialize
 
 __all__ = [
     "DryReport",

@@ -18,9 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from espalier.comm import Ledger, ledger
 from espalier.engine.accumulation import Count
-from espalier.engine.engine import Engine, initialize
+from espalier.engine.engine import Engine
 from espalier.engine.live import LiveMemory
 from espalier.engine.recompute import Policy
+from espalier.engine.start import initialize
 from espalier.engine.tables import local_bytes, state_bytes
 from espalier.mesh import Mesh
 from espalier.parallel import Plan

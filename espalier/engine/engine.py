@@ -1,8 +1,7 @@
-"""``initialize`` and the engine it gives: forward, backward, step."""
+"""The engine: forward, backward, step."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -20,10 +19,9 @@ from espalier.engine.norm import Norm, clip_of, scale_gradients
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.scaling import LossScaler
 from espalier.engine.tables import Memory, Order, Traffic
-from espalier.engine.update import lay_out_states, refuse_closures, update
+from espalier.engine.update import lay_out_states, update
 from espalier.layout import Layout
 from espalier.mesh import Mesh
-from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.parallel import Arrangement, Plan, arrange, everywhere, lay_out_model
 from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, full_tensor, redistribute
@@ -31,81 +29,6 @@ from espalier.tensor.deferred import share_random_state
 from espalier.tensor.fallback import tree_map
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
-
-
-def initialize(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    plan: Plan | Mapping[str, Any] | None = None,
-    *,
-    mesh: MeshLike | None = None,
-    loss_fn: LossFunction | None = None,
-    layouts: Mapping[str, str] | None = None,
-    branches: Mapping[str, int] | None = None,
-    max_grad_norm: float | None = None,
-    count: Count | None = None,
-    example: Any = None,
-    recompute_policy: Policy | None = None,
-) -> Engine:
-    """Lay a plain model on a mesh and give the engine that trains it there.
-
-    The model is changed in place: its parameters become DTensors, under the same names, in the
-    same objects, so that the optimizer goes on holding them.
-
-    Args:
-        model: written for one device; ``model(**batch)``, ``model(*batch)`` or ``model(batch)`` is called.
-        optimizer: built on ``model.parameters()``; None to evaluate only.
-        plan: a :class:`Plan` or a dict of its arguments; by default all ranks on the data axis.
-        mesh: where to lay it; by default the running world (torchrun's environment).
-        loss_fn: ``loss_fn(output, batch)``, or, where the batch is a pair ``(inputs, targets)``,
-            ``loss_fn(model(inputs), targets)``; by default the output's ``loss``, or the output itself.
-        layouts: name patterns of modules to ``"column"``, ``"row"``, ``"vocab"`` or ``"whole"`` on the
-            tensor axis; by default the model's table, or what a first run on a batch shows.
-        branches: with ``Plan(branch=n)``: name patterns of modules to the number, below n, of their branch.
-        max_grad_norm: another way to say ``Plan(clip=...)``.
-        count: with ``Plan(accumulate=...)``: of a micro-batch (as the engine is called on it), the number of
-            tokens, or rows, that its loss is a mean over, the same on all ranks; ``"sum"`` for a loss that
-            is a sum. By default the engine sees it: the mean-reduced losses of ``torch.nn.functional``,
-            ``x.mean()`` and ``x.sum() / y.sum()`` say it. Where it cannot be seen, that is an error.
-        example: a batch to infer layouts from; by default the first batch is.
-        recompute_policy: for blocks of ``recompute="selective"``, as for torch's
-            ``create_selective_checkpoint_contexts``: ``policy(context, op, *args, **kwargs)``; it sees the
-            operations on this rank's local tensors.
-
-    Raises:
-        ValueError: mesh and plan differ, a parameter of the optimizer is not the model's, ...
-    """
-    plan = _plan(plan)
-    on = as_mesh(mesh) if mesh is not None else Mesh.from_env(plan.axes)
-    if dict(zip(on.names, on.shape, strict=True)) != plan.axes:
-        raise ValueError(
-            f"The mesh is {on!r} but the plan asks for {plan}. Build the mesh from plan.axes, "
-            "or leave mesh= out."
-        )
-    on = on.telling(**plan.words)
-    if optimizer is not None:
-        refuse_closures(optimizer)
-        own = {id(p) for p in model.parameters()}
-        foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
-        if foreign:
-            raise ValueError(
-                f"The optimizer holds {foreign} parameter(s) that are not the model's. "
-                "Build it on model.parameters() of the very model given."
-            )
-    arranged = {"table": layouts, "branches": branches}
-    engine = Engine(model, optimizer, plan, on, loss_fn, arranged, max_grad_norm, count, recompute_policy)
-    engine.lay_out(None if example is None else engine.cut(example)[0])
-    return engine
-
-
-def _plan(plan: Plan | Mapping[str, Any] | None) -> Plan:
-    if isinstance(plan, Plan):
-        return plan
-    if plan is not None:
-        return Plan.from_dict(plan)
-    if torch.distributed.is_initialized():
-        return Plan(data=torch.distributed.get_world_size())
-    return Plan(data=int(os.environ.get("WORLD_SIZE", "1")))
 
 
 class Engine:
@@ -494,4 +417,4 @@ class Engine:
             }
 
 
-__all__ = ["Engine", "initialize"]
+__all__ = ["Engine", "LossFunction"]

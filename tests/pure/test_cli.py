@@ -60,7 +60,7 @@ class OneRank(Engine):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    monkeypatch.setattr("espalier.engine.engine.Engine", OneRank)
+    monkeypatch.setattr("espalier.engine.start.Engine", OneRank)
     monkeypatch.setattr("espalier.train.worker.start", lambda: None)
     monkeypatch.setattr("espalier.train.worker.finish", lambda: None)
     for name in ("RANK", "WORLD_SIZE"):
