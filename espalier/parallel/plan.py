@@ -14,9 +14,11 @@ from pydantic_core import PydanticCustomError
 
 from espalier.parallel.modes import ROWS, Mode, tensor_axes
 from espalier.parallel.offload import Offload
+from espalier.parallel.pipeline.actions import Schedule
 from espalier.parallel.precision import Precision, as_precision
 
 Size = Annotated[int, Field(ge=1)]
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 
 
 def _recompute(given: Any) -> Any:
@@ -31,10 +33,32 @@ def _recompute(given: Any) -> Any:
     return given
 
 
+def _as_tuple(given: Any) -> Any:
+    return tuple(given) if isinstance(given, list) else given
+
+
+def _schedule(given: Any) -> Any:
+    if isinstance(given, Schedule) or given in SCHEDULES:
+        return given
+    if isinstance(given, str | Path) and Path(given).is_file():
+        return str(given)
+    close = difflib.get_close_matches(str(given), SCHEDULES, 1)
+    known = ", ".join(SCHEDULES)
+    hint = f"did you mean {close[0]}?" if close else "there is no such file"
+    raise PydanticCustomError("schedule", f"expected one of {known}, a Schedule, or a table's file; {hint}")
+
+
 class Plan(BaseModel):
     """A mix of parallelism. All mistakes in its arguments are told at once, as one ``ValueError``.
 
     Attributes:
+        pipe: ranks, or groups of them, that hold different stages of the model. A batch passes through in
+            ``accumulate`` micro-batches; to keep all ranks at work these should be several times as many.
+        schedule: what each of them does when: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved"``,
+            ``"zb-h1"``, ``"zbv"``, a :class:`~espalier.parallel.pipeline.actions.Schedule`, or the file of a
+            table of one. The results are the same.
+        stages_per_rank: stages of each; ``"interleaved"`` takes 2 or more, ``"zbv"`` 2, the others 1.
+        cuts: the modules at which the stages but the first begin; None: where stages are about equal.
         data: ranks that share the batch, and what ``zero`` says of parameters, gradients and states.
         expert: ranks, among those that share the batch, that hold different experts of a model that has
             some: it divides ``data``. The mesh then has the axes ``data``, of size ``data / expert``, and
@@ -78,6 +102,10 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    pipe: Size = 1
+    schedule: Annotated[Any, PlainValidator(_schedule)] = "1f1b"
+    stages_per_rank: Size = 1
+    cuts: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] | None = None
     data: Size = 1
     expert: Size = 1
     branch: Size = 1
@@ -104,7 +132,7 @@ class Plan(BaseModel):
         except ValidationError as error:
             found = [_mistake(dict(item), type(self)) for item in error.errors(include_url=False)]
             raise PlanError(found) from None
-        found = self._tensor_mistakes()
+        found = [*self._pipe_mistakes(), *self._tensor_mistakes()]
         if self.data % self.expert:
             found.append(("expert", self.expert, f"it divides data = {self.data}, whose ranks share experts"))
         if self.expert > 1 and self.replicate > 1:
@@ -119,6 +147,35 @@ class Plan(BaseModel):
             ]
         if found:
             raise PlanError(found)
+
+    def _pipe_mistakes(self) -> list[tuple[str, Any, str]]:
+        found: list[tuple[str, Any, str]] = []
+        stages, several = self.pipe * self.stages_per_rank, self.stages_per_rank > 1
+        if self.cuts is not None and len(self.cuts) != stages - 1:
+            found.append(("cuts", self.cuts, f"{stages} stage(s) begin at {stages - 1} module(s)"))
+        if self.pipe == 1:
+            if several:
+                found.append(("stages_per_rank", self.stages_per_rank, "stages need pipe of 2 or more"))
+            return found
+        told = {"interleaved": "interleaved needs 2 or more", "zbv": "zbv needs 2"}
+        told.update(dict.fromkeys(("naive", "gpipe", "1f1b", "zb-h1"), f"{self.schedule} needs 1"))
+        right = {"interleaved": several, "zbv": self.stages_per_rank == 2}
+        kind = self.schedule if self.schedule in SCHEDULES else None
+        if kind is not None and not right.get(kind, not several):
+            found.append(("stages_per_rank", self.stages_per_rank, f"schedule = {told[kind]}"))
+        if isinstance(self.schedule, Schedule):
+            for key, own, its in (
+                ("pipe", self.pipe, self.schedule.ranks),
+                ("accumulate", self.accumulate, self.schedule.micro_batches),
+            ):
+                if own != its:
+                    found.append((key, own, f"the schedule given is for {its}"))
+        if self.precision.autocast is not None:
+            wanted = (
+                "autocast decides dtypes as it goes, and stages agree on them before: bfloat16 or float16"
+            )
+            found.append(("precision", self.precision.compute, wanted))
+        return found
 
     def _tensor_mistakes(self) -> list[tuple[str, Any, str]]:
         if self.tensor_mode == "2.5d" and self.tensor > 1 and self.depth == 1:
@@ -157,12 +214,13 @@ class Plan(BaseModel):
     @property
     def axes(self) -> dict[str, int]:
         """The mesh's axes, outermost first (the last has the closest neighbours)."""
+        pipe = {"pipe": self.pipe} if self.pipe > 1 else {}
         hybrid = {"replicate": self.replicate} if self.replicate > 1 else {}
         experts = {"expert": self.expert} if self.expert > 1 else {}
         context = {"context": self.context} if self.context > 1 else {}
         branches = {"branch": self.branch} if self.branch > 1 else {}
         data = {"data": self.data // self.expert, **context, **experts}
-        return {**hybrid, **data, **branches, **self.tensor_axes}
+        return {**pipe, **hybrid, **data, **branches, **self.tensor_axes}
 
     @property
     def tensor_axes(self) -> dict[str, int]:
@@ -196,10 +254,13 @@ class Plan(BaseModel):
         kinds = {name: f" ({word})" for name, word in self.words.items()}
         axes = " × ".join(f"{name} {n}{kinds.get(name, '')}" for name, n in self.axes.items())
         zero = f", ZeRO {self.zero}" if self.zero else ""
+        kind = self.schedule.kind if isinstance(self.schedule, Schedule) else self.schedule
+        each = f", {self.stages_per_rank} stages a rank" if self.stages_per_rank > 1 else ""
+        pipe = f", {kind}{each}" if self.pipe > 1 else ""
         sequence = {True: ", sequence parallel", "auto": ", sequence parallel if cheaper"}
         precision = "" if self.precision == Precision() else f", {self.precision}"
         away = f", {self.offload}" if str(self.offload) else ""
-        return f"{axes}{sequence.get(self.sequence_parallel, '')}{zero}{precision}{away}"
+        return f"{axes}{pipe}{sequence.get(self.sequence_parallel, '')}{zero}{precision}{away}"
 
 
 class PlanError(ValueError):

@@ -13,6 +13,7 @@ from torch import nn
 from espalier import Mesh, Plan
 from espalier.models import build
 from espalier.parallel import PlanError, arrange
+from espalier.parallel.pipeline.actions import Schedule
 from espalier.parallel.tensor.tables import by_table, table_for
 
 
@@ -37,7 +38,7 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
     assert "4 mistake(s)" in text
     assert "data = 0: expected greater than or equal to 1" in text
     assert "tensr = 2: unknown key; did you mean tensor?" in text
-    assert "chunk_megabytes = 'big'" in text and "whatever = 1: unknown key; known keys: data" in text
+    assert "chunk_megabytes = 'big'" in text and "whatever = 1: unknown key; known keys: pipe" in text
     with pytest.raises(PlanError, match="data = 2.5"):
         Plan(data=2.5)
     with pytest.raises(ValueError, match="cannot be read"):
@@ -146,6 +147,29 @@ def test_tensor_modes() -> None:
     ]:
         with pytest.raises(PlanError, match=re.escape(message)):
             Plan(**given)
+
+
+def test_pipelines() -> None:
+    plan = Plan(pipe=4, data=2, tensor=2, schedule="interleaved", stages_per_rank=2, accumulate=8)
+    assert list(plan.axes.items()) == [("pipe", 4), ("data", 2), ("tensor", 2)]
+    assert plan.batch_axes == plan.data_axes == ("data",)
+    assert str(plan) == "pipe 4 × data 2 × tensor 2, interleaved, 2 stages a rank"
+    assert "pipe" not in Plan().axes and Plan(pipe=2, cuts=["head"]).cuts == ("head",)
+    given = Schedule("mine", 2, 1, (0, 1), ((), ()))
+    assert str(Plan(pipe=2, schedule=given)) == "pipe 2 × data 1 × tensor 1, mine"
+    wrongs: list[tuple[dict[str, Any], str]] = [
+        ({"schedule": "interleave"}, "did you mean interleaved?"),
+        ({"schedule": "none.csv"}, "there is no such file"),
+        ({"schedule": "zbv"}, "stages_per_rank = 1: schedule = zbv needs 2"),
+        ({"schedule": "gpipe", "stages_per_rank": 2}, "schedule = gpipe needs 1"),
+        ({"cuts": ("a", "b")}, "2 stage(s) begin at 1 module(s)"),
+        ({"pipe": 1, "stages_per_rank": 2}, "stages need pipe of 2 or more"),
+        ({"precision": "autocast-bfloat16", "cuts": ()}, "2 mistake(s)"),
+        ({"pipe": 4, "accumulate": 2, "schedule": given}, "accumulate = 2: the schedule given is for 1"),
+    ]
+    for wrong, said in wrongs:
+        with pytest.raises(PlanError, match=re.escape(said)):
+            Plan(**{"pipe": 2, **wrong})
 
 
 def test_experts_and_branches() -> None:
