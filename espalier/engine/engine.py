@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from espalier.comm import Ledger
-from espalier.engine import tables
+from espalier.engine import tables, weights
 from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches, loss_of
 from espalier.engine.live import Watch, watch
@@ -415,6 +416,42 @@ class Engine:
                 name: everywhere(x, self.mesh).detach() if isinstance(x, torch.Tensor) else x
                 for name, x in self.module.state_dict().items()
             }
+
+    def load_weights(self, path: str | Path) -> None:
+        """Take the model's weights from files of another format; each rank reads what it holds (collective).
+
+        Args:
+            path: a file of safetensors or of ``torch.save``, a folder of one of these, as Hugging Face has
+                them, or of ``torch.distributed.checkpoint``. Values are rounded to the parameters' dtype, or
+                that of their float32 masters. What was pickled is read without executing any of it.
+
+        Raises:
+            ValueError: it cannot be read, or holds the weights of another model.
+        """
+        weights.load_weights(self.module, self.optimizer, self._laid_out(), path)
+
+    def export(
+        self,
+        path: str | Path,
+        format: str = "safetensors",
+        *,
+        dtype: torch.dtype | None = None,
+        shard_gigabytes: float = 5.0,
+    ) -> None:
+        """Write the model's weights as others read them: rank 0 does, piece by piece (collective).
+
+        Args:
+            path: a new folder; for ``"torch"`` a new file.
+            format: ``"safetensors"``, as Hugging Face's ``save_pretrained`` writes it, with the config of the
+                model if it has one; or ``"torch"``, a state dict by ``torch.save``.
+            dtype: of floating-point tensors; by default the parameters', or float32 where they have masters.
+            shard_gigabytes: (10^9 bytes) of a file of safetensors.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        shard_bytes = int(shard_gigabytes * 1e9)
+        weights.export(self.module, self._laid_out(), path, format, dtype, shard_bytes)
 
 
 __all__ = ["Engine", "LossFunction"]

@@ -62,7 +62,7 @@ def arrange(
         name to layout; None if a batch is needed and missing.
 
     Raises:
-        ValueError: there is an expert axis and there are no experts.
+        ValueError: there is an expert axis and there are no experts, or experts and a grid.
     """
     table = table if table is not None else table_for(model)
     if plan.tensor_mode == "1d":
@@ -80,6 +80,11 @@ def arrange(
         raise ValueError(
             f"expert = {plan.expert}, but {type(model).__name__} has no experts: no module with num_experts, "
             "parameters [num_experts, ...] and forward(hidden, top_k_index, top_k_weights)."
+        )
+    if experts and plan.tensor > 1 and plan.tensor_mode != "1d":
+        raise ValueError(
+            f"tensor_mode = {plan.tensor_mode!r}, but {type(model).__name__} has experts, which are cut one "
+            'from another: expected tensor_mode = "1d", or tensor = 1.'
         )
     apart = tuple(axis for axis in ("expert", "tensor") if axis in mesh.names)
     layouts = Arrangement()
