@@ -1,7 +1,33 @@
 """Pipelines: schedules as data, a model split into stages, and what runs one by the other."""
 
 from espalier.parallel.pipeline.actions import Action, Kind, Schedule
+from espalier.parallel.pipeline.check import Report, ScheduleError, check, live
 from espalier.parallel.pipeline.generate import KINDS, generate
-from espalier.parallel.pipeline.messages import with_messages
+from espalier.parallel.pipeline.messages import with_messages, without_messages
+from espalier.parallel.pipeline.order import Costs
+from espalier.parallel.pipeline.simulate import Span, Timeline, simulate
+from espalier.parallel.pipeline.table import find_schedule, from_csv, from_toml, load, to_csv, to_toml
 
-__all__ = ["KINDS", "Action", "Kind", "Schedule", "generate", "with_messages"]
+__all__ = [
+    "KINDS",
+    "Action",
+    "Costs",
+    "Kind",
+    "Report",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "Timeline",
+    "check",
+    "find_schedule",
+    "from_csv",
+    "from_toml",
+    "generate",
+    "live",
+    "load",
+    "simulate",
+    "to_csv",
+    "to_toml",
+    "with_messages",
+    "without_messages",
+]
