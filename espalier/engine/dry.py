@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from espalier.comm import Ledger, ledger
 from espalier.engine.accumulation import Count
@@ -26,21 +26,7 @@ from espalier.engine.tables import local_bytes, state_bytes
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor
-
-
-def _forward_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(q, k, v))
-
-
-def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, q, k, v))
-
-
-# torch's counter does not know the kernel of the CPU, which dry runs use (see ``tensor.rules.blocks``)
-_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
-}
+from espalier.tensor.flops import ATTENTION
 
 
 @dataclass(frozen=True)
@@ -118,7 +104,7 @@ def dry_run(
     engine = dry_engine(model, plan, batch, optimizer=optimizer, coordinate=coordinate, **given)
     plan, mesh = engine.plan, engine.mesh
     held = [p for p in model.parameters() if isinstance(p, DTensor)]
-    memory, flops = engine.watch().live, FlopCounterMode(display=False, custom_mapping=_ATTENTION)
+    memory, flops = engine.watch().live, FlopCounterMode(display=False, custom_mapping=ATTENTION)
     flops.mod_tracker = _Untold()  # type: ignore[assignment]
     with memory:
         # a first step, so that the optimizer's states exist and are counted

@@ -1,0 +1,108 @@
+"""Where to cut a line of pieces so that the slowest part is as fast as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from espalier.parallel.pipeline.trace import SplitError
+from espalier.tensor.flops import Work
+
+
+class Piece(NamedTuple):
+    """A part of a model between two places where it may be cut.
+
+    Attributes:
+        name: of the place where it begins.
+        cost: of its forward pass, in any unit.
+        parameters: bytes of the parameters that it uses, by name.
+        work: what is counted of it.
+        passing: bytes that a cut at its beginning would send on.
+    """
+
+    name: str
+    cost: float
+    parameters: Mapping[str, int]
+    work: Work
+    passing: int
+
+
+def balance(pieces: Sequence[Piece], number: int, memory: float | None = None) -> list[str]:
+    """The places where stages begin, but for the first: the cost of the most expensive one is the least.
+
+    Among these choices it takes the one that sends the fewest bytes (of those that cost at most a hundredth
+    more). By dynamic programming over the cuts.
+
+    Args:
+        memory: bytes of parameters that a stage may hold; one that is used twice in it counts once.
+
+    Raises:
+        SplitError: there are fewer pieces than stages, or no choice keeps within the memory.
+    """
+    n = len(pieces)
+    if number > n:
+        raise SplitError(
+            f"{number} stages, but only {n} places where one may begin: "
+            f"{', '.join(p.name for p in pieces)}. Use fewer stages, or name cuts within modules: "
+            "Plan(cuts=[...])."
+        )
+    sums = [0.0]
+    for p in pieces:
+        sums.append(sums[-1] + p.cost)
+    fits = _fitting(pieces, memory)
+    # best[k][j]: the least cost of the slowest of k parts that make the first j pieces
+    best = [[0.0] + [float("inf")] * n]
+    for k in range(1, number + 1):
+        row = [float("inf")] * (n + 1)
+        for j in range(k, n + 1):
+            row[j] = min(
+                (max(best[k - 1][i], sums[j] - sums[i]) for i in range(max(k - 1, fits[j]), j)),
+                default=float("inf"),
+            )
+        best.append(row)
+    least = best[number][n]
+    if least == float("inf"):
+        raise SplitError(
+            f"No choice of {number} stages holds at most {memory:,.0f} bytes of parameters in each. "
+            "Use more stages, or more memory."
+        )
+    return _lightest(pieces, number, sums, fits, least * 1.01)
+
+
+def _fitting(pieces: Sequence[Piece], memory: float | None) -> list[int]:
+    """For each number of pieces, the first one from which on they fit into the memory together."""
+    found = [0]
+    for j in range(1, len(pieces) + 1):
+        held: dict[str, int] = {}
+        i = j
+        while i > 0:
+            held.update(pieces[i - 1].parameters)
+            if memory is not None and sum(held.values()) > memory:
+                break
+            i -= 1
+        found.append(i)
+    return found
+
+
+def _lightest(
+    pieces: Sequence[Piece], number: int, sums: Sequence[float], fits: Sequence[int], limit: float
+) -> list[str]:
+    """Of the choices within a limit of cost, the one that sends the fewest bytes."""
+    n = len(pieces)
+    best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * n]
+    for k in range(1, number + 1):
+        row = [(float("inf"), 0)] * (n + 1)
+        for j in range(k, n + 1):
+            ways = [
+                (best[k - 1][i][0] + (pieces[i].passing if i else 0), i)
+                for i in range(max(k - 1, fits[j]), j)
+                if sums[j] - sums[i] <= limit
+            ]
+            row[j] = min(ways, default=(float("inf"), 0))
+        best.append(row)
+    cuts: list[str] = []
+    j = n
+    for k in range(number, 1, -1):
+        j = best[k][j][1]
+        cuts.append(pieces[j].name)
+    return cuts[::-1]

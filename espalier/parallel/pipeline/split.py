@@ -1,0 +1,303 @@
+"""A model as the stages of a pipeline.
+
+``split`` runs the model once, on stand-ins for its parameters, and writes down what happens; the stages are
+pieces of that record. A module that lies in one stage is called as it is; only what stands between such
+modules is repeated call by call. The model itself is not changed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from espalier.parallel.data.units import blocks
+from espalier.parallel.pipeline.balance import Piece, balance
+from espalier.parallel.pipeline.programs import Body, Divided, Value
+from espalier.parallel.pipeline.standing import Standing
+from espalier.parallel.pipeline.trace import SplitError, State, Trace, trace
+from espalier.parallel.pipeline.trees import Ref, leaves, mapped
+from espalier.tensor import DTensor, full_tensor
+from espalier.tensor.flops import Work
+
+_TRACES = 64  # kept for batches of different shapes
+_INTENSITY = 10  # operations that take as long as moving a byte
+
+
+class StageProgram:
+    """What one stage does.
+
+    Attributes:
+        number: of the stage.
+        inputs: what it receives from the stage before.
+        outputs: what it sends to the next one; empty for the last stage.
+        parameters: names of the parameters that it uses.
+        draws: random keys that its forward draws.
+    """
+
+    def __init__(self, divided: Divided, number: int) -> None:
+        self.number, last = number, number == divided.number - 1
+        self._in = divided.crossing(number - 1) if number else []
+        self._out = [] if last else divided.crossing(number)
+        self.inputs: tuple[Value, ...] = tuple(divided.described(n, number - 1) for n in self._in)
+        self.outputs: tuple[Value, ...] = tuple(divided.described(n, number) for n in self._out)
+        self.parameters = divided.parameters(number)
+        self.draws = divided.draws(number)
+        self._written = divided.written_in(number) if number else set()
+        self._body = divided.body(number)
+        self._result = divided.trace.out if last else None
+        self._is_last = last
+
+    def __call__(self, received: Sequence[torch.Tensor], batch: Any) -> Any:
+        """The stage's forward.
+
+        Args:
+            received: what the stage before gave.
+            batch: the micro-batch, of the shapes that the program was made for.
+
+        Returns:
+            a tuple of tensors for the next stage; of the last stage, the model's output.
+        """
+        if len(received) != len(self._in):
+            raise ValueError(
+                f"Stage {self.number} was given {len(received)} tensors, expected {len(self._in)}: "
+                f"{', '.join(v.name for v in self.inputs) or 'none'}."
+            )
+        env = self._body.start(leaves(batch, torch.Tensor))
+        for n, x in zip(self._in, received, strict=True):
+            env[n] = x.clone() if n in self._written else x
+        self._body.run(env)
+        if not self._is_last:
+            return tuple(env[n] for n in self._out)
+        return mapped(lambda x: env[x.number] if type(x) is Ref else x, self._result)
+
+
+class Split:
+    """A model as stages, for batches of one shape; :meth:`at` gives those for another.
+
+    Attributes:
+        cuts: names of the modules with which the second stage and the next ones begin; ``name@k`` is the k-th
+            call of one.
+        stages: the programs.
+        pieces: what the model consists of between possible cuts, with its costs.
+    """
+
+    def __init__(self, family: _Family, found: Trace, cuts: Sequence[str]) -> None:
+        self._family, self.cuts = family, tuple(cuts)
+        divided = Divided(found, _bounds(found, cuts, family.model), family.model, family.standing)
+        self.stages = tuple(StageProgram(divided, i) for i in range(divided.number))
+        self._guards = divided.guards()
+        self.pieces = pieces(found, family.model)
+
+    def at(self, batch: Any) -> Split:
+        """The same stages for another batch; traced anew if its shapes, or what is read of it, are new."""
+        return self._family.at(batch)
+
+    @property
+    def users(self) -> dict[str, tuple[int, ...]]:
+        """For each parameter the stages that use it; one that none does belongs to that of its neighbour."""
+        found: dict[str, tuple[int, ...]] = {}
+        before: tuple[int, ...] = (0,)
+        for name, _ in self._family.model.named_parameters():
+            used = tuple(s.number for s in self.stages if name in s.parameters)
+            found[name] = used or before[-1:]
+            before = found[name]
+        return found
+
+    def holds(self, batch: Any) -> bool:
+        """Whether what Python's control flow read of its batch is what this one has."""
+        if self._guards is None:
+            return True
+        body, wanted = self._guards
+        env = body.start(leaves(batch, torch.Tensor))
+        expected = iter(wanted)
+        with torch.no_grad():
+            for step in body.steps:
+                out = step.run(env, body.kind)
+                if step.reads and not _same(out, next(expected)):
+                    return False
+        return True
+
+
+class _Family:
+    """One model's splits at the same cuts, by the shapes of batches."""
+
+    def __init__(self, model: nn.Module, standing: Standing, device: torch.device) -> None:
+        self.model, self.standing, self.device = model, standing, device
+        self.cuts: tuple[str, ...] = ()
+        self.known: OrderedDict[Any, list[Split]] = OrderedDict()
+
+    def trace(self, batch: Any) -> Trace:
+        return trace(self.model, mapped(_plain, batch), self.device, self.standing)
+
+    def at(self, batch: Any) -> Split:
+        key = self.key(batch)
+        same = self.known.setdefault(key, [])
+        self.known.move_to_end(key)
+        for found in same:
+            if found.holds(batch):
+                return found
+        same.append(Split(self, self.trace(batch), self.cuts))
+        if len(self.known) > _TRACES:
+            self.known.popitem(last=False)
+        return same[-1]
+
+    def key(self, batch: Any) -> Any:
+        """What a trace depends on beside the batch's values."""
+        given = [
+            (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x if _is_plain(x) else id(x)
+            for x in leaves(batch)
+        ]
+        names = tuple(batch) if isinstance(batch, Mapping) else None
+        modes = tuple(m.training for m in self.model.modules())
+        kinds = tuple((p.dtype, p.requires_grad) for p in self.model.parameters())
+        return names, tuple(given), modes, kinds, State.now(self.device.type)
+
+
+def split(
+    model: nn.Module,
+    number: int,
+    example: Any,
+    cuts: Sequence[str] | None = None,
+    costs: Mapping[str, float] | None = None,
+    *,
+    device: torch.device | None = None,
+    memory: float | None = None,
+) -> Split:
+    """Divide a model into stages.
+
+    Args:
+        model: any module; it is not changed, and may lie on the meta device.
+        number: of stages.
+        example: a micro-batch, as plain tensors: a dict (keywords), a tuple or list, or one tensor.
+        cuts: names of the ``number - 1`` modules with which stages begin; by default such that the slowest
+            stage is as fast as can be.
+        costs: of modules, by name, in any unit; by default their operations and bytes, counted.
+        device: on which it will run; by default that of its parameters.
+        memory: bytes of parameters that a stage may hold at most.
+
+    Raises:
+        SplitError: listing what is wrong with the cuts; there are too few places for cuts; or the model does
+            what stages cannot do (see ``docs/pipeline.md``).
+    """
+    if device is None:
+        device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    family = _Family(model, Standing(model, device), device)
+    found = family.trace(example)
+    if cuts is not None:
+        if len(cuts) != number - 1:
+            raise SplitError(f"{number} stages begin at {number - 1} cuts, got {len(cuts)}: {list(cuts)}.")
+        family.cuts = tuple(cuts)
+    else:
+        family.cuts = tuple(balance(pieces(found, model, costs), number, memory))
+    made = Split(family, found, family.cuts)
+    family.known[family.key(example)] = [made]
+    return made
+
+
+def pieces(found: Trace, model: nn.Module, costs: Mapping[str, float] | None = None) -> list[Piece]:
+    """What a model consists of between the places where it may be cut.
+
+    Raises:
+        SplitError: costs are given of modules that there are none of.
+    """
+    starts = _candidates(found, model)
+    names = sorted(starts, key=lambda label: starts[label])
+    ends = [starts[n] for n in names[1:]] + [len(found.ops)]
+    sizes = {name: p.numel() * p.dtype.itemsize for name, p in model.named_parameters()}
+    if costs is not None and (wrong := [n for n in costs if n not in starts]):
+        raise SplitError(_near(wrong, list(starts), "costs"))
+    result = []
+    begin = 0
+    for name, end in zip(names, ends, strict=True):
+        ops = [op for op in found.ops[begin:end] if not op.local]
+        work = Work()
+        for op in ops:
+            work = work.plus(op.work)
+        used = {n for op in ops for n in op.reads if found.values[n].source[0] == "parameter"}
+        held = frozenset(found.values[n].source[1] for n in used)
+        cost = float(max(work.flops, 0) + _INTENSITY * work.moved) if costs is None else costs.get(name, 0.0)
+        result.append(Piece(name, cost, {n: sizes[n] for n in held}, work, _passing(found, begin)))
+        begin = end
+    return result
+
+
+def _passing(found: Trace, at: int) -> int:
+    """Bytes of what is not local, made before an operation and used at it or later."""
+    used = {n for op in found.ops[at:] for n in op.reads} | {r.number for r in leaves(found.out, Ref)}
+    made = (found.values[n] for n in used)
+    return sum(v.tensor.nbytes for v in made if v.source[0] == "op" and v.source[1] < at and not v.local)
+
+
+def _labels(found: Trace) -> dict[str, int]:
+    """The first operation of each module call, by the module's name; ``name@k`` for the k-th."""
+    labels: dict[str, int] = {}
+    count: dict[str, int] = {}
+    for call in found.calls:
+        k = count[call.name] = count.get(call.name, 0) + 1
+        if call.name:
+            labels[call.name if k == 1 else f"{call.name}@{k}"] = call.start
+    return labels
+
+
+def _candidates(found: Trace, model: nn.Module) -> dict[str, int]:
+    """Where a stage may begin: at blocks of the outermost lists, and at what stands beside these."""
+    inner = set(blocks(model))
+    containers = {
+        name for name, _ in model.named_modules() if any(b.startswith(f"{name}.") for b in inner) or not name
+    }
+    parts = {
+        name for name, m in model.named_modules()
+        if name and name not in containers and name.rpartition(".")[0] in containers
+    }  # fmt: skip
+    result: dict[str, int] = {}
+    for label, start in _labels(found).items():
+        module = label.partition("@")[0]
+        if module in parts and start not in result.values():
+            result[label] = start
+    return result
+
+
+def _bounds(found: Trace, cuts: Sequence[str], model: nn.Module) -> list[int]:
+    labels = _labels(found)
+    if wrong := [c for c in cuts if c not in labels]:
+        raise SplitError(_near(wrong, list(labels), "cuts"))
+    bounds = [labels[c] for c in cuts]
+    order = sorted(cuts, key=lambda c: labels[c])
+    if list(cuts) != order:
+        raise SplitError(f"cuts = {list(cuts)} are not in the order in which the model calls them: {order}.")
+    for cut, low, high in zip(cuts, [0, *bounds], bounds, strict=False):
+        if low == high:
+            raise SplitError(
+                f"cuts: before {cut!r} begins, its stage's predecessor would have nothing to do."
+            )
+    return bounds
+
+
+def _near(wrong: Sequence[str], names: list[str], what: str) -> str:
+    lines = [f"{what} name modules that the forward pass does not call:"]
+    for name in wrong:
+        near = difflib.get_close_matches(name, names, 3, 0.5)
+        lines.append(f"  {name!r}" + (f": did you mean {', '.join(map(repr, near))}?" if near else ""))
+    return "\n".join(lines)
+
+
+def _plain(x: Any) -> Any:
+    return full_tensor(x) if type(x) is DTensor else x
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, int | float | complex | bool | str | type(None))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or hasattr(a, "dtype"):
+        return bool((torch.as_tensor(a) == torch.as_tensor(b)).all())
+    return bool(a == b)
+
+
+__all__ = ["Body", "Split", "SplitError", "StageProgram", "Value", "split"]

@@ -1,0 +1,476 @@
+"""A model's forward pass, written down once, without its parameters' values.
+
+The model runs on stand-ins for its parameters that have shapes but no values (torch's fake tensors); what
+depends on the batch and on buffers alone (*local* values: masks, position ids, rotary tables) is computed for
+real, so that control flow may depend on it. Each public torch call is recorded, and the call of each module
+around it: what becomes of the record (``programs``) calls modules that lie within one stage as they are, and
+repeats the calls of torch between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode
+
+from espalier.parallel.data.units import blocks
+from espalier.parallel.pipeline.standing import Standing, name_of
+from espalier.parallel.pipeline.trees import Ref, leaves, mapped
+from espalier.tensor.fallback import _averages
+from espalier.tensor.flops import Work, Worked
+
+# what a module that is called whole may do and a trace of fake tensors cannot
+_HIDDEN = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+# answers that shapes and dtypes give
+_METADATA = frozenset(
+    """
+    size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point
+    is_complex is_signed is_inference is_conj is_neg is_same_size get_device is_set_to dim_order result_type
+    untyped_storage is_shared is_pinned is_tensor is_storage can_cast has_names is_coalesced type _is_view
+    __len__ __hash__ __repr__ __format__ __class__ broadcast_shapes broadcast_tensors_shapes
+    """.split()
+)
+
+
+class SplitError(ValueError):
+    """A model cannot be split so; the message says what stands in the way, and where."""
+
+
+class Value(NamedTuple):
+    """A tensor of a trace.
+
+    Attributes:
+        number: its place in ``Trace.values``.
+        tensor: what stood for it in the trace.
+        source: where it comes from: ``("batch", i)``, ``("parameter", name)``, ``("buffer", name)``,
+            ``("constant", None)``, or ``("op", i)``.
+        local: whether it depends on the batch, on buffers and on constants alone.
+        grad: whether the loss has a gradient with respect to it.
+    """
+
+    number: int
+    tensor: torch.Tensor
+    source: tuple[str, Any]
+    local: bool
+    grad: bool
+
+    @property
+    def storage(self) -> int:
+        """A number that views of one tensor share."""
+        return storage_of(self.tensor)
+
+
+class State(NamedTuple):
+    """What torch was told beside the arguments: whether gradients are recorded, and autocast."""
+
+    grad: bool
+    cast: tuple[bool, torch.dtype]
+
+    @classmethod
+    def now(cls, kind: str) -> State:
+        """As it is, on a type of device."""
+        return cls(torch.is_grad_enabled(), (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+
+
+@dataclass
+class Op:
+    """A torch call, or the call of a module that could not be looked into.
+
+    Attributes:
+        func: what was called; a module's name for a module.
+        args, kwargs, out: trees with a :class:`Ref` for each tensor.
+        reads: the values it was given.
+        makes: the values that are new.
+        writes: storages that it wrote to.
+        local: whether all that it makes is local.
+        read: what it read out of a tensor: Python's control flow may hang on it.
+        state: see :class:`State`.
+        work: what it costs.
+        draws: random keys drawn by it, by DTensors' rules.
+        call: the innermost module call around it.
+    """
+
+    func: Callable[..., Any] | str
+    args: Any
+    kwargs: Any
+    out: Any
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    writes: frozenset[int]
+    local: bool
+    read: bool
+    state: State
+    work: Work
+    draws: int
+    call: int
+
+
+@dataclass
+class Call:
+    """A call of a module: the ops from ``start`` to ``end`` happened in it.
+
+    Attributes:
+        number: its place in ``Trace.calls``.
+        name: the module's.
+        parent: number of the call around it; -1 for the model's own.
+        state: when it was called.
+        args, kwargs, out: trees with a :class:`Ref` for each tensor.
+    """
+
+    number: int
+    name: str
+    parent: int
+    start: int
+    state: State
+    args: Any
+    kwargs: Any
+    end: int = -1
+    out: Any = None
+
+
+@dataclass
+class Trace:
+    """What :func:`trace` found.
+
+    Attributes:
+        values, ops, calls: in the order of the program.
+        out: the model's output.
+        inputs: numbers of the values of the batch's tensors, in the order of ``leaves(batch)``.
+        sources: number of the value of each parameter and buffer that is used, by ``(kind, name)``.
+        state: around the model.
+        device: on which it was traced.
+        changed: what each module's forward did to its Python attributes.
+    """
+
+    device: torch.device
+    state: State
+    values: list[Value] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    out: Any = None
+    inputs: list[int] = field(default_factory=list)
+    sources: dict[tuple[str, str], int] = field(default_factory=dict)
+    changed: dict[str, list[str]] = field(default_factory=dict)
+
+    def chain(self, op: int) -> list[Call]:
+        """The module calls around an operation, outermost first."""
+        found = []
+        number = self.ops[op].call
+        while number >= 0:
+            found.append(self.calls[number])
+            number = self.calls[number].parent
+        return found[::-1]
+
+    def where(self, op: int) -> str:
+        """In words, the module in whose forward an operation is called."""
+        chain = self.chain(op)
+        return f"the forward of {chain[-1].name or 'the model'!r}" if chain else "the forward of the model"
+
+
+def trace(model: nn.Module, batch: Any, device: torch.device, standing: Standing) -> Trace:
+    """Run a model once on stand-ins for its parameters.
+
+    Args:
+        batch: the model's arguments: a dict (keywords), a tuple or list, or one tensor; plain tensors.
+        device: on which it will be computed; what is local is computed there.
+        standing: what stands in for parameters and buffers.
+
+    Raises:
+        SplitError: its control flow depends on the values of parameters or activations.
+    """
+    batch = mapped(lambda x: x.detach().to(device) if isinstance(x, torch.Tensor) else x, batch)
+    recorder = _Recorder(model, device)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(standing.in_place(recorder.fake, recorder.trace.changed))
+        recorder.begin(batch)
+        stack.enter_context(_calls_seen(recorder.module))
+        stack.enter_context(recorder.worked)
+        stack.enter_context(recorder)
+        if isinstance(batch, dict):
+            out = model(**batch)
+        else:
+            out = model(*(batch if isinstance(batch, tuple | list) else (batch,)))
+    recorder.trace.out = mapped(recorder.ref, out)
+    return recorder.trace
+
+
+@contextlib.contextmanager
+def _calls_seen(seen: Callable[..., Any]) -> Iterator[None]:
+    """While open, ``seen(go, module, args, kwargs)`` is in the place of each call of a module."""
+    go = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return seen(go, module, args, kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = go  # type: ignore[method-assign]
+
+
+def storage_of(x: torch.Tensor) -> int:
+    """A number that views of one tensor share, while it lives."""
+    return int(x.untyped_storage()._cdata)
+
+
+class _Hidden(Exception):
+    """A module does what cannot be followed, but may be called whole."""
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.model, self.fake = model, FakeTensorMode(allow_non_fake_inputs=True)
+        self.trace = Trace(device, State.now(device.type))
+        self.worked = Worked()
+        self._known: dict[int, int] = {}  # by id of tensors, which the trace keeps
+        self._bound: dict[int, bool] = {}  # storages that hold what is not local, and whether with gradients
+        self._names = {id(m): name for name, m in model.named_modules()}
+        inner = blocks(model)
+        self._divisible = {
+            name
+            for name, _ in model.named_modules()
+            if any(b.startswith(name + "." if name else "") for b in inner)
+        }
+        self._path: list[int] = []
+        self._quiet = 0
+
+    # ---- values
+
+    def begin(self, batch: Any) -> None:
+        """Note what the batch, the parameters and the buffers are."""
+        for i, x in enumerate(leaves(batch, torch.Tensor)):
+            self.trace.inputs.append(self._add(x, ("batch", i), True, False))
+        for name, p in self.model.named_parameters():
+            self.trace.sources["parameter", name] = self._add(p, ("parameter", name), False, p.requires_grad)
+        for name, b in self.model.named_buffers():
+            self.trace.sources["buffer", name] = self._add(b, ("buffer", name), True, False)
+
+    def _add(self, x: torch.Tensor, source: tuple[str, Any], local: bool, grad: bool) -> int:
+        if id(x) not in self._known:
+            self._known[id(x)] = len(self.trace.values)
+            self.trace.values.append(Value(len(self.trace.values), x, source, local, grad))
+        return self._known[id(x)]
+
+    def ref(self, x: Any) -> Any:
+        """A :class:`Ref` in the place of a tensor; other leaves as they are."""
+        if not isinstance(x, torch.Tensor):
+            return x
+        if id(x) not in self._known:
+            if isinstance(x, FakeTensor):
+                raise _Hidden(f"a tensor of the shape {list(x.shape)} that no torch call has made")
+            if x.requires_grad:
+                raise SplitError(
+                    f"A tensor of the shape {list(x.shape)} is used that requires gradients and is no "
+                    "parameter of "
+                    "the model. Make it one (nn.Parameter), so that a stage can hold it."
+                )
+            self._add(x, ("constant", None), True, False)
+        return Ref(self._known[id(x)])
+
+    def _is_local(self, number: int) -> bool:
+        value = self.trace.values[number]
+        return value.local and value.storage not in self._bound
+
+    def _has_grad(self, number: int) -> bool:
+        value = self.trace.values[number]
+        return value.grad or self._bound.get(value.storage, False)
+
+    # ---- modules
+
+    def module(self, go: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """In the place of the call of a module."""
+        name = self._names.get(id(module))
+        if name is None or self._quiet:  # made by the forward itself
+            return go(module, *args, **kwargs)
+        t = self.trace
+        mark, worked = (len(t.ops), len(t.calls), len(t.values)), self.worked.total
+        call = self._begin(name, args, kwargs)
+        try:
+            out = go(module, *args, **kwargs)
+            call.out, call.end = mapped(self.ref, out), len(t.ops)
+            return out
+        except (_Hidden, *_HIDDEN) as error:
+            if name in self._divisible:
+                raise self._refused(name, error) from error
+            self._forget(mark)
+            self.worked.total = worked
+            return self._whole(name, module, args, kwargs, error)
+        finally:
+            self._path.pop()
+
+    def _refused(self, name: str, error: Exception) -> SplitError:
+        said = str(error) if isinstance(error, _Hidden) else f"{type(error).__name__}: {error}"
+        return SplitError(
+            f"{type(self.model).__name__} cannot be split: the forward of {name or 'the model'!r}, which is "
+            "to be "
+            f"divided among stages, depends on the values of activations or parameters ({said}). Move this "
+            "part "
+            "into a module of its own, which then lies in one stage, or decide it from the batch."
+        )
+
+    def _forget(self, mark: tuple[int, int, int]) -> None:
+        t = self.trace
+        for value in t.values[mark[2] :]:
+            self._known.pop(id(value.tensor), None)
+        del t.ops[mark[0] :], t.calls[mark[1] :], t.values[mark[2] :]
+
+    def _whole(self, name: str, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
+        """A module that does what fakes cannot follow: run by itself on some values, for its shapes."""
+        self._quiet += 1
+        try:
+            with self.worked.as_one(), torch.no_grad(), stand_in_values(module):
+                drawn = mapped(_some, (args, kwargs))
+                out = module(*drawn[0], **drawn[1])
+        except Exception as other:
+            raise _Hidden(f"{error} in {name!r}, which could not be run by itself either: {other}") from error
+        finally:
+            self._quiet -= 1
+        grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        given = [x.number for x in leaves(mapped(self.ref, (args, kwargs)), Ref)]
+        grad = grad or (torch.is_grad_enabled() and any(self._has_grad(n) for n in given))
+        made: list[int] = []
+
+        def fake(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            with self.fake:
+                like = torch.empty(x.shape, dtype=x.dtype, device=self.trace.device)
+            like.requires_grad_(grad and x.is_floating_point())
+            made.append(self._add(like, ("op", len(self.trace.ops)), False, like.requires_grad))
+            return like
+
+        out = mapped(fake, out)
+        self._path.pop()
+        call = self._begin(name, args, kwargs)
+        call.out, call.end = mapped(self.ref, out), call.start + 1
+        work = self.worked.taken()
+        self._note(name, (call.args, call.kwargs), call.out, tuple(given), made, local=False, work=work)
+        return out
+
+    def _begin(self, name: str, args: Any, kwargs: Any) -> Call:
+        t, parent = self.trace, self._path[-1] if self._path else -1
+        given = mapped(self.ref, args), mapped(self.ref, kwargs)
+        t.calls.append(Call(len(t.calls), name, parent, len(t.ops), State.now(t.device.type), *given))
+        self._path.append(t.calls[-1].number)
+        return t.calls[-1]
+
+    # ---- torch calls
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self._quiet or name in _METADATA:
+            return func(*args, **kwargs)
+        given = leaves((args, kwargs), torch.Tensor)
+        versions = [x._version for x in given]
+        reads = mapped(self.ref, (args, kwargs))
+        numbers = tuple(dict.fromkeys(x.number for x in leaves(reads, Ref)))
+        local = all(self._is_local(n) for n in numbers)
+        self.worked.begin()
+        try:
+            out = func(*args, **kwargs)
+        except DataDependentOutputException as error:
+            raise _Hidden(f"{name_of(func)} reads what the model computes") from error
+        work, random = self.worked.taken(), self.worked.random
+        made = leaves(out, torch.Tensor)
+        written = {storage_of(x) for x, v in zip(given, versions, strict=True) if x._version != v}
+        written |= {storage_of(x) for x in _averages(name, args, kwargs) if isinstance(x, torch.Tensor)}
+        if not made and not written:
+            if given and name != "__get__":
+                self._note_read(func, reads, numbers, local, out)
+            return out
+        draws = drawn(func, args, kwargs, random)
+        local = local and not random
+        grad = torch.is_grad_enabled() and any(self._has_grad(n) for n in numbers)
+        if not local:
+            for s in written:
+                self._bound[s] = self._bound.get(s, False) or grad
+        number, before = len(self.trace.ops), len(self.trace.values)
+        for x in made:
+            flows = x.requires_grad or (grad and x.is_floating_point())
+            self._add(x, ("op", number), local and storage_of(x) not in self._bound, flows)
+        makes = range(before, len(self.trace.values))
+        out_refs = mapped(self.ref, out)
+        self._note(func, reads, out_refs, numbers, makes, written, local=local, work=work, draws=draws)
+        return out
+
+    def _note_read(self, func: Any, reads: Any, numbers: tuple[int, ...], local: bool, out: Any) -> None:
+        """A value that Python has seen: a local one, which each later batch must have again."""
+        if not local or any(isinstance(self.trace.values[n].tensor, FakeTensor) for n in numbers):
+            raise _Hidden(f"{name_of(func)} reads what the model computes or draws")
+        self._note(func, reads, out, numbers, local=True, read=True)
+
+    def _note(
+        self,
+        func: Any,
+        given: Any,
+        out: Any,
+        reads: tuple[int, ...],
+        makes: Iterable[int] = (),
+        writes: Iterable[int] = (),
+        *,
+        local: bool,
+        read: bool = False,
+        work: Work | None = None,
+        draws: int = 0,
+    ) -> None:
+        state, call = State.now(self.trace.device.type), self._path[-1] if self._path else -1
+        args, kwargs = given
+        makes, writes, work = tuple(makes), frozenset(writes), work or Work()
+        op = Op(func, args, kwargs, out, reads, makes, writes, local, read, state, work, draws, call)
+        self.trace.ops.append(op)
+
+
+def drawn(func: Any, args: Any, kwargs: Any, random: bool) -> int:
+    """Keys that a call draws on DTensors (``espalier.tensor.random``)."""
+    return int(random)
+
+
+@contextlib.contextmanager
+def stand_in_values(module: nn.Module) -> Iterator[None]:
+    """While open, a module's fake parameters have some values."""
+    kept: list[tuple[Any, str, torch.Tensor]] = []
+    table: dict[str, Any]
+    for m in module.modules():
+        for table in (m._parameters, m._buffers):
+            for key, x in table.items():
+                if isinstance(x, FakeTensor):
+                    kept.append((table, key, x))
+                    table[key] = _some(x)
+    try:
+        yield
+    finally:
+        for table, key, x in kept:
+            table[key] = x
+
+
+def _some(x: Any) -> Any:
+    if not isinstance(x, FakeTensor):
+        return x
+    if x.is_floating_point():
+        return torch.randn(x.shape, dtype=x.dtype, device=x.device)
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)

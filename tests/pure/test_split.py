@@ -1,0 +1,105 @@
+"""A model as stages: run one after another, they are the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from espalier.models import build
+from espalier.parallel.pipeline.split import Split, SplitError, split
+from espalier.parallel.pipeline.trees import leaves
+
+SIZES = {"vocab_size": 64, "max_positions": 16, "layers": 4, "hidden": 32, "heads": 4}
+IDS = torch.arange(24).reshape(2, 12) % 64
+
+
+def called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def loss_of(out: Any) -> torch.Tensor:
+    found = getattr(out, "loss", None)
+    if found is not None:
+        return found
+    return sum(x.square().mean() for x in leaves(out, torch.Tensor) if x.requires_grad)  # type: ignore[return-value]
+
+
+def whole(model: nn.Module, batch: Any) -> tuple[Any, torch.Tensor]:
+    out = called(model, batch)
+    loss = loss_of(out)
+    loss.backward()
+    return out, loss
+
+
+def staged(found: Split, batch: Any) -> tuple[Any, torch.Tensor]:
+    """Output and loss of the stages, each with a graph of its own, as on ranks; gradients in the model."""
+    given: list[tuple[torch.Tensor, ...]] = []
+    sent: list[Any] = [()]
+    for program in found.at(batch).stages:
+        given.append(tuple(x.detach().requires_grad_(x.requires_grad) for x in sent[-1]))
+        for x, value in zip(given[-1], program.inputs, strict=True):
+            assert (tuple(x.shape), x.dtype, x.requires_grad) == (value.shape, value.dtype, value.grad)
+        sent.append(program(given[-1], batch))
+    loss = loss_of(sent[-1])
+    loss.backward()
+    for out, received in zip(sent[-2:0:-1], given[:0:-1], strict=True):
+        pairs = [(o, x.grad) for o, x in zip(out, received, strict=True) if x.grad is not None]
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+    return sent[-1], loss
+
+
+def equal(model: nn.Module, batch: Any, found: Split, *, exact: bool = True) -> None:
+    """The stages give what the model gives: output, loss, gradients."""
+    results = []
+    for run in (whole, staged):
+        torch.manual_seed(3)
+        model.zero_grad()
+        out, loss = run(found if run is staged else model, batch)  # type: ignore[operator]
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        results.append((out, loss.detach(), grads))
+    (out, loss, grads), (other, other_loss, other_grads) = results
+    close = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-12, "atol": 1e-14}
+    assert type(out) is type(other)
+    torch.testing.assert_close(leaves(other, torch.Tensor), leaves(out, torch.Tensor), rtol=0, atol=0)
+    torch.testing.assert_close(other_loss, loss, rtol=0, atol=0)
+    assert grads.keys() == other_grads.keys()
+    torch.testing.assert_close(other_grads, grads, **close)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "moe"])
+def test_our_models(name: str, number: int, training: bool) -> None:
+    given = {**SIZES, "dropout": 0.1} if name != "moe" else {**SIZES, "experts": 4}
+    model = build(name, given).double().train(training)
+    found = split(model, number, {"input_ids": IDS, "labels": IDS})
+    equal(model, {"input_ids": IDS, "labels": IDS}, found)
+    equal(model, {"input_ids": IDS[:, :5].repeat(2, 1), "labels": IDS[:, :5].repeat(2, 1)}, found)
+
+
+def test_sequential_with_writes_in_place() -> None:
+    parts = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True)) for _ in range(6)]
+    model = nn.Sequential(*(m for part in parts for m in part)).double()
+    x = torch.randn(5, 8).double()
+    for cuts in (None, ["2", "5"], ["4", "8"]):
+        found = split(model, 3, x, cuts)
+        assert cuts is None or found.cuts == tuple(cuts)
+        equal(model, x, found)
+
+
+def test_wrong_cuts_are_named() -> None:
+    model = build("gpt", SIZES)
+    batch = {"input_ids": IDS, "labels": IDS}
+    with pytest.raises(SplitError, match=r"'block.2': did you mean 'blocks.2'"):
+        split(model, 2, batch, ["block.2"])
+    with pytest.raises(SplitError, match="not in the order"):
+        split(model, 3, batch, ["blocks.2", "blocks.1"])
+    with pytest.raises(SplitError, match=r"3 stages begin at 2 cuts, got 1"):
+        split(model, 3, batch, ["blocks.2"])
+    with pytest.raises(SplitError, match="9 stages, but only 8 places"):
+        split(model, 9, batch)
