@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from espalier.checkpoint.pickles import FormatError, Record, read_metadata, read_value, told
-from espalier.layout.regions import Box
+from espalier.layout.regions import Box, overlap
 
 INDEX = ".safetensors.index.json"
 DTYPES = {
@@ -345,14 +345,6 @@ class _Values(Mapping[str, Any]):
         return len(self._stored)
 
 
-def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common; None if that is nothing."""
-    starts = tuple(map(max, a.offsets, b.offsets))
-    ends = [min(i + n, j + m) for i, n, j, m in zip(*a, *b, strict=True)]
-    sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
-    return Box(starts, sizes) if all(n > 0 for n in sizes) else None
-
-
 def _numbers(given: Any) -> tuple[int, ...]:
     """A tuple of sizes or offsets.
 
@@ -364,4 +356,4 @@ def _numbers(given: Any) -> tuple[int, ...]:
     return tuple(given)
 
 
-__all__ = ["DTYPES", "INDEX", "Entry", "Source", "flat", "inside", "open_source", "overlap"]
+__all__ = ["DTYPES", "INDEX", "Entry", "Source", "flat", "inside", "open_source"]

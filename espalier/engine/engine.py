@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from espalier.comm import Ledger
-from espalier.engine import tables, weights
+from espalier.engine import tables
 from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches, loss_of
+from espalier.engine.lasting import Lasting
 from espalier.engine.live import Watch, watch
 from espalier.engine.norm import Norm, clip_of, scale_gradients
 from espalier.engine.recompute import Policy, chosen, recompute
@@ -23,7 +23,7 @@ from espalier.engine.tables import Memory, Order, Traffic
 from espalier.engine.update import lay_out_states, update
 from espalier.layout import Layout
 from espalier.mesh import Mesh
-from espalier.parallel import Arrangement, Plan, arrange, everywhere, lay_out_model
+from espalier.parallel import Arrangement, Plan, arrange, lay_out_model
 from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, full_tensor, redistribute
 from espalier.tensor.deferred import share_random_state
@@ -32,7 +32,7 @@ from espalier.tensor.fallback import tree_map
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
-class Engine:
+class Engine(Lasting):
     """Trains one model under one plan. Made by :func:`initialize`.
 
     Attributes:
@@ -42,6 +42,7 @@ class Engine:
         mesh: the mesh.
         loss: of the batch, or of its micro-batches so far, after a backward (detached).
         grad_norm: the global gradient norm before clipping (a plain scalar tensor), after a step.
+        steps: that were done, also those that did not update because a gradient had overflowed.
         scaler: scales the loss in float16; None in other precisions.
         arrangement: the layouts of the parameters, once they are known, and why.
     """
@@ -66,7 +67,8 @@ class Engine:
         self._recomputed, self._policy = chosen(module, plan), recompute_policy
         self._data: DataAxis | None = None
         self.arrangement: Arrangement | None = None
-        self._syncing = True
+        self.steps = 0
+        self._syncing, self._has_gradients = True, False
         self._watch: Watch | None = None
         self._batches = Batches(mesh, plan)
         self._evaluation = Accumulation(plan.accumulate, count, mesh, self._batches.axes)
@@ -245,7 +247,7 @@ class Engine:
         With ``Plan(accumulate=k)`` only the k-th since the last step reduces them, where the stage allows it.
         """
         assert self._data is not None, "call the engine on a batch first"
-        of_step = self._accumulation
+        of_step, self._has_gradients = self._accumulation, True
         self._data.gradients.begin(self._syncing and (of_step is None or of_step.done == of_step.size - 1))
         with self._watch or nullcontext():
             if self.scaler is not None:
@@ -327,20 +329,24 @@ class Engine:
             arrived()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-            self._data.gradients.forget()
-            if of_step is not None:
-                of_step.reset()
+            self._forget()
             self._traffic.end()
+        self.steps += 1
         return finite
 
     def zero_grad(self) -> None:
         """Forget the gradients, and the micro-batches that made them."""
         assert self._data is not None, "call the engine on a batch first"
         self.module.zero_grad(set_to_none=True)
-        self._data.gradients.forget()
+        self._forget()
+        self._traffic.end(done=False)
+
+    def _forget(self) -> None:
+        """What was known of the gradients."""
+        self._laid_out().gradients.forget()
         if self._accumulation is not None:
             self._accumulation.reset()
-        self._traffic.end(done=False)
+        self._has_gradients = False
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Forward, backward, step, on the batch's rows in ``Plan.accumulate`` micro-batches.
@@ -404,54 +410,6 @@ class Engine:
     def resized(self) -> list[torch.UntypedStorage]:
         """Storages that are emptied and filled as their parameters are used."""
         return [] if self._data is None else self._data.resized
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The model's state dict with plain whole tensors (a collective: every rank must call).
-
-        Parameters that have float32 masters are these.
-        """
-        precise = nullcontext() if self._data is None else self._data.precise()
-        with torch.no_grad(), precise:
-            return {
-                name: everywhere(x, self.mesh).detach() if isinstance(x, torch.Tensor) else x
-                for name, x in self.module.state_dict().items()
-            }
-
-    def load_weights(self, path: str | Path) -> None:
-        """Take the model's weights from files of another format; each rank reads what it holds (collective).
-
-        Args:
-            path: a file of safetensors or of ``torch.save``, a folder of one of these, as Hugging Face has
-                them, or of ``torch.distributed.checkpoint``. Values are rounded to the parameters' dtype, or
-                that of their float32 masters. What was pickled is read without executing any of it.
-
-        Raises:
-            ValueError: it cannot be read, or holds the weights of another model.
-        """
-        weights.load_weights(self.module, self.optimizer, self._laid_out(), path)
-
-    def export(
-        self,
-        path: str | Path,
-        format: str = "safetensors",
-        *,
-        dtype: torch.dtype | None = None,
-        shard_gigabytes: float = 5.0,
-    ) -> None:
-        """Write the model's weights as others read them: rank 0 does, piece by piece (collective).
-
-        Args:
-            path: a new folder; for ``"torch"`` a new file.
-            format: ``"safetensors"``, as Hugging Face's ``save_pretrained`` writes it, with the config of the
-                model if it has one; or ``"torch"``, a state dict by ``torch.save``.
-            dtype: of floating-point tensors; by default the parameters', or float32 where they have masters.
-            shard_gigabytes: (10^9 bytes) of a file of safetensors.
-
-        Raises:
-            ValueError: it cannot be written.
-        """
-        shard_bytes = int(shard_gigabytes * 1e9)
-        weights.export(self.module, self._laid_out(), path, format, dtype, shard_bytes)
 
 
 __all__ = ["Engine", "LossFunction"]

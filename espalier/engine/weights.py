@@ -20,11 +20,11 @@ from espalier.checkpoint.exporting import laid_out
 from espalier.checkpoint.names import matched, tied
 from espalier.checkpoint.pickles import FormatError
 from espalier.checkpoint.sinks import Write, stream
-from espalier.checkpoint.sources import Entry, Source, open_source, overlap
+from espalier.checkpoint.sources import Entry, Source, open_source
 from espalier.comm.agreement import agree
 from espalier.comm.collectives import reduce
 from espalier.layout import local_box
-from espalier.layout.regions import Box
+from espalier.layout.regions import Box, overlap
 from espalier.mesh import Mesh
 from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, layout_of, plain
@@ -32,7 +32,7 @@ from espalier.tensor import DTensor, layout_of, plain
 Fill = Callable[[torch.Tensor], None]
 
 
-class _Reader(torch.optim.Optimizer):
+class Reader(torch.optim.Optimizer):
     """Has the parameters of an optimizer, and its states; a step fills the parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], fill: Fill, states: Any) -> None:
@@ -63,7 +63,7 @@ def load_weights(
     filling = _Filling(source, {id(state[name]): theirs for name, theirs in names.items()})
     trained = [m.p for chunk in data.chunks for m in chunk.members]
     with torch.no_grad():
-        reader = _Reader(trained, filling, None if optimizer is None else optimizer.state)
+        reader = Reader(trained, filling, None if optimizer is None else optimizer.state)
         data.update(reader, lambda reader: reader.step())
         by_reader = {id(p) for p in trained}
         for name in names:
@@ -195,4 +195,4 @@ def _write_config(model: Any, entries: Mapping[str, Entry], folder: Path) -> Non
         model.generation_config.save_pretrained(folder)
 
 
-__all__ = ["export", "load_weights"]
+__all__ = ["Reader", "export", "load_weights"]

@@ -32,6 +32,14 @@ class Box(NamedTuple):
         ).slices
 
 
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common; None if that is nothing."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    ends = [min(o + n, p + m) for o, n, p, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)]
+    sizes = tuple(end - start for start, end in zip(offsets, ends, strict=True))
+    return Box(offsets, sizes) if all(n > 0 for n in sizes) else None
+
+
 def chunk_bounds(size: int, n: int, index: int) -> tuple[int, int]:
     """Start and length of piece ``index`` of ``n`` of a dim of ``size``, as ``torch.chunk`` cuts."""
     piece = -(-size // n)

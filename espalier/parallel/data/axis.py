@@ -205,6 +205,13 @@ class DataAxis:
             yield
 
     @contextmanager
+    def stored(self) -> Iterator[None]:
+        """While open, each parameter that has a master is that, wherever it is kept."""
+        self._settle()
+        with self._shown(self.masters.chunks):
+            yield
+
+    @contextmanager
     def updating(self, *, exchange: bool = True) -> Iterator[None]:
         """While open, each trained parameter is what the optimizer is to update here, with its gradient.
 

@@ -1,0 +1,147 @@
+"""Folders of checkpoints: what is in one, which is the newest, how one comes and goes.
+
+A checkpoint is made in a hidden folder, and renamed when it is whole: what bears the name of a step is
+whole. It is taken away in the same manner, backwards.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from espalier.checkpoint.errors import CheckpointError
+from espalier.checkpoint.files import damaged, sync_folder, write_file
+from espalier.checkpoint.index import Index, sealed
+
+INDEX, SEAL, TORCH = "index.json", "whole.json", ".metadata"
+_STEP = re.compile(r"step-(\d+)(\.replaced)?")
+_OURS = re.compile(r"\.step-\d+\.(saving|leaving)-\w+")
+
+
+def name_of(step: int) -> str:
+    """The name of a step's checkpoint."""
+    return f"step-{step:08}"
+
+
+def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints in a folder, newest first, whole or not."""
+    found = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            match = _STEP.fullmatch(entry.name)
+            if match and entry.is_dir():
+                found.append((int(match[1]), match[2] is None, Path(entry.path)))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def open_index(path: Path) -> Index:
+    """The index of a checkpoint; its files are there, and of the right sizes.
+
+    Raises:
+        CheckpointError: it is not whole.
+    """
+    try:
+        content = (path / INDEX).read_bytes()
+        seal = (path / SEAL).read_bytes()
+    except OSError as error:
+        missing = Path(error.filename).name
+        raise CheckpointError(
+            f"{path} is no whole checkpoint: {missing}: {error.strerror}. Name a folder step-... that "
+            "engine.save made, or the folder that it stands in."
+        ) from error
+    if seal != sealed(content):
+        raise CheckpointError(damaged(path / INDEX, "its checksum is not that of what was written"))
+    index = Index.from_json(content, str(path / INDEX))
+    for name, size in index.files.items():
+        try:
+            found = (path / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(damaged(path / name, str(error.strerror))) from error
+        if found != size:
+            raise CheckpointError(damaged(path / name, f"it has {found:,} bytes instead of {size:,}"))
+    return index
+
+
+def newest(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest whole checkpoint in a folder; None if it has none, or does not exist.
+
+    Whole: all that was written is there. Checksums of the values are looked at as these are loaded.
+    """
+    return next((path for path, index in _whole(directory)), None)
+
+
+def _whole(directory: str | os.PathLike[str]) -> Iterator[tuple[Path, Index]]:
+    if not Path(directory).is_dir():
+        return
+    for path in checkpoints(directory):
+        try:
+            yield path, open_index(path)
+        except CheckpointError:
+            continue
+
+
+# ---- coming and going
+
+
+def prepare(directory: Path, step: int, token: str) -> Path:
+    """Make the folder in which a checkpoint will be written; remove what killed processes left of others.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for old in directory.iterdir():
+            if _OURS.fullmatch(old.name):
+                shutil.rmtree(old, ignore_errors=True)
+            elif old.name.endswith(".replaced") and _STEP.fullmatch(old.name):
+                newer = old.with_name(old.name.removesuffix(".replaced"))
+                if newer.exists():
+                    _leave(old, token)
+                else:
+                    old.rename(newer)
+        path = directory / f".{name_of(step)}.saving-{token}"
+        path.mkdir()
+    except OSError as error:
+        raise CheckpointError(cannot(f"No checkpoint can be written to {directory}", error)) from error
+    return path
+
+
+def cannot(what: str, error: OSError) -> str:
+    """The words of an error about a file."""
+    return (
+        f"{what}: {error.strerror}. Earlier checkpoints are as they were. Make space or name another folder."
+    )
+
+
+def commit(path: Path, index: Index, keep: int | None) -> Path:
+    """Let a folder in which all was written be a checkpoint, and remove the oldest but ``keep``."""
+    directory, token = path.parent, path.name.rpartition("-")[2]
+    content = index.to_json()
+    (path / TORCH).write_bytes(index.to_torch())
+    write_file(path / INDEX, content)
+    write_file(path / SEAL, sealed(content))
+    sync_folder(path)
+    final = directory / name_of(index.step)
+    replaced = final.with_name(f"{final.name}.replaced")
+    if final.exists():
+        final.rename(replaced)
+    path.rename(final)
+    sync_folder(directory)
+    if replaced.exists():
+        _leave(replaced, token)
+    if keep is not None:
+        whole = [old for old, _ in _whole(directory)]
+        for old in whole[max(keep, 1) :]:
+            _leave(old, token)
+    return final
+
+
+def _leave(path: Path, token: str) -> None:
+    hidden = path.with_name(f".{path.name.removesuffix('.replaced')}.leaving-{token}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)

@@ -1,0 +1,105 @@
+"""Who writes what: each box of a tensor once, by one of the ranks that hold it, all about as much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from espalier.checkpoint.frames import LARGEST
+from espalier.layout import Layout, chunk_bounds, local_box
+from espalier.layout.regions import Box
+
+SHARED = 1 << 20  # bytes of a box from which on those that hold it write a part each
+
+
+class Lying(NamedTuple):
+    """A tensor, as this rank holds it.
+
+    Attributes:
+        local: what is here, plain; None where only the others' part is to be told.
+        layout: how it lies.
+    """
+
+    local: torch.Tensor
+    layout: Layout
+
+
+class Piece(NamedTuple):
+    """What this rank writes of a tensor: the values of a box of it."""
+
+    name: str
+    box: Box
+    values: torch.Tensor
+
+
+def pieces(tree: Mapping[str, Lying]) -> list[Piece]:
+    """What this rank writes. All ranks have the tree in one order.
+
+    Raises:
+        ValueError: a tensor is Partial.
+    """
+    found = []
+    written: dict[tuple[object, ...], list[int]] = {}  # bytes, of the ranks that hold the same
+    for name, (local, layout) in tree.items():
+        if not layout.is_firm:
+            raise ValueError(f"{name} is {layout!r}: sums that are still to be done cannot be saved.")
+        if not layout.mesh.is_member:
+            continue
+        box = local_box(layout)
+        n, here, group = _copies(layout)
+        size = math.prod(box.sizes) * local.element_size()
+        share: Box | None = box
+        if size >= SHARED and n > 1:
+            share = next(iter(_cut(box, n, here)), None)
+        else:
+            loads = written.setdefault(group, [0] * n)
+            least = loads.index(min(loads))
+            loads[least] += size
+            if least != here:
+                share = None
+        first = not any(layout.mesh.coordinate[a] for a in layout.order)
+        if share is not None and (size or first):
+            for part in _bounded(share, local.element_size()):
+                found.append(Piece(name, part, local[part.within(box)]))
+    return found
+
+
+def _copies(layout: Layout) -> tuple[int, int, tuple[object, ...]]:
+    """How many ranks hold the same box, which of them this is, and what they have in common."""
+    mesh = layout.mesh
+    cut = set(layout.order)
+    along = [a for a in range(mesh.ndim) if a not in cut and mesh.shape[a] > 1]
+    here = 0
+    for a in along:
+        here = here * mesh.shape[a] + mesh.coordinate[a]
+    return math.prod(mesh.shape[a] for a in along), here, (tuple(mesh.ranks), tuple(along))
+
+
+def _cut(box: Box, n: int, index: int) -> Iterator[Box]:
+    """Part ``index`` of n along the longest dim; none if that is too short."""
+    dim = max(range(len(box.sizes)), key=lambda d: box.sizes[d])
+    start, length = chunk_bounds(box.sizes[dim], n, index)
+    if length:
+        yield _narrowed(box, dim, start, length)
+
+
+def _bounded(box: Box, itemsize: int) -> Iterator[Box]:
+    """A box in parts that one frame holds each."""
+    size = math.prod(box.sizes) * itemsize
+    if size <= LARGEST:
+        yield box
+        return
+    dim = next(d for d, n in enumerate(box.sizes) if n > 1)
+    rows = max(1, LARGEST // (size // box.sizes[dim]))
+    for start in range(0, box.sizes[dim], rows):
+        yield from _bounded(_narrowed(box, dim, start, min(rows, box.sizes[dim] - start)), itemsize)
+
+
+def _narrowed(box: Box, dim: int, start: int, length: int) -> Box:
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    offsets[dim] += start
+    sizes[dim] = length
+    return Box(tuple(offsets), tuple(sizes))

@@ -1,0 +1,162 @@
+"""What of an engine outlives it: checkpoints, and weights in other formats."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from espalier.checkpoint import Saver
+from espalier.engine import weights
+from espalier.engine.scaling import LossScaler
+from espalier.engine.state import found, index_and_tree, named_values, restore
+from espalier.mesh import Mesh
+from espalier.parallel import Plan, everywhere
+from espalier.parallel.data.axis import DataAxis
+
+
+class Lasting:
+    """The part of an engine that saves and loads."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    plan: Plan
+    mesh: Mesh
+    scaler: LossScaler | None
+    steps: int
+    _data: DataAxis | None
+    _has_gradients: bool
+    _saver: Saver | None = None
+
+    if TYPE_CHECKING:  # the engine's
+
+        def _laid_out(self) -> DataAxis: ...
+
+        def zero_grad(self) -> None: ...
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        asynchronous: bool = False,
+        keep: int | None = None,
+        **extra: Any,
+    ) -> Path:
+        """Save all that a run needs to go on, between two steps (a collective: every rank must call).
+
+        Model, optimizer, scaler, random state and :attr:`steps`, as any plan on any number of ranks can load
+        them. The checkpoint is visible once it is whole.
+
+        Args:
+            directory: where the checkpoint's own folder, ``step-00000100``, is made.
+            asynchronous: return when the values are copied to the host's memory, and write meanwhile;
+                :meth:`wait_saved`, or the next save, raises what went wrong.
+            keep: how many checkpoints to leave in ``directory``: the newest.
+            extra: plain values, tensors, or objects with ``state_dict()``, the same on all ranks.
+
+        Returns:
+            the checkpoint's folder.
+
+        Raises:
+            ValueError: something in ``extra`` or the optimizer cannot be saved; there are gradients.
+            CheckpointError: on all ranks, if it could not be written; those before it are as they were.
+        """
+        if self.mesh.is_dry:
+            raise ValueError("A dry mesh holds no values: there is nothing to save.")
+        if self._has_gradients:
+            raise ValueError("There are gradients, which no checkpoint holds: save after engine.step().")
+        data, given = self._laid_out(), dict(named_values(self))
+        if self._saver is None:
+            self._saver = Saver(self.mesh)
+        with torch.no_grad(), data.stored():
+            index, tree = index_and_tree(self.module, self.optimizer, self.mesh, given, extra)
+            index.step, index.plan = self.steps, self.plan.model_dump(mode="json")
+            return self._saver.save(Path(directory), index, tree, keep=keep, asynchronous=asynchronous)
+
+    def wait_saved(self) -> None:
+        """Until the checkpoint that is being written is there (a collective).
+
+        Raises:
+            CheckpointError: on all ranks, if it could not be written.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def load(
+        self, directory: str | os.PathLike[str], *, model_only: bool = False, **extra: Any
+    ) -> dict[str, Any]:
+        """Go on where a checkpoint was saved, under any plan (a collective: every rank must call).
+
+        Args:
+            directory: a checkpoint, or a folder of them: then the newest whole one.
+            model_only: leave optimizer, scaler, random state and :attr:`steps` as they are.
+            extra: objects with ``load_state_dict()``, by the names under which they were saved.
+
+        Returns:
+            what was saved as ``extra``.
+
+        Raises:
+            ValueError: model or optimizer differ from what was saved, listing all that does: nothing is
+                changed, then. The layouts are not known yet: call :meth:`lay_out` on a batch first.
+            CheckpointError: on all ranks, if there is none, or a file is damaged.
+        """
+        data = self._laid_out()
+        self.wait_saved()
+        self.zero_grad()
+        checkpoint = found(directory, self.mesh)
+        return restore(self, checkpoint, data, extra, model_only)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The model's state dict with plain whole tensors (a collective: every rank must call).
+
+        Parameters that have float32 masters are these.
+        """
+        precise = nullcontext() if self._data is None else self._data.precise()
+        with torch.no_grad(), precise:
+            return {
+                name: everywhere(x, self.mesh).detach() if isinstance(x, torch.Tensor) else x
+                for name, x in self.module.state_dict().items()
+            }
+
+    def load_weights(self, path: str | Path) -> None:
+        """Take the model's weights from files of another format; each rank reads what it holds (collective).
+
+        Args:
+            path: a file of safetensors or of ``torch.save``, a folder of one of these, as Hugging Face has
+                them, or of ``torch.distributed.checkpoint``. Values are rounded to the parameters' dtype, or
+                that of their float32 masters. What was pickled is read without executing any of it.
+
+        Raises:
+            ValueError: it cannot be read, or holds the weights of another model.
+        """
+        weights.load_weights(self.module, self.optimizer, self._laid_out(), path)
+
+    def export(
+        self,
+        path: str | Path,
+        format: str = "safetensors",
+        *,
+        dtype: torch.dtype | None = None,
+        shard_gigabytes: float = 5.0,
+    ) -> None:
+        """Write the model's weights as others read them: rank 0 does, piece by piece (collective).
+
+        Args:
+            path: a new folder; for ``"torch"`` a new file.
+            format: ``"safetensors"``, as Hugging Face's ``save_pretrained`` writes it, with the config of the
+                model if it has one; or ``"torch"``, a state dict by ``torch.save``.
+            dtype: of floating-point tensors; by default the parameters', or float32 where they have masters.
+            shard_gigabytes: (10^9 bytes) of a file of safetensors.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        shard_bytes = int(shard_gigabytes * 1e9)
+        weights.export(self.module, self._laid_out(), path, format, dtype, shard_bytes)
+
+
+__all__ = ["Lasting"]
