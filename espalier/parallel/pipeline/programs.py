@@ -127,10 +127,6 @@ class Divided:
                 found |= {self._canonical[id(p)] for p in module.parameters() if id(p) in self._canonical}
         return found
 
-    def draws(self, stage: int) -> int:
-        """Random keys that a stage draws."""
-        return sum(op.draws for i, op in enumerate(self.trace.ops) if self.stage(i) == stage)
-
     # ---- what travels
 
     def _find_uses(self) -> None:
@@ -240,7 +236,7 @@ class Divided:
             used = set(self._reads(unit)) | set(self._gives(unit))
             step.free = tuple(used - seen)
             seen |= used
-        return Body(sources, steps, self.trace.device.type)
+        return Body(sources, steps, self.trace.device)
 
     def _local_ops(self, demanded: set[int], end: int) -> set[int]:
         """The operations that make local values, and what they need."""
@@ -269,11 +265,7 @@ class Divided:
             return Source(number, kind, place, value.storage in written)
         if kind == "constant":
             return Source(number, kind, value.tensor, False)
-        owner, _, key = place.rpartition(".")
-        module = self._modules[owner]
-        return Source(
-            number, kind, (module._parameters if kind == "parameter" else module._buffers, key), False
-        )
+        return Source(number, kind, place, False)
 
     def _check_received(self, received: set[int], written: set[int]) -> None:
         shared: dict[int, int] = {}
@@ -295,15 +287,8 @@ class Divided:
         return {n for n in self.crossing(stage - 1) if self.trace.values[n].storage in written}
 
     def _step(self, unit: Unit) -> Step:
-        if unit.call is None:
-            op = self.trace.ops[unit.start]
-            func: Any = op.func
-            if isinstance(func, str):
-                func = self._modules[func]
-            state = None if op.state == self.trace.state else op.state
-            step = Step(func, name_of(op.func), op.args, op.kwargs, op.out, state)
-            step.reads = op.read
-            return step
-        call = unit.call
-        state = None if call.state == self.trace.state else call.state
-        return Step(self._modules[call.name], call.name, call.args, call.kwargs, call.out, state)
+        done: Any = self.trace.ops[unit.start] if unit.call is None else unit.call
+        func = done.func if unit.call is None else unit.call.name
+        state = None if done.state == self.trace.state else done.state
+        reads = unit.call is None and done.read
+        return Step(func, name_of(func), done.args, done.kwargs, done.out, state, reads)

@@ -7,6 +7,7 @@ modules is repeated call by call. The model itself is not changed.
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -36,17 +37,16 @@ class StageProgram:
         inputs: what it receives from the stage before.
         outputs: what it sends to the next one; empty for the last stage.
         parameters: names of the parameters that it uses.
-        draws: random keys that its forward draws.
     """
 
-    def __init__(self, divided: Divided, number: int) -> None:
+    def __init__(self, divided: Divided, number: int, model: nn.Module) -> None:
         self.number, last = number, number == divided.number - 1
+        self._bind(model)
         self._in = divided.crossing(number - 1) if number else []
         self._out = [] if last else divided.crossing(number)
         self.inputs: tuple[Value, ...] = tuple(divided.described(n, number - 1) for n in self._in)
         self.outputs: tuple[Value, ...] = tuple(divided.described(n, number) for n in self._out)
         self.parameters = divided.parameters(number)
-        self.draws = divided.draws(number)
         self._written = divided.written_in(number) if number else set()
         self._body = divided.body(number)
         self._result = divided.trace.out if last else None
@@ -67,13 +67,25 @@ class StageProgram:
                 f"Stage {self.number} was given {len(received)} tensors, expected {len(self._in)}: "
                 f"{', '.join(v.name for v in self.inputs) or 'none'}."
             )
-        env = self._body.start(leaves(batch, torch.Tensor))
+        tensors = leaves(batch, torch.Tensor)
+        env = self._body.begin(self._model, tensors)
         for n, x in zip(self._in, received, strict=True):
             env[n] = x.clone() if n in self._written else x
-        self._body.run(env)
+        here = (*tensors, *received)[0].device
+        for step in self._body.steps:
+            step.run(env, self._modules, self._body.device, here)
         if not self._is_last:
             return tuple(env[n] for n in self._out)
         return mapped(lambda x: env[x.number] if type(x) is Ref else x, self._result)
+
+    def on(self, model: nn.Module) -> StageProgram:
+        """The same program for another model of the same modules, by their names."""
+        other = copy.copy(self)
+        other._bind(model)
+        return other
+
+    def _bind(self, model: nn.Module) -> None:
+        self._model, self._modules = model, dict(model.named_modules())
 
 
 class Split:
@@ -89,9 +101,9 @@ class Split:
     def __init__(self, family: _Family, found: Trace, cuts: Sequence[str]) -> None:
         self._family, self.cuts = family, tuple(cuts)
         divided = Divided(found, _bounds(found, cuts, family.model), family.model, family.standing)
-        self.stages = tuple(StageProgram(divided, i) for i in range(divided.number))
+        self.stages = tuple(StageProgram(divided, i, family.model) for i in range(divided.number))
         self._guards = divided.guards()
-        self.pieces = pieces(found, family.model)
+        self.pieces = family.pieces
 
     def at(self, batch: Any) -> Split:
         """The same stages for another batch; traced anew if its shapes, or what is read of it, are new."""
@@ -113,11 +125,12 @@ class Split:
         if self._guards is None:
             return True
         body, wanted = self._guards
-        env = body.start(leaves(batch, torch.Tensor))
-        expected = iter(wanted)
+        model, tensors = self._family.model, leaves(batch, torch.Tensor)
+        env, expected = body.begin(model, tensors), iter(wanted)
+        modules, here = dict(model.named_modules()), tensors[0].device
         with torch.no_grad():
             for step in body.steps:
-                out = step.run(env, body.kind)
+                out = step.run(env, modules, body.device, here)
                 if step.reads and not _same(out, next(expected)):
                     return False
         return True
@@ -129,6 +142,7 @@ class _Family:
     def __init__(self, model: nn.Module, standing: Standing, device: torch.device) -> None:
         self.model, self.standing, self.device = model, standing, device
         self.cuts: tuple[str, ...] = ()
+        self.pieces: list[Piece] = []
         self.known: OrderedDict[Any, list[Split]] = OrderedDict()
 
     def trace(self, batch: Any) -> Trace:
@@ -188,12 +202,13 @@ def split(
         device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     family = _Family(model, Standing(model, device), device)
     found = family.trace(example)
+    family.pieces = pieces(found, model, costs)
     if cuts is not None:
         if len(cuts) != number - 1:
             raise SplitError(f"{number} stages begin at {number - 1} cuts, got {len(cuts)}: {list(cuts)}.")
         family.cuts = tuple(cuts)
     else:
-        family.cuts = tuple(balance(pieces(found, model, costs), number, memory))
+        family.cuts = tuple(balance(family.pieces, number, memory))
     made = Split(family, found, family.cuts)
     family.known[family.key(example)] = [made]
     return made

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from espalier.parallel.pipeline.trace import Call, SplitError, State
 from espalier.parallel.pipeline.trees import Ref, leaves, mapped
+
+Env = dict[int, torch.Tensor]
 
 
 class Unit(NamedTuple):
@@ -20,56 +23,81 @@ class Unit(NamedTuple):
 
 
 class Step:
-    """One call of a program: of a module or of a torch function."""
+    """One call of a program.
+
+    Args:
+        func: a torch function, or a module's name.
+        name: for messages.
+        args, kwargs, out: trees with a :class:`Ref` for each tensor.
+        state: what torch is told meanwhile, if it is not what it is told around the program.
+        reads: whether Python's control flow read what it gives.
+
+    Attributes:
+        free: values that nothing needs after it.
+    """
 
     __slots__ = ("_args", "_flat", "_kwargs", "_out", "_state", "free", "func", "name", "reads")
 
-    def __init__(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, state: State | None) -> None:
-        self.func, self.name, self._args, self._kwargs, self._out, self._state = (
-            func,
-            name,
-            args,
-            kwargs,
-            out,
-            state,
-        )
-        self._flat = not any(leaves(x, Ref) for x in (*args, *kwargs.values()) if not isinstance(x, Ref))
+    def __init__(
+        self, func: Any, name: str, args: Any, kwargs: Any, out: Any, state: State | None, reads: bool = False
+    ) -> None:
+        self.func, self.name, self.reads = func, name, reads
+        self._args, self._kwargs, self._out, self._state = args, kwargs, out, state
+        inner = [x for x in (*args, *kwargs.values()) if type(x) is not Ref]
+        self._flat = not any(leaves(x, (Ref, torch.device)) for x in inner)
         self.free: tuple[int, ...] = ()
-        self.reads = False  # whether what it gives was read by Python
 
-    def run(self, env: dict[int, torch.Tensor], kind: str) -> Any:
-        """Call it on what is in ``env`` and put there what it gives."""
+    def run(self, env: Env, modules: Mapping[str, nn.Module], was: torch.device, here: torch.device) -> Any:
+        """Call it on what is in ``env``, and put there what it gives.
+
+        Args:
+            was, here: the device of the trace, in whose place is the one of now.
+        """
+        func: Any = modules[self.func] if type(self.func) is str else self.func
         if self._flat:
             args = [env[a.number] if type(a) is Ref else a for a in self._args]
             kwargs = {k: env[a.number] if type(a) is Ref else a for k, a in self._kwargs.items()}
         else:
-            args, kwargs = mapped(
-                lambda x: env[x.number] if type(x) is Ref else x, (self._args, self._kwargs)
-            )
+
+            def given(x: Any) -> Any:
+                if type(x) is Ref:
+                    return env[x.number]
+                return here if type(x) is torch.device and x == was else x
+
+            args, kwargs = mapped(given, (self._args, self._kwargs))
         if self._state is None:
-            out = self.func(*args, **kwargs)
+            out = func(*args, **kwargs)
         else:
             enabled, dtype = self._state.cast
-            with torch.set_grad_enabled(self._state.grad), torch.autocast(kind, dtype, enabled):
-                out = self.func(*args, **kwargs)
+            with torch.set_grad_enabled(self._state.grad), torch.autocast(was.type, dtype, enabled):
+                out = func(*args, **kwargs)
+        self._keep(out, env)
+        return out
+
+    def _keep(self, out: Any, env: Env) -> None:
         if type(self._out) is Ref:
             env[self._out.number] = out
         else:
             made, wanted = leaves(out, torch.Tensor), leaves(self._out, Ref)
             if len(made) != len(wanted):
                 raise SplitError(
-                    f"{self.name!r} gave {len(made)} tensors and {len(wanted)} when it was traced. A stage "
-                    "is called "
-                    "as it was traced: let the number not depend on what its forward remembers."
+                    f"{self.name!r} gave {len(made)} tensors, and {len(wanted)} when it was traced. A stage "
+                    "is called as it was traced: let the number not depend on what its forward remembers."
                 )
             env.update((ref.number, x) for ref, x in zip(wanted, made, strict=True))
         for n in self.free:
             env.pop(n, None)
-        return out
 
 
 class Source(NamedTuple):
-    """Where a value comes from that no step makes: a parameter or buffer, the batch, a constant."""
+    """Where a value comes from that no step makes.
+
+    Attributes:
+        number: the value's.
+        kind: ``"parameter"``, ``"buffer"``, ``"batch"`` or ``"constant"``.
+        place: its name, its number among the batch's tensors, or itself.
+        clone: whether a step writes to it, which is not to be seen outside.
+    """
 
     number: int
     kind: str
@@ -77,28 +105,24 @@ class Source(NamedTuple):
     clone: bool
 
 
-class Body:
-    """Steps in order, and what they start from."""
+class Body(NamedTuple):
+    """Steps in order, and what they start from; ``device``: that of the trace."""
 
-    def __init__(self, sources: Sequence[Source], steps: Sequence[Step], kind: str) -> None:
-        self.sources, self.steps, self.kind = sources, steps, kind
+    sources: Sequence[Source]
+    steps: Sequence[Step]
+    device: torch.device
 
-    def start(self, batch: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def begin(self, model: nn.Module, batch: Sequence[torch.Tensor]) -> Env:
         """The values at the beginning."""
-        env = {}
-        for s in self.sources:
-            if s.kind == "batch":
-                x = batch[s.place]
-            elif s.kind == "constant":
-                x = s.place
+        env: Env = {}
+        for number, kind, place, clone in self.sources:
+            if kind == "batch":
+                x = batch[place]
+            elif kind == "constant":
+                x = place
             else:
-                held, key = s.place
-                x = held[key]
-            env[s.number] = x.clone() if s.clone else x
-        return env
-
-    def run(self, env: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Do all steps."""
-        for step in self.steps:
-            step.run(env, self.kind)
+                owner, _, key = place.rpartition(".")
+                module = model.get_submodule(owner)
+                x = (module._parameters if kind == "parameter" else module._buffers)[key]
+            env[number] = x.clone() if clone else x
         return env

@@ -105,7 +105,6 @@ class Op:
         read: what it read out of a tensor: Python's control flow may hang on it.
         state: see :class:`State`.
         work: what it costs.
-        draws: random keys drawn by it, by DTensors' rules.
         call: the innermost module call around it.
     """
 
@@ -120,7 +119,6 @@ class Op:
     read: bool
     state: State
     work: Work
-    draws: int
     call: int
 
 
@@ -341,8 +339,8 @@ class _Recorder(TorchFunctionMode):
         self._quiet += 1
         try:
             with self.worked.as_one(), torch.no_grad(), stand_in_values(module):
-                drawn = mapped(_some, (args, kwargs))
-                out = module(*drawn[0], **drawn[1])
+                some = mapped(_some, (args, kwargs))
+                out = module(*some[0], **some[1])
         except Exception as other:
             raise _Hidden(f"{error} in {name!r}, which could not be run by itself either: {other}") from error
         finally:
@@ -403,7 +401,6 @@ class _Recorder(TorchFunctionMode):
             if given and name != "__get__":
                 self._note_read(func, reads, numbers, local, out)
             return out
-        draws = drawn(func, args, kwargs, random)
         local = local and not random
         grad = torch.is_grad_enabled() and any(self._has_grad(n) for n in numbers)
         if not local:
@@ -415,7 +412,7 @@ class _Recorder(TorchFunctionMode):
             self._add(x, ("op", number), local and storage_of(x) not in self._bound, flows)
         makes = range(before, len(self.trace.values))
         out_refs = mapped(self.ref, out)
-        self._note(func, reads, out_refs, numbers, makes, written, local=local, work=work, draws=draws)
+        self._note(func, reads, out_refs, numbers, makes, written, local=local, work=work)
         return out
 
     def _note_read(self, func: Any, reads: Any, numbers: tuple[int, ...], local: bool, out: Any) -> None:
@@ -436,18 +433,12 @@ class _Recorder(TorchFunctionMode):
         local: bool,
         read: bool = False,
         work: Work | None = None,
-        draws: int = 0,
     ) -> None:
         state, call = State.now(self.trace.device.type), self._path[-1] if self._path else -1
         args, kwargs = given
         makes, writes, work = tuple(makes), frozenset(writes), work or Work()
-        op = Op(func, args, kwargs, out, reads, makes, writes, local, read, state, work, draws, call)
+        op = Op(func, args, kwargs, out, reads, makes, writes, local, read, state, work, call)
         self.trace.ops.append(op)
-
-
-def drawn(func: Any, args: Any, kwargs: Any, random: bool) -> int:
-    """Keys that a call draws on DTensors (``espalier.tensor.random``)."""
-    return int(random)
 
 
 @contextlib.contextmanager
