@@ -27,6 +27,8 @@ from matplotlib.patches import Arc, Circle, FancyArrowPatch, FancyBboxPatch, Rec
 
 from espalier.layout import TABLE, Layout, Partial, Placement, Replicate, Shard, local_box
 from espalier.mesh import Mesh
+from espalier.parallel.pipeline import KINDS, Costs, find_schedule, simulate
+from espalier.parallel.pipeline.draw import figure as pipeline_figure
 
 HERE = Path(__file__).parent
 PICTURES = HERE / "pictures"
@@ -416,11 +418,22 @@ def house() -> Figure:
     return figure
 
 
+def schedules() -> Figure:
+    """Every pipeline schedule of 4 ranks and 8 micro-batches, simulated: F = I = W of a stage."""
+    kinds = {kind: simulate(find_schedule(kind)) for kind in KINDS}
+    # on one scale: a stage takes half as long where a rank has two
+    halves = Costs(0.5, 0.5, 0.5)
+    kinds |= {kind: simulate(find_schedule(kind), halves) for kind in ("interleaved", "zbv")}
+    kinds.pop("naive")  # so long that the others could not be read on its scale
+    return pipeline_figure(kinds)
+
+
 DRAWINGS: dict[str, Callable[[], Figure]] = {
     "layouts": layouts,
     "transitions": transitions,
     "megatron-mlp": megatron,
     "house": house,
+    "schedules": schedules,
 }
 
 

@@ -115,6 +115,55 @@ def explain(job: JobFile, set_: Set = None, ranks: Ranks = None, debug: Debug = 
         Console().print(str(table), highlight=False, markup=False, soft_wrap=True)
 
 
+@app.command()
+def schedule(
+    kind: Annotated[
+        str, typer.Option(help="naive, gpipe, 1f1b, interleaved, zb-h1, zbv, or the file of a table.")
+    ] = "1f1b",
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Pipe ranks (4 if not given), each with --virtual stages.", show_default=False
+        ),
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batches (8 if not given).", show_default=False)
+    ] = None,
+    virtual: Annotated[
+        int | None,
+        typer.Option(min=1, help="Stages a rank: 2 for interleaved and zbv, else 1.", show_default=False),
+    ] = None,
+    times: Annotated[
+        str, typer.Option(metavar="F,I,W", help="How long forward and both parts of backward take.")
+    ] = "1,1,1",
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(help="Write a picture (.svg, .png) or a table (.csv, .toml). May stand several times."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Draw a pipeline's schedule, check it, and say what it costs: bubble, live micro-batches, messages."""
+    with one_clear_message(debug):
+        from espalier.cli.tell import tell_schedule
+        from espalier.parallel.pipeline import TABLES, find_schedule, read_times, simulate, write_table
+        from espalier.parallel.pipeline.draw import PICTURES, draw
+
+        costs = read_times(times)
+        found = find_schedule(kind, stages, microbatches, virtual)
+        timeline = simulate(found, costs)
+        console = Console()
+        for path in out or []:
+            if path.suffix not in (*TABLES, *PICTURES):
+                raise ValueError(f"{path}: expected a name that ends in .svg or .png, .csv or .toml")
+        tell_schedule(console, timeline)
+        for path in out or []:
+            if path.suffix in TABLES:
+                write_table(path, found)
+            else:
+                draw(path, {str(found).partition(":")[0]: timeline})
+            console.print(f"written: {path}", highlight=False, markup=False)
+
+
 @app.command(
     context_settings={
         "allow_extra_args": True,

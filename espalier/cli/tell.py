@@ -5,6 +5,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from espalier.parallel.pipeline import Timeline, check
+from espalier.parallel.pipeline.draw import terminal
 from espalier.train.progress import readable_time
 from espalier.train.trainer import Summary
 from espalier.train.verify import Difference, Verification
@@ -69,6 +71,30 @@ def tell_verification(console: Console, found: Verification) -> None:
             (verdict, style), f": largest difference {found.worst:.2e}, tolerance {found.tolerance:.0e}"
         )
     )
+
+
+def tell_schedule(console: Console, timeline: Timeline) -> None:
+    """Draw a schedule's timeline, one line a rank, and say below what it costs."""
+    schedule = timeline.schedule
+    report = check(schedule)
+    console.print(f"{str(schedule).partition(chr(10))[0]}", highlight=False, markup=False)
+    for line in terminal(timeline, console.width, colours=console.color_system is not None):
+        console.print(line, no_wrap=True, crop=True)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    work = max(timeline.busy) / schedule.micro_batches
+    table.add_row(
+        "bubble",
+        f"{timeline.bubble:g}, as long as {timeline.bubble / work:.3g} micro-batches; "
+        f"{timeline.bubble_fraction:.1%} of all ranks' time",
+    )
+    table.add_row("step", f"{timeline.step_time:g}, without a bubble {max(timeline.busy):g}")
+    held = ", ".join(f"{number:g}" for number in report.live)
+    table.add_row("live micro-batches", f"{held} on ranks 0 to {schedule.ranks - 1}")
+    crossings = sum(map(int.__ne__, schedule.stage_to_rank, schedule.stage_to_rank[1:]))
+    table.add_row("messages", f"{report.messages}: both ways, {crossings} crossings between ranks")
+    console.print(table, highlight=False)
 
 
 def _cell(difference: Difference, tolerance: float) -> Text:

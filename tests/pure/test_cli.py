@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 
 from espalier.cli import app
 from espalier.cli.doctor import Finding, tell
+from espalier.cli.tell import tell_schedule
 from espalier.engine import Engine
+from espalier.parallel.pipeline import Costs, generate, simulate
 from espalier.train.memory import readable_bytes
 from espalier.train.metrics import Record
 from espalier.train.progress import Display, Lines, readable_time
@@ -274,3 +276,47 @@ def test_units():
     counts = (0, 999, 1500, 2.5e9, 3e12)
     assert [readable_bytes(n) for n in counts] == ["0 B", "999 B", "1.5 KB", "2.5 GB", "3 TB"]
     assert [readable_time(s) for s in (5, 65, 3665)] == ["0:05", "1:05", "1:01:05"]
+
+
+def test_schedule(tmp_path):
+    """Drawn, its costs beside it; pictures and tables are written, and a table is read."""
+    picture, table, toml = tmp_path / "zbv.svg", tmp_path / "zbv.csv", tmp_path / "zbv.toml"
+    outs = [word for path in (picture, table, toml) for word in ("--out", path)]
+    code, out, err = call("schedule", "--kind", "zbv", "--stages", 3, "--microbatches", 5, *outs)
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0] == "zbv: 6 stages on 3 ranks, 5 micro-batches"
+    assert lines[1].startswith("rank 0 F0 F1 F2 F3 F4 F0 I0 W0 F1 ")
+    assert lines[3].startswith("rank 2       F0 F0 F1 F1 F2 F2 I0 W0 F3 ")
+    assert "2, as long as 0.333 micro-batches; 6.2% of all ranks' time" in out
+    assert "3, 3, 3 on ranks 0 to 2" in out and "40: both ways, 4 crossings" in out
+    assert b"<svg" in picture.read_bytes()
+    for written in (table, toml):
+        code, again, err = call("schedule", "--kind", written)
+        assert code == 0, err
+        assert again.splitlines()[1:] == lines[1 : len(again.splitlines())]
+
+
+def test_schedule_in_colours():
+    """Cells of the kind's colour, numbers alone; each rank's line ends where its last action does."""
+    timeline = simulate(generate("1f1b", 2, 3), Costs(1, 1, 0.5))
+    file = io.StringIO()
+    tell_schedule(Console(file=file, force_terminal=True, color_system="standard", width=60), timeline)
+    lines = file.getvalue().splitlines()
+    assert lines[1].startswith("rank 0 \x1b[37;44m0 \x1b[0m\x1b[37;44m1 \x1b[0m   \x1b[37;42m0  \x1b[0m")
+    assert "forward" in lines[3] and "backward" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--kind", "zigzag"), "'zigzag': expected one of naive, gpipe"),
+        (("--out", "a.gif"), "a.gif: expected a name that ends in .svg or .png, .csv or .toml"),
+        (("--times", "1,2"), "times '1,2': expected three numbers above 0"),
+        (("--virtual", "2"), "1f1b has one stage a rank"),
+    ],
+)
+def test_schedule_says_what_is_wrong(arguments, told):
+    code, _, err = call("schedule", *arguments)
+    assert code == 2
+    assert told in err

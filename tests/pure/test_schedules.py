@@ -371,7 +371,7 @@ def test_tables_with_mistakes(tmp_path: Path) -> None:
         load(tmp_path / "mine.toml")
     with pytest.raises(ValueError, match=r"none.toml cannot be read: No such file"):
         load(tmp_path / "none.toml")
-    with pytest.raises(ValueError, match=r"for 2 ranks, 4 micro-batches and 2 stages: expected 2, 8 and 2"):
+    with pytest.raises(ValueError, match="for 4 micro-batches: expected 8"):
         find_schedule(generate("gpipe", 2, 4), 2, 8)
 
 

@@ -4,12 +4,22 @@ from espalier.parallel.pipeline.actions import Action, Kind, Schedule
 from espalier.parallel.pipeline.check import Report, ScheduleError, check, live
 from espalier.parallel.pipeline.generate import KINDS, generate
 from espalier.parallel.pipeline.messages import with_messages, without_messages
-from espalier.parallel.pipeline.order import Costs
+from espalier.parallel.pipeline.order import Costs, read_times
 from espalier.parallel.pipeline.simulate import Span, Timeline, simulate
-from espalier.parallel.pipeline.table import find_schedule, from_csv, from_toml, load, to_csv, to_toml
+from espalier.parallel.pipeline.table import (
+    TABLES,
+    find_schedule,
+    from_csv,
+    from_toml,
+    load,
+    to_csv,
+    to_toml,
+    write_table,
+)
 
 __all__ = [
     "KINDS",
+    "TABLES",
     "Action",
     "Costs",
     "Kind",
@@ -25,9 +35,11 @@ __all__ = [
     "generate",
     "live",
     "load",
+    "read_times",
     "simulate",
     "to_csv",
     "to_toml",
     "with_messages",
     "without_messages",
+    "write_table",
 ]

@@ -40,6 +40,21 @@ class Costs:
         return [size / self.bandwidth for size in each(self.message, stages)]
 
 
+def read_times(text: str) -> Costs:
+    """The costs of a text such as ``1,1,0.5``: seconds of `F`, `I` and `W`.
+
+    Raises:
+        ValueError: when these are not three numbers above 0.
+    """
+    try:
+        forward, inputs, weights = map(float, text.split(","))
+        if not min(forward, inputs, weights) > 0 or forward + inputs + weights == float("inf"):
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"times {text!r}: expected three numbers above 0, of F, I and W, as 1,1,1") from None
+    return Costs(forward, inputs, weights)
+
+
 def each(given: float | Sequence[float], stages: int) -> list[float]:
     """One number a stage."""
     if isinstance(given, int | float):

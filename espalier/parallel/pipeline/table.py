@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from espalier.parallel.pipeline.actions import Action, Schedule
@@ -106,24 +107,44 @@ def load(path: str | Path) -> Schedule:
     return schedule
 
 
+def write_table(path: str | Path, schedule: Schedule) -> None:
+    """Write a table, ``*.toml`` or ``*.csv``."""
+    path = Path(path)
+    path.write_text(TABLES[path.suffix](schedule), "utf-8")
+
+
 def find_schedule(
-    given: str | Schedule, ranks: int, micro_batches: int, stages_per_rank: int = 1
+    given: str | Schedule,
+    ranks: int | None = None,
+    micro_batches: int | None = None,
+    stages_per_rank: int | None = None,
 ) -> Schedule:
-    """A schedule by its name, of a table by its path, or itself, for these sizes.
+    """A schedule by its name, of a table by its path, or itself.
+
+    Args:
+        given: any of these.
+        ranks, micro_batches, stages_per_rank: its sizes; by default a table's own, and for names 4, 8 and
+            the least there may be.
 
     Raises:
         ValueError: when there is no such schedule, when it has faults, or when a table has other sizes.
     """
     if isinstance(given, str):
         if given in KINDS or not Path(given).is_file():
-            return generate(given, ranks, micro_batches, stages_per_rank)
+            least = 2 if given in ("interleaved", "zbv") else 1
+            return generate(given, ranks or 4, micro_batches or 8, stages_per_rank or least)
         given = load(given)
     else:
         check(given)
-    found = (given.ranks, given.micro_batches, given.stages)
-    if found != (ranks, micro_batches, ranks * stages_per_rank):
-        raise ValueError(
-            f"The schedule {given.kind} is for {found[0]} ranks, {found[1]} micro-batches and {found[2]} "
-            f"stages: expected {ranks}, {micro_batches} and {ranks * stages_per_rank}"
-        )
+    for what, own, wanted in (
+        ("ranks", given.ranks, ranks),
+        ("micro-batches", given.micro_batches, micro_batches),
+        ("stages", given.stages, (stages_per_rank or 0) * (ranks or given.ranks)),
+    ):
+        if wanted and own != wanted:
+            raise ValueError(f"The schedule {given.kind} is for {own} {what}: expected {wanted}")
     return given
+
+
+# Ending of a file to what writes it.
+TABLES: Mapping[str, Callable[[Schedule], str]] = {".csv": to_csv, ".toml": to_toml}
