@@ -61,7 +61,12 @@ def _options(
 
 @app.command()
 def train(
-    job: JobFile, set_: Set = None, ranks: Ranks = None, port: Port = None, debug: Debug = False
+    job: JobFile,
+    set_: Set = None,
+    ranks: Ranks = None,
+    port: Port = None,
+    debug: Debug = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
 ) -> None:
     """Train the job's model, with live progress."""
     with one_clear_message(debug):
@@ -70,7 +75,7 @@ def train(
 
         console = Console()
         loaded = load(job, set_ or [], ranks)
-        summary = run("train", loaded, port=port, debug=debug, report=console.print)
+        summary = run("train", loaded, port=port, debug=debug, report=console.print, resume=resume)
         if summary is not None:
             tell_summary(console, summary)
 

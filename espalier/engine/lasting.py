@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from espalier.checkpoint import Saver
+from espalier.checkpoint import CheckpointError, Saver
 from espalier.engine import weights
 from espalier.engine.scaling import LossScaler
-from espalier.engine.state import found, index_and_tree, named_values, restore
+from espalier.engine.state import candidates, index_and_tree, named_values, opened, restore
 from espalier.mesh import Mesh
 from espalier.parallel import Plan, everywhere
 from espalier.parallel.data.axis import DataAxis
+from espalier.tensor.caller import user_frame
 
 
 class Lasting:
@@ -92,7 +95,8 @@ class Lasting:
         """Go on where a checkpoint was saved, under any plan (a collective: every rank must call).
 
         Args:
-            directory: a checkpoint, or a folder of them: then the newest whole one.
+            directory: a checkpoint, or a folder of them: then the newest whole one, and where that turns out
+                to be damaged, with a warning, the one before.
             model_only: leave optimizer, scaler, random state and :attr:`steps` as they are.
             extra: objects with ``load_state_dict()``, by the names under which they were saved.
 
@@ -107,8 +111,15 @@ class Lasting:
         data = self._laid_out()
         self.wait_saved()
         self.zero_grad()
-        checkpoint = found(directory, self.mesh)
-        return restore(self, checkpoint, data, extra, model_only)
+        paths = candidates(directory, self.mesh)
+        for path, following in itertools.zip_longest(paths, paths[1:]):
+            try:
+                return restore(self, opened(path, self.mesh), data, extra, model_only)
+            except CheckpointError as error:
+                if following is None:
+                    raise
+                warnings.warn(f"{error} Now {following} is tried.", stacklevel=user_frame()[0])
+        raise AssertionError
 
     def full_state_dict(self) -> dict[str, Any]:
         """The model's state dict with plain whole tensors (a collective: every rank must call).

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 
-from espalier.checkpoint import Checkpoint, CheckpointError, Index, Lying, encode, newest
+from espalier.checkpoint import Checkpoint, CheckpointError, Index, Lying, checkpoints, encode
+from espalier.checkpoint.folder import INDEX
 from espalier.checkpoint.saver import index_of
 from espalier.comm.agreement import agree
 from espalier.comm.words import words_of_all
@@ -108,26 +109,40 @@ def index_and_tree(
     return index, tree
 
 
-def found(directory: str | os.PathLike[str], mesh: Mesh) -> Checkpoint:
-    """The checkpoint that a folder is, or the newest whole one that it has (a collective).
+def candidates(directory: str | os.PathLike[str], mesh: Mesh) -> list[Path]:
+    """The checkpoint that a folder is, or those that it has, newest first (a collective).
 
     Raises:
-        CheckpointError: on all ranks, if there is none, or one cannot read it.
+        CheckpointError: on all ranks, if there is none.
     """
-    path = Path(directory)
-    error: Exception | None = None
-    opened = None
+    paths: list[Path] = []
     if mesh.rank == 0:
-        inner = None if (path / "index.json").exists() else newest(path)
-        path = inner or path
-    path = words_of_all(path, mesh)[0]
+        path = Path(directory)
+        if path.is_dir() and not (path / INDEX).exists():
+            paths = checkpoints(path)
+        elif path.exists():
+            paths = [path]
+    paths = words_of_all(paths, mesh)[0]
+    if not paths:
+        raise CheckpointError(
+            f"There is no checkpoint in {directory}. Name a folder that engine.save wrote to."
+        )
+    return paths
+
+
+def opened(path: Path, mesh: Mesh) -> Checkpoint:
+    """A checkpoint (a collective).
+
+    Raises:
+        CheckpointError: on all ranks, if one of them cannot read it.
+    """
+    error: Exception | None = None
     try:
-        opened = Checkpoint(path)
+        checkpoint = Checkpoint(path)
     except CheckpointError as met:
         error = met
     agreed(error, mesh)
-    assert opened is not None
-    return opened
+    return checkpoint
 
 
 def agreed(error: Exception | None, mesh: Mesh) -> None:
@@ -284,4 +299,4 @@ def named_values(engine: Any) -> Iterator[tuple[str, Any]]:
     yield "scaler", None if engine.scaler is None else engine.scaler.state_dict()
 
 
-__all__ = ["found", "index_and_tree", "restore"]
+__all__ = ["candidates", "index_and_tree", "opened", "restore"]

@@ -1,7 +1,7 @@
 """The job file: what to train, on what, in which layout. Strict, and validated as a whole.
 
 A job is a TOML file with the tables [model], [data], [plan], [optimizer],
-[train] and [verify]. Every mistake in it is told at once.
+[train], [checkpoint] and [verify]. Every mistake in it is told at once.
 """
 
 import inspect
@@ -131,6 +131,22 @@ class TrainSection(Section):
     temperature: Annotated[float, Field(ge=0)] = 0.7
 
 
+class CheckpointSection(Section):
+    """What is saved of a run while it goes.
+
+    Attributes:
+        directory: folder for the checkpoints; "checkpoints" in train.out when left out.
+        every: steps between two; 0 for one at the end only.
+        keep: how many to keep, the newest.
+        asynchronous: train on while one is written.
+    """
+
+    directory: Annotated[str, Field(min_length=1)] | None = None
+    every: Natural = 0
+    keep: Count | None = 3
+    asynchronous: bool = True
+
+
 class VerifySection(Section):
     """How to compare the plan with one process, in float64.
 
@@ -168,6 +184,7 @@ class Job:
     train: TrainSection
     verify: VerifySection
     facts: Facts
+    checkpoint: CheckpointSection | None = None
 
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> "Job":
@@ -213,7 +230,7 @@ class Job:
             JobError: listing all that is wrong.
         """
         found = list(mistakes)
-        known = ("model", "data", "plan", "optimizer", "train", "verify")
+        known = ("model", "data", "plan", "optimizer", "train", "checkpoint", "verify")
         tables: dict[str, Mapping[str, Any]] = {}
         for key, value in raw.items():
             if key not in known:
@@ -229,6 +246,9 @@ class Job:
             found.extend(_optimizer_mistakes(optimizer))
         train = read_section("train", TrainSection, tables.get("train", {}), found)
         verify = read_section("verify", VerifySection, tables.get("verify", {}), found)
+        checkpoint = None
+        if "checkpoint" in tables:
+            checkpoint = read_section("checkpoint", CheckpointSection, tables["checkpoint"], found)
         plan = tables.get("plan", {})
         found.extend(_plan_mistakes(plan))
         if model and data and train and verify:
@@ -238,7 +258,7 @@ class Job:
             found.append(Mistake("plan.clip", plan["clip"], "train.clip says it already: leave one out"))
         if found or not (model and data and optimizer and train and verify):
             raise JobError(source, found, overridden)
-        return cls(source, dict(raw), model, data, plan, optimizer, train, verify, model.facts)
+        return cls(source, dict(raw), model, data, plan, optimizer, train, verify, model.facts, checkpoint)
 
     @property
     def name(self) -> str:

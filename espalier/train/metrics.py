@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -37,11 +37,19 @@ class Record:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one JSON object a line, on disk as soon as it is written."""
+    """``metrics.jsonl``: one JSON object a line, on disk as soon as it is written.
 
-    def __init__(self, path: Path) -> None:
-        self.records: list[Record] = []
-        self._file = path.open("w", encoding="utf-8", buffering=1)
+    Args:
+        after: go on after that step: earlier lines stay, later ones, which will be written again, go.
+    """
+
+    def __init__(self, path: Path, after: int = 0) -> None:
+        self.records = _records(path, after) if after and path.exists() else []
+        lines = "".join(json.dumps(asdict(record)) + "\n" for record in self.records)
+        hidden = path.with_name(f".{path.name}-{os.getpid()}")
+        hidden.write_text(lines, "utf-8")
+        hidden.replace(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: Record) -> None:
         """Append a record."""
@@ -51,6 +59,19 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _records(path: Path, last: int) -> list[Record]:
+    """The records of a file up to a step; a line that was cut off when its process was killed is left out."""
+    found = []
+    for line in path.read_text("utf-8").splitlines():
+        try:
+            record = Record(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+        if record.step <= last:
+            found.append(replace(record, memory=tuple(record.memory)))
+    return found
 
 
 def draw_loss(path: Path, records: Sequence[Record], entropy: float | None, title: str) -> None:

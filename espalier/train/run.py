@@ -28,6 +28,7 @@ def run(
     port: int | None = None,
     debug: bool = False,
     report: Callable[[str], None] = lambda message: None,
+    **options: Any,
 ) -> Any:
     """Do ``action`` on as many ranks as the plan has.
 
@@ -40,6 +41,7 @@ def run(
         port: where the ranks meet; a free one when None.
         debug: let tracebacks through.
         report: told what takes time beforehand.
+        options: of the action: ``resume``, for training.
 
     Returns:
         The `Summary` or `Verification`; None on torchrun's ranks other than 0.
@@ -53,18 +55,20 @@ def run(
 
     check_buildable(job)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return execute(action, job)
+        return execute(action, job, **options)
     prepare(job, report)
     ranks = espalier.Plan.from_dict(dict(job.plan)).world_size
     if ranks == 1:
-        return execute(action, job)
-    return _launch(action, job, ranks, port, debug)
+        return execute(action, job, **options)
+    return _launch(action, job, ranks, port, debug, options)
 
 
-def _launch(action: Action, job: Job, ranks: int, port: int | None, debug: bool) -> Any:
+def _launch(
+    action: Action, job: Job, ranks: int, port: int | None, debug: bool, options: dict[str, Any]
+) -> Any:
     with tempfile.TemporaryDirectory(prefix="espalier-run-") as name:
         folder = Path(name)
-        handed = {"raw": job.raw, "source": job.source, "debug": debug}
+        handed = {"raw": job.raw, "source": job.source, "debug": debug, "options": options}
         (folder / "job.json").write_text(json.dumps(handed, default=str), "utf-8")
         try:
             launch(["-m", "espalier.train.worker", action, name], ranks, port=port)

@@ -20,6 +20,7 @@ from espalier.models import generate
 from espalier.train.build import build_model, build_optimizer, build_schedule, count_of
 from espalier.train.data import Batches, prepare, training_batches, validation_batches
 from espalier.train.job import Job
+from espalier.train.keeping import Keeper
 from espalier.train.memory import peak_memory
 from espalier.train.metrics import MetricsFile, Record, draw_loss, save_model
 from espalier.train.progress import Progress, Silent
@@ -57,12 +58,13 @@ class Summary:
     files: dict[str, str]
 
 
-def train(job: Job, progress: Progress | None = None) -> Summary | None:
+def train(job: Job, progress: Progress | None = None, *, resume: bool = False) -> Summary | None:
     """Train the job's model on this rank.
 
     Args:
         job: what to train.
         progress: told how it goes; only rank 0's is used.
+        resume: go on from the job's newest checkpoint, if there is one.
 
     Returns:
         The summary on rank 0, None on the others.
@@ -99,7 +101,7 @@ def train(job: Job, progress: Progress | None = None) -> Summary | None:
         validation_batches(job, text, dtype=dtype),
         (progress or Silent()) if first else Silent(),
     )
-    records = loop.run()
+    records = loop.run(resume=resume)
     state = engine.full_state_dict()
     if not first:
         return None
@@ -136,19 +138,27 @@ class Loop:
         self._batches = batches
         self._validation = validation
         self._progress = progress
+        self._keeper = Keeper(job, engine, schedule, progress)
 
-    def run(self) -> list[Record]:
-        """Do all steps; return the records, which rank 0 also writes to ``metrics.jsonl``."""
+    def run(self, *, resume: bool = False) -> list[Record]:
+        """Do all steps; return the records, which rank 0 also writes to ``metrics.jsonl``.
+
+        Args:
+            resume: those after the newest checkpoint.
+        """
         settings = self._job.train
+        done = self._begin(resume)
         metrics = None
+        records: list[Record] = []
         if self._engine.mesh.rank == 0:
             self._job.out.mkdir(parents=True, exist_ok=True)
-            metrics = MetricsFile(self._job.out / "metrics.jsonl")
-        records: list[Record] = []
-        seconds, marked, counted = 0.0, time.perf_counter(), 0
+            metrics = MetricsFile(self._job.out / "metrics.jsonl", done)
+            records += metrics.records
+        seconds = records[-1].seconds if records else 0.0
+        marked, counted = time.perf_counter(), 0
         try:
             with self._progress:
-                for step in range(1, settings.steps + 1):
+                for step in range(done + 1, settings.steps + 1):
                     last = step == settings.steps
                     evaluate = last or (settings.eval_every > 0 and step % settings.eval_every == 0)
                     due = step == 1 or evaluate or step % settings.log_every == 0
@@ -156,6 +166,7 @@ class Loop:
                     loss, sent = self._step(step, due)
                     counted += 1
                     if not due:
+                        self._keeper.after(step, self._batches.size)
                         continue
                     value = self._finite(loss, step, records)
                     elapsed = time.perf_counter() - marked
@@ -176,10 +187,28 @@ class Loop:
                         metrics.write(record)
                     self._progress.show(record)
                     marked, counted = time.perf_counter(), 0
+                    self._keeper.after(step, self._batches.size)
         finally:
             if metrics:
                 metrics.close()
         return records
+
+    def _begin(self, resume: bool) -> int:
+        """Start, or take up what was saved; gives the number of steps done."""
+        engine, steps = self._engine, self._job.train.steps
+        if not resume:
+            self._keeper.begin()
+            return 0
+        rows, size = engine.micro_batches(self._batches.size)[0]
+        engine.lay_out(engine.local_batch(self._batches.batch(1, rows), size))
+        self._keeper.resume()
+        done: int = engine.steps
+        if done >= steps:
+            raise ValueError(
+                f"The checkpoint is of step {done}, and train.steps = {steps}: there is nothing left to do. "
+                "To train on, give more: --set train.steps=..."
+            )
+        return done
 
     def _step(self, step: int, count: bool) -> tuple[torch.Tensor, dict[str, int]]:
         engine = self._engine

@@ -25,8 +25,11 @@ GAVE_UP = 3
 """Exit code of a rank that left its reason in the folder."""
 
 
-def execute(action: str, job: Job) -> Any:
+def execute(action: str, job: Job, **options: Any) -> Any:
     """Do ``action`` on this rank; its result on rank 0, None elsewhere.
+
+    Args:
+        options: of the action: ``resume``, for training.
 
     Raises:
         ValueError: when the job does not fit this world.
@@ -34,20 +37,20 @@ def execute(action: str, job: Job) -> Any:
     """
     start()
     try:
-        return _ACTIONS[action](job)
+        return _ACTIONS[action](job, **options)
     finally:
         finish()
 
 
-def _train(job: Job) -> Any:
+def _train(job: Job, resume: bool = False) -> Any:
     console = Console()
     progress: Progress = Lines(job.train.steps, console)
     if console.is_terminal:
         progress = Display(job.train.steps, console, job.name)
-    return train(job, progress)
+    return train(job, progress, resume=resume)
 
 
-_ACTIONS: Mapping[str, Callable[[Job], Any]] = MappingProxyType({"train": _train, "verify": verify})
+_ACTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({"train": _train, "verify": verify})
 
 
 def main(argv: list[str]) -> int:
@@ -55,7 +58,7 @@ def main(argv: list[str]) -> int:
     action, folder = argv[0], Path(argv[1])
     handed = json.loads((folder / "job.json").read_text("utf-8"))
     try:
-        result = execute(action, Job.from_dict(handed["raw"], source=handed["source"]))
+        result = execute(action, Job.from_dict(handed["raw"], source=handed["source"]), **handed["options"])
     except (ValueError, TrainingError) as error:
         if handed["debug"]:
             raise

@@ -1,0 +1,138 @@
+"""A run's checkpoints: saved as it goes, and taken up again by ``espalier train --resume``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from espalier.checkpoint import checkpoints, newest
+from espalier.comm.words import words_of_all
+from espalier.train.job import Job
+from espalier.train.progress import Progress
+
+
+class Keeper:
+    """Saves a run every so many steps, and once more at its end.
+
+    Args:
+        job: of which ``[checkpoint]`` says where and when; without that table nothing is saved.
+        engine: from ``espalier.initialize``.
+        schedule: of the learning rate.
+        progress: told what was resumed.
+    """
+
+    def __init__(self, job: Job, engine: Any, schedule: LambdaLR, progress: Progress) -> None:
+        self._job, self._engine, self._schedule, self._progress = job, engine, schedule, progress
+        self._samples = 0
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint, if there is one.
+
+        Raises:
+            ValueError: the job has no table ``[checkpoint]``, or what it trains differs from what was saved.
+            CheckpointError: a file is damaged.
+        """
+        directory = self._directory()
+        if directory is None:
+            raise ValueError("--resume: the job has no table [checkpoint], so it saves none. Add one.")
+        mesh = self._engine.mesh
+        found = words_of_all(newest(directory) if mesh.rank == 0 else None, mesh)[0]
+        if found is None:
+            self._progress.say(f"no checkpoint in {directory}: starting at the beginning")
+            return
+        engine = self._engine
+        saved = engine.load(directory, schedule=self._schedule)
+        self._samples = saved["samples"]
+        self._progress.say(f"resumed after step {engine.steps}, {self._samples:,} samples")
+        lines = list(differences(saved["job"], _plain(self._job.raw)))
+        self._take_options(saved["job"].get("optimizer", {}))
+        if lines:
+            self._progress.say("\n  ".join(["this job is not the one that was saved:", *lines]))
+
+    def begin(self) -> None:
+        """Start a run of its own.
+
+        Raises:
+            ValueError: the folder has another run's checkpoints.
+        """
+        directory = self._directory()
+        if directory is not None and directory.is_dir() and (found := checkpoints(directory)):
+            raise ValueError(
+                f"{directory} has checkpoints of an earlier run (the newest is {found[0].name}). Go on with "
+                "that by --resume, name another folder by --set checkpoint.directory=..., or remove them."
+            )
+
+    def after(self, step: int, size: int) -> None:
+        """A step on so many samples is done: save, if it is time."""
+        self._samples += size
+        section = self._job.checkpoint
+        if section is None:
+            return
+        last = step == self._job.train.steps
+        if last or (section.every and step % section.every == 0):
+            self.save(asynchronous=section.asynchronous and not last)
+
+    def save(self, *, asynchronous: bool = False) -> Path | None:
+        """Save now, if the job says where."""
+        section, directory = self._job.checkpoint, self._directory()
+        if section is None or directory is None:
+            return None
+        path: Path = self._engine.save(
+            directory,
+            asynchronous=asynchronous,
+            keep=section.keep,
+            schedule=self._schedule,
+            samples=self._samples,
+            job=_plain(self._job.raw),
+        )
+        return path
+
+    def _directory(self) -> Path | None:
+        section = self._job.checkpoint
+        if section is None:
+            return None
+        return Path(section.directory) if section.directory is not None else self._job.out / "checkpoints"
+
+    def _take_options(self, saved: Mapping[str, Any]) -> None:
+        """What the job now says otherwise of its optimizer holds from now on."""
+        now = _plain(self._job.raw).get("optimizer", {})
+        arguments = self._job.optimizer.arguments
+        for key in sorted(now.keys() | saved.keys()):
+            if now.get(key) == saved.get(key) or key not in arguments:
+                continue
+            for group in self._engine.optimizer.param_groups:
+                group["initial_lr" if key == "lr" else key] = arguments[key]
+        rate = self._schedule.lr_lambdas[0](self._schedule.last_epoch)
+        self._schedule.base_lrs = [g["initial_lr"] for g in self._engine.optimizer.param_groups]
+        self._schedule._last_lr = [base * rate for base in self._schedule.base_lrs]
+        for group, lr in zip(self._engine.optimizer.param_groups, self._schedule._last_lr, strict=True):
+            group["lr"] = lr
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What two jobs say differently, a line each."""
+    before, after = dict(_flat(then)), dict(_flat(now))
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            yield f"{key}: {_shown(before, key)} then, {_shown(after, key)} now"
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "not given"
+
+
+def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, tree
+
+
+def _plain(raw: Mapping[str, Any]) -> Any:
+    """A job's tables as JSON knows them."""
+    return json.loads(json.dumps(raw, default=str))
