@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from espalier.parallel.pipeline.trace import SplitError
+from espalier.parallel.pipeline.record import SplitError
 from espalier.tensor.flops import Work
 
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from espalier.parallel.pipeline.record import Call, Op, SplitError, Trace
 from espalier.parallel.pipeline.refusals import refuse_lost
 from espalier.parallel.pipeline.standing import Standing, name_of
 from espalier.parallel.pipeline.steps import Body, Source, Step, Unit
-from espalier.parallel.pipeline.trace import Call, Op, SplitError, Trace
 from espalier.parallel.pipeline.trees import Ref, leaves
 
 
@@ -51,12 +51,12 @@ class Divided:
         self._modules = dict(model.named_modules())
         self._canonical = {id(p): name for name, p in model.named_parameters()}
         # storages that hold what is not local, at any time
-        self._bound = {s for op in trace.ops if not op.local for s in op.writes} | {
+        self._bound = trace.bound.keys() | {
             v.storage for v in trace.values if not v.local and v.source[0] != "parameter"
         }
         self.units = self._units()
         self._of_op: dict[int, Unit] = {i: u for u in self.units for i in range(u.start, u.end)}
-        refuse_lost(trace, self.units, self._modules, standing)
+        refuse_lost(trace, self.bounds, self.units, self._modules, standing)
         self._find_uses()
 
     # ---- units
@@ -181,7 +181,7 @@ class Divided:
             value.tensor.dtype,
             max(m for m in self.makers[number] if m <= stage),
             self.last[number],
-            value.grad,
+            value.grad or self.trace.bound.get(value.storage, False),
         )
 
     # ---- programs

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.parallel.pipeline.record import Call, SplitError, Trace
 from espalier.parallel.pipeline.standing import Standing, name_of
 from espalier.parallel.pipeline.steps import Unit
-from espalier.parallel.pipeline.trace import Call, SplitError, Trace
 from espalier.parallel.pipeline.trees import Ref, leaves
 
 _PLAIN = (
@@ -20,7 +20,11 @@ _PLAIN = (
 
 
 def refuse_lost(
-    trace: Trace, units: Sequence[Unit], modules: Mapping[str, nn.Module], standing: Standing
+    trace: Trace,
+    bounds: Sequence[int],
+    units: Sequence[Unit],
+    modules: Mapping[str, nn.Module],
+    standing: Standing,
 ) -> None:
     """Refuse what the stages would lose of a forward pass.
 
@@ -28,7 +32,8 @@ def refuse_lost(
         SplitError: a module that is divided has hooks or changes itself, or one that is called whole uses
             what it was not given.
     """
-    for name in sorted({c.name for u in units if u.call is None for c in trace.chain(u.start)}):
+    divided = {c.name for c in trace.calls if any(c.start < b < c.end for b in bounds)}
+    for name in sorted(divided.union(c.name for u in units if u.call is None for c in trace.chain(u.start))):
         said = f"{name or 'the model'!r} ({type(modules[name]).__name__})"
         if standing.hooked(modules[name]):
             raise SplitError(
@@ -37,10 +42,9 @@ def refuse_lost(
             )
         if name in trace.changed:
             raise SplitError(
-                f"The forward of {said}, which is divided among stages, sets "
-                f"{', '.join(trace.changed[name])} of the module. The stages compute only its tensors again: "
-                "such a change would be lost. Give cuts at modules outside of it, or move this into a module "
-                "that lies in one stage."
+                f"The forward of {said}, which is divided among stages, {', '.join(trace.changed[name])}. "
+                "The stages compute only its tensors again: this would be lost. Give cuts at modules outside "
+                "of it, or move this into a module that lies in one stage."
             )
     held = {v.storage: v.source for v in trace.values if v.source[0] in ("parameter", "buffer", "constant")}
     for unit in units:

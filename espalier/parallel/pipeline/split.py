@@ -19,8 +19,9 @@ from torch import nn
 from espalier.parallel.data.units import blocks
 from espalier.parallel.pipeline.balance import Piece, balance
 from espalier.parallel.pipeline.programs import Body, Divided, Value
+from espalier.parallel.pipeline.record import SplitError, State, Trace
 from espalier.parallel.pipeline.standing import Standing
-from espalier.parallel.pipeline.trace import SplitError, State, Trace, trace
+from espalier.parallel.pipeline.trace import trace
 from espalier.parallel.pipeline.trees import Ref, leaves, mapped
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.flops import Work

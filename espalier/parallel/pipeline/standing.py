@@ -60,7 +60,7 @@ class Standing:
             yield
             for name, m in modules.items():
                 if found := _changes(before[name], m):
-                    changed[name] = found
+                    changed.setdefault(name, []).extend(f"sets {key!r}" for key in found)
         finally:
             for config in caching:
                 config.use_cache = True

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from espalier.parallel.pipeline.trace import Call, SplitError, State
+from espalier.parallel.pipeline.record import Call, SplitError, State
 from espalier.parallel.pipeline.trees import Ref, leaves, mapped
 
 Env = dict[int, torch.Tensor]

@@ -10,9 +10,9 @@ repeats the calls of torch between them.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from espalier.parallel.data.units import blocks
+from espalier.parallel.pipeline.record import Call, Op, SplitError, State, Trace, Value, storage_of
 from espalier.parallel.pipeline.standing import Standing, name_of
 from espalier.parallel.pipeline.trees import Ref, leaves, mapped
 from espalier.tensor.fallback import _averages
@@ -51,139 +52,6 @@ _METADATA = frozenset(
 )
 
 
-class SplitError(ValueError):
-    """A model cannot be split so; the message says what stands in the way, and where."""
-
-
-class Value(NamedTuple):
-    """A tensor of a trace.
-
-    Attributes:
-        number: its place in ``Trace.values``.
-        tensor: what stood for it in the trace.
-        source: where it comes from: ``("batch", i)``, ``("parameter", name)``, ``("buffer", name)``,
-            ``("constant", None)``, or ``("op", i)``.
-        local: whether it depends on the batch, on buffers and on constants alone.
-        grad: whether the loss has a gradient with respect to it.
-    """
-
-    number: int
-    tensor: torch.Tensor
-    source: tuple[str, Any]
-    local: bool
-    grad: bool
-
-    @property
-    def storage(self) -> int:
-        """A number that views of one tensor share."""
-        return storage_of(self.tensor)
-
-
-class State(NamedTuple):
-    """What torch was told beside the arguments: whether gradients are recorded, and autocast."""
-
-    grad: bool
-    cast: tuple[bool, torch.dtype]
-
-    @classmethod
-    def now(cls, kind: str) -> State:
-        """As it is, on a type of device."""
-        return cls(torch.is_grad_enabled(), (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
-
-
-@dataclass
-class Op:
-    """A torch call, or the call of a module that could not be looked into.
-
-    Attributes:
-        func: what was called; a module's name for a module.
-        args, kwargs, out: trees with a :class:`Ref` for each tensor.
-        reads: the values it was given.
-        makes: the values that are new.
-        writes: storages that it wrote to.
-        local: whether all that it makes is local.
-        read: what it read out of a tensor: Python's control flow may hang on it.
-        state: see :class:`State`.
-        work: what it costs.
-        call: the innermost module call around it.
-    """
-
-    func: Callable[..., Any] | str
-    args: Any
-    kwargs: Any
-    out: Any
-    reads: tuple[int, ...]
-    makes: tuple[int, ...]
-    writes: frozenset[int]
-    local: bool
-    read: bool
-    state: State
-    work: Work
-    call: int
-
-
-@dataclass
-class Call:
-    """A call of a module: the ops from ``start`` to ``end`` happened in it.
-
-    Attributes:
-        number: its place in ``Trace.calls``.
-        name: the module's.
-        parent: number of the call around it; -1 for the model's own.
-        state: when it was called.
-        args, kwargs, out: trees with a :class:`Ref` for each tensor.
-    """
-
-    number: int
-    name: str
-    parent: int
-    start: int
-    state: State
-    args: Any
-    kwargs: Any
-    end: int = -1
-    out: Any = None
-
-
-@dataclass
-class Trace:
-    """What :func:`trace` found.
-
-    Attributes:
-        values, ops, calls: in the order of the program.
-        out: the model's output.
-        inputs: numbers of the values of the batch's tensors, in the order of ``leaves(batch)``.
-        sources: number of the value of each parameter and buffer that is used, by ``(kind, name)``.
-        state: around the model.
-        device: on which it was traced.
-        changed: what each module's forward did to its Python attributes.
-    """
-
-    device: torch.device
-    state: State
-    values: list[Value] = field(default_factory=list)
-    ops: list[Op] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    out: Any = None
-    inputs: list[int] = field(default_factory=list)
-    sources: dict[tuple[str, str], int] = field(default_factory=dict)
-    changed: dict[str, list[str]] = field(default_factory=dict)
-
-    def chain(self, op: int) -> list[Call]:
-        """The module calls around an operation, outermost first."""
-        found = []
-        number = self.ops[op].call
-        while number >= 0:
-            found.append(self.calls[number])
-            number = self.calls[number].parent
-        return found[::-1]
-
-    def where(self, op: int) -> str:
-        """In words, the module in whose forward an operation is called."""
-        chain = self.chain(op)
-        return f"the forward of {chain[-1].name or 'the model'!r}" if chain else "the forward of the model"
-
-
 def trace(model: nn.Module, batch: Any, device: torch.device, standing: Standing) -> Trace:
     """Run a model once on stand-ins for its parameters.
 
@@ -199,6 +67,7 @@ def trace(model: nn.Module, batch: Any, device: torch.device, standing: Standing
     recorder = _Recorder(model, device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.callback(random.setstate, random.getstate())
         stack.enter_context(standing.in_place(recorder.fake, recorder.trace.changed))
         recorder.begin(batch)
         stack.enter_context(_calls_seen(recorder.module))
@@ -227,11 +96,6 @@ def _calls_seen(seen: Callable[..., Any]) -> Iterator[None]:
         nn.Module.__call__ = go  # type: ignore[method-assign]
 
 
-def storage_of(x: torch.Tensor) -> int:
-    """A number that views of one tensor share, while it lives."""
-    return int(x.untyped_storage()._cdata)
-
-
 class _Hidden(Exception):
     """A module does what cannot be followed, but may be called whole."""
 
@@ -243,7 +107,6 @@ class _Recorder(TorchFunctionMode):
         self.trace = Trace(device, State.now(device.type))
         self.worked = Worked()
         self._known: dict[int, int] = {}  # by id of tensors, which the trace keeps
-        self._bound: dict[int, bool] = {}  # storages that hold what is not local, and whether with gradients
         self._names = {id(m): name for name, m in model.named_modules()}
         inner = blocks(model)
         self._divisible = {
@@ -253,6 +116,7 @@ class _Recorder(TorchFunctionMode):
         }
         self._path: list[int] = []
         self._quiet = 0
+        self._drawn: Any = None  # the state of Python's generator of random numbers
 
     # ---- values
 
@@ -289,11 +153,11 @@ class _Recorder(TorchFunctionMode):
 
     def _is_local(self, number: int) -> bool:
         value = self.trace.values[number]
-        return value.local and value.storage not in self._bound
+        return value.local and value.storage not in self.trace.bound
 
     def _has_grad(self, number: int) -> bool:
         value = self.trace.values[number]
-        return value.grad or self._bound.get(value.storage, False)
+        return value.grad or self.trace.bound.get(value.storage, False)
 
     # ---- modules
 
@@ -304,6 +168,7 @@ class _Recorder(TorchFunctionMode):
             return go(module, *args, **kwargs)
         t = self.trace
         mark, worked = (len(t.ops), len(t.calls), len(t.values)), self.worked.total
+        self._watch_python()
         call = self._begin(name, args, kwargs)
         try:
             out = go(module, *args, **kwargs)
@@ -316,7 +181,16 @@ class _Recorder(TorchFunctionMode):
             self.worked.total = worked
             return self._whole(name, module, args, kwargs, error)
         finally:
+            self._watch_python()
             self._path.pop()
+
+    def _watch_python(self) -> None:
+        """Note if the module whose forward goes on here has drawn random numbers that are not torch's."""
+        now = random.getstate()
+        if now != self._drawn and self._drawn is not None and self._path:
+            found = self.trace.changed.setdefault(self.trace.calls[self._path[-1]].name, [])
+            found.append("draws random numbers from Python's generator")
+        self._drawn = now
 
     def _refused(self, name: str, error: Exception) -> SplitError:
         said = str(error) if isinstance(error, _Hidden) else f"{type(error).__name__}: {error}"
@@ -353,10 +227,11 @@ class _Recorder(TorchFunctionMode):
         def fake(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
+            self._quiet += 1
             with self.fake:
                 like = torch.empty(x.shape, dtype=x.dtype, device=self.trace.device)
-            like.requires_grad_(grad and x.is_floating_point())
-            made.append(self._add(like, ("op", len(self.trace.ops)), False, like.requires_grad))
+            self._quiet -= 1
+            made.append(self._add(like, ("op", len(self.trace.ops)), False, grad and x.is_floating_point()))
             return like
 
         out = mapped(fake, out)
@@ -388,12 +263,18 @@ class _Recorder(TorchFunctionMode):
         reads = mapped(self.ref, (args, kwargs))
         numbers = tuple(dict.fromkeys(x.number for x in leaves(reads, Ref)))
         local = all(self._is_local(n) for n in numbers)
+        if name == "__get__" and getattr(func, "__self__", None) is torch.Tensor.requires_grad:
+            return self._has_grad(numbers[0])
+        if name == "__set__":
+            raise _Hidden(f"it sets the attribute {func.__self__.__name__!r} of a tensor")  # type: ignore[attr-defined]
         self.worked.begin()
         try:
-            out = func(*args, **kwargs)
+            # what needs a gradient is followed here: what is real could not get one from what is fake
+            with torch.no_grad() if given else contextlib.nullcontext():
+                out = func(*args, **kwargs)
         except DataDependentOutputException as error:
             raise _Hidden(f"{name_of(func)} reads what the model computes") from error
-        work, random = self.worked.taken(), self.worked.random
+        work, drew = self.worked.taken(), self.worked.random
         made = leaves(out, torch.Tensor)
         written = {storage_of(x) for x, v in zip(given, versions, strict=True) if x._version != v}
         written |= {storage_of(x) for x in _averages(name, args, kwargs) if isinstance(x, torch.Tensor)}
@@ -401,15 +282,16 @@ class _Recorder(TorchFunctionMode):
             if given and name != "__get__":
                 self._note_read(func, reads, numbers, local, out)
             return out
-        local = local and not random
+        local = local and not drew
         grad = torch.is_grad_enabled() and any(self._has_grad(n) for n in numbers)
+        grad = grad and name not in ("detach", "__get__")
         if not local:
             for s in written:
-                self._bound[s] = self._bound.get(s, False) or grad
+                self.trace.bound[s] = self.trace.bound.get(s, False) or grad
         number, before = len(self.trace.ops), len(self.trace.values)
         for x in made:
-            flows = x.requires_grad or (grad and x.is_floating_point())
-            self._add(x, ("op", number), local and storage_of(x) not in self._bound, flows)
+            flows = grad and (x.is_floating_point() or x.is_complex())
+            self._add(x, ("op", number), local and storage_of(x) not in self.trace.bound, flows)
         makes = range(before, len(self.trace.values))
         out_refs = mapped(self.ref, out)
         self._note(func, reads, out_refs, numbers, makes, written, local=local, work=work)
@@ -417,9 +299,22 @@ class _Recorder(TorchFunctionMode):
 
     def _note_read(self, func: Any, reads: Any, numbers: tuple[int, ...], local: bool, out: Any) -> None:
         """A value that Python has seen: a local one, which each later batch must have again."""
+        if self._is_certain(numbers):
+            return
         if not local or any(isinstance(self.trace.values[n].tensor, FakeTensor) for n in numbers):
             raise _Hidden(f"{name_of(func)} reads what the model computes or draws")
         self._note(func, reads, out, numbers, local=True, read=True)
+
+    def _is_certain(self, numbers: tuple[int, ...]) -> bool:
+        """Whether what is read is ``torch.rand(...) < p`` with a p of 0: a layer that is never left out."""
+        kind, at = self.trace.values[numbers[0]].source
+        op = self.trace.ops[at] if kind == "op" else None
+        if op is None or getattr(op.func, "__name__", "") not in ("lt", "__lt__") or len(op.args) != 2:
+            return False
+        x, p = op.args
+        kind, at = self.trace.values[x.number].source if isinstance(x, Ref) else ("", 0)
+        drawn = kind == "op" and getattr(self.trace.ops[at].func, "__name__", "") == "rand"
+        return drawn and isinstance(p, int | float) and p <= 0
 
     def _note(
         self,

@@ -1,0 +1,348 @@
+"""Models that are hard to split: what of their glue is done again, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from espalier.parallel.pipeline.split import SplitError, split
+from tests.pure.test_split import equal
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).double()
+
+
+class Block(nn.Module):
+    def __init__(self, n: int = 8) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(n), nn.Linear(n, n)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.gelu(self.linear(self.norm(x)))
+
+
+class Blocks(nn.Module):
+    """A list of blocks, for models below."""
+
+    def __init__(self, n: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(n))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Skips(Blocks):
+    """A U-Net's connections, across several stages."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        kept = []
+        for i, block in enumerate(self.blocks):
+            if i >= len(self.blocks) // 2:
+                x = torch.cat((x, kept.pop()), -1).view(*x.shape, 2).mean(-1)
+            x = block(x)
+            if i < len(self.blocks) // 2:
+                kept.append(x)
+        return x
+
+
+@dataclass
+class Found:
+    first: torch.Tensor
+    rest: tuple[torch.Tensor, ...]
+    kind: str
+    nothing: None = None
+
+
+class Many(Blocks):
+    """Several inputs and outputs, of several kinds."""
+
+    def forward(
+        self, x: torch.Tensor, pair: Any, *, scale: float, flag: bool = False, none: Any = None
+    ) -> Any:
+        if flag and none is None:
+            x = x * scale + pair[0] * pair[1]["b"]
+        every = []
+        for block in self.blocks:
+            x = block(x)
+            every.append(x)
+        return Found(x, tuple(every[:2]), "kind")
+
+
+class InPlace(Blocks):
+    def forward(self, x: torch.Tensor) -> Any:
+        mask = torch.zeros_like(x)
+        mask[:, ::2] = 1.0
+        sums = torch.zeros(len(self.blocks), *x.shape, dtype=x.dtype)
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            sums[i] = x
+            x *= 0.5
+            x[:, :2] += mask[:, :2]
+            mask[:, i] = 3.0
+        return x * mask, sums
+
+
+class Glue(Blocks):
+    """A parameter of the divided module itself, modes of torch, randomness."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("shift", torch.arange(8.0))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = F.dropout(x, 0.2, self.training)
+        for block in self.blocks:
+            with torch.no_grad():
+                norm = x.norm(dim=-1, keepdim=True)
+            with torch.autocast("cpu", torch.bfloat16):
+                low = F.linear(x.float(), torch.eye(8))
+            x = self.frozen(block(x) / norm) * self.scale + self.shift + low.to(x.dtype)
+            x = F.dropout(x, 0.1, self.training) + torch.rand_like(x)
+        return x
+
+
+class Shared(nn.Module):
+    """One block, applied again and again (ALBERT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = Block(), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for _ in range(4):
+            x = self.layer(x)
+        return self.head(x)
+
+
+class Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+class Routed(Block):
+    """A block that reads its activations, and uses a function of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = (x.mean(-1) > 0).nonzero().flatten().tolist()
+        y = torch.zeros_like(x)
+        for i in rows:
+            y[i] = self.linear(x[i])
+        return Sums.apply(self.norm(x) + y)
+
+
+class Routes(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(4))
+
+
+class LayerDrop(Blocks):
+    layerdrop = 0.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            if self.training and torch.rand([]) < self.layerdrop:
+                continue
+            x = block(x)
+        return x
+
+
+class Lengths(Blocks):
+    """Its control flow depends on the batch."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        n = int(mask.sum(-1).max())
+        x = x[:, :n] if mask.all() else F.pad(x[:, : n - 1], (0, 9 - n))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Blocks, Skips, InPlace, Glue, Shared, Routes, LayerDrop])
+def test_odd(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    for number in (2, 3, 4):
+        for training in (True, False):
+            model = kind().double().train(training)
+            equal(model, X, split(model, number, X), exact=kind not in (Skips, Glue, Shared))
+
+
+def test_of_several_inputs_and_outputs() -> None:
+    batch = {"x": X, "pair": (X.clone(), {"b": X + 1}), "scale": 0.5, "flag": True, "none": None}
+    model = Many().double()
+    found = split(model, 4, batch)
+    equal(model, batch, found)
+    equal(model, {**batch, "scale": 2.0}, found)
+    equal(model, {**batch, "flag": False}, found)
+
+
+def test_control_flow_may_depend_on_the_batch() -> None:
+    model = Lengths().double()
+    mask = torch.ones(6, 8, dtype=torch.bool)
+    short = mask.clone()
+    short[:, 5:] = False
+    found = split(model, 4, (X, mask))
+    for other in (mask, short, mask):
+        equal(model, (X, other), found)
+    assert found.at((X, mask)) is found.at((X, mask.clone())) is not found.at((X, short))
+
+
+def test_repeated_modules_and_who_uses_which_parameter() -> None:
+    model = Shared().double()
+    found = split(model, 3, X, ["layer@2", "layer@4"])
+    equal(model, X, found, exact=False)
+    assert found.users["layer.linear.weight"] == (0, 1, 2)
+    assert found.users["head.weight"] == (2,)
+
+
+class Reads(Blocks):
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+            if x.mean() > 0:
+                x = -x
+        return x
+
+
+class Counts(Blocks):
+    steps = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.steps += 1
+        return super().forward(x)
+
+
+class Buffers(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = super().forward(x)
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x
+
+
+class Stashes(Blocks):
+    """Hands a tensor to a block by the back door."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].forward = self.late  # type: ignore[method-assign]
+
+    def late(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.kept[0]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.kept = [x * 2]
+        return super().forward(x)
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+
+class Caches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Cached() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        cache = Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
+class Cached(Block):
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:  # type: ignore[override]
+        cache.seen.append(x)
+        return super().forward(torch.stack(cache.seen).sum(0))
+
+
+class Drops(Blocks):
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            if random.random() < 0.9:
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Reads, "the forward of 'the model'.*depends on the values of activations or parameters.*__bool__"),
+        (Counts, r"the model' \(Counts\), which is divided among stages, sets 'steps'"),
+        (Buffers, "lerp_ in the forward of 'the model'.*writes to the buffer 'mean'"),
+        (Stashes, "sets 'kept'|'blocks.2' uses a tensor of the shape .6, 8. that was made outside"),
+        (Caches, "'blocks.0' is given a Cache that holds tensors"),
+        (Drops, "draws random numbers from Python"),
+    ],
+)
+def test_what_stages_would_lose_is_refused(kind: type[nn.Module], said: str) -> None:
+    model = kind().double()
+    before = {name: dict(vars(m)) for name, m in model.named_modules()}
+    with pytest.raises(SplitError, match=said):
+        split(model, 2, X)
+    assert {name: dict(vars(m)) for name, m in model.named_modules()} == before
+
+
+def test_the_same_within_one_stage_is_not() -> None:
+    torch.manual_seed(0)
+    for kind in (Reads, Counts, Buffers, Stashes, Caches):
+        model = nn.Sequential(Block(), kind(), Block()).double()
+        equal(model, X, split(model, 3, X, ["1", "2"]))
+
+
+def test_hooks() -> None:
+    model, seen = Blocks().double(), []
+    model.blocks[2].register_forward_hook(lambda module, args, out: seen.append(1) or out * 2)
+    found = split(model, 2, X)
+    equal(model, X, found)
+    assert len(seen) == 3  # the trace, the model, a stage
+    model.register_forward_hook(lambda *given: None)
+    with pytest.raises(SplitError, match="has hooks, and is divided"):
+        split(model, 2, X)
+
+
+def test_nothing_is_changed_by_a_trace() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state, held = torch.get_rng_state(), list(model.parameters())
+    found = split(model, 2, X.float())
+    assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    with torch.device("meta"):
+        bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8))
+    other = split(bare, 2, X.float())
+    assert other.cuts == found.cuts and other.stages[0].outputs == found.stages[0].outputs
+
+
+def test_autocast_and_frozen_parameters() -> None:
+    model = Blocks()
+    for p in model.blocks[:2].parameters():
+        p.requires_grad_(False)
+    found = split(model, 3, X.float(), ["blocks.1", "blocks.2"])
+    assert [v.grad for s in found.stages for v in s.outputs] == [False, False]
+    with torch.autocast("cpu", torch.bfloat16):
+        equal(model, X.float(), found)
+    equal(model, X.float(), found)
+    model.requires_grad_(True)
+    equal(model, X.float(), found)
