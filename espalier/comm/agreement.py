@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -50,7 +52,20 @@ def agree(error: Exception | None, mesh: Mesh, axes: Iterable[int]) -> None:
     rank, name, said = told.split(" ", 2)
     if int(rank) == mesh.world_rank and error is not None:
         raise error
-    kind = torch.linalg.LinAlgError if name == "_LinAlgError" else getattr(builtins, name, RuntimeError)
-    met: Exception = kind(said)
+    met = _made(name, said)
     met.add_note(f"Met by rank {rank}.")
     raise met from error
+
+
+def _made(name: str, said: str) -> Exception:
+    """An error of that type, if there is one that needs words alone."""
+    kinds: list[Any] = [getattr(builtins, name, None)]
+    known = [*REFUSALS]
+    while known:
+        kind = known.pop()
+        kinds += [kind] if kind.__name__ == name else []
+        known += kind.__subclasses__()
+    for kind in kinds:
+        with contextlib.suppress(TypeError):
+            return kind(said)  # type: ignore[no-any-return]
+    return RuntimeError(said)

@@ -7,7 +7,7 @@ only: so the gradient of each is weighed by n_i / n_1, and the whole at the end 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -63,7 +63,7 @@ class Accumulation:
         """
         if not torch.is_grad_enabled():
             return forward(batch)
-        loss, number = self._counted(batch, forward)
+        loss, number = self.counted(batch, forward)
         self._pending.append(number)
         return loss
 
@@ -73,22 +73,18 @@ class Accumulation:
         Raises:
             ValueError: what a loss is a mean over cannot be known, or there is no micro-batch.
         """
-        losses, numbers = [], []
+        found = []
         for part in parts:
-            loss, number = self._counted(part, forward)
-            losses.append(full_tensor(loss).to(torch.float64).reshape(()))
-            numbers.append(number)
-        if not losses:
-            raise ValueError("There is nothing to evaluate: no batch was given.")
-        found = torch.stack(losses)
-        counts = [n for n in numbers if n is not None]
-        if not counts:
-            return found.sum()
-        weights = torch.stack(counts)
-        return (found * weights).sum() / weights.sum()
+            loss, number = self.counted(part, forward)
+            found.append((loss, number))
+        return averaged(found)
 
-    def _counted(self, batch: Any, forward: Callable[[Any], torch.Tensor]) -> tuple[torch.Tensor, Number]:
-        """The loss of a micro-batch, and what it is a mean over."""
+    def counted(self, batch: Any, forward: Callable[[Any], torch.Tensor]) -> tuple[torch.Tensor, Number]:
+        """The loss of a micro-batch, and what it is a mean over.
+
+        Raises:
+            ValueError: that cannot be known.
+        """
         if self._count is None:
             with watching(self._watcher):
                 loss = forward(batch)
@@ -113,9 +109,21 @@ class Accumulation:
                 f"engine(batch), whose loss it is; {len(self._pending)} were called. Evaluate under no_grad."
             )
         (number,) = self._pending
+        weight = self.weigh(loss, number)
+        self._pending.clear()
+        if weight is None:
+            loss.backward()
+        else:
+            loss.backward(weight)
+
+    def weigh(self, loss: torch.Tensor, number: Number) -> Number:
+        """The weight of the next micro-batch, given its loss and what :meth:`counted` said; None: 1.
+
+        Raises:
+            ValueError: one loss is a mean, another a sum.
+        """
         if self.done and (number is None) != (self._first is None):
             raise ValueError("Of the micro-batches of a step, some losses are means and some are sums.")
-        self._pending.clear()
         weight, value = None, loss.detach()
         if isinstance(value, DTensor) and self._like[1] not in (None, value._layout):
             # one is a sum over ranks yet, the other is not
@@ -131,12 +139,9 @@ class Accumulation:
                 else:
                     weight, self._number = (number / self._first).to(loss.dtype), self._number + number
             self._total = here if self._total is None else self._total + here
-        if weight is None:
-            loss.backward()
-        else:
-            loss.backward(weight)
         self._like = loss.dtype, value._layout if isinstance(value, DTensor) else None
         self.done += 1
+        return weight
 
     @property
     def complete(self) -> bool:
@@ -206,4 +211,20 @@ class Accumulation:
         return number.to(torch.float64)
 
 
-__all__ = ["Accumulation", "Count", "UnseenCountError"]
+def averaged(parts: Sequence[tuple[torch.Tensor, Number]]) -> torch.Tensor:
+    """The loss of micro-batches, each with what it is a mean over, as one batch: a plain scalar in float64.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not parts:
+        raise ValueError("There is nothing to evaluate: no batch was given.")
+    found = torch.stack([full_tensor(loss).to(torch.float64).reshape(()) for loss, _ in parts])
+    counts = [n for _, n in parts if n is not None]
+    if not counts:
+        return found.sum()
+    weights = torch.stack(counts)
+    return (found * weights).sum() / weights.sum()
+
+
+__all__ = ["Accumulation", "Count", "UnseenCountError", "averaged"]

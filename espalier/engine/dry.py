@@ -155,13 +155,9 @@ def dry_engine(
 
 
 def _step(engine: Engine, batch: Any, memory: LiveMemory) -> None:
-    for part in engine.cut(batch):
-        memory.phase = "forward"
-        loss = engine.forward(part)
-        memory.phase = "backward"
-        engine.backward(loss)
-        del loss
-    engine.finish_gradients()
+    engine.accumulate(engine.cut(batch), phase=lambda name: setattr(memory, "phase", name))
+    memory.phase = "backward"
+    engine._finished()
     memory.phase = "step"
     if engine.optimizer is not None:
         engine.step()

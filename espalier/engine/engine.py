@@ -23,6 +23,7 @@ from espalier.engine.tables import Memory, Order, Traffic
 from espalier.engine.update import lay_out_states, update
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.mesh.parts import at
 from espalier.parallel import Arrangement, Plan, arrange, lay_out_model
 from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, full_tensor, redistribute
@@ -70,8 +71,10 @@ class Engine(Lasting):
         self.steps = 0
         self._syncing, self._has_gradients = True, False
         self._watch: Watch | None = None
-        self._batches = Batches(mesh, plan)
-        self._evaluation = Accumulation(plan.accumulate, count, mesh, self._batches.axes)
+        # that of this rank's stages, in a pipeline: what one batch's tensors lie on
+        self._here = at(mesh, "pipe", mesh.coordinate[0]) if plan.pipe > 1 else mesh
+        self._batches = Batches(self._here, plan)
+        self._evaluation = Accumulation(plan.accumulate, count, self._here, self._batches.axes)
         self._accumulation = self._evaluation if plan.accumulate > 1 else None
         precision = plan.precision
         self.scaler = LossScaler(precision.loss_scale) if precision.scales else None
@@ -88,10 +91,9 @@ class Engine(Lasting):
         if self._data is not None:
             return
         sample = None if batch is None else tree_map(self._sample, self._parted(batch)[0])
-        given: Any = {**self._arranged, "batch": sample, "rows": self._batches.share(batch)}
-        if (found := arrange(self.module, self.plan, self.mesh, **given)) is None:
+        if (found := self._arrange(batch, sample, **self._arranged, rows=self._batches.share(batch))) is None:
             return
-        self.arrangement, self._data = found, lay_out_model(self.module, found, self.mesh, self.plan)
+        self.arrangement, self._data = found, lay_out_model(self.module, found, self._here, self.plan)
         recompute(self.module, self._recomputed, self.plan.recompute_inputs, self._policy)
         if self.optimizer is not None:
             with self._data.updating(exchange=False):
@@ -99,6 +101,9 @@ class Engine(Lasting):
             self._data.place(self.optimizer)
             if self._data.budget is not None:
                 self._watch = self.watch()
+
+    def _arrange(self, batch: Any, sample: Any, **given: Any) -> Arrangement | None:
+        return arrange(self.module, self.plan, self.mesh, batch=sample, **given)
 
     def watch(self) -> Watch:
         """A watch over the device's memory: ``with watch: ...``, then ``watch.peak`` in bytes.
@@ -233,7 +238,11 @@ class Engine(Lasting):
                 output = self.module(**inputs)
             else:
                 output = self.module(*inputs) if isinstance(inputs, tuple | list) else self.module(inputs)
-            loss = self._loss_fn(output, targets) if self._loss_fn is not None else loss_of(output)
+            return self._loss_in(output, targets)
+
+    def _loss_in(self, output: Any, targets: Any) -> torch.Tensor:
+        """The loss of what the model gives."""
+        loss = self._loss_fn(output, targets) if self._loss_fn is not None else loss_of(output)
         if loss.numel() != 1:
             raise ValueError(
                 f"The loss has the shape {list(loss.shape)}, expected one number. "
@@ -299,23 +308,24 @@ class Engine(Lasting):
         if of_step is not None and not of_step.complete:
             return False
         assert self._data is not None
-        self._data.gradients.finish()
-        factor: Any = None if of_step is None else of_step.factor()
+        counted = self._finished()
+        wait, given = self._start_norm(counted)
         if self.scaler is not None:
-            factor = (1.0 if factor is None else factor) / self.scaler.scale
-        counted = self._data.counted()
-        norm = Norm(list(counted.values()), self.loss, self.mesh)
+            given = self.scaler.divided(given)
 
         def arrived() -> torch.Tensor:
-            self.grad_norm, self.loss = norm.wait()
-            if given is not None:
-                self.grad_norm = self.grad_norm * given
+            self.grad_norm, self.loss = wait()
+            factor = given()
+            if factor is not None:
+                self.grad_norm = self.grad_norm * factor
             return self.grad_norm
 
-        given, finite = factor, True
+        finite = True
         if self.scaler is not None:
-            finite = self.scaler.update(arrived(), counted, self._data.members, self.mesh)
+            names = [name for name, _ in self.module.named_parameters()]
+            finite = self.scaler.update(arrived(), counted, names, self.mesh)
         del counted
+        factor = given()
         if self.max_grad_norm is not None:
             clip = (self.max_grad_norm / (arrived() + 1e-6)).clamp(max=1.0)
             factor = clip if factor is None else clip * factor
@@ -333,6 +343,19 @@ class Engine(Lasting):
             self._traffic.end()
         self.steps += 1
         return finite
+
+    def _finished(self) -> dict[str, torch.Tensor]:
+        """Of each gradient, finished, what this rank counts in the norm."""
+        assert self._data is not None
+        self._data.gradients.finish()
+        return self._data.counted()
+
+    def _start_norm(
+        self, counted: Mapping[str, torch.Tensor]
+    ) -> tuple[Callable[[], tuple[torch.Tensor, torch.Tensor | None]], Callable[[], Any]]:
+        """What gives norm and loss, when they are there, and what gives the gradients' factor."""
+        factor = None if self._accumulation is None else self._accumulation.factor()
+        return Norm(list(counted.values()), self.loss, self.mesh).wait, lambda: factor
 
     def zero_grad(self) -> None:
         """Forget the gradients, and the micro-batches that made them."""
@@ -354,15 +377,26 @@ class Engine(Lasting):
         Returns:
             the loss of the whole batch, detached.
         """
-        for part in self.cut(batch):
+        self.accumulate(self.cut(batch))
+        self.step()
+        assert self.loss is not None
+        return self.loss
+
+    def accumulate(self, parts: Iterable[Any], phase: Callable[[str], Any] = lambda name: None) -> None:
+        """Forward and backward of all micro-batches of a step: :meth:`step` is next.
+
+        Args:
+            parts: what :meth:`cut` gives, or of each of the :meth:`micro_batches` the :meth:`local_batch`.
+            phase: is told when a ``"forward"`` and when a ``"backward"`` begins.
+        """
+        for part in parts:
+            phase("forward")
             loss = self.forward(part)
+            phase("backward")
             self.backward(loss)
             del loss
         if self._accumulation is not None:
             self._accumulation.closed = True
-        self.step()
-        assert self.loss is not None
-        return self.loss
 
     def masters(self) -> list[torch.Tensor]:
         """The float32 masters on this rank, in flat buffers; none where parameters are not cast."""

@@ -16,6 +16,7 @@ from espalier.checkpoint import CheckpointError, Saver
 from espalier.engine import weights
 from espalier.engine.scaling import LossScaler
 from espalier.engine.state import candidates, index_and_tree, named_values, opened, restore
+from espalier.engine.whole import gradients_of, state_of
 from espalier.mesh import Mesh
 from espalier.parallel import Plan, everywhere
 from espalier.parallel.data.axis import DataAxis
@@ -126,12 +127,19 @@ class Lasting:
 
         Parameters that have float32 masters are these.
         """
-        precise = nullcontext() if self._data is None else self._data.precise()
-        with torch.no_grad(), precise:
-            return {
-                name: everywhere(x, self.mesh).detach() if isinstance(x, torch.Tensor) else x
-                for name, x in self.module.state_dict().items()
-            }
+        with nullcontext() if self._data is None else self._data.precise():
+            return state_of(self.module, self._everywhere)
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """The gradients as plain whole tensors (a collective: every rank must call), by parameter.
+
+        They are those of the whole batch after ``finish_gradients()``. None: no rank has one.
+        """
+        return gradients_of(self.module, self.mesh, self._everywhere)
+
+    def _everywhere(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """The plain global value of a parameter or buffer, on every rank."""
+        return everywhere(x, self.mesh).detach()
 
     def load_weights(self, path: str | Path) -> None:
         """Take the model's weights from files of another format; each rank reads what it holds (collective).

@@ -22,9 +22,16 @@ class Norm:
         counted: of the gradients what this rank alone is responsible for, as plain tensors, whatever their
             layouts.
         loss: of the batch, where it may still be a sum over ranks.
+        more: plain numbers to be summed along with them.
     """
 
-    def __init__(self, counted: Sequence[torch.Tensor], loss: torch.Tensor | None, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        counted: Sequence[torch.Tensor],
+        loss: torch.Tensor | None,
+        mesh: Mesh,
+        more: Sequence[torch.Tensor] = (),
+    ) -> None:
         if isinstance(loss, DTensor) and any(is_partial(s) and s != "sum" for s in loss._layout.axes):
             loss = redistribute(loss, Layout.replicated(mesh, loss.shape))
         self._loss = loss
@@ -34,19 +41,38 @@ class Norm:
                 real = [torch.view_as_real(g) if g.is_complex() else g for g in counted]
                 total = torch.stack(_norms(real)).to(total).square().sum()
             addend = _addend(loss, mesh)
-            self._sums = total.view(1) if addend is None else torch.stack([total, addend.to(total)])
+            told = [*([] if addend is None else [addend]), *more]
+            self._sums = torch.stack([total, *(x.to(total) for x in told)])
+            self._more = len(more)
             self._pending = sum_whole_(self._sums, mesh)
+
+    def more(self) -> tuple[torch.Tensor, ...]:
+        """The sums of the numbers given, on every rank."""
+        self._pending.wait()
+        return self._sums[len(self._sums) - self._more :].unbind()
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The norm (plain, float64, not finite where a gradient is not) and the loss, on every rank."""
         self._pending.wait()
         with raw():
             norm, *told = self._sums.unbind()
-            if told:
+            if len(told) > self._more:
                 assert isinstance(self._loss, DTensor)
                 layout = Layout.replicated(self._loss._layout.mesh, self._loss._layout.shape)
                 self._loss = stamp(told[0].to(self._loss.dtype).view(layout.local_shape), layout)
             return norm.sqrt(), self._loss
+
+
+def share_of(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """What this rank gives to a sum over the mesh that is to be the loss."""
+    if isinstance(loss, DTensor) and any(is_partial(s) and s != "sum" for s in loss._layout.axes):
+        loss = redistribute(loss, Layout.replicated(mesh, loss.shape))
+    with raw():
+        addend = _addend(loss, mesh)
+        if addend is None:
+            addend = plain(loss).view(())
+            addend = torch.zeros_like(addend) if mesh.rank else addend
+        return addend
 
 
 def _addend(loss: torch.Tensor | None, mesh: Mesh) -> torch.Tensor | None:

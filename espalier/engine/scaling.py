@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm.collectives import sum_whole
 from espalier.mesh import Mesh
-from espalier.parallel.data.chunks import Member
 from espalier.parallel.precision import LossScale
 
 _NAMED = 5
@@ -37,15 +36,25 @@ class LossScaler:
         with raw():
             loss.register_hook(lambda grad: grad * scale)
 
+    def divided(self, factor: Callable[[], Any]) -> Callable[[], Any]:
+        """What takes the scale, as it is now, out of gradients again, beside a factor of their own."""
+        scale = self.scale
+
+        def found() -> Any:
+            own = factor()
+            return (1.0 if own is None else own) / scale
+
+        return found
+
     def update(
-        self, norm: torch.Tensor, counted: Mapping[str, torch.Tensor], members: Sequence[Member], mesh: Mesh
+        self, norm: torch.Tensor, counted: Mapping[str, torch.Tensor], names: Sequence[str], mesh: Mesh
     ) -> bool:
         """Whether a step may be made with its gradients; the scale follows.
 
         Args:
             norm: of all gradients, equal on all ranks; not finite if one of them is not.
             counted: by name, of the gradients what this rank alone is responsible for.
-            members: all parameters.
+            names: of all parameters.
 
         Raises:
             FloatingPointError: on all ranks, where the scale would fall below its minimum.
@@ -59,7 +68,7 @@ class LossScaler:
         self.skipped += 1
         self._good = 0
         if self.scale * self.settings.backoff_factor < self.settings.min_scale:
-            raise self._at_minimum(_overflowed(counted, [m.name for m in members], mesh), len(members))
+            raise self._at_minimum(_overflowed(counted, names, mesh), len(names))
         self.scale *= self.settings.backoff_factor
         return False
 

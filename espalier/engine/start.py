@@ -11,6 +11,7 @@ from torch import nn
 
 from espalier.engine.accumulation import Count
 from espalier.engine.engine import Engine, LossFunction
+from espalier.engine.pipeline import PipelineEngine
 from espalier.engine.recompute import Policy
 from espalier.engine.update import refuse_closures
 from espalier.mesh import Mesh
@@ -78,7 +79,8 @@ def initialize(
                 "Build it on model.parameters() of the very model given."
             )
     arranged = {"table": layouts, "branches": branches}
-    engine = Engine(model, optimizer, plan, on, loss_fn, arranged, max_grad_norm, count, recompute_policy)
+    kind = PipelineEngine if plan.pipe > 1 else Engine
+    engine = kind(model, optimizer, plan, on, loss_fn, arranged, max_grad_norm, count, recompute_policy)
     engine.lay_out(None if example is None else engine.cut(example)[0])
     return engine
 

@@ -48,6 +48,7 @@ class Mesh(TorchNames):
         ledgers: the open ledgers that traffic on this mesh is written to (see ``espalier.comm``).
         everywhere: those that are opened on every mesh there will be; ``known``: the meshes there are;
             ``built``: the running world, and its meshes (a cache).
+        within: the mesh of which it is a coordinate's ranks (see ``espalier.mesh.parts.at``); None of others.
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
         words: by axis, what a rule is told that may go several ways along it (see :meth:`telling`).
     """
@@ -83,6 +84,7 @@ class Mesh(TorchNames):
         self._device_mesh = device_mesh
         Mesh.known.add(self)
         self.lately: Any = None
+        self.within: Mesh | None = None
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
         self._backends: dict[tuple[int, torch.device], Any] = {}
         self._index = {name: i for i, name in enumerate(names)}
@@ -281,7 +283,7 @@ class Mesh(TorchNames):
         busy = [axis for axis, n in enumerate(self.shape) if n > 1]
         if len(busy) == 1:
             return self.group(busy[0])
-        assert busy and self._device_mesh is not None, "single and dry meshes have no process group"
+        assert busy and not self.is_dry, "single and dry meshes have no process group"
         if self._whole is None and self.size() == dist.get_world_size():
             self._whole = dist.group.WORLD
         elif self._whole is None:

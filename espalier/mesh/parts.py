@@ -25,7 +25,7 @@ def at(mesh: Mesh, axis: int | str, coordinate: int) -> Mesh:
             ranks=_array(mesh.ranks, mesh.shape).narrow(a, coordinate, 1).flatten().tolist(),
             world_rank=mesh.world_rank,
         )
-        part.ledgers, part.words = mesh.ledgers, mesh.words
+        part.ledgers, part.words, part.within = mesh.ledgers, mesh.words, mesh
         if inside:
             part._groups = [None if i == a else group for i, group in enumerate(mesh._groups)]
             part._orders = [None if i == a else order for i, order in enumerate(mesh._orders)]
@@ -39,6 +39,8 @@ def joined(mesh: Mesh, axes: Sequence[int]) -> Mesh:
     All ranks must ask for the same, in one order: a process group is made.
     """
     names = tuple(mesh.names[a] for a in axes)
+    if mesh.within is not None and mesh.is_member:
+        return joined(mesh.within, axes)
     key = ("joined", *names)
     if key not in mesh._parts:
         part = mesh[names]

@@ -73,13 +73,13 @@ def found_branches(model: nn.Module, table: Branches | None, n: int) -> dict[str
     return found
 
 
-def homes_of(model: nn.Module, found: Branches, mesh: Mesh) -> dict[int, Mesh]:
-    """For each parameter of a branch, by its id, the mesh of the ranks that hold it.
+def homes_of(model: nn.Module, found: Branches, mesh: Mesh, stages: Mapping[int, Mesh]) -> dict[int, Mesh]:
+    """For each parameter of a branch or a pipeline's stage, by its id, the mesh of the ranks that hold it.
 
     Raises:
         ValueError: others use it too.
     """
-    homes: dict[int, Mesh] = {}
+    homes = dict(stages)
     held: dict[int, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         branch = next((b for b in found if name.startswith(f"{b}.")), "")
@@ -90,7 +90,7 @@ def homes_of(model: nn.Module, found: Branches, mesh: Mesh) -> dict[int, Mesh]:
                 "module that holds all its uses."
             )
         if branch:
-            homes[id(p)] = at(mesh, "branch", found[branch])
+            homes[id(p)] = at(stages.get(id(p), mesh), "branch", found[branch])
     return homes
 
 

@@ -33,10 +33,12 @@ class Arrangement(dict[str, Layout]):
     Attributes:
         chosen: what was chosen on the tensor axis.
         branches: the modules that are branches, and of which number.
+        parts: of a pipeline, the names of the parameters that each stage of this rank uses.
     """
 
     chosen: Chosen
     branches: Branches
+    parts: tuple[frozenset[str], ...] = ()
 
 
 def arrange(
@@ -48,6 +50,7 @@ def arrange(
     branches: Branches | None = None,
     batch: Any = None,
     rows: int = 1,
+    stages: Mapping[int, Mesh] | None = None,
 ) -> Arrangement | None:
     """The layout of every parameter of a model under a plan.
 
@@ -56,7 +59,8 @@ def arrange(
     by a table of name patterns (``table``, or the model's own), or, for a model nobody described, by
     what a run on ``batch`` (of one row) and trials of its blocks (of ``rows``) show (1d), that run alone
     (3d), or all alike (2d, 2.5d). Experts (``espalier.parallel.expert``) are cut one from another, along the
-    expert axis and the tensor axis of 1d.
+    expert axis and the tensor axis of 1d. A pipeline's parameters lie on the meshes of their ``stages`` (by
+    their ids).
 
     Returns:
         name to layout; None if a batch is needed and missing.
@@ -89,7 +93,7 @@ def arrange(
     apart = tuple(axis for axis in ("expert", "tensor") if axis in mesh.names)
     layouts = Arrangement()
     layouts.chosen, layouts.branches = chosen, found_branches(model, branches, plan.branch)
-    homes = homes_of(model, layouts.branches, mesh)
+    homes = homes_of(model, layouts.branches, mesh, stages or {})
     for name, p in model.named_parameters():
         places: list[Placement] = [Replicate()] * mesh.ndim
         order: list[str] = []
@@ -146,7 +150,7 @@ def lay_out_model(model: nn.Module, layouts: Arrangement, mesh: Mesh, plan: Plan
             )
     low = plan.precision.parameters
     leave_out(model, layouts, None if low is None else getattr(torch, low))
-    data = DataAxis(model, layouts, mesh, plan)
+    data = DataAxis(model, layouts, mesh, plan, layouts.parts)
     send_tokens(model)
     place_branches(model, layouts.branches, mesh)
     for module in model.modules():
@@ -154,7 +158,7 @@ def lay_out_model(model: nn.Module, layouts: Arrangement, mesh: Mesh, plan: Plan
             make_the_rest_real(module)
         for name, b in module._buffers.items():
             if b is not None:
-                whole = lay_out(b, Layout.replicated(mesh, tuple(b.shape)))
+                whole = lay_out(b, Layout.replicated(mesh.within or mesh, tuple(b.shape)))
                 with raw():
                     module._buffers[name] = whole.as_subclass(torch.Tensor)
     if layouts.chosen.sequence:

@@ -170,6 +170,8 @@ class Plan(BaseModel):
             ):
                 if own != its:
                     found.append((key, own, f"the schedule given is for {its}"))
+        if self.branch > 1:
+            found.append(("branch", self.branch, "branches go with pipe = 1: expected 1"))
         if self.precision.autocast is not None:
             wanted = (
                 "autocast decides dtypes as it goes, and stages agree on them before: bfloat16 or float16"

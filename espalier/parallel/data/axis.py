@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from espalier.mesh import Mesh
 from espalier.parallel.data.budget import Budget
 from espalier.parallel.data.chunks import Chunk, Lane, Member, show
 from espalier.parallel.data.gathering import Gathering, home_of, show_pieces
-from espalier.parallel.data.gradients import Gradients
+from espalier.parallel.data.gradients import AllGradients, Gradients
 from espalier.parallel.data.masters import Masters, cast
 from espalier.parallel.data.residency import Shelf, choose
 from espalier.parallel.data.stages import STAGES
@@ -38,13 +38,20 @@ class DataAxis:
     Attributes:
         stage: the row of the table of stages.
         members: all parameters.
-        gradients: finishes gradients.
+        gradients: finishes gradients; of each of the model's ``parts``, and of what several share, by itself.
         gathering: gathers parameters; None where they stay whole.
         chunks: of the trained parameters.
         masters: float32 copies of parameters, for the optimizer.
     """
 
-    def __init__(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, plan: Plan) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layouts: Mapping[str, Layout],
+        mesh: Mesh,
+        plan: Plan,
+        parts: Sequence[Collection[str]] = (),
+    ) -> None:
         self.mesh, self.stage = mesh, STAGES[plan.zero]
         axes = tuple(mesh.axis(name) for name in plan.data_axes)
         alone = all(mesh.shape[a] == 1 for a in axes)
@@ -60,11 +67,17 @@ class DataAxis:
         self._frozen = [m for m in self.members if not m.p.requires_grad]
         cut = self.stage.parameters == "S"
         lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members])
-        if cut:
-            used = by_unit(self.members, model)
-            self.chunks = [chunk for _, chunk in used if chunk.members[0].p.requires_grad][::-1]
-        else:
-            self.chunks = by_size([m for m in self.members if m.p.requires_grad][::-1], plan.chunk_megabytes)
+        used: list[tuple[list[nn.Module], Chunk]] = []
+        groups: list[list[Chunk]] = []
+        for members in _by_part(self.members, parts):
+            if cut:
+                users = by_unit(members, model)
+                used += users
+                groups.append([chunk for _, chunk in users if chunk.members[0].p.requires_grad][::-1])
+            else:
+                trained = [m for m in members if m.p.requires_grad]
+                groups.append(by_size(trained[::-1], plan.chunk_megabytes))
+        self.chunks = [chunk for group in groups for chunk in group]
         self._shelf = self._place([chunk for _, chunk in used] if cut else self.chunks, plan.offload)
         self.masters = Masters(self.chunks, pieces=self.stage.states == "S")
         for m in self.members:
@@ -85,14 +98,19 @@ class DataAxis:
             with raw():
                 for m in (m for chunk in self.masters.chunks for m in chunk.members):
                     m.p.grad_dtype = reduce  # several uses, and micro-batches, add up in it too
-        self.gradients = Gradients(
-            [] if alone and self.stage.gradients == "R" else self.chunks,
-            mesh,
-            axes,
-            self.stage,
-            dtype=reduce,
-            on_sent=None if self.gathering is None else self.gathering.sent,
-            shelf=self._shelf,
+        self.gradients = AllGradients(
+            [
+                Gradients(
+                    [] if alone and self.stage.gradients == "R" else group,
+                    mesh,
+                    axes,
+                    self.stage,
+                    dtype=reduce,
+                    on_sent=None if self.gathering is None else self.gathering.sent,
+                    shelf=self._shelf,
+                )
+                for group in groups
+            ]
         )
         moved = [chunk for chunk in self.chunks if chunk.places]
         self.streaming: Streaming | None = None
@@ -168,6 +186,10 @@ class DataAxis:
     def end_backward(self) -> None:
         """After a backward pass."""
         self.gradients.flush()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """After the last backward pass of a step."""
         if self.gathering is not None:
             self.gathering.end()
 
@@ -380,6 +402,15 @@ class DataAxis:
                 land()
         while under_way:
             land()
+
+
+def _by_part(members: Sequence[Member], parts: Sequence[Collection[str]]) -> list[list[Member]]:
+    """The members of each part alone, and, last, the others."""
+    found: list[list[Member]] = [[] for _ in (*parts, None)]
+    for m in members:
+        own = [i for i, names in enumerate(parts) if m.name in names]
+        found[own[0] if len(own) == 1 else -1].append(m)
+    return found
 
 
 def _own(axes: tuple[int, ...], full: Layout, mesh: Mesh) -> tuple[tuple[int, ...], Lane]:

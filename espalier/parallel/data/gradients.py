@@ -84,6 +84,10 @@ class Gradients:
         """The flags that a chunk carries."""
         return self._flags[chunk.lane] if chunk is self._last[chunk.lane] else 0
 
+    def hold(self) -> None:
+        """Before the backward passes of a step: what gets gradients before :meth:`begin` waits for it."""
+        self._sending = False
+
     def begin(self, last: bool) -> None:
         """Before a backward pass; ``last`` of those that make one gradient."""
         if self.reduced:
@@ -317,6 +321,47 @@ class Gradients:
         for chunk in self.chunks:
             chunk.gradient = None
         self.reduced = False
+
+
+class AllGradients:
+    """The gradients of a model's parts, each finished by itself: those of a pipeline's stages.
+
+    Attributes:
+        parts: in the order of the model.
+    """
+
+    def __init__(self, parts: Sequence[Gradients]) -> None:
+        self.parts = list(parts)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """In the order in which they are sent."""
+        return [chunk for part in self.parts for chunk in part.chunks]
+
+    def begin(self, last: bool) -> None:
+        """See :meth:`Gradients.begin`."""
+        for part in self.parts:
+            part.begin(last)
+
+    def flush(self) -> None:
+        """See :meth:`Gradients.flush`."""
+        for part in self.parts:
+            part.flush()
+
+    def finish(self) -> None:
+        """See :meth:`Gradients.finish`."""
+        for part in self.parts:
+            part.finish()
+
+    def forget(self) -> None:
+        """See :meth:`Gradients.forget`."""
+        for part in self.parts:
+            part.forget()
+
+    def bring(self, chunk: Chunk, *, on_host: bool = False) -> None:
+        """See :meth:`Gradients.bring`."""
+        if self.parts:
+            self.parts[0].bring(chunk, on_host=on_host)
 
 
 def _call(method: weakref.WeakMethod[Any], p: torch.Tensor) -> None:

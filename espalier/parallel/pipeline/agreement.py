@@ -1,0 +1,141 @@
+"""What stages tell one another is agreed before a step: every rank runs the whole model without data.
+
+For that it has a twin of the model on a dry mesh, which has the shape of one stage's and is seen from this
+rank's coordinates. So shapes, dtypes and layouts of what is sent need no messages, a dry run of the pipeline
+knows them too, and each stage draws the random keys that one process would draw in its place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from espalier.layout import Layout
+from espalier.mesh import Mesh
+from espalier.parallel.pipeline.runtime import Agreed, Trees, Wire, wire_of
+from espalier.parallel.pipeline.split import Split, StageProgram
+from espalier.tensor import DTensor, stamp
+from espalier.tensor.dtensor import layout_of
+from espalier.tensor.random import draw_key
+
+_MOST_DRAWS = 100_000
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+Forward = Callable[[Any, Trees, Any], Any]
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A copy of a model without data and hooks."""
+    memo: dict[int, Any] = {}
+    for x in (*model.parameters(), *model.buffers()):
+        bare = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
+        memo[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
+    for module in model.modules():
+        memo.update({id(vars(module)[name]): OrderedDict() for name in _HOOKS if name in vars(module)})
+    return copy.deepcopy(model, memo)
+
+
+class Agreement:
+    """What is agreed of micro-batches, by their shapes.
+
+    Args:
+        model: the twin's original: whether its modules train is followed.
+        twin: laid out on ``mesh``.
+        mesh: dry, of one stage.
+    """
+
+    def __init__(self, model: nn.Module, twin: nn.Module, mesh: Mesh) -> None:
+        self._model, self._twin, self._mesh = model, twin, mesh
+        self._known: dict[Any, Agreed] = {}
+
+    def __call__(self, split: Split, inputs: Any, forward: Forward) -> Agreed:
+        """What is agreed of a micro-batch.
+
+        Args:
+            split: the model as stages for it.
+            inputs: of the model, as DTensors.
+            forward: ``forward(program, received, inputs)`` calls a stage.
+        """
+        leaves, form = pytree.tree_flatten(inputs)
+        modes = tuple(m.training for m in self._model.modules())
+        key = (split, str(form), tuple(map(_told, leaves)), modes, torch.is_grad_enabled())
+        if key not in self._known:
+            for ours, theirs in zip(self._model.modules(), self._twin.modules(), strict=True):
+                theirs.training = ours.training
+            dry = pytree.tree_unflatten([self._bare(x) for x in leaves], form)
+            self._known[key] = self._run([program.on(self._twin) for program in split.stages], dry, forward)
+        return self._known[key]
+
+    def _bare(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        own = layout_of(x, self._mesh)
+        own = Layout.of(self._mesh, own.axes, own.cuts, own.shape)
+        return stamp(torch.empty(own.local_shape, dtype=x.dtype, device="meta"), own)
+
+    def _run(self, programs: Sequence[StageProgram], inputs: Any, forward: Forward) -> Agreed:
+        before = torch.get_rng_state()
+        wires, rebuilds, draws = [], [], []
+        received: Trees = ()
+        try:
+            for i, program in enumerate(programs):
+                started = torch.get_rng_state()
+                out = forward(program, received, inputs)
+                draws.append(_drawn(started))
+                if i + 1 == len(programs):
+                    break
+                tensors, rebuild = taken_apart(out)
+                wires.append(tuple(map(wire_of, tensors)))
+                rebuilds.append(rebuild)
+                received = rebuild([_fresh(x, wire) for x, wire in zip(tensors, wires[-1], strict=True)])
+        finally:
+            torch.set_rng_state(before)
+        return Agreed(tuple(wires), tuple(rebuilds), tuple(draws))
+
+
+def taken_apart(out: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Trees]]:
+    """The tensors in what a stage gives, and what puts it together again from others."""
+    leaves, form = pytree.tree_flatten(out)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+    rest = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+
+    def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
+        found = list(rest)
+        for i, x in zip(places, tensors, strict=True):
+            found[i] = x
+        return pytree.tree_unflatten(found, form)
+
+    return [leaves[i] for i in places], rebuild
+
+
+def _fresh(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """A tensor as the next stage gets it."""
+    bare = torch.empty(wire.shape, dtype=wire.dtype, device="meta")
+    bare = bare.requires_grad_(wire.has_gradient).view_as(bare)
+    return stamp(bare, layout_of(x)) if type(x) is DTensor else bare
+
+
+def _drawn(started: torch.Tensor) -> int:
+    """How many random keys were drawn since a state of the generator."""
+    now, n = torch.get_rng_state(), 0
+    torch.set_rng_state(started)
+    while not torch.equal(torch.get_rng_state(), now):
+        draw_key()
+        n += 1
+        if n > _MOST_DRAWS:
+            raise RuntimeError(
+                "A stage has changed the state of torch's random generator: it was seeded anew."
+            )
+    return n
+
+
+def _told(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape), x.dtype, x._layout.axes if type(x) is DTensor else None
+    return repr(x)

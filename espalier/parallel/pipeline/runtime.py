@@ -1,0 +1,344 @@
+"""The runtime: what a schedule says, done by this rank.
+
+What crosses from stage to stage is each rank's local tensor, to the rank of the same coordinates in the next
+stage; layouts, shapes and dtypes are agreed before (see ``agreement``). Once it is sent, a stage's output is
+let go: of the graph only the edge that backward starts from is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as raw
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from espalier.comm import Pending
+from espalier.comm.peers import receive_from, send_to
+from espalier.layout import Layout
+from espalier.layout.layout import AxisState
+from espalier.mesh import Mesh
+from espalier.parallel.pipeline.actions import Action, Kind, Schedule
+from espalier.parallel.pipeline.backward import backward_for_inputs
+from espalier.tensor import DTensor, plain, stamp
+from espalier.tensor.dtensor import layout_of
+
+Trees = tuple[Any, ...]
+_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+
+
+class Wire(NamedTuple):
+    """A tensor that crosses from a stage to the next, as all ranks know it.
+
+    Attributes:
+        shape: of this rank's part.
+        lies: states of the mesh's axes, cuts and global shape; None for a plain tensor.
+        has_gradient: whether a gradient comes back.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    lies: tuple[tuple[AxisState, ...], tuple[tuple[int, ...], ...], tuple[int, ...]] | None
+    has_gradient: bool
+
+
+class Agreed(NamedTuple):
+    """What is known of a micro-batch before it runs.
+
+    Attributes:
+        wires: of each stage but the last, the tensors among its outputs.
+        rebuild: of each stage but the last, its outputs from these tensors.
+        draws: random keys that each stage draws.
+    """
+
+    wires: tuple[tuple[Wire, ...], ...]
+    rebuild: tuple[Callable[[Sequence[torch.Tensor]], Trees], ...]
+    draws: tuple[int, ...]
+
+
+class Work(Protocol):
+    """What a runtime is to do: a step's micro-batches, and what the stages compute."""
+
+    def phase(self, name: str) -> None:
+        """A ``"forward"`` or a ``"backward"`` begins."""
+
+    def forward(self, stage: int, micro_batch: int, received: Trees) -> Sequence[torch.Tensor]:
+        """The tensors among a stage's outputs; of the last one, the loss."""
+
+    def weight(self, micro_batch: int) -> torch.Tensor:
+        """The gradient with which the backward pass of a loss begins, plain."""
+
+    def begin_backward(self, stage: int, last: bool) -> None:
+        """Before weights get gradients; ``last``: for the last time in this step."""
+
+    def end_backward(self, stage: int) -> None:
+        """After it."""
+
+
+class _Live:
+    """A micro-batch in a stage, from its forward to the end of its backward pass."""
+
+    def __init__(self, leaves: list[torch.Tensor], edges: list[GradientEdge]) -> None:
+        self.leaves, self.edges = leaves, edges
+        self.later: Callable[[], None] | None = None
+
+
+class Runtime:
+    """Runs schedules on this rank.
+
+    Args:
+        mesh: with the axis ``pipe``.
+        stage_mesh: of the ranks of this rank's stages.
+        parts_backward: whether weights' gradients may be put off (see ``backward``); else all that ``I`` and
+            ``W`` say is done by ``I``.
+
+    Attributes:
+        live: micro-batches that stages of this rank hold now; ``most``: the most of them in the last run.
+        failure: what a computation of this rank has met. It then goes on with zeros, so that others, who
+            wait for its messages, come to the end and can be told.
+    """
+
+    def __init__(self, mesh: Mesh, stage_mesh: Mesh, parts_backward: bool) -> None:
+        self._mesh, self._stage_mesh, self._parts = mesh, stage_mesh, parts_backward
+        self._axis = mesh.axis("pipe")
+        self.live: dict[tuple[int, int], _Live] = {}
+        self.failure: Exception | None = None
+        self.most = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.live.clear()
+        self._inbox: dict[Action, tuple[list[torch.Tensor], Pending]] = {}
+        self._outbox: dict[Action, list[torch.Tensor]] = {}
+        self._sending: dict[tuple[Kind, int], Pending] = {}
+
+    def run(self, schedule: Schedule, agreed: Sequence[Agreed], work: Work) -> None:
+        """Do this rank's row.
+
+        Args:
+            schedule: with its messages (``with_messages``).
+            agreed: of each micro-batch.
+        """
+        self._schedule, self._agreed, self._work = schedule, agreed, work
+        self.failure, self.most = None, 0
+        row = schedule.actions[self._mesh.coordinate[self._axis]]
+        self._last = {a.stage: a for a in row if a.kind in (Kind.B, Kind.W if self._parts else Kind.I)}
+        try:
+            for action in self._posted_early(row):
+                if not action.kind.computes:
+                    self._message(action)
+                elif self.failure is None:
+                    try:
+                        self._compute(action)
+                    except Exception as error:
+                        self.failure = error
+                        self.live.clear()
+                if action.kind.computes and self.failure is not None:
+                    self._stand_in(action)
+            for pending in self._sending.values():
+                pending.wait()
+        finally:
+            self._clear()
+
+    def _posted_early(self, row: Sequence[Action]) -> list[Action]:
+        """The row, each receive before the computation that it stands behind.
+
+        So what is sent arrives while this rank computes. Not on CUDA: there messages are done in the order in
+        which they are posted, on both sides.
+        """
+        found: list[Action] = []
+        at: int | None = None  # the last computation
+        for action in row:
+            if action.kind in _RECEIVES and at is not None and self._mesh.device_type != "cuda":
+                found.insert(at, action)
+                at += 1
+                continue
+            at = len(found) if action.kind.computes else at
+            found.append(action)
+        return found
+
+    # ---- messages
+
+    def _wires(self, action: Action) -> list[Wire]:
+        """What crosses in a message."""
+        kind, stage, micro = action
+        ahead = kind in (Kind.SEND_F, Kind.RECV_B)
+        wires = self._agreed[micro].wires[stage if ahead else stage - 1]
+        if kind in (Kind.SEND_F, Kind.RECV_F):
+            return list(wires)
+        return [wire for wire in wires if wire.has_gradient]
+
+    def _message(self, action: Action) -> None:
+        if action.kind in _RECEIVES:
+            self._receive(action)
+        else:
+            self._send(action)
+
+    def _send(self, action: Action) -> None:
+        way = action.kind, action.stage
+        if way in self._sending:  # no more than one on the way, so that what was sent is let go
+            self._sending[way].wait()
+        xs = self._outbox.pop(action)
+        self._sending[way] = send_to(xs, self._mesh, self._axis, self._schedule.peer(action), _tag(action))
+
+    def _receive(self, action: Action) -> None:
+        like = [(wire.shape, wire.dtype) for wire in self._wires(action)]
+        peer = self._schedule.peer(action)
+        self._inbox[action] = receive_from(like, self._mesh, self._axis, peer, _tag(action))
+
+    def _hand_over(self, send: Action, xs: list[torch.Tensor]) -> None:
+        """What a stage has made, to be sent, or to be taken by another stage of this rank."""
+        kind, stage, micro = send
+        ahead = kind is Kind.SEND_F
+        to = stage + (1 if ahead else -1)
+        if self._schedule.rank_of(to) == self._schedule.rank_of(stage):
+            self._inbox[Action(Kind.RECV_F if ahead else Kind.RECV_B, to, micro)] = xs, Pending()
+        else:
+            self._outbox[send] = xs
+
+    def _take(self, kind: Kind, stage: int, micro: int) -> list[torch.Tensor]:
+        xs, pending = self._inbox.pop(Action(kind, stage, micro))
+        pending.wait()
+        return xs
+
+    # ---- computation
+
+    def _compute(self, action: Action) -> None:
+        if action.kind is Kind.F:
+            self._work.phase("forward")
+            self._f(action)
+            return
+        self._work.phase("backward")
+        if action.kind is Kind.W:
+            self._w(action)
+            return
+        parted = action.kind is Kind.I and self._parts
+        self._backward(action, parted)
+        if not parted:
+            self._end(action)
+
+    def _stand_in(self, action: Action) -> None:
+        """What others wait for, without what it should be."""
+        kind, stage, micro = action
+        came, sent = (Kind.RECV_F, Kind.SEND_F) if kind is Kind.F else (Kind.RECV_B, Kind.SEND_B)
+        to = stage + (1 if kind is Kind.F else -1)
+        if (pair := self._inbox.pop(Action(came, stage, micro), None)) is not None:
+            pair[1].wait()
+        send = Action(sent, stage, micro)
+        if kind is not Kind.W and 0 <= to < self._schedule.stages and send not in self._outbox:
+            device = self._stage_mesh.device()
+            zeros = [torch.zeros(w.shape, dtype=w.dtype, device=device) for w in self._wires(send)]
+            self._hand_over(send, zeros)
+
+    def _f(self, action: Action) -> None:
+        _, stage, micro = action
+        leaves: list[torch.Tensor] = []
+        received: Trees = ()
+        if stage:
+            wires = self._agreed[micro].wires[stage - 1]
+            entered = []
+            with raw():
+                for x, wire in zip(self._take(Kind.RECV_F, stage, micro), wires, strict=True):
+                    if wire.has_gradient:
+                        leaves.append(x.requires_grad_())
+                        x = _Enter.apply(x)
+                    lies = None if wire.lies is None else Layout.of(self._stage_mesh, *wire.lies)
+                    entered.append(x if lies is None else stamp(x, lies))
+            received = self._agreed[micro].rebuild[stage - 1](entered)
+            del entered
+        outs = list(self._work.forward(stage, micro, received))
+        del received
+        edges: list[GradientEdge] = []
+        with raw():
+            if stage + 1 < self._schedule.stages:
+                wires = self._agreed[micro].wires[stage]
+                _check(outs, wires, stage)
+                self._hand_over(Action(Kind.SEND_F, stage, micro), [plain(x.detach()) for x in outs])
+                edges = [get_gradient_edge(x) for x, w in zip(outs, wires, strict=True) if w.has_gradient]
+            elif outs[0].requires_grad:
+                edges = [get_gradient_edge(outs[0])]
+        if torch.is_grad_enabled():
+            self.live[stage, micro] = _Live(leaves, edges)
+            self.most = max(self.most, len(self.live))
+
+    def _w(self, action: Action) -> None:
+        if self._parts:
+            later = self.live[action.stage, action.micro_batch].later
+            assert later is not None, "I comes before W"
+            with raw():
+                self._begin(action)
+                later()
+            self._end(action)
+
+    def _backward(self, action: Action, parted: bool) -> None:
+        _, stage, micro = action
+        live = self.live[stage, micro]
+        if stage + 1 == self._schedule.stages:
+            grads = [self._work.weight(micro)] if live.edges else []
+        else:
+            grads = self._take(Kind.RECV_B, stage, micro)
+        leaves = live.leaves
+        with raw():
+            if parted:
+                live.later = backward_for_inputs(live.edges, grads, leaves)
+            else:
+                self._begin(action)
+                if live.edges:
+                    torch.autograd.backward(tuple(live.edges), tuple(grads))
+            live.edges = []
+            if stage:
+                given = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+                self._hand_over(Action(Kind.SEND_B, stage, micro), given)
+            live.leaves = []
+
+    def _begin(self, action: Action) -> None:
+        self._work.begin_backward(action.stage, self._last[action.stage] == action)
+
+    def _end(self, action: Action) -> None:
+        del self.live[action.stage, action.micro_batch]
+        self._work.end_backward(action.stage)
+
+
+class _Enter(torch.autograd.Function):
+    """What a stage receives: no leaf, so that the stage may write to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def _check(outs: Sequence[torch.Tensor], wires: Sequence[Wire], stage: int) -> None:
+    """See that a stage gives what was agreed.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    found = [wire_of(x) for x in outs]
+    if found != list(wires):
+        raise RuntimeError(
+            f"Stage {stage} gives other tensors than when it was run without data: {found}, and there "
+            f"{list(wires)}. What it gives must follow from shapes and from whether the model trains."
+        )
+
+
+def wire_of(x: torch.Tensor) -> Wire:
+    """What is to be known of a tensor that crosses."""
+    with raw():
+        shape, dtype, grad = tuple(x.shape), x.dtype, x.requires_grad
+    if type(x) is not DTensor:
+        return Wire(shape, dtype, None, grad)
+    own = layout_of(x)
+    return Wire(shape, dtype, (own.axes, own.cuts, tuple(own.shape)), grad)
+
+
+def _tag(action: Action) -> int:
+    """Of a message: which border of stages it crosses, and in which direction."""
+    forward = action.kind in (Kind.SEND_F, Kind.RECV_F)
+    ahead = action.kind in (Kind.SEND_F, Kind.RECV_B)
+    border = action.stage if ahead else action.stage - 1
+    return 2 * border + (0 if forward else 1)

@@ -1,0 +1,103 @@
+"""A model as a pipeline's stages: which rank has what, and what runs it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from espalier.layout import Layout
+from espalier.mesh import Mesh
+from espalier.mesh.parts import at
+from espalier.parallel.compose import Arrangement, lay_out_model
+from espalier.parallel.offload import Offload
+from espalier.parallel.pipeline.actions import Action, Kind, Schedule
+from espalier.parallel.pipeline.agreement import Agreement, twin_of
+from espalier.parallel.pipeline.messages import with_messages
+from espalier.parallel.pipeline.runtime import Runtime
+from espalier.parallel.pipeline.split import split
+from espalier.parallel.pipeline.table import find_schedule
+from espalier.parallel.plan import Plan
+
+
+class Stages:
+    """The stages of a model under a plan.
+
+    Args:
+        mesh: with the axis ``pipe``.
+        example: of the model's inputs.
+
+    Attributes:
+        split: the model as stages.
+        local: the numbers of this rank's.
+        has_last: whether the last one is among them.
+        users: for each parameter, the coordinates on the axis ``pipe`` whose stages use it, in their order.
+        homes: for each parameter the first of them, which counts it.
+        meshes: for each parameter, by its id, the mesh on which it lies as seen from here.
+        parts: the names of the parameters that each stage of this rank uses.
+        runtime, agreement: what runs the stages, and knows what they tell one another.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, example: Any) -> None:
+        self._model, self._plan, self._mesh = model, plan, mesh
+        self._schedules: dict[tuple[int, Kind | None], Schedule] = {}
+        places = self.schedule(plan.accumulate).stage_to_rank
+        device = torch.device("cpu") if mesh.is_dry else mesh.device()
+        self.split = split(model, len(places), example, plan.cuts, device=device)
+        here = mesh.coordinate[mesh.axis("pipe")]
+        self.local = tuple(i for i, rank in enumerate(places) if rank == here)
+        self.has_last = places[-1] == here
+        used = self.split.users
+        self.users = {name: tuple(dict.fromkeys(places[i] for i in of)) for name, of in used.items()}
+        self.meshes: dict[int, Mesh] = {}
+        for name, p in model.named_parameters():
+            ranks = self.users[name]
+            self.meshes[id(p)] = at(mesh, "pipe", here if here in ranks else ranks[0])
+        self.homes = {name: ranks[0] for name, ranks in self.users.items()}
+        self.parts = tuple(frozenset(name for name, of in used.items() if i in of) for i in self.local)
+        # a block that is computed again would be so for inputs and for weights
+        parts_backward = plan.zero < 3 and plan.recompute == "none" and plan.offload == Offload()
+        self.runtime = Runtime(mesh, at(mesh, "pipe", here), parts_backward)
+        self.agreement: Agreement
+
+    def prepare(self, arrangement: Arrangement, mesh: Mesh) -> None:
+        """Before the model is laid out: make its twin.
+
+        Args:
+            arrangement: of the model.
+            mesh: of this rank's stages.
+        """
+        shape = dict(zip(mesh.names, mesh.shape, strict=True))
+        dry = Mesh.dry(shape, mesh.coordinate).telling(**mesh.words)
+        twin = twin_of(self._model)
+        lies = Arrangement(
+            (name, Layout.of(dry, lay.axes, lay.cuts, lay.shape)) for name, lay in arrangement.items()
+        )
+        lies.chosen, lies.branches = arrangement.chosen, arrangement.branches
+        plan = self._plan.model_copy(update={"zero": 0, "offload": Offload()})
+        lay_out_model(twin, lies, dry, plan)
+        self.agreement = Agreement(self._model, twin, dry)
+
+    def schedule(self, micro_batches: int, only: Kind | None = None) -> Schedule:
+        """What ranks do with so many micro-batches; ``only`` actions of a kind.
+
+        Raises:
+            ValueError: the plan's schedule is for another number.
+        """
+        key = micro_batches, only
+        if key not in self._schedules:
+            self._schedules[key] = with_messages(self._made(micro_batches, only))
+        return self._schedules[key]
+
+    def _made(self, m: int, only: Kind | None) -> Schedule:
+        plan = self._plan
+        if only is not None:
+            of = self.schedule(plan.accumulate)
+            rows = [
+                tuple(Action(only, stage, i) for i in range(m) for stage in of.stages_of(rank))
+                for rank in range(of.ranks)
+            ]
+            return replace(of, micro_batches=m, actions=tuple(rows))
+        return find_schedule(plan.schedule, plan.pipe, m, plan.stages_per_rank)
