@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from espalier.checkpoint.sinks import Sink, Tie
-from espalier.checkpoint.sources import Entry
+import torch
+
+from espalier.checkpoint.pickles import FormatError
+from espalier.checkpoint.sinks import Sink, Tie, stream
+from espalier.checkpoint.sources import Entry, Source, open_source
+from espalier.layout.regions import Box
 
 Format = Literal["safetensors", "torch"]
 FORMATS: tuple[str, ...] = get_args(Format)
+_TREES = ("model", "module", "state_dict", "model_state_dict")
 
 
 def laid_out(
@@ -44,4 +50,88 @@ def laid_out(
     return sink
 
 
-__all__ = ["FORMATS", "Format", "laid_out"]
+def export(
+    source: str | Path,
+    out: str | Path,
+    form: str = "safetensors",
+    *,
+    dtype: torch.dtype | None = None,
+    shard_gigabytes: float = 5.0,
+    tree: str | None = None,
+    companions: str | Path | None = None,
+) -> int:
+    """Write the model's weights of a checkpoint as others read them, in one process, piece by piece.
+
+    Args:
+        source: a checkpoint of ours, or what :func:`open_source` reads.
+        out: a new folder; for ``"torch"`` a new file.
+        form: ``"safetensors"`` or ``"torch"``.
+        dtype: of floating-point tensors; by default their own.
+        shard_gigabytes: (10^9 bytes) of a file of safetensors.
+        tree: the dict, of those nested in the source, that holds the weights; by default ``model`` or the
+            like, or the only one.
+        companions: a folder whose files beside weights (config.json, a tokenizer) are copied to the new one;
+            by default the source, if it is a folder.
+
+    Returns:
+        how many tensors were written.
+
+    Raises:
+        ValueError: the source cannot be read, or nothing be written.
+    """
+    opened, out = open_source(source), Path(out)
+    names = weights_in(opened, tree)
+    first: dict[Any, str] = {}
+    ties = {}
+    for name, theirs in names.items():
+        kept = first.setdefault(opened.same(theirs), name)
+        if kept != name:
+            ties[name] = kept
+    entries = {name: opened.entries[theirs].cast(dtype) for name, theirs in names.items() if name not in ties}
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        return opened.read(names[name], box).to(entries[name].dtype)
+
+    try:
+        with laid_out(out, form, entries, ties, int(shard_gigabytes * 1e9)) as sink:
+            stream(entries, read, sink.write)
+        folder = Path(companions if companions is not None else source)
+        if out.is_dir() and folder.is_dir():
+            for file in sorted(folder.iterdir()):
+                if file.is_file() and _accompanies(file.name):
+                    shutil.copyfile(file, out / file.name)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written: {error.strerror or error}.") from None
+    return len(entries)
+
+
+def weights_in(source: Source, tree: str | None = None) -> dict[str, str]:
+    """The weights' own names, and those in the source.
+
+    Raises:
+        FormatError: it is not clear which tensors they are.
+    """
+    if tree is None and source.trees:
+        holding = [t for t in sorted(source.trees) if any(n.startswith(f"{t}.") for n in source.entries)]
+        known = [t for t in _TREES if t in holding]
+        if not known and len(holding) != 1:
+            raise FormatError(
+                f"{source.path} holds tensors under {', '.join(holding) or 'no name'}: say which are the "
+                "weights, tree = NAME."
+            )
+        tree = (known or holding)[0]
+    prefix = f"{tree}." if tree else ""
+    found = {name.removeprefix(prefix): name for name in source.entries if name.startswith(prefix)}
+    if not found:
+        raise FormatError(f"{source.path} holds no tensors" + (f" under {tree}." if tree else "."))
+    return found
+
+
+def _accompanies(name: str) -> bool:
+    """Whether a file beside weights says how to use them."""
+    ours = ("index.json", "whole.json")  # of a checkpoint of ours
+    text = name.endswith((".json", ".txt", ".model", ".jinja"))
+    return text and not name.endswith(".index.json") and not name.startswith(".") and name not in ours
+
+
+__all__ = ["FORMATS", "Format", "export", "laid_out", "weights_in"]

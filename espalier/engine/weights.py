@@ -120,10 +120,7 @@ def export(
             for name, x in model.state_dict(keep_vars=True).items()
             if isinstance(x, torch.Tensor) and name not in ties
         }
-        entries = {
-            name: Entry(tuple(x.shape), dtype if dtype and x.is_floating_point() else x.dtype)
-            for name, x in state.items()
-        }
+        entries = {name: Entry(tuple(x.shape), x.dtype).cast(dtype) for name, x in state.items()}
         writing = _Writing()
         if mesh.rank == 0:
             with writing.careful():
