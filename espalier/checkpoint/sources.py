@@ -91,6 +91,18 @@ class Source(ABC):
             )
         return found
 
+    def fill(self, name: str, local: torch.Tensor, box: Box) -> None:
+        """Read what a rank holds of a tensor: its box, into ``local``, which has another dtype perhaps.
+
+        Raises:
+            FormatError: see :meth:`read`.
+        """
+        local.copy_(self.read(name, box))
+
+    def under(self, prefix: str) -> dict[str, Entry]:
+        """The tensors whose names begin so, by the rest of their names."""
+        return {n.removeprefix(prefix): entry for n, entry in self.entries.items() if n.startswith(prefix)}
+
     def same(self, name: str) -> Any:
         """What is equal for names of one and the same tensor."""
         return name

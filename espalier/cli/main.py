@@ -217,39 +217,6 @@ def doctor(debug: Debug = False) -> None:
             raise typer.Exit(1)
 
 
-@app.command()
-def export(
-    source: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint.", show_default=False)],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="What to write.", show_default=False)],
-    form: Annotated[str, typer.Option("--format", help="safetensors or torch.")] = "safetensors",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Of the weights, as bfloat16; their own if not given.", show_default=False),
-    ] = None,
-    shard_gigabytes: Annotated[float, typer.Option(help="Largest file of safetensors, in 10^9 bytes.")] = 5.0,
-    tree: Annotated[
-        str | None, typer.Option(help="The nested dict that holds the weights.", show_default=False)
-    ] = None,
-    like: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Copy its config.json and tokenizer too.", show_default=False),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Write a checkpoint's weights as others read them: a folder of safetensors, or a file of torch.save."""
-    with one_clear_message(debug):
-        import torch
-
-        from espalier.checkpoint.exporting import export
-
-        kind = None if dtype is None else getattr(torch, dtype, None)
-        if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-            raise ValueError(f"--dtype {dtype}: expected a dtype of floats, as float32, bfloat16 or float16.")
-        given = {"dtype": kind, "shard_gigabytes": shard_gigabytes, "tree": tree, "companions": like}
-        count = export(source, out, form, **given)
-        Console().print(f"{count} tensors written to {out}", highlight=False, markup=False, soft_wrap=True)
-
-
 def load(path: Path, overrides: list[str], ranks: int | None) -> Any:
     """Load a job, its data axis sized so that the plan has ``ranks`` ranks, where a number is given.
 

@@ -27,10 +27,31 @@ def tries(examples: int) -> Callable[[Any], Any]:
 
 junk = st.one_of(
     st.sampled_from(
-        [None, True, False, 0, -1, 1, 2, 3, 7, 10**6, 2**31, 2**63 - 1, -(2**63), 0.0, -0.5, 0.5, 1e-300, 1e300]
+        [
+            None,
+            True,
+            False,
+            0,
+            -1,
+            1,
+            2,
+            3,
+            7,
+            10**6,
+            2**31,
+            2**63 - 1,
+            -(2**63),
+            0.0,
+            -0.5,
+            0.5,
+            1e-300,
+            1e300,
+        ]
     ),
     st.sampled_from([float("nan"), float("inf"), float("-inf")]),
-    st.sampled_from(["", " ", "0", "auto", "none", "gpt", "../..", "/", "a\nb", "é✓😀", "\x1b[31m", "x" * 300]),
+    st.sampled_from(
+        ["", " ", "0", "auto", "none", "gpt", "../..", "/", "a\nb", "é✓😀", "\x1b[31m", "x" * 300]
+    ),
     st.text(max_size=8),
     st.sampled_from([[], [1], ["a", 2], [[]], {}, {"a": 1}, {"": {}}, {"a": {"b": [1, {"c": None}]}}]),
 )
