@@ -3,6 +3,7 @@
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from espalier.comm import Ledger, ledger
+from espalier.comm.verdict import Faults
 from espalier.engine import DryReport, Engine, LayoutTable, dry_run, explain_layouts, initialize
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard
 from espalier.mesh import Mesh, spawn
@@ -63,6 +64,7 @@ __all__ = [
     "DryReport",
     "Engine",
     "Explanation",
+    "Faults",
     "GatherWarning",
     "Layout",
     "LayoutTable",

@@ -100,6 +100,7 @@ def worker_main(rank: int, conn: Connection, dump: str) -> None:
     """Serve calls until the parent closes the connection or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business: it kills the workers
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["ESPALIER_FAULTS"] = "off"  # the pool watches over its workers itself
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     threading.Thread(target=_die_with_parent, daemon=True).start()

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from espalier.comm import Ledger
+from espalier.comm.verdict import Faults
+from espalier.comm.watch import Pulse
 from espalier.engine import tables
 from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches, loss_of
@@ -45,6 +47,7 @@ class Engine(Lasting):
         grad_norm: the global gradient norm before clipping (a plain scalar tensor), after a step.
         steps: that were done, also those that did not update because a gradient had overflowed.
         scaler: scales the loss in float16; None in other precisions.
+        pulse: what this rank is at, for the watch over ranks that die or hang.
         arrangement: the layouts of the parameters, once they are known, and why.
     """
 
@@ -84,6 +87,7 @@ class Engine(Lasting):
                 "no autocast for tensors without data, so their dtypes are unknown. Use bfloat16 or float16."
             )
         self._traffic = Traffic(mesh)
+        self.pulse = Pulse(Faults())
         share_random_state(mesh)
 
     def lay_out(self, batch: Any = None) -> None:
@@ -342,6 +346,7 @@ class Engine(Lasting):
             self._forget()
             self._traffic.end()
         self.steps += 1
+        self.pulse.step = self.steps + 1
         return finite
 
     def _finished(self) -> dict[str, torch.Tensor]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.comm.verdict import Faults
+from espalier.comm.watch import watched
 from espalier.engine.accumulation import Count
 from espalier.engine.engine import Engine, LossFunction
 from espalier.engine.pipeline import PipelineEngine
@@ -32,6 +34,7 @@ def initialize(
     count: Count | None = None,
     example: Any = None,
     recompute_policy: Policy | None = None,
+    faults: Faults | None = None,
 ) -> Engine:
     """Lay a plain model on a mesh and give the engine that trains it there.
 
@@ -57,6 +60,7 @@ def initialize(
         recompute_policy: for blocks of ``recompute="selective"``, as for torch's
             ``create_selective_checkpoint_contexts``: ``policy(context, op, *args, **kwargs)``; it sees the
             operations on this rank's local tensors.
+        faults: how ranks that die or hang are looked for, where the watch does not run yet.
 
     Raises:
         ValueError: mesh and plan differ, a parameter of the optimizer is not the model's, ...
@@ -81,6 +85,9 @@ def initialize(
     arranged = {"table": layouts, "branches": branches}
     kind = PipelineEngine if plan.pipe > 1 else Engine
     engine = kind(model, optimizer, plan, on, loss_fn, arranged, max_grad_norm, count, recompute_policy)
+    if not on.is_dry:
+        engine.pulse = watched(faults)
+        engine.pulse.step = 1
     engine.lay_out(None if example is None else engine.cut(example)[0])
     return engine
 

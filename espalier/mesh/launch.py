@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -22,7 +23,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from espalier.mesh.process import (
+    ACCOUNT,
     FOLDER,
+    STOPPED,
     Process,
     finish,
     first_line,
@@ -240,9 +243,12 @@ def _follow(folder: Path) -> Iterator[None]:
 
 def _explain(exits: Mapping[int, int], nproc: int, folder: Path) -> LaunchError:
     """One report for the failure of a launch, given the exit codes of the ranks that did not end well."""
+    ranks, account = _account(folder)
     rank = min(exits.keys() | _noted(folder), key=lambda rank: _blame(rank, exits, folder))
-    code = exits.get(rank, 1)
-    lines = [f"rank {rank} of {nproc} failed: {_exit_text(code)}"]
+    if ranks and _blame(rank, exits, folder)[0]:
+        rank = ranks[0]
+    code = exits.get(rank, 0 if rank in ranks else 1)
+    lines = [f"rank {rank} of {nproc} failed: {_exit_text(code)}", *account]
     path = _stderr(folder, rank)
     text = path.read_text(encoding="utf-8", errors="replace").rstrip() if path.exists() else ""
     tail = text.splitlines()[-_TAIL_LINES:]
@@ -255,12 +261,21 @@ def _explain(exits: Mapping[int, int], nproc: int, folder: Path) -> LaunchError:
     others = [
         f"rank {other} ({_exit_text(status)})"
         for other, status in sorted(exits.items())
-        if other != rank and status != -signal.SIGTERM
+        if other != rank and status not in (-signal.SIGTERM, STOPPED)
     ]
     if others:
         lines.append(f"After it failed: {', '.join(others)}.")
     lines.append(f"All ranks have been stopped. Their logs: {folder}")
     return LaunchError("\n".join(lines), rank, code, folder)
+
+
+def _account(folder: Path) -> tuple[list[int], list[str]]:
+    """Whom the watch over the ranks blames, and what it tells; nothing, where there was none."""
+    path = folder / ACCOUNT
+    if not path.exists():
+        return [], []
+    told = json.loads(path.read_text("utf-8"))
+    return told["ranks"], told["text"].splitlines()
 
 
 def _noted(folder: Path) -> set[int]:
@@ -288,6 +303,8 @@ def _blame(rank: int, exits: Mapping[int, int], folder: Path) -> tuple[int, int]
 
 
 def _exit_text(code: int) -> str:
+    if code == STOPPED:
+        return f"stopped with the others, exit code {code}"
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):

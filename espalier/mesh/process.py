@@ -15,18 +15,21 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 # Names the folder of a launch, where the ranks leave their notes of failure.
 FOLDER = "ESPALIER_LAUNCH_FOLDER"
+# Where, in it, the watch over the ranks leaves its verdict; and the exit code of ranks that it stopped.
+ACCOUNT = "account"
+STOPPED = 76
 STANDARD_TIMEOUT = 600.0
 
 # Errors that a rank sees because another one has gone, and how long such a rank lets that one die first.
@@ -36,6 +39,21 @@ _CONSEQUENCE = re.compile(
 )
 # a rank that leaves closes its connections a while before its process ends: longer on a busy machine
 PATIENCE = 3.0
+
+
+class Exits:
+    """Who is told that this process leaves its world, and by what error.
+
+    Each answers whether that stands in a report already.
+    """
+
+    told: ClassVar[tuple[Callable[[BaseException | None], bool], ...]] = ()
+
+    @classmethod
+    def tell(cls, error: BaseException | None) -> bool:
+        """Tell all of them."""
+        told = [tell(error) for tell in cls.told]
+        return any(told)
 
 
 @dataclass(frozen=True)
@@ -88,7 +106,7 @@ def start(device_type: str | None = None, timeout: float = STANDARD_TIMEOUT) -> 
         ) from error
     atexit.register(_leave_quietly)
     if world_size > 1:
-        _die_fast(rank)
+        die_fast(rank)
     return Process(rank, world_size, local_rank, device)
 
 
@@ -106,7 +124,9 @@ def finish() -> None:
             dist.barrier()
         elif isinstance(error, Exception):
             # Before the group goes, which makes the other ranks fail in their turn.
-            _note_failure(dist.get_rank(), error)
+            _note_failure(dist.get_rank(), error, Exits.tell(error))
+        if not isinstance(error, Exception):
+            Exits.tell(error)
     finally:
         dist.destroy_process_group()
         _flush()
@@ -161,26 +181,31 @@ def use_loopback(environment: MutableMapping[str, str]) -> None:
             environment["GLOO_SOCKET_IFNAME"] = "lo"
 
 
-def _die_fast(rank: int) -> None:
+def die_fast(rank: int) -> None:
     """Let an uncaught exception end the process at once, by way of the hook that was there before.
 
     The usual end of an interpreter may wait for gloo's threads, which wait for the other ranks.
     """
     report = sys.excepthook
+    if getattr(report, "of_espalier", False):
+        return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not dist.is_initialized():
             report(kind, error, trace)
             return
-        _note_failure(rank, error)
-        report(kind, error, trace)
+        reported = Exits.tell(error)
+        _note_failure(rank, error, reported)
+        if not reported or FOLDER in os.environ:
+            report(kind, error, trace)
         _flush()
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else STOPPED if reported else 1)
 
+    hook.of_espalier = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
-def _note_failure(rank: int, error: BaseException) -> None:
+def _note_failure(rank: int, error: BaseException, reported: bool) -> None:
     """Write down, for the launcher, what failed; the file's time says when. The first note stays."""
     text = "".join(traceback.format_exception_only(error))
     folder = os.environ.get(FOLDER)
@@ -188,7 +213,7 @@ def _note_failure(rank: int, error: BaseException) -> None:
         return
     with contextlib.suppress(OSError), open(note_file(Path(folder), rank), "x", encoding="utf-8") as note:
         note.write(text)
-    if is_consequence(text):
+    if is_consequence(text) and not reported:
         time.sleep(PATIENCE)
 
 

@@ -1,7 +1,7 @@
 """The job file: what to train, on what, in which layout. Strict, and validated as a whole.
 
 A job is a TOML file with the tables [model], [data], [plan], [optimizer],
-[train], [checkpoint] and [verify]. Every mistake in it is told at once.
+[train], [checkpoint], [verify] and [faults]. Every mistake in it is told at once.
 """
 
 import inspect
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from espalier.comm.verdict import Faults
 from espalier.models import nearest
 from espalier.parallel import Plan, PlanError
 from espalier.train.mistakes import MISSING, JobError, Mistake, read_section, unknown_key
@@ -165,6 +166,25 @@ class VerifySection(Section):
     sequence: Count | None = None
 
 
+class FaultsSection(Section):
+    """How ranks that die or hang are looked for (see `espalier.Faults`).
+
+    Attributes:
+        watch: false for not at all.
+        limit: seconds of silence, or of all ranks doing nothing, that are too long.
+        outside: the same where a rank waits for a file, a socket or a process.
+    """
+
+    watch: bool = True
+    limit: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
+    outside: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 60.0
+
+    @property
+    def settings(self) -> Faults:
+        """For the engine."""
+        return Faults(self.watch, self.limit, max(self.outside, self.limit))
+
+
 @dataclass(frozen=True)
 class Job:
     """A validated job.
@@ -183,6 +203,7 @@ class Job:
     optimizer: OptimizerSection
     train: TrainSection
     verify: VerifySection
+    faults: FaultsSection
     facts: Facts
     checkpoint: CheckpointSection | None = None
 
@@ -230,7 +251,7 @@ class Job:
             JobError: listing all that is wrong.
         """
         found = list(mistakes)
-        known = ("model", "data", "plan", "optimizer", "train", "checkpoint", "verify")
+        known = ("model", "data", "plan", "optimizer", "train", "checkpoint", "verify", "faults")
         tables: dict[str, Mapping[str, Any]] = {}
         for key, value in raw.items():
             if key not in known:
@@ -249,6 +270,7 @@ class Job:
         checkpoint = None
         if "checkpoint" in tables:
             checkpoint = read_section("checkpoint", CheckpointSection, tables["checkpoint"], found)
+        faults = read_section("faults", FaultsSection, tables.get("faults", {}), found)
         plan = tables.get("plan", {})
         found.extend(_plan_mistakes(plan))
         if model and data and train and verify:
@@ -256,9 +278,11 @@ class Job:
             found.extend(_micro_batch_mistakes(plan, train, verify))
         if train and train.clip is not None and plan.get("clip") is not None:
             found.append(Mistake("plan.clip", plan["clip"], "train.clip says it already: leave one out"))
-        if found or not (model and data and optimizer and train and verify):
+        if found or not (model and data and optimizer and train and verify and faults):
             raise JobError(source, found, overridden)
-        return cls(source, dict(raw), model, data, plan, optimizer, train, verify, model.facts, checkpoint)
+        return cls(
+            source, dict(raw), model, data, plan, optimizer, train, verify, faults, model.facts, checkpoint
+        )
 
     @property
     def name(self) -> str:

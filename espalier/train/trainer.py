@@ -212,6 +212,7 @@ class Loop:
 
     def _step(self, step: int, count: bool) -> tuple[torch.Tensor, dict[str, int]]:
         engine = self._engine
+        engine.pulse.step = step
         with ledger(engine.mesh) if count else nullcontext() as book:
             for rows, size in engine.micro_batches(self._batches.size):
                 engine.backward(engine.forward(engine.local_batch(self._batches.batch(step, rows), size)))

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from espalier.comm.watch import watched
 from espalier.mesh.process import finish, start
 from espalier.train.job import Job
 from espalier.train.progress import Display, Lines, Progress
@@ -36,6 +37,7 @@ def execute(action: str, job: Job, **options: Any) -> Any:
         TrainingError: when training cannot go on.
     """
     start()
+    watched(job.faults.settings)
     try:
         return _ACTIONS[action](job, **options)
     finally:

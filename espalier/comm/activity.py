@@ -1,0 +1,212 @@
+"""Whether this process does anything: what its threads compute, its sockets carry, its children do.
+
+For the watch over ranks (:mod:`espalier.comm.watch`): a rank that is busy does not hang, however long.
+On systems without ``/proc`` only the computing is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+from types import FrameType
+from typing import Final, NamedTuple
+
+_PROC: Final = Path("/proc")
+_CPU_SHARE: Final = 0.01  # of a core: less is not work
+_BYTES: Final = 32_768  # a second, over sockets: less is not traffic
+# threads that turn over without anything to do: gloo's loop, the store's server
+_IDLERS: Final = ("gloo_tcp_loop", "pt_tcpstore", "pt_gloo_runloop")
+# where a program waits for something outside of it, by the module that its innermost frame is in
+_OUTSIDE: Final = frozenset(
+    "socket ssl http urllib urllib3 requests subprocess select selectors multiprocessing concurrent asyncio "
+    "queue shutil fsspec s3fs gcsfs".split()
+)
+_DEBUGGERS: Final = frozenset("bdb pdb cmd IPython ipdb".split())
+_ACKED: Final = 120  # where tcp_info has the bytes that were acknowledged, and after them those received
+
+_LIBRARY: Final = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<")
+
+
+class Look(NamedTuple):
+    """What the main thread is at.
+
+    Attributes:
+        state: ``"busy"``; ``"waits"`` in a collective; ``"idle"``; ``"outside"``: waits for what is not the
+            program's; ``"held"``: by a debugger.
+        where: the line of the program, and the innermost one.
+    """
+
+    state: str
+    where: str
+
+
+class Activity:
+    """The process's activity, look by look.
+
+    Args:
+        own: native ids of the threads that look, which are left out.
+        port: the store's; its traffic is the watch's own.
+    """
+
+    def __init__(self, own: Collection[int], port: int | None) -> None:
+        self._own, self._port = own, port
+        self._main = threading.main_thread()
+        self._at = time.monotonic()
+        self._cpu = self._computed()
+        self._besides: tuple[int, float] | None = None
+
+    def look(self, hard: bool) -> Look:
+        """What the process did since the last look; ``hard``: also at what costs more to see."""
+        now = time.monotonic()
+        passed, self._at = max(now - self._at, 1e-3), now
+        before, self._cpu = self._cpu, self._computed()
+        besides = (self._carried(), self._of_children()) if hard else None
+        last, self._besides = self._besides, besides
+        moved = worked = False
+        if besides is not None and last is not None:
+            moved = besides[0] - last[0] > _BYTES * passed
+            worked = besides[1] - last[1] > _CPU_SHARE * passed
+        frames = sys._current_frames()
+        frame = frames.get(self._main.ident or 0)
+        if frame is None:
+            return Look("busy", "")
+        where = _site(frame)
+        main, every = (b - a > _CPU_SHARE * passed for a, b in zip(before, self._cpu, strict=True))
+        if main or moved or _state(os.getpid(), self._main.native_id) == "D":
+            return Look("busy", where)
+        if any(_communicates(each) for each in frames.values()):
+            # what other threads of the program do meanwhile is no part of its progress
+            return Look("waits", where)
+        if any(name in _DEBUGGERS for name in _modules(frame)):
+            return Look("held", where)
+        if every or worked:
+            return Look("busy", where)
+        module = str(frame.f_globals.get("__name__", ""))
+        return Look("outside" if module.partition(".")[0] in _OUTSIDE else "idle", where)
+
+    def _computed(self) -> tuple[float, float]:
+        """Seconds that the main thread has computed, and all."""
+        main, total, seen = 0.0, 0.0, False
+        with contextlib.suppress(OSError):
+            for task in (_PROC / "self/task").iterdir():
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    number = int(task.name)
+                    if number in self._own or (task / "comm").read_text().startswith(_IDLERS):
+                        continue
+                    spent = int((task / "schedstat").read_text().split()[0]) / 1e9
+                    main += spent if number == self._main.native_id else 0.0
+                    total, seen = total + spent, True
+        return (main, total) if seen else (time.process_time(), time.process_time())
+
+    def _carried(self) -> int:
+        """Bytes that its TCP connections have sent and received, but for the store's."""
+        total = 0
+        with contextlib.suppress(OSError):
+            for entry in (_PROC / "self/fd").iterdir():
+                with contextlib.suppress(OSError, struct.error, ValueError):
+                    if os.readlink(entry).startswith("socket:"):
+                        total += self._of_socket(int(entry.name))
+        return total
+
+    def _of_socket(self, descriptor: int) -> int:
+        with socket.socket(fileno=os.dup(descriptor)) as one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+                return 0
+            if self._port in (one.getsockname()[1], one.getpeername()[1]):
+                return 0
+            told = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+            acked, received = struct.unpack_from("=QQ", told, _ACKED)
+            return int(acked + received)
+
+    def _of_children(self) -> float:
+        """Seconds that processes started by this one, and by them, have computed."""
+        parents: dict[int, tuple[int, float]] = {}
+        with contextlib.suppress(OSError):
+            for entry in _PROC.iterdir():
+                if entry.name.isdecimal() and (found := _stat(int(entry.name))) is not None:
+                    parents[int(entry.name)] = int(found[1]), (int(found[11]) + int(found[12])) / _TICKS
+        total, family = 0.0, {os.getpid()}
+        while born := {pid for pid, (parent, _) in parents.items() if parent in family} - family:
+            family |= born
+            total += sum(parents[pid][1] for pid in born)
+        return total
+
+
+def computed_by(pid: int) -> float | None:
+    """Seconds that another process of this machine has computed; None when it has ended or is not seen."""
+    found = _stat(pid)
+    return None if found is None or found[0] in "ZX" else (int(found[11]) + int(found[12])) / _TICKS
+
+
+def machine() -> str:
+    """What two processes have in common that see each other by process id."""
+    space = ""
+    with contextlib.suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid") + (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {space}"
+
+
+def sees_processes() -> bool:
+    """Whether other processes can be looked at."""
+    return _stat(os.getpid()) is not None
+
+
+_TICKS: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+def _stat(pid: int, thread: int | None = None) -> list[str] | None:
+    """The fields of a process's or thread's ``stat`` from its state on."""
+    path = _PROC / str(pid) / ("stat" if thread is None else f"task/{thread}/stat")
+    try:
+        return path.read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _state(pid: int, thread: int | None) -> str:
+    found = _stat(pid, thread)
+    return found[0] if found else ""
+
+
+def _communicates(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    if name.startswith("torch.distributed"):
+        return True
+    return name.startswith("espalier.comm.") and not name.endswith((".watch", ".activity"))
+
+
+def _modules(frame: FrameType | None) -> list[str]:
+    found = []
+    while frame is not None:
+        found.append(str(frame.f_globals.get("__name__", "")).partition(".")[0])
+        frame = frame.f_back
+    return found
+
+
+def _site(frame: FrameType) -> str:
+    """The user's line, and after it the innermost one, if that is not the same."""
+    inner, outer = frame, frame
+    while outer.f_back is not None and _foreign(outer):
+        outer = outer.f_back
+    told = _line(inner if _foreign(outer) else outer)
+    return told if outer is inner or _foreign(outer) else f"{told}, within {_line(inner)}"
+
+
+def _foreign(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(_LIBRARY) or f"{os.sep}site-packages{os.sep}" in name
+
+
+def _line(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+__all__ = ["Activity", "Look", "computed_by", "machine", "sees_processes"]

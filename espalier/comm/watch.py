@@ -1,0 +1,441 @@
+"""The watch over ranks: each gives signs of life through the store: who is missed stops all, with a report.
+
+Two threads do it. One looks at what this process does, twice a second; the other tells the store, and hears
+what became of the others. The program itself only notes what it is at: attributes of a :class:`Pulse`. One
+rank at a time, the first that lives, reads all signs and judges by them (:mod:`espalier.comm.verdict`); the
+others look at that one, and for a verdict.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from espalier.comm.activity import Activity, Look, computed_by, machine
+from espalier.comm.ledger import Collective, observed
+from espalier.comm.signals import Signals
+from espalier.comm.verdict import Faults, Heard, Sign, Verdict, judge
+from espalier.mesh import Mesh
+from espalier.mesh.process import ACCOUNT, FOLDER, STOPPED, Exits, die_fast, first_line, is_consequence
+
+_EVERY: Final = 0.5  # seconds between two signs
+_RECENT: Final = 64  # collectives remembered
+_WORDS: Final = 30  # lines of standard error remembered
+_BUSY_SHARE: Final = 0.2  # of a core: a process that computes so much is alive, though it gives no sign
+_OFF: Final = "ESPALIER_FAULTS"
+
+
+class Pulse:
+    """What this rank is at, and its part in the watch. Made by :func:`watched`.
+
+    Attributes:
+        step: of training; ``action``: of a schedule, or whatever it is at between collectives. Both are only
+            written to, and read by the threads of the watch.
+        running: whether there is anybody to watch.
+    """
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+        self.step, self.action = 0, ""
+        self.running = False
+        self.rank, self.size = 0, 1
+        self.signals = Signals()
+        self._count = 0
+        self._groups: dict[tuple[Mesh, int, Mesh | None], str] = {}
+        self._counts: Counter[str] = Counter()
+        self._recent: deque[tuple[str, int, Collective, int]] = deque(maxlen=_RECENT)
+        self._quiet_since = time.monotonic()
+        self._seen: Any = None
+        self._look = Look("busy", "")
+        self._end, self._told, self._at = "", "", 0.0
+        self._patient = 0
+        self._verdict: Verdict | None = None
+        self._voted = False
+
+    # ---- what the program tells
+
+    def saw(self, event: Collective) -> None:
+        """A collective is about to start."""
+        key = event.mesh, event.axis, event.goal
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _group(event)
+        self._count += 1
+        self._counts[group] += 1
+        self._recent.append((group, self._counts[group], event, self.step))
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """While open this rank may do nothing for as long as it likes: it waits for what others can't see."""
+        self._patient += 1
+        try:
+            yield
+        finally:
+            self._patient -= 1
+
+    def to_leave(self, step: int) -> bool:
+        """Whether all ranks shall save and leave after this step, for one was asked to (SIGTERM, SIGUSR1).
+
+        To be asked by every rank at the end of every step; all get the same answer. Costs a look at an
+        attribute, until a signal has come.
+        """
+        if not self.running:
+            return self.signals.asked
+        if not (self.signals.asked or self._wish):
+            return False
+        if not self._voted:
+            self._store.set(f"vote/{self.rank}", str(step))
+            self._voted = True
+            self._urgent.set()
+        votes = [f"vote/{rank}" for rank in range(self.size)]
+        if not self._store.check(votes):
+            return False
+        # the last to vote did so at the end of a step that no other can have passed by more than one
+        return step > max(int(vote) for vote in self._store.multi_get(votes))
+
+    # ---- beginning and end
+
+    def start(self) -> None:
+        """Begin to watch the running world."""
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._world: Any = dist.group.WORLD
+        # torch has no public name for it; the clone has a connection of its own, which nobody else waits on
+        self._default = dist.distributed_c10d._get_default_store()
+        number = self._default.add(f"espalier.watch/{self.rank}", 1)
+        self._store = dist.PrefixStore(f"espalier.watch/{number}", self._default.clone())  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=self.faults.limit))
+        local, size = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        self._near = [r for r in range(self.rank - local, self.rank - local + size) if r != self.rank]
+        self._machine, self._number, self._answered = machine(), 0, time.monotonic()
+        self._signs: dict[int, tuple[Sign, float]] = {}
+        self._computed: dict[int, tuple[float, float, bool]] = {}
+        self._chair, self._wish, self._lost = 0, False, ""
+        self._urgent, self._posted, self._over = threading.Event(), threading.Event(), threading.Event()
+        self._watching: AbstractContextManager[None] = observed(self)
+        self._watching.__enter__()
+        self._folder = os.environ.get(FOLDER)
+        self._stderr = None if self._folder else _Stderr.over(sys.stderr)
+        self.running = True
+        die_fast(self.rank)
+        Exits.told = (*Exits.told, self.leaving)
+        atexit.register(self.leaving, None)
+        self.signals.hear()
+        for task in (self._look_on, self._talk_on):
+            threading.Thread(target=task, name=f"espalier{task.__name__}", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the watch; nothing more is told."""
+        if not self.running:
+            return
+        self.running = False
+        self._over.set()
+        self._urgent.set()
+        self.signals.wake()
+        self._watching.__exit__(None, None, None)
+        Exits.told = tuple(tell for tell in Exits.told if tell != self.leaving)
+        atexit.unregister(self.leaving)
+        self.signals.forget()
+        if self._stderr is not None:
+            self._stderr.end()
+        # gloo's threads must not outlive the interpreter: hold nothing of the world
+        self._world = None
+        self._groups.clear()
+        self._recent.clear()
+
+    def leaving(self, error: BaseException | None) -> bool:
+        """This rank leaves its world, well or with an error; whether the report of it stands elsewhere."""
+        if not self.running:
+            return False
+        first = not self._end
+        if error is None or isinstance(error, SystemExit):
+            self._told = "its program has ended" + (f" with {error.code!r}" if error and error.code else "")
+            self._end = self._end or "left"
+        elif first:
+            text = "".join(traceback.format_exception_only(error)).strip()
+            self._told, self._at = text, time.time()
+            if self._stderr is not None:
+                self._stderr.add("".join(traceback.format_exception(error)))
+            self._end = "consequence" if is_consequence(text) else "failed"
+        if first:
+            self._urgent.set()
+            self._posted.wait(2.0)
+        if self._end == "left":
+            self.stop()
+            return False
+        # the one whose connection broke waits until it is known why
+        patience = self.faults.limit + 2 if self._end == "consequence" else 2.0
+        until = time.monotonic() + patience
+        while self._verdict is None and not self._lost and time.monotonic() < until:
+            time.sleep(0.05)
+        verdict = self._verdict
+        return verdict is not None and (self._end == "consequence" or self.rank not in verdict.ranks)
+
+    # ---- the thread that looks
+
+    def _look_on(self) -> None:
+        own = {
+            thread.native_id or 0 for thread in threading.enumerate() if thread.name.startswith("espalier_")
+        }
+        port = os.environ.get("MASTER_PORT", "")
+        activity = Activity(own, int(port) if port.isdecimal() else None)
+        while not self._over.is_set():
+            if self.signals.came(_EVERY):
+                self._urgent.set()
+            if self._over.is_set():
+                return
+            if dist.group.WORLD is not self._world and not self._end:
+                self._end, self._told = "left", "it has given up the world"
+                self._urgent.set()
+                self._posted.wait(2.0)
+                self.stop()
+                return
+            now = time.monotonic()
+            look = activity.look(hard=now - self._quiet_since > 1.5)
+            seen = self._count, self.step, self.action, self._end
+            if look.state in ("busy", "held") or self._patient or seen != self._seen:
+                self._quiet_since = now
+            self._look, self._seen = self._look if self._end else look, seen
+            if self._verdict is not None:
+                self._obey(self._verdict)
+            elif now - max(self._answered, self._quiet_since) > self.faults.limit and look.state == "waits":
+                self._obey(self._cut_off(now))
+            elif self.signals.fatal(now - self._quiet_since):
+                self.signals.die()
+
+    def _cut_off(self, now: float) -> Verdict:
+        """The verdict of a rank that waits and can't reach the store either."""
+        text = (
+            f"rank {self.rank} of {self.size} waits in {self._doing()} ({self._look.where}) at step "
+            f"{self.step}, and the store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
+            f"has not answered for {now - self._answered:.1f} s: its machine is gone, or the network to it. "
+            f"{self._lost}"
+        )
+        verdict = Verdict((), text.strip(), now - self._answered)
+        if self._folder is not None or all(rank > self.rank for rank in self._near):
+            self._publish(verdict)
+        return verdict
+
+    def _obey(self, verdict: Verdict) -> None:
+        if self._end and time.monotonic() < self._quiet_since + self.faults.limit:
+            return  # it is on its way out by itself
+        for rank in verdict.ranks:
+            sign, at = self._signs.get(rank, (None, 0.0))
+            if sign and rank in self._near and sign.machine == self._machine and time.monotonic() > at + 2:
+                with contextlib.suppress(OSError):
+                    os.kill(sign.pid, signal.SIGKILL)  # one that gives no sign hears of no verdict either
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(STOPPED)
+
+    # ---- the thread that talks
+
+    def _talk_on(self) -> None:
+        try:
+            while True:
+                urgent = self._urgent.is_set()
+                self._urgent.clear()
+                self._talk(urgent)
+                if self._over.is_set():
+                    return
+                self._urgent.wait(_EVERY)
+                if self._over.is_set():
+                    return
+        except (RuntimeError, dist.DistStoreError) as error:
+            self._lost = first_line(error)
+            self._posted.set()
+
+    def _talk(self, urgent: bool) -> None:
+        end = self._end
+        self._number += 1
+        self._store.set(f"sign/{self.rank}", self._sign(end).dumps())
+        if end:
+            self._posted.set()
+        if self.signals.asked and not self._wish:
+            self._store.set("wish", str(self.rank))
+        self._wish = self._wish or self._store.check(["wish"])
+        if self._verdict is None and self._store.check(["verdict"]):
+            self._verdict = Verdict.loads(self._store.get("verdict"))
+            self.signals.wake()
+        self._answered = time.monotonic()
+        if self._verdict is not None:
+            return
+        self._hear([self._chair, *self._near])
+        gone = any(computed is None for computed in self._peers().values())
+        if end in ("failed", "consequence") or (urgent and gone) or self._presides():
+            self._judge()
+
+    def _presides(self) -> bool:
+        """Whether this rank is the first that lives."""
+        while self._chair < self.rank:
+            self._hear([self._chair])
+            of = self._heard(self._chair)
+            ended = self._peers().get(self._chair, 0.0) is None
+            if of.runs and not ended and (of.silent <= self.faults.limit or of.vouched):
+                return False
+            self._chair += 1
+        return True
+
+    def _judge(self) -> None:
+        everyone = range(self.size)
+        self._hear(everyone)
+        if judge({rank: self._heard(rank) for rank in everyone}, self.faults) is None:
+            return
+        # again, with what came meanwhile: a rank that has just left had said so
+        time.sleep(0.2)
+        self._hear(everyone)
+        verdict = judge({rank: self._heard(rank) for rank in everyone}, self.faults)
+        if verdict is None:
+            return
+        told = verdict.dumps(by=self.rank)
+        if bytes(self._store.compare_set("verdict", "", told)).decode() == told:
+            self._publish(verdict)
+        self._verdict = Verdict.loads(self._store.get("verdict"))
+        self.signals.wake()
+
+    def _publish(self, verdict: Verdict) -> None:
+        if self._folder is not None:
+            path = Path(self._folder, ACCOUNT)
+            with contextlib.suppress(OSError):
+                path.with_suffix(".part").write_text(verdict.dumps(), "utf-8")
+                path.with_suffix(".part").replace(path)
+            return
+        lines = [f"espalier: {verdict.text}"]
+        if verdict.words and self._end != "failed":
+            lines += ["The last it wrote to standard error:", *(f"    {line}" for line in verdict.words)]
+        with contextlib.suppress(Exception):
+            print("\n".join([*lines, "All ranks are stopped."]), file=sys.stderr, flush=True)
+
+    def _hear(self, ranks: Any) -> None:
+        known = [
+            r for r in ranks if r != self.rank and (r in self._signs or self._store.check([f"sign/{r}"]))
+        ]
+        now = time.monotonic()
+        told = self._store.multi_get([f"sign/{rank}" for rank in known]) if known else []
+        for rank, text in zip(known, told, strict=True):
+            sign = Sign.loads(bytes(text))
+            before = self._signs.get(rank)
+            if before is None or before[0].number != sign.number:
+                self._signs[rank] = sign, now
+        self._signs[self.rank] = self._sign(self._end), now
+        for sign, _ in list(self._signs.values()):
+            for peer, computed in sign.peers.items():
+                last, at, _ = self._computed.get(peer, (computed or 0.0, now, False))
+                if computed is not None and now - at >= 1.0:
+                    busy = computed - last > _BUSY_SHARE * (now - at)
+                    self._computed[peer] = computed, now, busy
+                else:
+                    self._computed.setdefault(peer, (last, at, False))
+
+    def _heard(self, rank: int) -> Heard:
+        if rank not in self._signs:
+            return Heard(None, 0.0)
+        sign, at = self._signs[rank]
+        silent = time.monotonic() - at
+        return Heard(sign, silent, silent > 1.0 and self._computed.get(rank, (0.0, 0.0, False))[2])
+
+    def _peers(self) -> dict[int, float | None]:
+        near = [self._signs[rank][0] for rank in self._near if rank in self._signs]
+        return {s.rank: computed_by(s.pid) for s in near if s.machine == self._machine and s.end != "left"}
+
+    def _sign(self, end: str) -> Sign:
+        quiet = time.monotonic() - self._quiet_since
+        sign = Sign(self.rank, self._machine, os.getpid(), self._number, self.step, self._doing())
+        sign.state, sign.where, sign.quiet = self._look.state, self._look.where, quiet
+        sign.end, sign.told, sign.at = end, self._told, self._at
+        sign.words = [] if self._stderr is None else self._stderr.last()
+        sign.peers = self._peers()
+        if quiet > 1.0 or end in ("failed", "consequence"):
+            sign.recent = [(group, n, _what(event), step) for group, n, event, step in list(self._recent)]
+        return sign
+
+    def _doing(self) -> str:
+        last = self._recent[-1] if self._recent else None
+        collective = "" if last is None else f"{_what(last[2])} along {last[2].where!r} (its no. {last[1]})"
+        return ", ".join(told for told in (self.action, collective) if told)
+
+
+class _Stderr:
+    """Standard error, with its last lines remembered."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._lines, self._part = stream, deque[str](maxlen=_WORDS), ""
+
+    @classmethod
+    def over(cls, stream: Any) -> _Stderr:
+        """Put in the place of ``sys.stderr``."""
+        told = cls(stream)
+        sys.stderr = told
+        return told
+
+    def end(self) -> None:
+        if sys.stderr is self:
+            sys.stderr = self._stream
+
+    def write(self, text: str) -> int:
+        self.add(text)
+        return int(self._stream.write(text))
+
+    def add(self, text: str) -> None:
+        *lines, self._part = (self._part + text).split("\n")
+        self._lines.extend(lines)
+
+    def last(self) -> list[str]:
+        return [line for line in (*list(self._lines), self._part) if line.strip()]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def watched(faults: Faults | None = None) -> Pulse:
+    """The pulse of this process in the running world; the watch begins with the first call.
+
+    ``ESPALIER_FAULTS=off`` in the environment lets none begin.
+
+    Args:
+        faults: how it looks for them, where it does not run yet.
+    """
+    running = next((each for each in Mesh.everywhere if type(each) is Pulse), None)
+    if running is not None and running._world is dist.group.WORLD:
+        return running
+    pulse = Pulse(faults or Faults())
+    alone = not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
+    if not alone and pulse.faults.watch and os.environ.get(_OFF) != "off":
+        pulse.start()
+    return pulse
+
+
+def _group(event: Collective) -> str:
+    """The ranks that take part."""
+    mesh, axis = event.mesh, event.axis
+    ranks = mesh.ranks
+    if event.goal is not None:
+        ranks = tuple(sorted({*ranks, *event.goal.ranks}))
+    elif axis >= 0 and mesh.is_member:
+        stride = math.prod(mesh.shape[axis + 1 :])
+        first = mesh.rank - mesh.coordinate[axis] * stride
+        ranks = tuple(ranks[first + i * stride] for i in range(mesh.shape[axis]))
+    return ", ".join(map(str, ranks))
+
+
+def _what(event: Collective) -> str:
+    size = "" if event.whole is None else f" of {list(event.whole)} {event.dtype}".replace("torch.", "")
+    return f"{event.op}{size}"
+
+
+__all__ = ["Pulse", "watched"]

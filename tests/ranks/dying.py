@@ -1,0 +1,114 @@
+"""Worlds in which a rank does something bad: ``python -m tests.ranks.dying FOLDER NAME:RANKS:WHO ...``.
+
+All worlds run at a time, their ranks forked from this process, which has torch imported and holds their
+stores, as torchrun's agent does. Each leaves in FOLDER/<world> what its ranks wrote and how they ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import espalier
+from espalier.comm import all_reduce
+
+FAULTS = espalier.Faults(limit=4.0, outside=30.0)
+AT = 3
+
+
+def main(folder: Path, worlds: list[str]) -> None:
+    """Start all, or come back as a rank of one."""
+    ranks: dict[int, tuple[Path, int]] = {}
+    for world in worlds:
+        kind, size, who = world.split(":")
+        store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        # a child must not end what is the parent's
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+        place = folder / world
+        place.mkdir()
+        for rank in range(int(size)):
+            pid = os.fork()
+            if not pid:
+                become(rank, int(size), store.port, place)
+                train(kind, rank == int(who), place)
+                return
+            ranks[pid] = place, rank
+    ended: dict[Path, dict[int, int]] = {}
+    while ranks:
+        pid, status = os.wait()
+        place, rank = ranks.pop(pid)
+        ended.setdefault(place, {})[rank] = os.waitstatus_to_exitcode(status)
+        if not any(other == place for other, _ in ranks.values()):
+            (place / "end").write_text(json.dumps({"codes": ended[place], "time": time.time()}))
+
+
+def become(rank: int, size: int, port: int, place: Path) -> None:
+    """Be a rank, as torchrun would have started it."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(place / f"{name}{rank}", os.O_WRONLY | os.O_CREAT, 0o600), stream)
+
+
+def train(kind: str, bad: bool, place: Path) -> None:
+    """Five steps; in the third the bad one does it."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).double()
+    plan = espalier.Plan(data=int(os.environ["WORLD_SIZE"]))
+    optimizer = torch.optim.SGD(model.parameters())
+    engine = espalier.initialize(model, optimizer, plan, loss_fn=nn.functional.mse_loss, faults=FAULTS)
+    batch = torch.randn(8, 8).double(), torch.randn(8, 4).double()
+    for step in range(1, 6):
+        if step == AT and bad:
+            print("these are its last words", file=sys.stderr, flush=True)
+            time.sleep(1)  # words go out with the next sign of life
+            (place / "deed").write_text(str(time.time()))
+            if misbehave(kind, engine):
+                continue
+        engine.train_step(batch)
+    print("trained", flush=True)
+
+
+def misbehave(kind: str, engine: espalier.Engine) -> bool:
+    """Do what the test asks for; whether to leave the step out."""
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "raise":
+        raise ValueError("a bad thing")
+    elif kind == "sleep":
+        time.sleep(1000)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "exit":
+        sys.exit(0)
+    elif kind == "differ":
+        all_reduce(torch.ones(5), engine.mesh, 0)
+    elif kind == "compute":
+        until = time.monotonic() + 2.5 * FAULTS.limit
+        while time.monotonic() < until:
+            torch.randn(64, 64) @ torch.randn(64, 64)
+    elif kind == "patient":
+        with engine.pulse.patient():
+            time.sleep(2.5 * FAULTS.limit)
+    return kind == "skip"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,132 @@
+"""Ranks that die, leave, hang or disagree, for real: all stop, and one report says who, where and in what."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+WORLDS = (
+    "kill:2:1 raise:2:1 sleep:2:0 exit:2:1 stop:2:1 differ:2:1 skip:2:1 compute:2:0 patient:2:1 "
+    "kill:4:0 raise:4:2 sleep:4:2 exit:4:3"
+).split()
+PROMISED = 10.0  # seconds
+
+
+@dataclass
+class End:
+    """How a world ended."""
+
+    codes: dict[int, int]
+    seconds: float
+    errors: list[str]
+
+    @property
+    def reports(self) -> list[str]:
+        """What the ranks reported."""
+        return [
+            report
+            for error in self.errors
+            for report in re.findall(r"espalier: .*?are stopped\.", error, re.S)
+        ]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, End]:
+    folder = tmp_path_factory.mktemp("dying")
+    environment = {name: value for name, value in os.environ.items() if name != "ESPALIER_FAULTS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ranks.dying", str(folder), *WORLDS],
+        env=environment | {"GLOO_SOCKET_IFNAME": "lo"},
+        timeout=110,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for world in WORLDS:
+        place = folder / world
+        end = json.loads((place / "end").read_text())
+        codes = {int(rank): code for rank, code in end["codes"].items()}
+        errors = [Path(place, f"err{rank}").read_text() for rank in sorted(codes)]
+        found[world] = End(codes, end["time"] - float((place / "deed").read_text()), errors)
+    return found
+
+
+@pytest.mark.parametrize("world", [w for w in WORLDS if w.split(":")[0] not in ("compute", "patient")])
+def test_all_stop_with_one_report_that_names_the_rank(ended, world):
+    kind, size, who = world.split(":")
+    end = ended[world]
+    assert len(end.reports) == 1, "\n----\n".join(end.errors)
+    report = end.reports[0]
+    assert report.startswith(f"espalier: rank {who} of {size} ") or kind == "differ"
+    told = re.search(r"Noticed ([\d.]+) s after (its|the) last move", report)
+    assert told is not None and float(told[1]) < PROMISED
+    assert end.seconds < 3 * PROMISED  # on a busy machine
+    assert "at step 3" in report or kind == "skip"
+    assert "all_reduce of [2] float64 along 'data'" in report or kind in ("differ", "sleep")
+    assert "these are its last words" in report or kind == "raise"
+    assert sum("these are its last words" in error for error in end.errors) <= 2
+    for rank, code in end.codes.items():
+        if rank != int(who):
+            assert code == 76, end.codes
+
+
+def test_a_killed_rank_is_gone_and_the_others_say_where_they_are(ended):
+    report = ended["kill:4:0"].reports[0]
+    assert "is gone: its process has ended without a word" in report
+    assert re.search(
+        r"Ranks? [\d, ]*3: (connection lost|waiting|going on), at step 3, .*reduce_scatter", report
+    )
+    assert ended["kill:4:0"].codes[0] == -9
+
+
+def test_an_error_is_told_by_the_rank_that_raised_it(ended):
+    for world in ("raise:2:1", "raise:4:2"):
+        end, who = ended[world], int(world[-1])
+        assert f"rank {who} of {world[6]} failed: ValueError: a bad thing, at step 3" in end.reports[0]
+        assert [rank for rank, error in enumerate(end.errors) if "Traceback" in error] == [who]
+        assert end.codes[who] == 1
+
+
+def test_one_that_leaves_early_is_named(ended):
+    assert "has left: its program has ended, at step 3" in ended["exit:2:1"].reports[0]
+    assert ended["exit:2:1"].codes == {0: 76, 1: 0}
+
+
+def test_one_that_sleeps_is_told_from_those_that_wait_for_it(ended):
+    report = ended["sleep:4:2"].reports[0]
+    assert "has done nothing for" in report and "ranks/dying.py" in report
+    assert re.search(r"Ranks 0, 1, 3: waiting, at step 3, in reduce_scatter", report)
+
+
+def test_a_stopped_process_gives_no_sign_and_is_ended(ended):
+    assert "gave no sign of life for" in ended["stop:2:1"].reports[0]
+    assert ended["stop:2:1"].codes[1] == -9
+
+
+def test_collectives_that_differ_are_told_with_both_sides(ended):
+    report = ended["differ:2:1"].reports[0]
+    assert re.search(
+        r"part ways at their no. \d+: rank 0: reduce_scatter of \[2, \d+\] float64 \(step 3\); "
+        r"rank 1: all_reduce of \[5\] float32 \(step 3\)",
+        report,
+    )
+
+
+def test_one_that_skipped_a_step_is_named(ended):
+    assert "rank 1 of 2 has left" in ended["skip:2:1"].reports[0]
+    assert (
+        "at step 5" in ended["skip:2:1"].reports[0]
+    )  # it has made its last, the other waits in its own fifth
+
+
+def test_a_slow_rank_is_waited_for(ended):
+    for world in ("compute:2:0", "patient:2:1"):
+        assert ended[world].reports == [] and ended[world].codes == {0: 0, 1: 0}
