@@ -11,10 +11,11 @@ Other formats: ``sources`` reads them (a :class:`Checkpoint` is a source as well
 """
 
 from espalier.checkpoint.errors import CheckpointError
+from espalier.checkpoint.exporting import export
 from espalier.checkpoint.folder import checkpoints, newest
 from espalier.checkpoint.index import Index
 from espalier.checkpoint.pieces import Lying
-from espalier.checkpoint.reading import Checkpoint
+from espalier.checkpoint.reading import Checkpoint, open_any
 from espalier.checkpoint.saver import Saver
 from espalier.checkpoint.values import encode
 
@@ -26,5 +27,7 @@ __all__ = [
     "Saver",
     "checkpoints",
     "encode",
+    "export",
     "newest",
+    "open_any",
 ]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -188,8 +189,12 @@ class Index:
 
     # ---- for torch's tools
 
-    def to_torch(self, extra: Mapping[str, tuple[str, int, int]] | None = None) -> bytes:
-        """The content of torch's ``.metadata``."""
+    def to_torch(self, values: Mapping[str, tuple[str, int, int]] | None = None) -> bytes:
+        """The content of torch's ``.metadata``.
+
+        Args:
+            values: where those stand that torch's tools are to find: file, first byte, bytes.
+        """
         described: dict[str, Any] = {}
         where: dict[MetadataIndex, _StorageInfo] = {}
         paths = {}
@@ -205,12 +210,25 @@ class Index:
                 where[MetadataIndex(name, offsets)] = _StorageInfo(stored.file, stored.start, size)
             properties = TensorProperties(dtype=entry.dtype)
             described[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-            first, _, rest = name.partition(".")
-            paths[name] = (first, rest) if rest else (name,)
+            paths[name] = _path(name)
+        for name, (file, start, size) in (values or {}).items():
+            described[name], paths[name] = BytesStorageMetadata(), _path(name)
+            where[MetadataIndex(name)] = _StorageInfo(file, start, size)
         meta = Metadata(described, planner_data=paths, storage_data=where, storage_meta=StorageMeta())
         if hasattr(meta, "version"):
             meta.version = "1.0.0"
         return pickle.dumps(meta)
+
+
+def _path(name: str) -> tuple[str | int, ...]:
+    """Where something stands in nested dicts and lists: those of the model and of ``get_state_dict``."""
+    first, *rest = name.split(".", 1)
+    if first == "optimizer" and rest:
+        kind, _, inner = rest[0].partition(".")
+        of, _, key = inner.rpartition(".")
+        if kind in ("state", "param_groups") and of:
+            return first, kind, int(of) if kind == "param_groups" and of.isdigit() else of, key
+    return first, *rest
 
 
 def _merge_values(into: dict[str, Any], other: Mapping[str, Any]) -> None:

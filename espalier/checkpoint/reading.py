@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from espalier.checkpoint.files import check, read
-from espalier.checkpoint.folder import open_index
-from espalier.checkpoint.sources import Entry, Source
+from espalier.checkpoint.folder import SEAL, newest, open_index
+from espalier.checkpoint.sources import Entry, Source, open_source
 from espalier.checkpoint.values import decode
 from espalier.layout.regions import Box, overlap
+
+
+def open_any(path: str | os.PathLike[str]) -> Source:
+    """A checkpoint of ours, the newest whole one of a folder of them, or weights of another format.
+
+    Raises:
+        FormatError: there are none, or they cannot be read.
+    """
+    path = Path(path)
+    if path.is_dir() and not (path / SEAL).exists():
+        path = newest(path) or path
+    return Checkpoint(path) if (path / SEAL).exists() else open_source(path)
 
 
 class Checkpoint(Source):
@@ -36,17 +49,13 @@ class Checkpoint(Source):
             boxes = self.index.tensors[of]
             self.entries[name] = Entry(boxes.shape, boxes.dtype)
         self.values = decode(self.index.values, self.read)
+        self.trees = frozenset(("model", "optimizer"))
 
-    def under(self, prefix: str) -> dict[str, Entry]:
-        """The tensors whose names begin so, by the rest of their names."""
-        return {
-            name.removeprefix(prefix): entry
-            for name, entry in self.entries.items()
-            if name.startswith(prefix)
-        }
+    def same(self, name: str) -> Any:
+        return self._of[name]
 
     def fill(self, name: str, local: torch.Tensor, box: Box) -> None:
-        """Read what a rank holds of a tensor: its box, into ``local``, which has another dtype perhaps.
+        """See :meth:`Source.fill`.
 
         Raises:
             CheckpointError: a file is damaged.

@@ -26,7 +26,7 @@ from espalier.checkpoint.sources import DTYPES, INDEX, Entry, flat
 from espalier.layout.regions import Box
 
 Read = Callable[[str, Box], torch.Tensor]
-Write = Callable[[str, int, torch.Tensor], None]
+Write = Callable[[str, int, Box, torch.Tensor], None]
 
 PIECE = 64 * 1024**2
 """Bytes of a tensor that are in memory at a time."""
@@ -52,8 +52,8 @@ class Sink:
         self._sums: dict[Path, dict[int, int]] = {}  # by where a tensor begins
         self._texts: dict[Path, str] = {}
 
-    def write(self, name: str, start: int, piece: torch.Tensor) -> None:
-        """Bytes of a tensor, from its byte ``start``; they come in order."""
+    def write(self, name: str, start: int, box: Box, piece: torch.Tensor) -> None:
+        """A box of a tensor, which begins at its byte ``start``; they come in order."""
         path, offset = self._places[name]
         data = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         file = self._files[path]
@@ -232,7 +232,7 @@ def stream(entries: Mapping[str, Entry], read: Read, write: Write, most: int = P
     """Read tensors piece by piece, and write them."""
     for name, entry in entries.items():
         for start, box in pieces(entry, most):
-            write(name, start, read(name, box))
+            write(name, start, box, read(name, box))
 
 
 __all__ = ["PIECE", "Read", "Sink", "Tie", "Write", "pieces", "stream"]

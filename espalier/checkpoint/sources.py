@@ -50,6 +50,10 @@ class Entry(NamedTuple):
         """Of all of it."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def cast(self, dtype: torch.dtype | None) -> Entry:
+        """The same in another dtype, if it is of floats and there is one."""
+        return self if dtype is None or not self.dtype.is_floating_point else Entry(self.shape, dtype)
+
 
 class Source(ABC):
     """Tensors by name, of which boxes can be read, and plain values by name.
@@ -60,12 +64,14 @@ class Source(ABC):
         path: of the file or folder.
         entries: what there is.
         values: what is no tensor.
+        trees: first parts of names that stand for a nested dict.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entries: dict[str, Entry] = {}
         self.values: Mapping[str, Any] = {}
+        self.trees: frozenset[str] = frozenset()
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """A box of a tensor, on the CPU; by default all of it.
@@ -84,6 +90,22 @@ class Source(ABC):
                 f"{found.dtype} of {list(found.shape)}: the file is damaged. Use another copy."
             )
         return found
+
+    def fill(self, name: str, local: torch.Tensor, box: Box) -> None:
+        """Read what a rank holds of a tensor: its box, into ``local``, which has another dtype perhaps.
+
+        Raises:
+            FormatError: see :meth:`read`.
+        """
+        local.copy_(self.read(name, box))
+
+    def under(self, prefix: str) -> dict[str, Entry]:
+        """The tensors whose names begin so, by the rest of their names."""
+        return {n.removeprefix(prefix): entry for n, entry in self.entries.items() if n.startswith(prefix)}
+
+    def same(self, name: str) -> Any:
+        """What is equal for names of one and the same tensor."""
+        return name
 
     @abstractmethod
     def _read(self, name: str, box: Box) -> torch.Tensor: ...
@@ -203,9 +225,14 @@ class TorchFile(Source):
             else:
                 values[name] = x
         self.values = values
+        self.trees = frozenset(str(name) for name, x in loaded.items() if isinstance(x, Mapping))
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
         return self._tensors[name][box.slices]
+
+    def same(self, name: str) -> Any:
+        x = self._tensors[name]
+        return x.untyped_storage().data_ptr(), x.storage_offset(), x.stride(), x.shape
 
 
 def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -295,6 +322,12 @@ class Distributed(Source):
                 if 0 not in box.sizes:
                     pieces.append(self._stored(places[name, box.offsets], box))
         self.values = _Values(values)
+        paths = record.get("planner_data")
+        if isinstance(paths, dict):
+            self.trees = frozenset(str(p[0]) for p in paths.values() if isinstance(p, tuple) and len(p) > 1)
+
+    def same(self, name: str) -> Any:
+        return tuple(self._pieces[name]) or name
 
     def _stored(self, info: Record, box: Box) -> _Stored:
         if info.get("transform_descriptors"):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from espalier.checkpoint import Checkpoint
-from espalier.checkpoint.sources import Entry
+from espalier.checkpoint.sources import Entry, Source
 
 _SHOWN = 40
 
@@ -24,7 +24,7 @@ def state_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: x for name, x in module.state_dict(keep_vars=True).items() if not is_value(name)}
 
 
-def states_of(checkpoint: Checkpoint) -> dict[str, dict[str, Entry]]:
+def states_of(checkpoint: Source) -> dict[str, dict[str, Entry]]:
     """The optimizer's states that are tensors, by parameter and kind."""
     states: dict[str, dict[str, Entry]] = {}
     for name, entry in checkpoint.under("optimizer.state.").items():

@@ -141,18 +141,20 @@ class Lasting:
         """The plain global value of a parameter or buffer, on every rank."""
         return everywhere(x, self.mesh).detach()
 
-    def load_weights(self, path: str | Path) -> None:
+    def load_weights(self, path: str | Path, *, optimizer: bool = False) -> None:
         """Take the model's weights from files of another format; each rank reads what it holds (collective).
 
         Args:
             path: a file of safetensors or of ``torch.save``, a folder of one of these, as Hugging Face has
                 them, or of ``torch.distributed.checkpoint``. Values are rounded to the parameters' dtype, or
                 that of their float32 masters. What was pickled is read without executing any of it.
+            optimizer: take the optimizer's states and options too, which lie beside the model's weights, as
+                torch's ``get_state_dict`` or ``optimizer.state_dict`` gives them.
 
         Raises:
             ValueError: it cannot be read, or holds the weights of another model.
         """
-        weights.load_weights(self.module, self.optimizer, self._laid_out(), path)
+        weights.load_weights(self, self._laid_out(), path, optimizer)
 
     def export(
         self,
@@ -167,7 +169,8 @@ class Lasting:
         Args:
             path: a new folder; for ``"torch"`` a new file.
             format: ``"safetensors"``, as Hugging Face's ``save_pretrained`` writes it, with the config of the
-                model if it has one; or ``"torch"``, a state dict by ``torch.save``.
+                model if it has one; ``"torch"``, a state dict by ``torch.save``; ``"dcp"``, a folder of
+                ``torch.distributed.checkpoint`` with the dict ``model``.
             dtype: of floating-point tensors; by default the parameters', or float32 where they have masters.
             shard_gigabytes: (10^9 bytes) of a file of safetensors.
 

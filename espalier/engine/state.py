@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,20 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.checkpoint import Checkpoint, CheckpointError, Index, Lying, checkpoints, encode
 from espalier.checkpoint.folder import INDEX
+from espalier.checkpoint.pickles import FormatError
 from espalier.checkpoint.saver import index_of
+from espalier.checkpoint.sources import Source
 from espalier.comm.agreement import agree
 from espalier.comm.words import words_of_all
 from espalier.engine.conflicts import conflicts, is_value, raise_conflicts, state_tensors, states_of
-from espalier.engine.weights import Reader
 from espalier.layout import Layout, local_box
 from espalier.mesh import Mesh
 from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, plain, stamp
 
 _RANDOM = "random.torch"
+
+Fill = Callable[[torch.Tensor], None]
 
 
 def tree_of(module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh) -> dict[str, Lying]:
@@ -168,17 +171,8 @@ def restore(
     lines = conflicts(checkpoint, module, optimizer)
     lines += [f"it has no {name!r}" for name in extra if name not in values["extra"]]
     raise_conflicts(checkpoint, lines)
-    loading = _Loading(checkpoint, module, optimizer)
-    trained = [m.p for chunk in data.chunks for m in chunk.members]
-    with torch.no_grad():
-        states = None if engine.optimizer is None else engine.optimizer.state
-        data.update(Reader(trained, loading.fill, states), lambda reader: reader.step())
-        filled = {id(p) for p in trained}
-        for name, x in tensors_of(module).items():
-            if isinstance(x, DTensor) and id(x) not in filled:  # it is frozen
-                loading.fill(x)
-            elif not isinstance(x, DTensor):
-                loading.read(f"model.{name}", x.detach(), Layout.replicated(mesh, tuple(x.shape)))
+    loading = Loading(checkpoint, module, optimizer)
+    loading.run(data, engine.optimizer)
     for name, value in values["model"].items():
         module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
     random = torch.get_rng_state()
@@ -190,23 +184,59 @@ def restore(
         if engine.scaler is not None and values["scaler"] is not None:
             engine.scaler.load_state_dict(values["scaler"])
         if optimizer is not None:
-            _set_options(optimizer, module, values["optimizer"]["groups"])
+            set_options(optimizer, module, values["optimizer"]["groups"])
     for name, thing in extra.items():
         thing.load_state_dict(values["extra"][name])
     return dict(values["extra"])
 
 
-class _Loading:
-    """Fills parameters and states from a checkpoint. Errors are kept: others wait in collectives."""
+class _Reader(torch.optim.Optimizer):
+    """Has the parameters of an optimizer, and its states; a step fills the parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], fill: Fill, states: Any) -> None:
+        super().__init__(parameters, {})
+        self.fill = fill
+        if states is not None:
+            self.state = states
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.fill(p)
+
+
+class Loading:
+    """Fills parameters and states from a checkpoint. Errors are kept: others wait in collectives.
+
+    A load is a step of an optimizer that reads instead of computing: so its values go where an update puts
+    them, to masters and pieces, on the device or off it.
+
+    Args:
+        checkpoint: has ``model.NAME`` and ``optimizer.state.NAME.KEY``, and the value ``optimizer``.
+        optimizer: whose states are to be filled, too.
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, module: nn.Module, optimizer: torch.optim.Optimizer | None
+        self, checkpoint: Source, module: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
-        self._checkpoint, self._optimizer = checkpoint, optimizer
+        self._checkpoint, self._module, self._optimizer = checkpoint, module, optimizer
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._states = {} if optimizer is None else states_of(checkpoint)
         self._others = {} if optimizer is None else checkpoint.values["optimizer"]["states"]
         self.error: Exception | None = None
+
+    def run(self, data: DataAxis, optimizer: torch.optim.Optimizer | None) -> None:
+        """Fill all (a collective)."""
+        trained = [m.p for chunk in data.chunks for m in chunk.members]
+        with torch.no_grad():
+            states = None if optimizer is None else optimizer.state
+            data.update(_Reader(trained, self.fill, states), lambda reader: reader.step())
+            filled = {id(p) for p in trained}
+            for name, x in tensors_of(self._module).items():
+                if isinstance(x, DTensor) and id(x) not in filled:  # it is frozen
+                    self.fill(x)
+                elif not isinstance(x, DTensor):
+                    self.read(f"model.{name}", x.detach(), Layout.replicated(data.mesh, tuple(x.shape)))
 
     def fill(self, p: torch.Tensor) -> None:
         """A parameter, and its states."""
@@ -239,11 +269,11 @@ class _Loading:
         try:
             if self.error is None:
                 self._checkpoint.fill(name, local, local_box(layout))
-        except CheckpointError as error:
+        except FormatError as error:
             self.error = error
 
 
-def _set_options(optimizer: torch.optim.Optimizer, module: nn.Module, groups: list[Any]) -> None:
+def set_options(optimizer: torch.optim.Optimizer, module: nn.Module, groups: list[Any]) -> None:
     names = {id(p): name for name, p in module.named_parameters()}
     saved = {name: group["options"] for group in groups for name in group["names"]}
     for group in optimizer.param_groups:
@@ -299,4 +329,4 @@ def named_values(engine: Any) -> Iterator[tuple[str, Any]]:
     yield "scaler", None if engine.scaler is None else engine.scaler.state_dict()
 
 
-__all__ = ["candidates", "index_and_tree", "opened", "restore"]
+__all__ = ["Loading", "candidates", "index_and_tree", "opened", "restore", "set_options"]

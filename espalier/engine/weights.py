@@ -1,13 +1,9 @@
-"""Weights of other formats: read into a model that is laid out, and written from it.
-
-A load is a step of an optimizer that reads instead of computing: so its values go where an update puts them,
-to masters and pieces, on the device or off it.
-"""
+"""Weights of other formats: read into a model that is laid out, and written from it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,96 +12,40 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 
-from espalier.checkpoint.exporting import laid_out
-from espalier.checkpoint.names import matched, tied
+from espalier.checkpoint.exporting import laid_out, root_of
+from espalier.checkpoint.names import Foreign, tied
 from espalier.checkpoint.pickles import FormatError
+from espalier.checkpoint.reading import open_any
 from espalier.checkpoint.sinks import Write, stream
-from espalier.checkpoint.sources import Entry, Source, open_source
+from espalier.checkpoint.sources import Entry
 from espalier.comm.agreement import agree
 from espalier.comm.collectives import reduce
+from espalier.engine.state import Loading, set_options
 from espalier.layout import local_box
 from espalier.layout.regions import Box, overlap
 from espalier.mesh import Mesh
 from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, layout_of, plain
 
-Fill = Callable[[torch.Tensor], None]
 
-
-class Reader(torch.optim.Optimizer):
-    """Has the parameters of an optimizer, and its states; a step fills the parameters."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], fill: Fill, states: Any) -> None:
-        super().__init__(parameters, {})
-        self.fill = fill
-        if states is not None:
-            self.state = states
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.fill(p)
-
-
-def load_weights(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, data: DataAxis, path: str | Path
-) -> None:
+def load_weights(engine: Any, data: DataAxis, path: str | Path, optimizer: bool) -> None:
     """See :meth:`espalier.Engine.load_weights`."""
-    source, names, error = None, {}, None
+    found, error = None, None
     try:
-        source = open_source(path)
-        names = matched(model, source)
+        found = Foreign(open_any(path), engine.module, engine.optimizer if optimizer else None)
     except FormatError as met:
         error = met
     _agree(error, data.mesh)
-    assert source is not None
-    state = model.state_dict(keep_vars=True)
-    filling = _Filling(source, {id(state[name]): theirs for name, theirs in names.items()})
-    trained = [m.p for chunk in data.chunks for m in chunk.members]
-    with torch.no_grad():
-        reader = Reader(trained, filling, None if optimizer is None else optimizer.state)
-        data.update(reader, lambda reader: reader.step())
-        by_reader = {id(p) for p in trained}
-        for name in names:
-            if id(state[name]) not in by_reader:  # frozen parameters, and buffers
-                filling(state[name])
-    _agree(filling.error, data.mesh)
+    assert found is not None
+    loading = Loading(found, engine.module, engine.optimizer if optimizer else None)
+    loading.run(data, engine.optimizer)
+    _agree(loading.error, data.mesh)
+    if optimizer:
+        set_options(engine.optimizer, engine.module, found.values["optimizer"]["groups"])
 
 
 def _agree(error: Exception | None, mesh: Mesh) -> None:
     agree(None if error is None else ValueError(str(error)), mesh, range(mesh.ndim))
-
-
-class _Filling:
-    """Reads what this rank holds of tensors; the first error is kept, so that all ranks go on together."""
-
-    def __init__(self, source: Source, names: Mapping[int, tuple[str, ...]]) -> None:
-        self._source, self._names = source, names
-        self.error: Exception | None = None
-
-    def __call__(self, x: torch.Tensor) -> None:
-        if self.error is None:
-            try:
-                with raw():
-                    self._fill(x, *self._names[id(x)])
-            except FormatError as met:
-                self.error = met
-
-    def _fill(self, x: torch.Tensor, name: str, *others: str) -> None:
-        box = None
-        if isinstance(x, DTensor):
-            layout = layout_of(x)
-            if not layout.mesh.is_member:
-                return
-            box = local_box(layout)
-        value = self._source.read(name, box)
-        for other in others:
-            if not torch.equal(self._source.read(other, box), value):
-                raise FormatError(
-                    f"{self._source.path}: {name} and {other} differ, and are one tensor in this model. "
-                    "Build the model without the tie, or give another file."
-                )
-        plain(x.detach()).copy_(value)
 
 
 def export(
@@ -114,16 +54,14 @@ def export(
     """See :meth:`espalier.Engine.export`."""
     mesh, path = data.mesh, Path(path)
     with torch.no_grad(), data.precise(), ExitStack() as stack:
-        ties = tied(model)
+        root, ties = root_of(form), tied(model)
         state = {
-            name: x
+            f"{root}{name}": x
             for name, x in model.state_dict(keep_vars=True).items()
             if isinstance(x, torch.Tensor) and name not in ties
         }
-        entries = {
-            name: Entry(tuple(x.shape), dtype if dtype and x.is_floating_point() else x.dtype)
-            for name, x in state.items()
-        }
+        ties = {f"{root}{name}": f"{root}{of}" for name, of in ties.items()}
+        entries = {name: Entry(tuple(x.shape), x.dtype).cast(dtype) for name, x in state.items()}
         writing = _Writing()
         if mesh.rank == 0:
             with writing.careful():
@@ -136,7 +74,7 @@ def export(
         if mesh.rank == 0:
             with writing.careful():
                 stack.close()
-                if path.is_dir():
+                if form == "safetensors":
                     _write_config(model, entries, path)
         _agree(writing.error, mesh)
 
@@ -148,10 +86,10 @@ class _Writing:
         self.error: Exception | None = None
         self.write: Write | None = None
 
-    def __call__(self, name: str, start: int, piece: torch.Tensor) -> None:
+    def __call__(self, name: str, start: int, box: Box, piece: torch.Tensor) -> None:
         if self.write is not None and self.error is None:
             with self.careful():
-                self.write(name, start, piece)
+                self.write(name, start, box, piece)
 
     @contextmanager
     def careful(self) -> Iterator[None]:
@@ -195,4 +133,4 @@ def _write_config(model: Any, entries: Mapping[str, Entry], folder: Path) -> Non
         model.generation_config.save_pretrained(folder)
 
 
-__all__ = ["Reader", "export", "load_weights"]
+__all__ = ["export", "load_weights"]

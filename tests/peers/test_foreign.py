@@ -73,3 +73,86 @@ def test_hugging_face_and_torch_files_under_plans(ranks: Any, tmp_path: Path, na
         again = type(plain).from_pretrained(tmp_path / word)
         assert torch.equal(again(**batch).logits, logits)
     assert not [x.name for x in tmp_path.rglob("*.partial")]
+
+
+def net(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
+
+
+def step_of(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(24.0, dtype=torch.float64).view(4, 6) / 24).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights and states, whole and plain, whatever they are made of."""
+    found = dict(model.state_dict())
+    for name, p in model.named_parameters():
+        found |= {f"{name}.{key}": x for key, x in optimizer.state[p].items()}
+    return {
+        n: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone() for n, x in found.items()
+    }
+
+
+def sharded(rank: int, world: int, folder: str) -> None:
+    """FSDP2 to Espalier, and back, by torch's own distributed checkpoint."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    def theirs(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = net(seed)
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=torch.distributed.init_device_mesh("cpu", (world,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1 * seed)
+        step_of(model, optimizer)
+        return model, optimizer
+
+    model, optimizer = theirs(1)
+    saved = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(saved, checkpoint_id=f"{folder}/theirs")
+    expected = whole_states(model, optimizer)
+    if rank == 0:
+        torch.save({name: expected[name] for name in model.state_dict()}, f"{folder}/whole.pt")
+    for i, plan in enumerate(({"data": 2, "zero": 3}, {"tensor": 2}, {"data": 2, "zero": 1})):
+        own = net(2)
+        ours = torch.optim.AdamW(own.parameters(), lr=1.0)
+        engine = espalier.initialize(own, ours, plan, loss_fn=lambda y, _: y.square().mean(), example=BATCH)
+        engine.load_weights(f"{folder}/theirs", optimizer=True)
+        same(whole_states(own, ours), expected)
+        assert ours.param_groups[0]["lr"] == 1e-3 and ours.param_groups[0]["weight_decay"] == 0.1
+
+        again, other = theirs(3)
+        parts = dict(zip(("model", "optimizer"), get_state_dict(again, other), strict=True))
+        if i == 0:
+            kept = engine.save(f"{folder}/ours")
+            if rank == 0:
+                espalier.checkpoint.export(kept, f"{folder}/exported0", "dcp")
+            torch.distributed.barrier()
+            dcp.load(parts, checkpoint_id=f"{folder}/exported0")
+            set_state_dict(again, other, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+            same(whole_states(again, other), expected)
+            assert other.param_groups[0]["weight_decay"] == 0.1
+        else:
+            engine.export(f"{folder}/exported{i}", "dcp")
+        dcp.load({"model": parts["model"]}, checkpoint_id=f"{folder}/exported{i}")
+        again.load_state_dict(parts["model"])
+        full = {name: x.full_tensor() for name, x in again.state_dict().items()}
+        same(full, {name: expected[name] for name in full})
+
+
+BATCH = torch.arange(24.0, dtype=torch.float64).view(4, 6) / 24
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_fsdp2_and_back(ranks: Any, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    ranks(2, sharded, str(tmp_path))
+    expected = torch.load(tmp_path / "whole.pt")
+    for folder in (*(tmp_path / "ours").iterdir(), *tmp_path.glob("exported*")):
+        state = {"model": net(5).state_dict()}
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        same(state["model"], expected)
