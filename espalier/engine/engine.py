@@ -20,9 +20,10 @@ from espalier.engine.lasting import Lasting
 from espalier.engine.live import Watch, watch
 from espalier.engine.norm import Norm, clip_of, scale_gradients
 from espalier.engine.recompute import Policy, chosen, recompute
+from espalier.engine.runs import Runs
 from espalier.engine.scaling import LossScaler
 from espalier.engine.tables import Memory, Order, Traffic
-from espalier.engine.update import lay_out_states, update
+from espalier.engine.update import forget_gradients, lay_out_states, update
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.mesh.parts import at
@@ -88,6 +89,7 @@ class Engine(Lasting):
             )
         self._traffic = Traffic(mesh)
         self.pulse = Pulse(Faults())
+        self._runs = Runs()
         share_random_state(mesh)
 
     def lay_out(self, batch: Any = None) -> None:
@@ -337,12 +339,13 @@ class Engine(Lasting):
         try:
             with self._watch or nullcontext():
                 if finite:
-                    self._data.update(self.optimizer, partial(update, factor=factor))
+                    runs = self._runs if self._data.streaming is None else None
+                    self._data.update(self.optimizer, partial(update, factor=factor, runs=runs))
                     if self._watch is not None and self._watch.fit(self._data, self.optimizer):
                         self._watch = None
             arrived()
         finally:
-            self.optimizer.zero_grad(set_to_none=True)
+            forget_gradients(self.optimizer)
             self._forget()
             self._traffic.end()
         self.steps += 1

@@ -39,7 +39,7 @@ class Norm:
             total = torch.zeros((), dtype=torch.float64, device=mesh.device())
             if counted:
                 real = [torch.view_as_real(g) if g.is_complex() else g for g in counted]
-                total = torch.stack(_norms(real)).to(total).square().sum()
+                total = _norms(real).to(total).square().sum()
             addend = _addend(loss, mesh)
             told = [*([] if addend is None else [addend]), *more]
             self._sums = torch.stack([total, *(x.to(total) for x in told)])
@@ -95,25 +95,25 @@ def scale_gradients(parameters: Sequence[torch.Tensor], factor: torch.Tensor | f
             torch._foreach_mul_(alike, factor if isinstance(factor, float) else factor.to(device, dtype))
 
 
-def _norms(grads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _norms(grads: list[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of each, where some may be off the device; no square overflows that need not."""
     devices = {g.device for g in grads}
     if len(devices) == 1:
         return _alike_norms(grads)
-    found: dict[int, torch.Tensor] = {}
+    found = torch.zeros(len(grads), dtype=torch.float64, device=grads[0].device)
     for device in devices:
         alike = [i for i, g in enumerate(grads) if g.device == device]
-        found.update(zip(alike, _alike_norms([grads[i] for i in alike]), strict=True))
-    return tuple(found[i].to(grads[0].device, torch.float64) for i in range(len(grads)))
+        found[alike] = _alike_norms([grads[i] for i in alike]).to(found)
+    return found
 
 
-def _alike_norms(grads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _alike_norms(grads: list[torch.Tensor]) -> torch.Tensor:
     if grads[0].device.type == "cpu" and all(g.dtype is torch.float32 for g in grads):
         # ten times as fast there as a sum in float64, which is left for squares that overflow
-        norms = torch._foreach_norm(grads, 2)
-        if torch.stack(norms).isfinite().all():
+        norms = torch.stack(torch._foreach_norm(grads, 2))
+        if norms.isfinite().all():
             return norms
-    return torch._foreach_norm(grads, 2, dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64))
 
 
 def clip_of(plan: Plan, max_grad_norm: float | None) -> float | None:

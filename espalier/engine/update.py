@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.engine.norm import scale_gradients
+from espalier.engine.runs import Runs
 from espalier.tensor import DTensor, lay_out, stamp
 from espalier.tensor.deferred import make_values_real
 
+_set_grad = vars(torch._C.TensorBase)["grad"].__set__
 ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -63,29 +65,56 @@ def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
                     state[name] = lay_out(x, p._layout)
 
 
-def update(optimizer: torch.optim.Optimizer, factor: torch.Tensor | float | None = None) -> None:
-    """``optimizer.step()``, of gradients times ``factor``; its states lie as their parameters do."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if type(p) is DTensor]
-    if factor is not None:
-        scale_gradients(parameters, factor)
+def update(
+    optimizer: torch.optim.Optimizer,
+    factor: torch.Tensor | float | None = None,
+    runs: Runs | None = None,
+) -> None:
+    """``optimizer.step()``, of gradients times ``factor``; its states lie as their parameters do.
+
+    Args:
+        runs: joins parameters that lie one after the other.
+    """
+    parameters = [p for p in _held(optimizer) if type(p) is DTensor]
     if type(optimizer) not in ELEMENTWISE:
+        if factor is not None:
+            scale_gradients(parameters, factor)
         optimizer.step()
         return
+    outside = {id(p) for p in _held(optimizer)} - set(map(id, parameters))
     with raw():
         # as plain parameters they are spared DTensor's Python getters, and on CUDA torch's choice of
         # the foreach implementation, which goes by class, falls as for any other model
         for p in parameters:
             p.__class__ = nn.Parameter  # type: ignore[assignment]
         try:
-            with _lined_up(optimizer):
-                optimizer.step()
+            with nullcontext(parameters) if runs is None else runs.joined(optimizer) as alone:
+                if factor is not None:
+                    scale_gradients([p for p in _held(optimizer) if id(p) not in outside], factor)
+                with _lined_up(optimizer):
+                    optimizer.step()
         finally:
             for p in parameters:
                 p.__class__ = DTensor
-    for p in parameters:
-        for x in optimizer.state.get(p, {}).values():
-            if type(x) is torch.Tensor and x.ndim and x.shape == p._layout.local_shape:
-                stamp(x, p._layout)
+    for p in (p for p in alone if type(p) is DTensor):
+        for state in optimizer.state.get(p, {}).values():
+            if type(state) is torch.Tensor and state.ndim and state.shape == p._layout.local_shape:
+                stamp(state, p._layout)
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def forget_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.zero_grad()``, past DTensor's Python getters."""
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad(set_to_none=True)
+        return
+    with raw():
+        for p in _held(optimizer):
+            p.__dict__.pop("_reduced", None)
+            _set_grad(p, None)
 
 
 @contextmanager
@@ -111,4 +140,4 @@ def _lined_up(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             p.data = data.copy_(p.data)
 
 
-__all__ = ["ELEMENTWISE", "lay_out_states", "update"]
+__all__ = ["ELEMENTWISE", "forget_gradients", "lay_out_states", "update"]

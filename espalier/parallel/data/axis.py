@@ -64,6 +64,7 @@ class DataAxis:
         self.members = [
             Member(name, p, layouts[name], *_own(axes, layouts[name], mesh), dtype) for name, p in named
         ]
+        self._copied: set[int] = set()
         self._frozen = [m for m in self.members if not m.p.requires_grad]
         cut = self.stage.parameters == "S"
         lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members])
@@ -82,6 +83,12 @@ class DataAxis:
         self.masters = Masters(self.chunks, pieces=self.stage.states == "S")
         for m in self.members:
             cast(m)
+        plainly = [chunk for chunk in self.chunks if chunk.master is None and not chunk.places]
+        if self.stage.states == "R":
+            for chunk in plainly:
+                _line_up(chunk)
+        elif not cut:
+            self._copied = _smallest(plainly, plan.chunk_megabytes * 1e6)
         self.gathering = None
         if cut:
             for _, chunk in used:
@@ -245,6 +252,8 @@ class DataAxis:
             yield
         if exchange:
             self._exchange()
+        for chunk in self.chunks:
+            chunk.own = None
 
     def place(self, optimizer: torch.optim.Optimizer) -> None:
         """Before the first step: states go where the plan says.
@@ -303,6 +312,10 @@ class DataAxis:
         """While open, the parameters of chunks are what the optimizer updates, with its gradients."""
         chunks = [c for c in chunks if self.stage.states == "S" or c.master is not None]
         grads = [self._take_gradients(chunk) for chunk in chunks]
+        if self._copied:
+            for chunk in chunks:
+                if chunk.master is None and not chunk.places:
+                    self._cut_out(chunk)
         with self._shown(chunks):
             with raw():
                 for chunk in chunks:
@@ -314,6 +327,20 @@ class DataAxis:
                 with raw():
                     for m in (m for chunk in chunks for m in chunk.members):
                         _grad.__set__(m.p, None)
+
+    def _cut_out(self, chunk: Chunk) -> None:
+        """Find this rank's pieces of whole parameters; copies of small ones, one after the other."""
+        chunk.own = pieces = list(chunk.views().pieces)
+        some = [i for i, m in enumerate(chunk.members) if id(m) in self._copied]
+        if some:
+            with raw(), torch.no_grad():
+                before = [pieces[i] for i in some]
+                sizes = [piece.numel() for piece in before]
+                copies = torch.empty(sum(sizes), dtype=chunk.dtype, device=chunk.device).split(sizes)
+                after = [copy.view(piece.shape) for copy, piece in zip(copies, before, strict=True)]
+                torch._foreach_copy_(after, before)
+            for i, copy in zip(some, after, strict=True):
+                pieces[i] = copy
 
     def _settle(self) -> None:
         """Parameters are what they are between passes, and what others have changed is known."""
@@ -327,21 +354,21 @@ class DataAxis:
         kept = []
         with raw():
             for chunk in chunks:
-                masters = None if chunk.master is None else self.masters.of(chunk)
-                for i, m in enumerate(chunk.members):
-                    here = plain(m.p.detach())
-                    kept.append((m, here, m.p._layout))  # type: ignore[attr-defined]
-                    shown = here if self.gathering is not None else m.piece(here)
+                updated = chunk.own if chunk.master is None else self.masters.of(chunk)
+                whole = chunk.views() if self.gathering is None else None
+                here = [plain(m.p.data) for m in chunk.members] if whole is None else whole.wholes
+                if updated is None:
+                    updated = here if whole is None else whole.pieces
+                for m, x, shown in zip(chunk.members, here, updated, strict=True):
+                    kept.append((m, x, m.p._layout))  # type: ignore[attr-defined]
                     layout = m.shard if self.stage.states == "S" else m.full
-                    if masters is not None:
-                        shown = masters[i]
                     show(m.p, shown.to(chunk.device) if on_device else shown, layout)
         try:
             yield
         finally:
             with raw():
-                for m, here, layout in kept:
-                    show(m.p, here, layout)
+                for m, x, layout in kept:
+                    show(m.p, x, layout)
 
     def _take_gradients(self, chunk: Chunk) -> list[torch.Tensor | None]:
         """The gradients of a chunk's members, off them, as the optimizer needs them."""
@@ -382,22 +409,22 @@ class DataAxis:
 
     def _exchange_pieces(self) -> None:
         """Gather each chunk's pieces into the parameters, a few chunks at a time."""
-        under_way = deque[tuple[Chunk, torch.Tensor, list[torch.Tensor], Pending]]()
+        under_way = deque[tuple[Chunk, torch.Tensor, Pending]]()
 
         def land() -> None:
-            chunk, rows, wholes, pending = under_way.popleft()
+            chunk, rows, pending = under_way.popleft()
             pending.wait()
-            chunk.unpack(rows, chunk.in_wholes(wholes))
+            chunk.unpack(rows, chunk.views().places)
 
         for chunk in self.chunks:
             lane = chunk.lane
-            rows, wholes = chunk.rows(lane.n, chunk.dtype), [plain(m.p.detach()) for m in chunk.members]
+            rows = chunk.rows(lane.n, chunk.dtype)
             if chunk.master is not None:
                 rows[lane.here].copy_(chunk.master)
             else:
-                pieces = [m.piece(whole) for m, whole in zip(chunk.members, wholes, strict=True)]
-                torch._foreach_copy_(chunk.pieces(rows[lane.here]), pieces)
-            under_way.append((chunk, rows, wholes, start_gather(rows, None, lane.mesh, lane.axis)))
+                torch._foreach_copy_(chunk.pieces(rows[lane.here]), chunk.own or chunk.views().pieces)
+                chunk.own = None
+            under_way.append((chunk, rows, start_gather(rows, None, lane.mesh, lane.axis)))
             if len(under_way) > 2:
                 land()
         while under_way:
@@ -425,6 +452,26 @@ def _alone(offload: Offload) -> int:
     if offload.parameters.place != "device":
         return 3
     return 2 if offload.gradients.place != "device" else 0
+
+
+def _line_up(chunk: Chunk) -> None:
+    """Put a chunk's parameters, whole, into one buffer."""
+    with raw():
+        flat = torch.empty(chunk.elements, dtype=chunk.dtype, device=chunk.device)
+        for m, part in zip(chunk.members, chunk.wholes(flat), strict=True):
+            part.copy_(plain(m.p.detach()))
+            show(m.p, part, m.full)
+
+
+def _smallest(chunks: Sequence[Chunk], most: float) -> set[int]:
+    """The members whose pieces are the smallest, so many that their bytes are at most these."""
+    found: set[int] = set()
+    for m in sorted((m for chunk in chunks for m in chunk.members), key=lambda m: m.slot):
+        most -= m.slot * m.dtype.itemsize
+        if most < 0:
+            break
+        found.add(id(m))
+    return found
 
 
 def _bring_home(chunk: Chunk) -> None:

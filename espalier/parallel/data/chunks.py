@@ -12,12 +12,15 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.layout import Layout, chunk_bounds
 from espalier.mesh import Mesh
 from espalier.mesh.parts import joined
 from espalier.parallel.offload import Place
-from espalier.tensor import stamp
+from espalier.tensor import plain, stamp
+
+_address = torch._C.TensorBase.data_ptr
 
 
 class Lane(NamedTuple):
@@ -156,6 +159,14 @@ def cut_dim(shape: Sequence[int], n: int) -> int | None:
     return min(range(len(shape)), key=lambda d: (-(-shape[d] // n) * n / max(shape[d], 1), d))
 
 
+class Views(NamedTuple):
+    """Of parameters that are whole: their data, this rank's pieces of it, and where ``unpack`` puts each."""
+
+    wholes: list[torch.Tensor]
+    pieces: list[torch.Tensor]
+    places: list[list[torch.Tensor]]
+
+
 class Chunk:
     """Members of one dtype, device and lane, and the flat buffers that they share.
 
@@ -169,6 +180,7 @@ class Chunk:
         gradient: flat [size], this rank's pieces of the sums; where the stage keeps gradients whole, these,
             as in ``line_up``, until the parameters have them; None while there are none.
         home: flat [size], this rank's pieces of the parameters, where the stage cuts these.
+        own: this rank's pieces of the parameters while they are updated, where the stage cuts states alone.
         master: flat, the parameters in float32, where the optimizer is to update these: [size], this rank's
             pieces, where the stage cuts states, else whole.
         number: of the chunk, the same on all ranks.
@@ -177,7 +189,7 @@ class Chunk:
         versions: of the members, when they began to show what is off the device.
         is_written: whether somebody has written to what they show, which is no longer what is in the file.
         stays: whether, once gathered in a pass of training, it stays so to its end.
-        missing: numbers of the members whose gradient this backward pass has not brought yet.
+        came: the members whose gradient this backward pass has brought, as parameters.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
@@ -188,14 +200,21 @@ class Chunk:
         self.elements, self.largest = sum(m.size for m in members), sum(m.largest for m in members)
         self.gradient: torch.Tensor | None = None
         self.home: torch.Tensor | None = None
+        self.own: list[torch.Tensor] | None = None
         self.master: torch.Tensor | None = None
         self.number = 0
         self.places: dict[str, Place] = {}
         self.versions: list[int] = []
         self.is_written = False
         self.stays = False
-        self.missing = set(range(len(members)))
+        self.came: list[torch.Tensor] = []
         self._cut: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._views: tuple[list[int], Views] | None = None
+
+    @property
+    def missing(self) -> bool:
+        """Whether this backward pass has yet to bring a gradient."""
+        return len(self.came) < len(self.members) or len(set(map(id, self.came))) < len(self.members)
 
     def rows(self, n: int, dtype: torch.dtype, extra: int = 0) -> torch.Tensor:
         """A buffer for what is sent; ``extra`` elements at the end of each row are the caller's."""
@@ -226,18 +245,19 @@ class Chunk:
 
     def line_up(
         self, n: int, dtype: torch.dtype, given: Sequence[torch.Tensor | None], extra: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Tensors that are whole along the axis one after the other, zeros for those that are missing.
 
         Returns:
-            a buffer [n, rest], cut anywhere, and of it ``extra`` elements after the last member.
+            a buffer [n, rest], cut anywhere; of it ``extra`` elements after the last member, and the members.
         """
         width = -(-(self.elements + extra) // n)
         rows = torch.empty(n, width, dtype=dtype, device=self.device)
         flat = rows.view(-1)
         flat[self.elements :].zero_()
         into, outof = [], []
-        for part, here in zip(self.wholes(flat), given, strict=True):
+        wholes = self.wholes(flat)
+        for part, here in zip(wholes, given, strict=True):
             if here is None:
                 part.zero_()
             else:
@@ -245,7 +265,7 @@ class Chunk:
                 outof.append(here)
         if into:
             torch._foreach_copy_(into, outof)
-        return rows, flat[self.elements : self.elements + extra]
+        return rows, flat[self.elements : self.elements + extra], wholes
 
     def pack(self, rows: torch.Tensor, wholes: Sequence[torch.Tensor | None]) -> None:
         """Fill rows from tensors that are whole along the axis; zeros for those that are missing."""
@@ -260,6 +280,16 @@ class Chunk:
             outof += here
         if into:
             torch._foreach_copy_(into, outof)
+
+    def views(self) -> Views:
+        """Of the members as they are, whole along the axis; kept until one has other data."""
+        with raw(), torch.no_grad():
+            where = [_address(m.p) for m in self.members]
+            if self._views is None or self._views[0] != where:
+                wholes = [plain(m.p.data) for m in self.members]
+                pieces = [m.piece(whole) for m, whole in zip(self.members, wholes, strict=True)]
+                self._views = where, Views(wholes, pieces, self.in_wholes(wholes))
+            return self._views[1]
 
     def in_wholes(self, wholes: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Where ``unpack`` is to put each member, in tensors that are whole along the axis."""

@@ -12,6 +12,7 @@ import json
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,8 +63,7 @@ class Gradients:
         self._next = 0
         self._flying: deque[tuple[Chunk, torch.Tensor, Summing]] = deque()
         self._spreading: deque[Pending] = deque()
-        self._place = {id(m.p): (chunk, i) for chunk in self.chunks for i, m in enumerate(chunk.members)}
-        self._number = {id(chunk): i for i, chunk in enumerate(self.chunks)}
+        self._parts: dict[int, list[torch.Tensor]] = {}
         # of the chunks of the same lane the last one's rows end with a flag for each of their parameters: has
         # it a gradient anywhere?
         self._last = {chunk.lane: chunk for chunk in self.chunks}
@@ -72,13 +72,25 @@ class Gradients:
         for chunk in self.chunks:
             self._flags[chunk.lane] += len(chunk.members)
         self._layouts: dict[int, Layout] = {}
-        # the numbers of chunks as they became ready in the first backward pass; None once that is the order
+        # the parameters as they became ready in the first backward pass; None once the order is known
         self._came: list[int] | None = []
+        self._numbered = {chunk.number: chunk for chunk in self.chunks}
+        self._hooks: list[Any] = []
+        self._listen({id(m.p) for chunk in self.chunks for m in chunk.members})
+
+    def _listen(self, telling: set[int]) -> None:
+        """Note every gradient that comes; with those of some parameters a chunk may be ready."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         # Python's collector does not see what such hooks hold: it would never find a cycle through them
-        ready = weakref.WeakMethod(self._ready)
+        come = weakref.WeakMethod(self._come)
         for chunk in self.chunks:
             for m in chunk.members:
-                m.p.register_post_accumulate_grad_hook(lambda p: _call(ready, p))
+                note = chunk.came.append
+                if id(m.p) in telling:
+                    note = partial(_call, come, chunk.number)
+                self._hooks.append(m.p.register_post_accumulate_grad_hook(note))
 
     def _extra(self, chunk: Chunk) -> int:
         """The flags that a chunk carries."""
@@ -100,7 +112,7 @@ class Gradients:
         if self._came:
             self._came.clear()
         for chunk in self.chunks:
-            chunk.missing = set(range(len(chunk.members)))
+            chunk.came.clear()
 
     def _reopen(self, chunk: Chunk, i: int, m: Member) -> None:
         """What is finished becomes an addend again."""
@@ -124,13 +136,12 @@ class Gradients:
                 piece.zero_()
             m.p.grad = None
 
-    def _ready(self, parameter: torch.Tensor) -> None:
+    def _come(self, number: int, p: torch.Tensor) -> None:
+        self._numbered[number].came.append(p)
         if not self._sending:
             return
-        chunk, i = self._place[id(parameter)]
-        chunk.missing.discard(i)
-        if self._came is not None and not chunk.missing:
-            self._came.append(self._number[id(chunk)])
+        if self._came is not None:
+            self._came.append(id(p))
         while self._next < len(self.chunks) and not self.chunks[self._next].missing:
             self._send(self.chunks[self._next])
 
@@ -152,7 +163,7 @@ class Gradients:
             here, extra = self._here[chunk.lane], self._extra(chunk)
             here += [float(g is not None) for g in grads]
             if self.stage.gradients == "R":
-                rows, flags = chunk.line_up(n, dtype, given, extra)
+                rows, flags, self._parts[id(chunk)] = chunk.line_up(n, dtype, given, extra)
             else:
                 rows = chunk.rows(n, dtype, extra)
                 chunk.pack(rows, given)
@@ -232,7 +243,7 @@ class Gradients:
         if not self._sending:
             self.begin(last=True)
             for chunk in self.chunks:
-                chunk.missing = {i for i, m in enumerate(chunk.members) if m.p.grad is None}
+                chunk.came.extend(m.p for m in chunk.members if m.p.grad is not None)
         self.flush()
         while self._flying:
             self._land()
@@ -262,13 +273,14 @@ class Gradients:
         for chunk in self.chunks:
             assert chunk.gradient is not None
             whole = self.stage.gradients == "R"
-            parts = chunk.wholes(chunk.gradient) if whole else chunk.pieces(chunk.gradient)
+            parts = self._parts.pop(id(chunk)) if whole else chunk.pieces(chunk.gradient)
             for m, part in zip(chunk.members, parts, strict=True):
                 layout = self._finished(m)
                 if used is not None and not used[id(m)]:
                     _grad.__set__(m.p, None)
                 elif whole:
-                    _grad.__set__(m.p, stamp(part.to(m.p.grad_dtype), layout))
+                    wide = m.p.grad_dtype
+                    _grad.__set__(m.p, stamp(part if part.dtype is wide else part.to(wide), layout))
                 else:
                     m.p._reduced = stamp(part, layout)  # type: ignore[attr-defined]
             if whole:
@@ -300,13 +312,15 @@ class Gradients:
 
     def _settle_order(self) -> None:
         """From now on chunks are sent as they became ready; those that did not, last."""
-        came = list(dict.fromkeys(self._came or ()))
-        came += [i for i in range(len(self.chunks)) if i not in came]
+        at = {key: i for i, key in enumerate(self._came or ())}
+        last = [max(chunk.members, key=lambda m: at.get(id(m.p), len(at))) for chunk in self.chunks]
+        came = sorted(range(len(last)), key=lambda i: at.get(id(last[i].p), len(at)))
         if len(came) > 1:
             told = told_by_first(self.mesh, self.axes, json.dumps(came), "order")
             self.chunks = [self.chunks[i] for i in json.loads(told)]
             self._last = {chunk.lane: chunk for chunk in self.chunks}
         self._came = None
+        self._listen({id(m.p) for m in last})
 
     def forget(self) -> None:
         """After a step: there are no gradients, nor are any under way."""
@@ -316,10 +330,12 @@ class Gradients:
             self._spreading.popleft().wait()
         if self._shelf is not None:
             self._shelf.settle()
+        self._parts.clear()
         if self._came:
             self._settle_order()
         for chunk in self.chunks:
             chunk.gradient = None
+            chunk.came.clear()
         self.reduced = False
 
 
@@ -364,10 +380,10 @@ class AllGradients:
             self.parts[0].bring(chunk, on_host=on_host)
 
 
-def _call(method: weakref.WeakMethod[Any], p: torch.Tensor) -> None:
+def _call(method: weakref.WeakMethod[Any], number: int, p: torch.Tensor) -> None:
     found = method()
     if found is not None:
-        found(p)
+        found(number, p)
 
 
 def _key(chunk: Chunk) -> str:
