@@ -16,7 +16,7 @@ from espalier.engine.engine import Engine
 from espalier.engine.norm import Norm, scale_gradients, share_of
 from espalier.layout import Layout
 from espalier.parallel import Arrangement, arrange, everywhere
-from espalier.parallel.pipeline import Kind, Schedule
+from espalier.parallel.pipeline import Kind, Schedule, Timeline
 from espalier.parallel.pipeline.agreement import taken_apart
 from espalier.parallel.pipeline.runtime import Agreed, Trees
 from espalier.parallel.pipeline.stages import Stages
@@ -336,6 +336,17 @@ class PipelineEngine(Engine):
         return found.clone()
 
     # ---- what there is to know
+
+    def timeline(self) -> Timeline:
+        """When each rank along the axis ``pipe`` did what in the last step; all of them call this.
+
+        ``timeline.predicted()`` is what the schedule promises with the same times of its actions;
+        :func:`espalier.parallel.pipeline.draw.draw` draws both.
+
+        Raises:
+            ValueError: there was no step yet.
+        """
+        return self.stages.runtime.timeline()
 
     def _everywhere(self, name: str, x: torch.Tensor) -> torch.Tensor:
         home = self.stages.homes.get(name, 0)

@@ -21,6 +21,8 @@ from espalier.layout.layout import AxisState
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.actions import Action, Kind, Schedule
 from espalier.parallel.pipeline.backward import backward_for_inputs
+from espalier.parallel.pipeline.simulate import Timeline
+from espalier.parallel.pipeline.stopwatch import Stopwatch, gathered
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.dtensor import layout_of
 
@@ -105,6 +107,7 @@ class Runtime:
         self.live: dict[tuple[int, int], _Live] = {}
         self.failure: Exception | None = None
         self.most = 0
+        self._watch = Stopwatch(stage_mesh.device())
         self._clear()
 
     def _clear(self) -> None:
@@ -122,6 +125,7 @@ class Runtime:
         """
         self._schedule, self._agreed, self._work = schedule, agreed, work
         self.failure, self.most = None, 0
+        self._watch.clear()
         row = schedule.actions[self._mesh.coordinate[self._axis]]
         self._last = {a.stage: a for a in row if a.kind in (Kind.B, Kind.W if self._parts else Kind.I)}
         try:
@@ -130,7 +134,9 @@ class Runtime:
                     self._message(action)
                 elif self.failure is None:
                     try:
+                        self._watch.start()
                         self._compute(action)
+                        self._watch.stop(action)
                     except Exception as error:
                         self.failure = error
                         self.live.clear()
@@ -200,7 +206,15 @@ class Runtime:
     def _take(self, kind: Kind, stage: int, micro: int) -> list[torch.Tensor]:
         xs, pending = self._inbox.pop(Action(kind, stage, micro))
         pending.wait()
+        self._watch.start()
         return xs
+
+    def timeline(self) -> Timeline:
+        """When all ranks along the axis ``pipe``, which all call this, did what in the last run.
+
+        Waiting for messages is no part of an action.
+        """
+        return gathered(self._watch.spans(), self._schedule, self._mesh, self._axis)
 
     # ---- computation
 

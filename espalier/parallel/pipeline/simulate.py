@@ -93,6 +93,10 @@ class Timeline:
             [mean[Kind.F, s] for s in range(n)], inputs, [mean.get((Kind.W, s), 0.0) for s in range(n)]
         )
 
+    def predicted(self) -> Timeline:
+        """What the schedule takes where each action takes its stage's mean time, and messages none."""
+        return simulate(self.schedule, self.costs())
+
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """The timeline that a schedule has with these costs.

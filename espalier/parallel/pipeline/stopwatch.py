@@ -78,7 +78,7 @@ def gathered(own: list[Span], schedule: Schedule, mesh: Mesh, axis: int) -> Time
 
     def all_of(values: list[float]) -> list[list[float]]:
         table = torch.tensor([values], dtype=torch.float64, device=mesh.device())
-        return all_gather(table, mesh, axis, 0, mesh.shape[axis]).tolist()  # type: ignore[no-any-return]
+        return all_gather(table, mesh, axis, 0, mesh.shape[axis]).tolist()
 
     looks = []
     for _ in range(_ROUNDS):
@@ -86,13 +86,14 @@ def gathered(own: list[Span], schedule: Schedule, mesh: Mesh, axis: int) -> Time
         looks.append(time.perf_counter())
     told = all_of([_machine(), *looks])
     ahead = [
-        0.0 if row[0] == told[0][0] else statistics.median(a - b for a, b in zip(row[1:], told[0][1:], strict=True))
+        0.0
+        if row[0] == told[0][0]
+        else statistics.median(a - b for a, b in zip(row[1:], told[0][1:], strict=True))
         for row in told
     ]
     rows = [[action for action in row if action.kind.computes] for row in schedule.actions]
     times = [moment for span in own for moment in span[1:]]
     times += [0.0] * (2 * max(map(len, rows)) - len(times))
-    # seconds since the machine's start leave too few digits of microseconds for nothing
     table = all_of(times)
     begin = min(row[0] - late for row, late, done in zip(table, ahead, rows, strict=True) if done)
     return Timeline(

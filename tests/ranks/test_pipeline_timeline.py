@@ -1,0 +1,58 @@
+"""The measured timeline of a real run, and what is predicted of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import espalier
+from espalier.parallel.pipeline import Kind
+from tests.ranks.test_engine import batch, model
+
+
+def timelines(rank: int, world: int, plan: dict[str, Any]) -> None:
+    """All actions of all ranks are there, in an order in which they can have happened."""
+    net = model("gpt", layers=4)
+    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan)
+    with pytest.raises(ValueError, match="train_step"):
+        engine.timeline()
+    for step in range(2):
+        engine.train_step(batch(8, step))
+    timeline = engine.timeline()
+    schedule = timeline.schedule
+    ends = {}
+    for done, row in zip(timeline.spans, schedule.actions, strict=True):
+        assert [span.action for span in done] == [action for action in row if action.kind.computes]
+        moment = 0.0
+        for action, start, end in done:
+            assert moment <= start < end
+            moment = end
+            ends[action.kind, action.stage, action.micro_batch] = end
+    # ranks of one machine have one clock: a stage does not begin before what it needs has been done
+    for done in timeline.spans:
+        for (kind, stage, micro), start, _ in done:
+            if kind is Kind.F and stage:
+                assert ends[Kind.F, stage - 1, micro] <= start
+            if kind in (Kind.B, Kind.I) and stage + 1 < schedule.stages:
+                assert ends[kind, stage + 1, micro] <= start
+    assert min(row[0].start for row in timeline.spans) == 0
+    assert timeline.step_time == max(ends.values())
+    predicted = timeline.predicted()
+    assert predicted.schedule is schedule
+    # the same work; with every action as long as its stage's mean and nothing lost to messages
+    assert sum(predicted.busy) == pytest.approx(sum(timeline.busy))
+    assert 0 < timeline.bubble_fraction < 1
+
+
+@pytest.mark.parametrize(
+    ("world", "plan"),
+    [
+        (2, {"pipe": 2, "accumulate": 4}),
+        (4, {"pipe": 2, "data": 2, "accumulate": 4, "schedule": "zbv", "stages_per_rank": 2}),
+    ],
+    ids=["1f1b", "zbv"],
+)
+def test_a_real_run_is_measured(ranks: Any, world: int, plan: dict[str, Any]) -> None:
+    ranks(world, timelines, plan)
