@@ -346,3 +346,21 @@ def test_autocast_and_frozen_parameters() -> None:
     equal(model, X.float(), found)
     model.requires_grad_(True)
     equal(model, X.float(), found)
+
+
+class Lazy(Blocks):
+    """What its first forward pass sets up is no reason to refuse it."""
+
+    table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.table is None:
+            self.table = torch.arange(8.0).to(x.dtype)
+        return super().forward(x + self.table)
+
+
+def test_what_is_set_up_once() -> None:
+    model = Lazy().double()
+    found = split(model, 2, X)
+    assert model.table is None
+    equal(model, X, found)

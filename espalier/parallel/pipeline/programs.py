@@ -54,10 +54,14 @@ class Divided:
         self._bound = trace.bound.keys() | {
             v.storage for v in trace.values if not v.local and v.source[0] != "parameter"
         }
-        self.units = self._units()
-        self._of_op: dict[int, Unit] = {i: u for u in self.units for i in range(u.start, u.end)}
+        self._opened: set[int] = set()
+        while True:
+            self.units = self._units()
+            self._of_op: dict[int, Unit] = {i: u for u in self.units for i in range(u.start, u.end)}
+            self._find_uses()
+            if not self._open_leaks():
+                break
         refuse_lost(trace, self.bounds, self.units, self._modules, standing)
-        self._find_uses()
 
     # ---- units
 
@@ -72,7 +76,7 @@ class Divided:
 
     def _whole(self, call: Call) -> bool:
         """Whether a module lies in one stage, and is to be called there."""
-        if any(call.start < b < call.end for b in self.bounds):
+        if call.number in self._opened or any(call.start < b < call.end for b in self.bounds):
             return False
         return any(not self._is_local(op) for op in self.trace.ops[call.start : call.end])
 
@@ -151,15 +155,26 @@ class Divided:
         for r in leaves(self.trace.out, Ref):
             if self.travels(r.number):
                 self.last[r.number] = self.number - 1
-        for n in self.last:
-            if n not in self.makers:
-                value = values[n]
+
+    def _open_leaks(self) -> bool:
+        """Look into modules of which others use what they do not return (a hook has taken it, say).
+
+        Raises:
+            SplitError: one cannot be looked into.
+        """
+        leaked = self.last.keys() - self.makers.keys()
+        for n in leaked:
+            value = self.trace.values[n]
+            unit = self._of_op[value.source[1]]
+            call = unit.call
+            if call is None or isinstance(self.trace.ops[unit.start].func, str):
                 raise SplitError(
                     f"A tensor of the shape {list(value.tensor.shape)} is made in "
                     f"{self.trace.where(value.source[1])} and used outside of it, though it is none of its "
-                    "outputs. "
-                    "A stage gets the outputs of modules: return it."
+                    "outputs. A stage gets the outputs of modules: return it."
                 )
+            self._opened.add(call.number)
+        return bool(leaked)
 
     def travels(self, number: int) -> bool:
         """Whether a value is one that stages send to each other, if it is needed elsewhere."""

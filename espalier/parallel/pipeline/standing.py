@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from espalier.tensor import full_tensor
 from espalier.tensor.dtensor import DTensor
 
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BESIDE = (
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
 _HELD = ("_parameters", "_buffers", "_modules")
 
@@ -30,59 +30,65 @@ class Standing:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
-        self._own = {
-            id(m): ({name: set(vars(m)[name]) for name in _HOOKS if name in vars(m)}, vars(m).get("forward"))
-            for m in model.modules()
-        }
+        self._forwards = {id(m): vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
 
     def hooked(self, module: nn.Module) -> bool:
-        """Whether its author has given a module hooks."""
-        hooks, _ = self._own.get(id(module), ({}, None))
-        return any(hooks.values())
+        """Whether a module has hooks, but for this library's and those by which transformers collects outputs."""
+        found = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
+        return any(not _made_in(hook, "espalier", "transformers") for hook in found)
 
     @contextlib.contextmanager
-    def in_place(self, fake: FakeTensorMode, changed: dict[str, list[str]]) -> Iterator[None]:
-        """While open, parameters are fakes, buffers copies, and the model is as its author made it.
-
-        Args:
-            changed: to be filled with the Python attributes that forward passes have changed.
-        """
-        kept = {name: dict(vars(m)) for name, m in self.model.named_modules()}
-        modules = dict(self.model.named_modules())
+    def in_place(self, fake: FakeTensorMode) -> Iterator[None]:
+        """While open, parameters are fakes, buffers copies, and the model is as its author made it."""
+        modules = list(self.model.modules())
+        kept = [dict(vars(m)) for m in modules]
+        contents = [x for attributes in kept for k, x in attributes.items() if k not in _HELD]
+        contents = [(x, type(x)(x)) for x in contents if type(x) in (list, dict, set)]
         stood: dict[int, Any] = {}
-        caching = _caching(modules.values())
+        caching = _caching(modules)
         for config in caching:
             config.use_cache = False
         try:
-            for m in modules.values():
+            for m in modules:
                 self._stand(m, fake, stood)
-            before = {name: _snapshot(m) for name, m in modules.items()}
             yield
-            for name, m in modules.items():
-                if found := _changes(before[name], m):
-                    changed.setdefault(name, []).extend(f"sets {key!r}" for key in found)
         finally:
             for config in caching:
                 config.use_cache = True
-            for name, m in modules.items():
+            for m, attributes in zip(modules, kept, strict=True):
                 m.__dict__.clear()
-                m.__dict__.update(kept[name])
+                m.__dict__.update(attributes)
+            for x, content in contents:
+                x.clear()
+                (x.extend if isinstance(x, list) else x.update)(content)
+
+    def snapshot(self) -> dict[str, dict[str, Any]]:
+        """The Python attributes of all modules, for :meth:`changes`."""
+        return {name: _attributes(m) for name, m in self.model.named_modules()}
+
+    def changes(self, before: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+        """The names of attributes that are others now, by module."""
+        found = {}
+        for name, m in self.model.named_modules():
+            was, now = before[name], _attributes(m)
+            keys = [k for k in {**was, **now} if k not in was or k not in now or not _equal(was[k], now[k])]
+            if keys:
+                found[name] = keys
+        return found
 
     def _stand(self, m: nn.Module, fake: FakeTensorMode, stood: dict[int, Any]) -> None:
         attributes = m.__dict__
-        hooks, forward = self._own.get(id(m), ({}, None))
         for name in _HOOKS:
             if name in attributes:
-                own = hooks.get(name, set())
-                attributes[name] = type(attributes[name])(
-                    (k, v) for k, v in attributes[name].items() if k in own
-                )
+                own = {k: hook for k, hook in attributes[name].items() if not _made_in(hook, "espalier")}
+                attributes[name] = type(attributes[name])(own)
+        forward = self._forwards.get(id(m))
         if forward is not None:
             attributes["forward"] = forward
         else:
             attributes.pop("forward", None)
-        for name in _HELD:
-            attributes[name] = dict(attributes[name])
+        for name in (*_HELD, *_BESIDE):
+            attributes[name] = type(attributes[name])(attributes[name])
         for key, p in m._parameters.items():
             if p is not None:
                 if id(p) not in stood:
@@ -105,6 +111,10 @@ class Standing:
         return self._fake(b, fake) if b.is_meta else b.detach().clone().to(self.device)
 
 
+def _made_in(hook: Any, *packages: str) -> bool:
+    return (getattr(hook, "__module__", None) or "").partition(".")[0] in packages
+
+
 def _caching(modules: Iterable[nn.Module]) -> list[Any]:
     """Configurations of transformers' models that ask for a cache of keys and values.
 
@@ -114,35 +124,20 @@ def _caching(modules: Iterable[nn.Module]) -> list[Any]:
     return list(found.values())
 
 
-def _snapshot(m: nn.Module) -> dict[str, Any]:
-    return {k: _shallow(v) for k, v in vars(m).items() if k not in _HELD}
-
-
-def _shallow(x: Any) -> Any:
-    return (x, type(x)(x)) if type(x) in (list, dict, set) else (x, None)
-
-
-def _changes(before: dict[str, Any], m: nn.Module) -> list[str]:
-    found = []
-    for k, v in vars(m).items():
-        if k in _HELD:
-            continue
-        if k not in before:
-            found.append(k)
-            continue
-        was, content = before[k]
-        if v is not was and not _equal(v, was):
-            found.append(k)
-        elif content is not None and not _equal(v, content):
-            found.append(k)
-            v.clear()
-            (v.extend if isinstance(v, list) else v.update)(content)
-    return found + [k for k in before if k not in vars(m)]
+def _attributes(m: nn.Module) -> dict[str, Any]:
+    held = {k: x for k, x in vars(m).items() if k not in (*_HELD, *_HOOKS, *_BESIDE)}
+    return {k: type(x)(x) if type(x) in (list, dict, set) else x for k, x in held.items()}
 
 
 def _equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if type(a) in (list, tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if type(a) is dict:
+        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
     try:
-        return bool(a == b)
+        return a is b or (not isinstance(a, torch.Tensor) and bool(a == b))
     except Exception:
         return False
 

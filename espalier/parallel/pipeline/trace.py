@@ -10,6 +10,7 @@ repeats the calls of torch between them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -41,6 +42,7 @@ _HIDDEN = (
     UnsupportedOperatorException,
     NotImplementedError,
 )
+_NOISY = logging.getLogger("torch._subclasses.fake_tensor")  # logs what it raises
 # answers that shapes and dtypes give
 _METADATA = frozenset(
     """
@@ -64,15 +66,28 @@ def trace(model: nn.Module, batch: Any, device: torch.device, standing: Standing
         SplitError: its control flow depends on the values of parameters or activations.
     """
     batch = mapped(lambda x: x.detach().to(device) if isinstance(x, torch.Tensor) else x, batch)
-    recorder = _Recorder(model, device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.callback(random.setstate, random.getstate())
-        stack.enter_context(standing.in_place(recorder.fake, recorder.trace.changed))
-        recorder.begin(batch)
-        stack.enter_context(_calls_seen(recorder.module))
-        stack.enter_context(recorder.worked)
-        stack.enter_context(recorder)
+        stack.callback(setattr, _NOISY, "disabled", _NOISY.disabled)
+        _NOISY.disabled = True
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        stack.enter_context(standing.in_place(fake))
+        before = standing.snapshot()
+        found = _recorded(model, batch, device, fake)
+        if standing.changes(before):
+            # what a first run only sets up is no loss, as each stage begins like it; what changes again is
+            before = standing.snapshot()
+            _recorded(model, batch, device, fake)
+            for name, keys in standing.changes(before).items():
+                found.changed.setdefault(name, []).extend(f"sets {key!r}" for key in keys)
+    return found
+
+
+def _recorded(model: nn.Module, batch: Any, device: torch.device, fake: FakeTensorMode) -> Trace:
+    recorder = _Recorder(model, device, fake)
+    recorder.begin(batch)
+    with _calls_seen(recorder.module), recorder.worked, recorder:
         if isinstance(batch, dict):
             out = model(**batch)
         else:
@@ -101,9 +116,9 @@ class _Hidden(Exception):
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, fake: FakeTensorMode) -> None:
         super().__init__()
-        self.model, self.fake = model, FakeTensorMode(allow_non_fake_inputs=True)
+        self.model, self.fake = model, fake
         self.trace = Trace(device, State.now(device.type))
         self.worked = Worked()
         self._known: dict[int, int] = {}  # by id of tensors, which the trace keeps
@@ -274,6 +289,10 @@ class _Recorder(TorchFunctionMode):
                 out = func(*args, **kwargs)
         except DataDependentOutputException as error:
             raise _Hidden(f"{name_of(func)} reads what the model computes") from error
+        except Exception as error:
+            if isinstance(error, _HIDDEN) or not any(isinstance(x, FakeTensor) for x in given):
+                raise
+            raise _Hidden(f"{name_of(func)} on tensors without values: {error}") from error
         work, drew = self.worked.taken(), self.worked.random
         made = leaves(out, torch.Tensor)
         written = {storage_of(x) for x, v in zip(given, versions, strict=True) if x._version != v}
