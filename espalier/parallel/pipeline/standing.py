@@ -33,7 +33,7 @@ class Standing:
         self._forwards = {id(m): vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
 
     def hooked(self, module: nn.Module) -> bool:
-        """Whether a module has hooks, but for this library's and those by which transformers collects outputs."""
+        """Whether a module has hooks, but for this library's and transformers' own."""
         found = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
         return any(not _made_in(hook, "espalier", "transformers") for hook in found)
 
