@@ -149,6 +149,9 @@ def dry_engine(
             f"A dry run needs a model on the meta device, but {real[0]} is on "
             f"{model.get_parameter(real[0]).device}. Build it under `with torch.device('meta'):`."
         )
+    for group in () if optimizer is None else optimizer.param_groups:
+        # kernels that need a device; without, it is the same update
+        group.update({key: False for key in ("fused", "capturable") if group.get(key)})
     plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
     mesh = Mesh.dry(plan.axes, coordinate)
     return initialize(model, optimizer, plan, mesh=mesh, example=batch, **given)
@@ -160,7 +163,15 @@ def _step(engine: Engine, batch: Any, memory: LiveMemory) -> None:
     engine._finished()
     memory.phase = "step"
     if engine.optimizer is not None:
-        engine.step()
+        try:
+            engine.step()
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            raise ValueError(
+                f"{type(engine.optimizer).__name__} cannot be run dry: its step asks for values, and nothing "
+                "has any here. Give another optimizer that keeps as much, or none."
+            ) from error
     else:
         engine.zero_grad()
 

@@ -252,7 +252,7 @@ class _Piece:
     def __init__(self, x: torch.Tensor, layout: Layout | None, outer: Any) -> None:
         assert layout is not None
         self._layout = layout
-        self._full = layout.with_axis(layout.mesh.axis("tensor"), R)
+        self._full, self._stride = layout.with_axis(layout.mesh.axis("tensor"), R), x.stride()
         with torch.no_grad(), raw():
             piece = plain(carry_out(plain(x.detach()), self._full, layout)).clone()
         self._held: Any = piece if outer is None else Outer(outer[0](piece), outer[1])
@@ -260,7 +260,7 @@ class _Piece:
     def get(self) -> torch.Tensor:
         piece = self._held.get() if isinstance(self._held, Outer) else self._held
         with torch.no_grad(), raw():
-            return carry_out(piece, self._layout, self._full)
+            return _in_memory(carry_out(piece, self._layout, self._full), self._stride)
 
 
 class _OnHost:
@@ -269,16 +269,25 @@ class _OnHost:
     def __init__(self, x: torch.Tensor) -> None:
         self._device, self._dry = x.device, x.is_meta
         with torch.no_grad(), raw():
+            self._stride = x.stride()
             if self._dry:
-                self._shape, self._dtype = x.shape, x.dtype
+                self._held = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
                 return
             self._held = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
             self._held.copy_(x, non_blocking=True)
 
     def get(self) -> torch.Tensor:
-        if self._dry:
-            return torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        return self._held.to(self._device, non_blocking=True)
+        here = self._held if self._dry else self._held.to(self._device, non_blocking=True)
+        return _in_memory(here, self._stride)
+
+
+def _in_memory(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """``x`` with its elements where they were: a block that is run again must find it as the first time."""
+    if x.stride() == stride:
+        return x
+    own = [1 if step == 0 else n for n, step in zip(x.shape, stride, strict=True)]
+    out = torch.empty_strided(own, stride, dtype=x.dtype, device=x.device)
+    return out.copy_(x[tuple(slice(n) for n in own)]).expand(x.shape)
 
 
 __all__ = ["chosen", "keep_products", "recompute"]

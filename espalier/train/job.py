@@ -329,9 +329,12 @@ def _optimizer_mistakes(section: OptimizerSection) -> list[Mistake]:
     ]
     if unknown:
         return unknown
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    p = torch.nn.Parameter(torch.zeros(1, 1, device=device))
+    p.grad = torch.ones_like(p)
     try:
-        chosen([torch.nn.Parameter(torch.zeros(1, 1))], **section.arguments)
-    except (ValueError, TypeError, RuntimeError) as error:
+        chosen([p], **section.arguments).step()
+    except (ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError) as error:
         return [Mistake("optimizer", section.arguments, f"torch.optim.{section.name} says: {error}")]
     return []
 

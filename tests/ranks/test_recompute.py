@@ -214,3 +214,17 @@ def test_patterns_that_match_nothing() -> None:
         espalier.Plan(recompute="half")
     with pytest.raises(ValueError, match="recompute_inputs = 'disk'"):
         espalier.Plan(recompute_inputs="disk")
+
+
+@pytest.mark.parametrize("inputs", ["host", "sharded"])
+def test_kept_inputs_lie_in_memory_as_they_did(inputs: str) -> None:
+    """Images become tokens by a transposition: a selective block that finds them otherwise does other steps."""
+    sizes = {"image": 8, "patch": 4, "hidden": 24, "heads": 4, "layers": 2, "classes": 5}
+    flops = []
+    for how in ("whole", inputs):
+        with torch.device("meta"):
+            net = build("vit", sizes)
+            data = {"pixel_values": torch.empty(12, 3, 8, 8), "labels": torch.empty(12, dtype=torch.int64)}
+        plan = {"tensor": 4, "tensor_mode": "2d" if inputs == "host" else "1d", "recompute": "selective"}
+        flops.append(espalier.dry_run(net, {**plan, "recompute_inputs": how}, data).flops)
+    assert flops[0] == flops[1]
