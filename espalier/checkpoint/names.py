@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from espalier.checkpoint.pickles import FormatError
+from espalier.checkpoint.reading import open_any
 from espalier.checkpoint.sources import Source
 from espalier.layout.regions import Box
 
@@ -31,6 +33,19 @@ def tied(model: nn.Module) -> dict[str, str]:
         kept = next((n for n in names if not any(p.search(n) for p in later)), names[0])
         found.update({name: kept for name in names if name != kept})
     return found
+
+
+def load_into(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Take the weights of a plain model from files of any known format.
+
+    Raises:
+        FormatError: see :class:`Foreign`.
+    """
+    source = Foreign(open_any(path), model, None)
+    with torch.no_grad():
+        for name, x in model.state_dict(keep_vars=True).items():
+            if f"model.{name}" in source.entries:
+                x.copy_(source.read(f"model.{name}"))
 
 
 class Foreign(Source):
@@ -206,4 +221,4 @@ def _rule(base: str, wanted: Collection[str], there: Mapping[str, Any]) -> tuple
     return max(rules(), key=lambda rule: sum(rule[1] + n.removeprefix(rule[0]) in there for n in wanted))
 
 
-__all__ = ["Foreign", "tied"]
+__all__ = ["Foreign", "load_into", "tied"]

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from espalier.checkpoint import open_any
+from espalier.checkpoint.names import Foreign
+from espalier.checkpoint.pickles import FormatError
 from espalier.engine.accumulation import Count
 from espalier.train.job import Job, OptimizerSection
 from espalier.train.mistakes import MISSING, JobError, Mistake
@@ -61,7 +64,7 @@ def check_buildable(job: Job) -> int:
     """Build the model on the meta device, where it takes no memory; return its parameter count.
 
     Raises:
-        JobError: where the model cannot be built from its config.
+        JobError: where the model cannot be built from its config, or the weights are not those of it.
     """
     try:
         with torch.device("meta"):
@@ -69,4 +72,9 @@ def check_buildable(job: Job) -> int:
     except (ValueError, TypeError, RuntimeError, AssertionError, ZeroDivisionError) as error:
         message = f"the model cannot be built from this config: {error}"
         raise JobError(job.source, [Mistake("model", MISSING, message)]) from error
+    if job.weights is not None:
+        try:
+            Foreign(open_any(job.weights), model, None)
+        except FormatError as error:
+            raise JobError(job.source, [Mistake("model.weights", job.weights, str(error))]) from error
     return sum(p.numel() for p in model.parameters())

@@ -290,6 +290,12 @@ class Job:
         return Path(self.source).stem
 
     @property
+    def weights(self) -> str | None:
+        """File or folder whose weights the model begins with; None for fresh ones."""
+        path: str | None = self.raw["model"].get("weights")
+        return path
+
+    @property
     def clip(self) -> float | None:
         """Largest norm of the gradient; None for no limit."""
         return self.plan.get("clip") if self.train.clip is None else self.train.clip

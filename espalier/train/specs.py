@@ -132,7 +132,10 @@ def read_model(values: Mapping[str, Any], mistakes: list[Mistake]) -> ModelSpec 
     if kind is MISSING:
         mistakes.append(Mistake("model.kind", kind, f"is missing; expected one of {', '.join(every)}"))
         return None
-    rest = {key: value for key, value in values.items() if key != "kind"}
+    if not isinstance(values.get("weights", ""), str):
+        expected = "expected the path of a file or folder with weights"
+        mistakes.append(Mistake("model.weights", values["weights"], expected))
+    rest = {key: value for key, value in values.items() if key not in ("kind", "weights")}
     if kind == "huggingface":
         return _read_huggingface(rest, mistakes)
     if kind not in every:

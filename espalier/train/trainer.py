@@ -198,9 +198,13 @@ class Loop:
         engine, steps = self._engine, self._job.train.steps
         if not resume:
             self._keeper.begin()
+        if resume or self._job.weights is not None:
+            rows, size = engine.micro_batches(self._batches.size)[0]
+            engine.lay_out(engine.local_batch(self._batches.batch(1, rows), size))
+        if self._job.weights is not None:  # also where there is nothing to resume yet
+            engine.load_weights(self._job.weights)
+        if not resume:
             return 0
-        rows, size = engine.micro_batches(self._batches.size)[0]
-        engine.lay_out(engine.local_batch(self._batches.batch(1, rows), size))
         self._keeper.resume()
         done: int = engine.steps
         if done >= steps:

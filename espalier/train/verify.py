@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.checkpoint.names import load_into
 from espalier.train.build import build_model, build_optimizer, count_of
 from espalier.train.data import prepare, training_batches
 from espalier.train.double import Double
@@ -108,6 +109,8 @@ def verify(job: Job) -> Verification | None:
         notices.append("optimizer.fused kept: its rounding may differ with the shapes of the shards")
     job = replace(job, model=spec)
     model = build_model(spec, settings.seed, torch.float64)
+    if job.weights is not None:
+        load_into(model, job.weights)
     reference = copy.deepcopy(model)
     optimizer = build_optimizer(job.optimizer, model)
     plan = espalier.Plan.from_dict({**job.plan, "precision": "float32"})

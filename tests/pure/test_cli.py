@@ -109,6 +109,20 @@ def test_the_saved_model_loads_into_the_plain_one(job, tmp_path):
     model.load_state_dict(state)
 
 
+def test_training_begins_with_given_weights(job, tmp_path):
+    from safetensors.torch import load_file
+
+    call("train", job, "--set", "train.steps=2", "--set", "optimizer.lr=0.1")
+    given = tmp_path / "runs/job/model.safetensors"
+    more = ["--set", f"model.weights={given}", "--set", "train.steps=1", "--set", "optimizer.lr=1e-9"]
+    assert call("train", job, *more, "--set", "train.out=more")[0] == 0
+    first, then = load_file(given), load_file(tmp_path / "more/model.safetensors")
+    assert all((x - then[name]).abs().max() < 1e-7 for name, x in first.items())
+    assert call("verify", job, *more)[0] == 0
+    code, _, err = call("train", job, *more, "--set", "model.hidden=32")
+    assert code == 2 and "model.weights" in err and "embed.weight is [300, 32], there [300, 16]" in err
+
+
 def test_the_same_seed_trains_the_same(job, tmp_path):
     losses = []
     for out in ("a", "b"):

@@ -218,7 +218,7 @@ def test_patterns_that_match_nothing() -> None:
 
 @pytest.mark.parametrize("inputs", ["host", "sharded"])
 def test_kept_inputs_lie_in_memory_as_they_did(inputs: str) -> None:
-    """Images become tokens by a transposition: a selective block that finds them otherwise does other steps."""
+    """Images become tokens by a transposition: a block that finds them otherwise does other operations."""
     sizes = {"image": 8, "patch": 4, "hidden": 24, "heads": 4, "layers": 2, "classes": 5}
     flops = []
     for how in ("whole", inputs):
