@@ -6,15 +6,19 @@ whole. It is taken away in the same manner, backwards.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from espalier.checkpoint.errors import CheckpointError
 from espalier.checkpoint.files import damaged, sync_folder, write_file
-from espalier.checkpoint.index import Index, sealed
+from espalier.checkpoint.index import Index
 
 INDEX, SEAL, TORCH = "index.json", "whole.json", ".metadata"
 _STEP = re.compile(r"step-(\d+)(\.replaced)?")
@@ -26,34 +30,69 @@ def name_of(step: int) -> str:
     return f"step-{step:08}"
 
 
+class Seal(NamedTuple):
+    """What is written last.
+
+    Attributes:
+        crc, size: of the index.
+        serial: one more than that of any checkpoint that was in the folder: a run that went back and on
+            again has saved its newest last, whatever its step.
+    """
+
+    crc: int
+    size: int
+    serial: int
+
+    @staticmethod
+    def on(content: bytes, serial: int) -> Seal:
+        """That of an index."""
+        return Seal(zlib.crc32(content), len(content), serial)
+
+    @staticmethod
+    def read(path: Path) -> Seal | None:
+        """That of a checkpoint; None if it has none that can be read."""
+        try:
+            given = json.loads((path / SEAL).read_bytes())
+            crc, size, serial = (int(given[key]) for key in ("index", "bytes", "serial"))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return Seal(crc, size, serial)
+
+    def to_json(self) -> bytes:
+        """The content of its file."""
+        return json.dumps({"index": self.crc, "bytes": self.size, "serial": self.serial}).encode()
+
+
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in a folder, newest first, whole or not."""
+    """The checkpoints in a folder, the one that was saved last first, whole or not."""
     found = []
     with os.scandir(directory) as entries:
         for entry in entries:
             match = _STEP.fullmatch(entry.name)
             if match and entry.is_dir():
-                found.append((int(match[1]), match[2] is None, Path(entry.path)))
-    return [path for _, _, path in sorted(found, reverse=True)]
+                seal = Seal.read(Path(entry.path))
+                found.append((seal.serial if seal else -1, int(match[1]), match[2] is None, Path(entry.path)))
+    return [path for *_, path in sorted(found, reverse=True)]
 
 
 def open_index(path: Path) -> Index:
-    """The index of a checkpoint; its files are there, and of the right sizes.
+    """The index of a checkpoint whose files are there, and of the right sizes.
 
     Raises:
         CheckpointError: it is not whole.
     """
     try:
         content = (path / INDEX).read_bytes()
-        seal = (path / SEAL).read_bytes()
     except OSError as error:
-        missing = Path(error.filename).name
         raise CheckpointError(
-            f"{path} is no whole checkpoint: {missing}: {error.strerror}. Name a folder step-... that "
-            "engine.save made, or the folder that it stands in."
+            f"{path} is no checkpoint: {INDEX}: {error.strerror}. Name a folder step-... that engine.save "
+            "made, or the folder that it stands in."
         ) from error
-    if seal != sealed(content):
-        raise CheckpointError(damaged(path / INDEX, "its checksum is not that of what was written"))
+    seal = Seal.read(path)
+    if seal is None:
+        raise CheckpointError(damaged(path / SEAL, "it cannot be read"))
+    if seal != Seal.on(content, seal.serial):
+        raise CheckpointError(damaged(path / INDEX, "it is not what was written"))
     index = Index.from_json(content, str(path / INDEX))
     for name, size in index.files.items():
         try:
@@ -66,7 +105,7 @@ def open_index(path: Path) -> Index:
 
 
 def newest(directory: str | os.PathLike[str]) -> Path | None:
-    """The newest whole checkpoint in a folder; None if it has none, or does not exist.
+    """The whole checkpoint in a folder that was saved last; None if it has none, or does not exist.
 
     Whole: all that was written is there. Checksums of the values are looked at as these are loaded.
     """
@@ -121,9 +160,10 @@ def commit(path: Path, index: Index, keep: int | None) -> Path:
     """Let a folder in which all was written be a checkpoint, and remove the oldest but ``keep``."""
     directory, token = path.parent, path.name.rpartition("-")[2]
     content = index.to_json()
-    (path / TORCH).write_bytes(index.to_torch())
+    serials = [seal.serial for old in checkpoints(directory) if (seal := Seal.read(old))]
+    write_file(path / TORCH, index.to_torch())
     write_file(path / INDEX, content)
-    write_file(path / SEAL, sealed(content))
+    write_file(path / SEAL, Seal.on(content, max(serials, default=0) + 1).to_json())
     sync_folder(path)
     final = directory / name_of(index.step)
     replaced = final.with_name(f"{final.name}.replaced")
@@ -131,11 +171,11 @@ def commit(path: Path, index: Index, keep: int | None) -> Path:
         final.rename(replaced)
     path.rename(final)
     sync_folder(directory)
-    if replaced.exists():
-        _leave(replaced, token)
+    gone = [replaced] if replaced.exists() else []
     if keep is not None:
-        whole = [old for old, _ in _whole(directory)]
-        for old in whole[max(keep, 1) :]:
+        gone += [old for old, _ in _whole(directory) if old != replaced][keep:]
+    for old in gone:
+        with suppress(OSError):  # what is to be kept is there
             _leave(old, token)
     return final
 

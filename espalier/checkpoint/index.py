@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -244,8 +243,3 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
     return found
-
-
-def sealed(content: bytes) -> bytes:
-    """The content of the file that says that a checkpoint is whole: the checksum of its index."""
-    return json.dumps({"index": zlib.crc32(content), "bytes": len(content)}).encode()

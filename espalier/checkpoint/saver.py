@@ -7,9 +7,11 @@ program trains, so it takes part in no collective. How it went the ranks agree o
 from __future__ import annotations
 
 import secrets
+import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from espalier.mesh import Mesh
 
 _POLL = 0.002  # seconds between two looks for the parts of others
 PATIENCE = 600.0  # seconds without anything new from others
+_AT_THE_END = 20.0  # the same, when this process's program has ended
 
 
 class Saver:
@@ -39,9 +42,7 @@ class Saver:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._buffers: dict[str, torch.Tensor] = {}
-        self._written: Future[Index] | None = None
-        self._committed: Future[Path] | None = None
-        self._given_up = threading.Event()
+        self._work: _Work | None = None
 
     def save(
         self,
@@ -82,14 +83,18 @@ class Saver:
         told = words_of_all((None if error is None else str(error), folder), mesh)
         for rank, (said, _) in enumerate(told):
             if said is not None:
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
                 raise CheckpointError(said if rank == 0 else f"rank {mesh.ranks[rank]}: {said}") from error
         folder = told[0][1]
         assert folder is not None
-        if asynchronous:
-            found = self._staged(found)
-        self._start(folder, index, found, keep, asynchronous)
         if not asynchronous:
+            self._work = _Work(mesh, folder, index, found, keep)
+            self._work.write()
             self.wait()
+        else:
+            work = self._work = _Work(mesh, folder, index, self._staged(found), keep, apart=True)
+            threading.Thread(target=work.both, name="espalier-checkpoint").start()
         return directory / folder.name[1:].rpartition(".")[0]
 
     def wait(self) -> None:
@@ -98,21 +103,22 @@ class Saver:
         Raises:
             CheckpointError: on all ranks, if it could not be.
         """
-        if self._written is None or self._committed is None:
+        if self._work is None:
             return
-        written, committed = self._written, self._committed
-        self._written = self._committed = None
+        work, self._work = self._work, None
         axes = range(self.mesh.ndim)
         try:
-            agree(_error_of(written), self.mesh, axes)
+            agree(_error_of(work.written), self.mesh, axes)
+            if not work.apart:
+                work.commit()
+            agree(_error_of(work.committed), self.mesh, axes)
         except (RuntimeError, ValueError) as error:
-            self._given_up.set()
-            _error_of(committed)
-            raise _as_ours(error) from error
-        try:
-            agree(_error_of(committed), self.mesh, axes)
-        except (RuntimeError, ValueError) as error:
-            raise _as_ours(error) from error
+            work.given_up.set()
+            if self.mesh.rank == 0:
+                if work.apart:
+                    _error_of(work.committed)
+                shutil.rmtree(work.folder, ignore_errors=True)
+            raise CheckpointError(str(error)) from error
 
     def _staged(self, found: list[Piece]) -> list[Piece]:
         """The pieces, copied to the host's memory, in buffers that are used again."""
@@ -132,91 +138,92 @@ class Saver:
             torch.cuda.current_stream().synchronize()
         return out
 
-    def _start(
-        self, folder: Path, index: Index, found: list[Piece], keep: int | None, asynchronous: bool
-    ) -> None:
-        self._written, self._committed = Future(), Future()
-        self._given_up = threading.Event()
-        work = _Work(self.mesh, folder, index, found, keep, self._given_up)
-        given = self._written, self._committed
-        if asynchronous:
-            threading.Thread(target=work.run, args=given, name="espalier-checkpoint").start()
-        else:
-            work.run(*given)
-
 
 class _Work:
-    """What one rank does for one checkpoint, in a thread."""
+    """What one rank does for one checkpoint.
+
+    Attributes:
+        apart: a thread does it; else the program, which commits once the ranks have agreed that all wrote.
+        written: when this rank's file is.
+        committed: on the first rank, when the checkpoint is there; on others with ``written``.
+        given_up: set when another rank has failed.
+    """
 
     def __init__(
         self,
         mesh: Mesh,
         folder: Path,
         index: Index,
-        found: list[Piece],
+        found: Sequence[Piece],
         keep: int | None,
-        given_up: threading.Event,
+        apart: bool = False,
     ) -> None:
-        self.rank, self.ranks = mesh.rank, mesh.size()
-        self.folder, self.index, self.found = folder, index, found
-        self.keep, self.given_up = keep, given_up
+        self.rank, self.ranks, self.apart = mesh.rank, mesh.size(), apart
+        self.folder, self.index, self.found, self.keep = folder, index, found, keep
+        self.written, self.committed = Future[None](), Future[None]()
+        self.given_up = threading.Event()
 
-    def run(self, written: Future[Index], committed: Future[Path]) -> None:
-        """Write; on the first rank, wait for the others, and commit."""
+    def write(self) -> None:
+        """Write this rank's file."""
+        self._do(self.written, self._write)
+
+    def commit(self) -> None:
+        """On the first rank, wait for the others, and make a checkpoint of it."""
+        self._do(self.committed, self._commit)
+
+    def both(self) -> None:
+        """One after the other."""
+        self.write()
+        self.commit()
+
+    def _do(self, done: Future[None], work: Callable[[], None]) -> None:
         try:
-            self._write()
-            written.set_result(self.index)
-        except BaseException as error:
-            written.set_exception(error)
-            committed.set_exception(error)
-            return
-        try:
-            if self.rank == 0:
-                self._gather()
-                commit(self.folder, self.index, self.keep)
-            committed.set_result(self.folder)
+            work()
+            done.set_result(None)
         except OSError as error:
-            committed.set_exception(CheckpointError(cannot(f"{self.folder} cannot be written", error)))
+            done.set_exception(CheckpointError(cannot(f"{self.folder} could not be written", error)))
         except BaseException as error:
-            committed.set_exception(error)
+            done.set_exception(error)
+
+    def _commit(self) -> None:
+        if self.rank == 0 and self.written.exception() is None:
+            self._gather()
+            commit(self.folder, self.index, self.keep)
 
     def _write(self) -> None:
+        file = TensorFile(self.folder / f"__{self.rank}_0.distcp")
         try:
-            file = TensorFile(self.folder / f"__{self.rank}_0.distcp")
-            try:
-                for piece in self.found:
-                    entry = self.index.tensors[piece.name]
-                    entry.boxes.append(file.write(piece))
-            finally:
-                file.close()
-            self.index.files[file.path.name] = file.size
-            self.index.tensors = {n: e for n, e in self.index.tensors.items() if e.boxes}
-            if self.rank != 0:
-                write_file(self.folder / _part(self.rank), self.index.to_json())
-        except OSError as error:
-            raise CheckpointError(cannot(f"{self.folder} cannot be written", error)) from error
+            for piece in self.found:
+                self.index.tensors[piece.name].boxes.append(file.write(piece))
+        finally:
+            file.close()
+        self.index.files[file.path.name] = file.size
+        if self.rank != 0:
+            self.index.tensors = {name: e for name, e in self.index.tensors.items() if e.boxes}
+            write_file(self.folder / _part(self.rank), self.index.to_json())
 
     def _gather(self) -> None:
         """Wait for the parts of the others."""
-        missing = list(range(1, self.ranks))
-        deadline = time.monotonic() + PATIENCE
+        missing = deque(range(1, self.ranks))
+        since = time.monotonic()
         while missing:
-            rank = missing[0]
-            part = self.folder / _part(rank)
+            part = self.folder / _part(missing[0])
             if part.exists():
                 self.index.merge(Index.from_json(part.read_bytes(), str(part)))
                 part.unlink()
-                missing.pop(0)
-                deadline = time.monotonic() + PATIENCE
-            elif self.given_up.is_set():
-                raise CheckpointError(f"{self.folder} was given up: another rank could not write its part.")
-            elif time.monotonic() > deadline:
+                missing.popleft()
+                since = time.monotonic()
+                continue
+            waited, limit = time.monotonic() - since, PATIENCE
+            if not threading.main_thread().is_alive():
+                limit = _AT_THE_END
+            if self.given_up.is_set() or waited > limit:
+                why = "it failed" if self.given_up.is_set() else f"nothing came in {waited:.0f} seconds"
                 raise CheckpointError(
-                    f"{self.folder}: nothing came from rank {rank} for {PATIENCE:g} seconds. Is the "
-                    "folder the same on all hosts?"
+                    f"{self.folder} was given up: rank {missing[0]} brought no part of it ({why}). "
+                    "The folder must be the same on all hosts."
                 )
-            else:
-                time.sleep(_POLL)
+            time.sleep(_POLL)
         self.index.check_whole()
 
 
@@ -234,7 +241,3 @@ def _error_of(future: Future[Any]) -> Exception | None:
     if error is not None and not isinstance(error, Exception):
         raise error
     return error
-
-
-def _as_ours(error: Exception) -> CheckpointError:
-    return error if isinstance(error, CheckpointError) else CheckpointError(str(error))

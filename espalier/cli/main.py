@@ -203,6 +203,30 @@ def run(
 
 
 @app.command()
+def checkpoint(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of them.", show_default=False)
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all and compare with the checksums.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Tell what checkpoints there are: step, plan, size, and whether they are whole.
+
+    Exit code 1 when one is not.
+    """
+    with one_clear_message(debug):
+        from espalier.cli.tell import tell_checkpoints
+        from espalier.train.inspect import rows
+
+        found = list(rows(directory, verify=verify))
+        tell_checkpoints(Console(), found)
+        if any(row.problem for row in found):
+            raise typer.Exit(1)
+
+
+@app.command()
 def doctor(debug: Debug = False) -> None:
     """Say what this machine has, what will be used, and what is wrong, with a remedy for each.
 

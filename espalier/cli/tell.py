@@ -1,5 +1,7 @@
 """How results are shown on the terminal."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -7,6 +9,7 @@ from rich.text import Text
 
 from espalier.parallel.pipeline import Timeline, check
 from espalier.parallel.pipeline.draw import terminal
+from espalier.train.inspect import HEAD, Row
 from espalier.train.progress import readable_time
 from espalier.train.trainer import Summary
 from espalier.train.verify import Difference, Verification
@@ -36,6 +39,28 @@ def tell_summary(console: Console, summary: Summary) -> None:
     for name, path in summary.files.items():
         table.add_row(name, path)
     console.print(table, highlight=False)
+
+
+def tell_checkpoints(console: Console, found: Sequence[Row]) -> None:
+    """Show what checkpoints there are, and what is wrong with those that cannot be loaded."""
+    lines = [HEAD]
+    for row in found:
+        cells = row.cells or ("",) * (len(HEAD) - 2)
+        lines.append((row.name, *cells, "no" if row.problem else "yes"))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    right = (False, True, False, True, True, True, False)
+    for line in lines:
+        parts = [
+            cell.rjust(n) if end else cell.ljust(n) for cell, n, end in zip(line, widths, right, strict=True)
+        ]
+        _say(console, "  ".join(parts).rstrip())
+    for row in found:
+        if row.problem:
+            _say(console, row.problem)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def tell_verification(console: Console, found: Verification) -> None:
