@@ -36,6 +36,11 @@ def tell_summary(console: Console, summary: Summary) -> None:
             "unigram entropy",
             f"{summary.entropy:.4f} nats: validation is {abs(gap):.4f} {side} what token counts alone give",
         )
+    if summary.bubble is not None:
+        measured, predicted = summary.bubble
+        table.add_row(
+            "pipeline", f"idle for {measured:.1%} of the last step, {predicted:.1%} by its schedule"
+        )
     for name, path in summary.files.items():
         table.add_row(name, path)
     console.print(table, highlight=False)

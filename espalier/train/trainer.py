@@ -15,8 +15,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from espalier.comm import all_gather, ledger
 from espalier.engine import UnseenCountError
+from espalier.engine.pipeline import PipelineEngine
 from espalier.mesh import Mesh
 from espalier.models import generate
+from espalier.parallel.pipeline import Timeline
+from espalier.parallel.pipeline.draw import draw
 from espalier.train.build import build_model, build_optimizer, build_schedule, count_of
 from espalier.train.data import Batches, prepare, training_batches, validation_batches
 from espalier.train.job import Job
@@ -45,6 +48,8 @@ class Summary:
         ranks: that trained.
         sample: generated text; None where none was asked for.
         files: what was written, by what it is.
+        bubble: the part of their time in the last step in which a pipeline's ranks did not compute, and what
+            its schedule has of it with the same times of its actions; None without a pipeline.
     """
 
     loss: float
@@ -56,6 +61,7 @@ class Summary:
     ranks: int
     sample: str | None
     files: dict[str, str]
+    bubble: tuple[float, float] | None = None
 
 
 def train(job: Job, progress: Progress | None = None, *, resume: bool = False) -> Summary | None:
@@ -103,9 +109,10 @@ def train(job: Job, progress: Progress | None = None, *, resume: bool = False) -
     )
     records = loop.run(resume=resume)
     state = engine.full_state_dict()
+    timeline = engine.timeline() if isinstance(engine, PipelineEngine) else None
     if not first:
         return None
-    return _finish(job, text, records, state, parameters, engine.mesh.size())
+    return _finish(job, text, records, state, parameters, engine.mesh.size(), timeline)
 
 
 class Loop:
@@ -218,8 +225,10 @@ class Loop:
         engine = self._engine
         engine.pulse.step = step
         with ledger(engine.mesh) if count else nullcontext() as book:
-            for rows, size in engine.micro_batches(self._batches.size):
-                engine.backward(engine.forward(engine.local_batch(self._batches.batch(step, rows), size)))
+            engine.accumulate(
+                engine.local_batch(self._batches.batch(step, rows), size)
+                for rows, size in engine.micro_batches(self._batches.size)
+            )
             try:
                 engine.step()
             except FloatingPointError as error:
@@ -284,6 +293,7 @@ def _finish(
     state: dict[str, torch.Tensor],
     parameters: int,
     ranks: int,
+    timeline: Timeline | None,
 ) -> Summary:
     """Write the results; on rank 0 only."""
     out, last = job.out, records[-1]
@@ -301,10 +311,14 @@ def _finish(
             sample = _sample(job, text, state)
             files["sample"] = str(out / "sample.txt")
             Path(files["sample"]).write_text(sample, "utf-8")
-    summary = Summary(
-        last.loss, last.val_loss, entropy, parameters, last.step, last.seconds, ranks, sample, files
+    bubble = None
+    if timeline is not None:
+        files["timeline"] = str(out / "timeline.svg")
+        draw(files["timeline"], {"predicted": timeline.predicted(), "measured": timeline})
+        bubble = timeline.bubble_fraction, timeline.predicted().bubble_fraction
+    return Summary(
+        last.loss, last.val_loss, entropy, parameters, last.step, last.seconds, ranks, sample, files, bubble
     )
-    return summary
 
 
 def _sample(job: Job, text: Text, state: dict[str, torch.Tensor]) -> str:

@@ -129,17 +129,18 @@ def verify(job: Job) -> Verification | None:
     plain = PlainRun(job, reference.to(engine.mesh.device())) if engine.mesh.rank == 0 else None
     reports = []
     for step in range(1, settings.steps + 1):
-        for rows, size in engine.micro_batches(batches.size):
-            batch = batches.batch(step, rows)
-            with Double() as double:
-                loss = engine(engine.local_batch(batch, size))
-            engine.backward(loss)
+        parts = [
+            engine.local_batch(batches.batch(step, rows), size)
+            for rows, size in engine.micro_batches(batches.size)
+        ]
+        with Double() as double:
+            engine.accumulate(parts, double.phase)
         engine.finish_gradients()
-        gradients = _gathered(espalier, model, gradient=True)
+        gradients = {n: g if g is None else g.clone() for n, g in engine.full_gradients().items()}
         assert engine.loss is not None
         value = float(engine.loss)
         engine.step()
-        weights = _gathered(espalier, model, gradient=False)
+        weights = engine.full_state_dict()
         if plain is None:
             continue
         plain_loss = plain.backward(batches.batch(step))
@@ -148,7 +149,8 @@ def verify(job: Job) -> Verification | None:
         plain_norm = plain.step()
         if plain_norm is not None and engine.grad_norm is not None:
             of_norm = Difference(_distance(plain_norm, float(engine.grad_norm)))
-        of_parameters = compare(dict(reference.named_parameters()), weights)
+        plain_weights: dict[str, torch.Tensor | None] = dict(reference.named_parameters())
+        of_parameters = compare(plain_weights, {n: x for n, x in weights.items() if n in plain_weights})
         of_loss = Difference(_distance(plain_loss, value))
         reports.append(StepReport(step, plain_loss, of_loss, of_norm, of_gradients, of_parameters))
     if plain is None:
@@ -219,12 +221,3 @@ def _tensor_distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 def _distance(a: float, b: float) -> float:
     gap = abs(a - b)
     return float("inf") if gap != gap else gap
-
-
-def _gathered(espalier: Any, model: nn.Module, *, gradient: bool) -> dict[str, torch.Tensor | None]:
-    """Every parameter, or its gradient, whole; every rank takes part."""
-    found: dict[str, torch.Tensor | None] = {}
-    for name, parameter in model.named_parameters():
-        tensor = parameter.grad if gradient else parameter
-        found[name] = None if tensor is None else espalier.full_tensor(tensor).detach().cpu().clone()
-    return found

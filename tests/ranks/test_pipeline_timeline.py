@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 
 import espalier
 from espalier.parallel.pipeline import Kind
+from espalier.train.job import Job
+from espalier.train.trainer import train
+from espalier.train.verify import verify
 from tests.ranks.test_engine import batch, model
+from tests.ranks.test_resume import job
+from tests.ranks.test_verify import JOBS
 
 
 def timelines(rank: int, world: int, plan: dict[str, Any]) -> None:
@@ -20,6 +26,7 @@ def timelines(rank: int, world: int, plan: dict[str, Any]) -> None:
         engine.timeline()
     for step in range(2):
         engine.train_step(batch(8, step))
+    engine.evaluate([batch(8, 2)])  # is no step
     timeline = engine.timeline()
     schedule = timeline.schedule
     ends = {}
@@ -56,3 +63,35 @@ def timelines(rank: int, world: int, plan: dict[str, Any]) -> None:
 )
 def test_a_real_run_is_measured(ranks: Any, world: int, plan: dict[str, Any]) -> None:
     ranks(world, timelines, plan)
+
+
+def trained(rank: int, world: int, folder: Path) -> None:
+    """`espalier train`'s own, with a pipeline."""
+    found = train(job(folder, {"pipe": 2, "accumulate": 4}))
+    if rank == 0:
+        assert found is not None and found.bubble is not None
+        measured, predicted = found.bubble
+        assert 0 < measured < 1 and 0 < predicted < 1
+        drawn = Path(found.files["timeline"]).read_text("utf-8")
+        assert drawn.count("<svg") == 1 and len(drawn) > 20_000
+    else:
+        assert found is None
+
+
+def test_the_trainer_draws_it(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, trained, tmp_path)
+
+
+def verified(rank: int, world: int, schedule: str, each: int) -> Any:
+    """`espalier verify`'s own, with a pipeline and rows that cannot be parted evenly."""
+    plan = {"pipe": 2, "data": 1, "tensor": 1, "accumulate": 4}
+    changes = [f"plan.{axis}={size}" for axis, size in plan.items()]
+    changes += [f"plan.schedule={schedule}", f"plan.stages_per_rank={each}", "model.layers=4"]
+    found = verify(Job.load(JOBS / "gpt.toml", changes))
+    return None if found is None else (found.passed, found.worst)
+
+
+@pytest.mark.parametrize(("schedule", "each"), [("1f1b", 1), ("zbv", 2)])
+def test_plans_with_a_pipeline_are_verified(ranks: Any, schedule: str, each: int) -> None:
+    passed, worst = ranks(2, verified, schedule, each)[0]
+    assert passed and worst < 1e-9

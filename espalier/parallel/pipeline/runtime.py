@@ -107,7 +107,7 @@ class Runtime:
         self.live: dict[tuple[int, int], _Live] = {}
         self.failure: Exception | None = None
         self.most = 0
-        self._watch = Stopwatch(stage_mesh.device())
+        self._trained: tuple[Schedule, Stopwatch] | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -125,7 +125,9 @@ class Runtime:
         """
         self._schedule, self._agreed, self._work = schedule, agreed, work
         self.failure, self.most = None, 0
-        self._watch.clear()
+        self._watch = Stopwatch(self._stage_mesh.device())
+        if torch.is_grad_enabled():
+            self._trained = schedule, self._watch
         row = schedule.actions[self._mesh.coordinate[self._axis]]
         self._last = {a.stage: a for a in row if a.kind in (Kind.B, Kind.W if self._parts else Kind.I)}
         try:
@@ -210,11 +212,17 @@ class Runtime:
         return xs
 
     def timeline(self) -> Timeline:
-        """When all ranks along the axis ``pipe``, which all call this, did what in the last run.
+        """When all ranks along the axis ``pipe``, which all call this, did what in the last step.
 
         Waiting for messages is no part of an action.
+
+        Raises:
+            ValueError: there was none.
         """
-        return gathered(self._watch.spans(), self._schedule, self._mesh, self._axis)
+        if self._trained is None or self._mesh.is_dry:
+            raise ValueError("No step has been timed: call engine.train_step(batch) first, on a real mesh.")
+        schedule, watch = self._trained
+        return gathered(watch.spans(), schedule, self._mesh, self._axis)
 
     # ---- computation
 

@@ -34,10 +34,6 @@ class Stopwatch:
         self._taken: list[tuple[Action, Any, Any]] = []
         self._began: Any = None
 
-    def clear(self) -> None:
-        """A step begins."""
-        self._taken = []
-
     def start(self) -> None:
         """An action begins now, if it has not done anything before but wait."""
         self._began = self._now()
@@ -54,7 +50,7 @@ class Stopwatch:
         return event
 
     def spans(self) -> list[Span]:
-        """What has been done since `clear`, by ``time.perf_counter``."""
+        """What has been done, by ``time.perf_counter``."""
         if not self._by_events:
             return [Span(*taken) for taken in self._taken]
         last = self._now()
