@@ -106,6 +106,8 @@ class PipelineEngine(Engine):
         self._data.begin_forward()
         self.stages.runtime.run(schedule, work.agreed, work)
         work.leave()
+        if self.mesh.is_dry and self._failure is not None:
+            raise self._failure
 
     @property
     def stages(self) -> Stages:

@@ -234,6 +234,8 @@ class Mesh(TorchNames):
                 world_rank=self.world_rank,
             )
             part.ledgers = self.ledgers
+            part._groups = [self._groups[a] for a in picked]
+            part._orders = [self._orders[a] for a in picked]
             self._parts[names] = part
         return self._parts[names]
 

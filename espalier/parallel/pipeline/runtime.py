@@ -288,9 +288,8 @@ class Runtime:
         if self._parts:
             later = self.live[action.stage, action.micro_batch].later
             assert later is not None, "I comes before W"
-            with raw():
-                self._begin(action)
-                later()
+            self._begin(action)
+            later()
             self._end(action)
 
     def _backward(self, action: Action, parted: bool) -> None:
@@ -301,18 +300,17 @@ class Runtime:
         else:
             grads = self._take(Kind.RECV_B, stage, micro)
         leaves = live.leaves
-        with raw():
-            if parted:
-                live.later = backward_for_inputs(live.edges, grads, leaves)
-            else:
-                self._begin(action)
-                if live.edges:
-                    torch.autograd.backward(tuple(live.edges), tuple(grads))
-            live.edges = []
-            if stage:
-                given = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-                self._hand_over(Action(Kind.SEND_B, stage, micro), given)
-            live.leaves = []
+        if parted:
+            live.later = backward_for_inputs(live.edges, grads, leaves)
+        else:
+            self._begin(action)
+            if live.edges:
+                torch.autograd.backward(tuple(live.edges), tuple(grads))
+        live.edges = []
+        if stage:
+            given = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+            self._hand_over(Action(Kind.SEND_B, stage, micro), given)
+        live.leaves = []
 
     def _begin(self, action: Action) -> None:
         self._work.begin_backward(action.stage, self._last[action.stage] == action)
