@@ -30,7 +30,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._by_events = device.type != "cpu"
+        self._by_events = device.type not in ("cpu", "meta")
         self._taken: list[tuple[Action, Any, Any]] = []
         self._began: Any = None
 
