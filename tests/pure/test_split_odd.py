@@ -364,3 +364,23 @@ def test_what_is_set_up_once() -> None:
     found = split(model, 2, X)
     assert model.table is None
     equal(model, X, found)
+
+
+class SharedNorm(nn.Module):
+    """One batch norm, whose statistics two places write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.blocks = nn.BatchNorm1d(8), nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.norm(block(x))
+        return x
+
+
+def test_a_buffer_that_two_stages_write_to_is_refused() -> None:
+    model = SharedNorm().double()
+    with pytest.raises(SplitError, match="'norm.running_mean|norm.num_batches_tracked"):
+        split(model, 2, X)
+    equal(model.eval(), X, split(model, 2, X), exact=False)

@@ -49,11 +49,13 @@ class Divided:
     def __init__(self, trace: Trace, bounds: Sequence[int], model: nn.Module, standing: Standing) -> None:
         self.trace, self.bounds, self.number = trace, list(bounds), len(bounds) + 1
         self._modules = dict(model.named_modules())
-        self._canonical = {id(p): name for name, p in model.named_parameters()}
+        every = *model.named_parameters(), *model.named_buffers()
+        self._canonical = {id(x): name for name, x in every}
         # storages that hold what is not local, at any time
         self._bound = trace.bound.keys() | {
             v.storage for v in trace.values if not v.local and v.source[0] != "parameter"
         }
+        self._standing = standing
         self._opened: set[int] = set()
         while True:
             self.units = self._units()
@@ -62,6 +64,7 @@ class Divided:
             if not self._open_leaks():
                 break
         refuse_lost(trace, self.bounds, self.units, self._modules, standing)
+        self._refuse_shared_buffers()
 
     # ---- units
 
@@ -78,7 +81,31 @@ class Divided:
         """Whether a module lies in one stage, and is to be called there."""
         if call.number in self._opened or any(call.start < b < call.end for b in self.bounds):
             return False
-        return any(not self._is_local(op) for op in self.trace.ops[call.start : call.end])
+        inner = self.trace.ops[call.start : call.end]
+        if call.name in self.trace.containers and any(op.read for op in inner) and not self._loses(call):
+            return False  # what it reads is known where the program is chosen
+        return any(not self._is_local(op) for op in inner)
+
+    def _loses(self, call: Call) -> bool:
+        return call.name in self.trace.changed or self._standing.hooked(self._modules[call.name])
+
+    def _refuse_shared_buffers(self) -> None:
+        names = {v.storage: v.source[1] for v in self.trace.values if v.source[0] == "buffer"}
+        written: dict[str, int] = {}
+        for unit in self.units:
+            for s in self._changes(unit) & names.keys():
+                written[names[s]] = self.stage(unit.start)
+        for unit in self.units:
+            for name in self._uses(unit) & written.keys():
+                if self.stage(unit.start) != written[name]:
+                    raise SplitError(
+                        f"The buffer {name!r} is written to in stage {written[name]} and used in stage "
+                        f"{self.stage(unit.start)} too, which would not see it. Give cuts such that one "
+                        "stage has all its uses."
+                    )
+
+    def _changes(self, unit: Unit) -> set[int]:
+        return {s for op in self.trace.ops[unit.start : unit.end] for s in op.writes}
 
     def _is_local(self, op: Op) -> bool:
         values = self.trace.values
@@ -111,24 +138,29 @@ class Divided:
         inner = {
             self.trace.values[n].storage for i in range(unit.start, unit.end) for n in self.trace.ops[i].makes
         }
-        written = {s for i in range(unit.start, unit.end) for s in self.trace.ops[i].writes}
+        written = self._changes(unit)
         if unit.call is None:
             return written
         outside = {self.trace.values[n].storage for n in self._reads(unit)}
         return (written - inner) | (written & outside)
 
-    def parameters(self, stage: int) -> set[str]:
-        """The parameters that a stage uses, by name."""
-        found = set()
+    def uses(self, stage: int) -> set[str]:
+        """The parameters and buffers that a stage uses, by name."""
+        found: set[str] = set()
         for unit in self.units:
-            if self.stage(unit.start) != stage:
-                continue
-            for op in self.trace.ops[unit.start : unit.end]:
-                sources = [self.trace.values[n].source for n in op.reads]
-                found |= {name for kind, name in sources if kind == "parameter"}
-            if unit.call is not None:
-                module = self._modules[unit.call.name]
-                found |= {self._canonical[id(p)] for p in module.parameters() if id(p) in self._canonical}
+            if self.stage(unit.start) == stage:
+                found |= self._uses(unit)
+        return found
+
+    def _uses(self, unit: Unit) -> set[str]:
+        sources = (
+            self.trace.values[n].source for op in self.trace.ops[unit.start : unit.end] for n in op.reads
+        )
+        found = {name for kind, name in sources if kind in ("parameter", "buffer")}
+        if unit.call is not None:
+            module = self._modules[unit.call.name]
+            every = *module.parameters(), *module.buffers()
+            found |= {self._canonical[id(x)] for x in every if id(x) in self._canonical}
         return found
 
     # ---- what travels

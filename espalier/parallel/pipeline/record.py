@@ -122,6 +122,7 @@ class Trace:
         state: around the model.
         device: on which it was traced.
         changed: what each module's forward did that is not in the ops.
+        containers: names of modules that hold the outermost lists of blocks, and of the model.
         bound: storages that were written to and hold what is not local, and whether it has gradients.
     """
 
@@ -134,6 +135,7 @@ class Trace:
     inputs: list[int] = field(default_factory=list)
     sources: dict[tuple[str, str], int] = field(default_factory=dict)
     changed: dict[str, list[str]] = field(default_factory=dict)
+    containers: frozenset[str] = frozenset()
     bound: dict[int, bool] = field(default_factory=dict)
 
     def chain(self, op: int) -> list[Call]:

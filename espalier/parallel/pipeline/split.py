@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from espalier.parallel.data.units import blocks
 from espalier.parallel.pipeline.balance import Piece, balance
 from espalier.parallel.pipeline.programs import Body, Divided, Value
 from espalier.parallel.pipeline.record import SplitError, State, Trace
@@ -37,7 +36,7 @@ class StageProgram:
         number: of the stage.
         inputs: what it receives from the stage before.
         outputs: what it sends to the next one; empty for the last stage.
-        parameters: names of the parameters that it uses.
+        uses: names of the parameters and buffers that it uses.
     """
 
     def __init__(self, divided: Divided, number: int, model: nn.Module) -> None:
@@ -47,7 +46,7 @@ class StageProgram:
         self._out = [] if last else divided.crossing(number)
         self.inputs: tuple[Value, ...] = tuple(divided.described(n, number - 1) for n in self._in)
         self.outputs: tuple[Value, ...] = tuple(divided.described(n, number) for n in self._out)
-        self.parameters = divided.parameters(number)
+        self.uses = divided.uses(number)
         self._written = divided.written_in(number) if number else set()
         self._body = divided.body(number)
         self._result = divided.trace.out if last else None
@@ -112,13 +111,19 @@ class Split:
 
     @property
     def users(self) -> dict[str, tuple[int, ...]]:
-        """For each parameter the stages that use it; one that none does belongs to that of its neighbour."""
+        """For each parameter and buffer, by all its names, the stages that use it.
+
+        What none does belongs to a stage of its neighbours.
+        """
+        model = self._family.model
+        own = dict(model.named_parameters()), dict(model.named_buffers())
+        names = {id(x): name for held in own for name, x in held.items()}
         found: dict[str, tuple[int, ...]] = {}
         before: tuple[int, ...] = (0,)
-        for name, _ in self._family.model.named_parameters():
-            used = tuple(s.number for s in self.stages if name in s.parameters)
-            found[name] = used or before[-1:]
-            before = found[name]
+        every = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+        for name, x in every:
+            used = tuple(s.number for s in self.stages if names[id(x)] in s.uses)
+            before = found[name] = used or found.get(names[id(x)], before[-1:])
         return found
 
     def holds(self, batch: Any) -> bool:
@@ -262,13 +267,9 @@ def _labels(found: Trace) -> dict[str, int]:
 
 def _candidates(found: Trace, model: nn.Module) -> dict[str, int]:
     """Where a stage may begin: at blocks of the outermost lists, and at what stands beside these."""
-    inner = set(blocks(model))
-    containers = {
-        name for name, _ in model.named_modules() if any(b.startswith(f"{name}.") for b in inner) or not name
-    }
     parts = {
         name for name, m in model.named_modules()
-        if name and name not in containers and name.rpartition(".")[0] in containers
+        if name and name not in found.containers and name.rpartition(".")[0] in found.containers
     }  # fmt: skip
     result: dict[str, int] = {}
     for label, start in _labels(found).items():

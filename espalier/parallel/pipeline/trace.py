@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -31,8 +32,8 @@ from espalier.parallel.data.units import blocks
 from espalier.parallel.pipeline.record import Call, Op, SplitError, State, Trace, Value, storage_of
 from espalier.parallel.pipeline.standing import Standing, name_of
 from espalier.parallel.pipeline.trees import Ref, leaves, mapped
-from espalier.tensor.fallback import _averages
 from espalier.tensor.flops import Work, Worked
+from espalier.tensor.rules.spec import bound_to
 
 # what a module that is called whole may do and a trace of fake tensors cannot
 _HIDDEN = (
@@ -124,11 +125,9 @@ class _Recorder(TorchFunctionMode):
         self._known: dict[int, int] = {}  # by id of tensors, which the trace keeps
         self._names = {id(m): name for name, m in model.named_modules()}
         inner = blocks(model)
-        self._divisible = {
-            name
-            for name, _ in model.named_modules()
-            if any(b.startswith(name + "." if name else "") for b in inner)
-        }
+        self.trace.containers = frozenset(
+            name for name in self._names.values() if not name or any(b.startswith(f"{name}.") for b in inner)
+        )
         self._path: list[int] = []
         self._quiet = 0
         self._drawn: Any = None  # the state of Python's generator of random numbers
@@ -190,7 +189,7 @@ class _Recorder(TorchFunctionMode):
             call.out, call.end = mapped(self.ref, out), len(t.ops)
             return out
         except (_Hidden, *_HIDDEN) as error:
-            if name in self._divisible:
+            if name in self.trace.containers:
                 raise self._refused(name, error) from error
             self._forget(mark)
             self.worked.total = worked
@@ -296,7 +295,7 @@ class _Recorder(TorchFunctionMode):
         work, drew = self.worked.taken(), self.worked.random
         made = leaves(out, torch.Tensor)
         written = {storage_of(x) for x, v in zip(given, versions, strict=True) if x._version != v}
-        written |= {storage_of(x) for x in _averages(name, args, kwargs) if isinstance(x, torch.Tensor)}
+        written |= {storage_of(x) for x in _statistics(func, args, kwargs) if isinstance(x, torch.Tensor)}
         if not made and not written:
             if given and name != "__get__":
                 self._note_read(func, reads, numbers, local, out)
@@ -353,6 +352,19 @@ class _Recorder(TorchFunctionMode):
         makes, writes, work = tuple(makes), frozenset(writes), work or Work()
         op = Op(func, args, kwargs, out, reads, makes, writes, local, read, state, work, call)
         self.trace.ops.append(op)
+
+
+def _statistics(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What a normalisation of the batch writes to and does not say so."""
+    if func in (F.batch_norm, F.instance_norm):
+        names = "input running_mean running_var weight bias training"
+    elif func in (torch.batch_norm, torch.instance_norm):
+        names = "input weight bias running_mean running_var training"
+    else:
+        return ()
+    bound = bound_to(names, args[:6], kwargs)
+    writes = bound.get("training", bound.get("use_input_stats", func is F.instance_norm))
+    return (bound.get("running_mean"), bound.get("running_var")) if writes else ()
 
 
 @contextlib.contextmanager
