@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import warnings
 from contextlib import nullcontext
@@ -42,6 +43,10 @@ class Lasting:
 
         def zero_grad(self) -> None: ...
 
+    def _saves(self, name: str) -> bool:
+        """Whether this rank has a share in saving a parameter of which it holds a part."""
+        return True
+
     def save(
         self,
         directory: str | os.PathLike[str],
@@ -77,8 +82,9 @@ class Lasting:
         if self._saver is None:
             self._saver = Saver(self.mesh)
         with torch.no_grad(), data.stored():
-            index, tree = index_and_tree(self.module, self.optimizer, self.mesh, given, extra)
-            index.step, index.plan = self.steps, self.plan.model_dump(mode="json")
+            index, tree = index_and_tree(self.module, self.optimizer, self.mesh, given, extra, self._saves)
+            plan = json.dumps(self.plan.model_dump(), default=str)
+            index.step, index.plan = self.steps, json.loads(plan)
             return self._saver.save(Path(directory), index, tree, keep=keep, asynchronous=asynchronous)
 
     def wait_saved(self) -> None:

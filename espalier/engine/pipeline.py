@@ -101,6 +101,9 @@ class PipelineEngine(Engine):
         of_step.closed = True
         self.loss = of_step.loss
 
+    def _saves(self, name: str) -> bool:
+        return self.stages.homes.get(name, 0) == self.mesh.coordinate[self._axis]
+
     def _run(self, work: _Step, schedule: Schedule) -> None:
         assert self._data is not None
         self._data.begin_forward()

@@ -29,15 +29,25 @@ _RANDOM = "random.torch"
 Fill = Callable[[torch.Tensor], None]
 
 
-def tree_of(module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh) -> dict[str, Lying]:
-    """The tensors of a model and its optimizer by name, as they lie; each tensor once."""
+def tree_of(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    mesh: Mesh,
+    saves: Callable[[str], bool] = lambda name: True,
+) -> dict[str, Lying]:
+    """The tensors of a model and its optimizer by name, as they lie; each tensor once.
+
+    Args:
+        saves: whether a parameter is to be in it.
+    """
     tree: dict[str, Lying] = {}
     for name, x in tensors_of(module).items():
-        tree[f"model.{name}"] = _lying(x, _mesh_of(module, name, mesh))
+        if not isinstance(x, DTensor) or saves(name):
+            tree[f"model.{name}"] = _lying(x, _mesh_of(module, name, mesh))
     if optimizer is not None:
         for name, p in module.named_parameters():
             for key, x in optimizer.state.get(p, {}).items():
-                if isinstance(x, torch.Tensor):
+                if isinstance(x, torch.Tensor) and saves(name):
                     tree[f"optimizer.state.{name}.{key}"] = _lying(x, _layout(p).mesh)
     return tree
 
@@ -82,13 +92,14 @@ def index_and_tree(
     mesh: Mesh,
     values: Mapping[str, Any],
     extra: Mapping[str, Any],
+    saves: Callable[[str], bool],
 ) -> tuple[Index, dict[str, Lying]]:
     """All that a checkpoint is to hold.
 
     Raises:
         ValueError: there is something among it that cannot be saved.
     """
-    tree = tree_of(module, optimizer, mesh)
+    tree = tree_of(module, optimizer, mesh, saves)
 
     def take(at: str, x: torch.Tensor) -> str:
         tree[at] = _lying(x, mesh)
