@@ -4,7 +4,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from espalier.comm import Ledger, ledger
 from espalier.comm.verdict import Faults
-from espalier.engine import DryReport, Engine, LayoutTable, dry_run, explain_layouts, initialize
+from espalier.engine import (
+    DryReport,
+    Engine,
+    LayoutTable,
+    SpikeError,
+    Spikes,
+    dry_run,
+    explain_layouts,
+    initialize,
+)
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard
 from espalier.mesh import Mesh, spawn
 from espalier.parallel import Plan
@@ -84,6 +93,8 @@ __all__ = [
     "SequenceParallel",
     "Shard",
     "Spec",
+    "SpikeError",
+    "Spikes",
     "arange",
     "compile",
     "deferred",

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,12 +71,17 @@ def train(
 ) -> None:
     """Train the job's model, with live progress."""
     with one_clear_message(debug):
-        from espalier.cli.tell import tell_summary
+        from espalier.cli.tell import tell_preempted, tell_summary
         from espalier.train.run import run
+        from espalier.train.trainer import Preempted
+        from espalier.train.worker import PREEMPTED
 
         console = Console()
         loaded = load(job, set_ or [], ranks)
-        summary = run("train", loaded, port=port, debug=debug, report=console.print, resume=resume)
+        summary = run("train", loaded, port=port, debug=debug, report=partial(console.print, markup=False, highlight=False, soft_wrap=True), resume=resume)
+        if isinstance(summary, Preempted):
+            tell_preempted(console, summary)
+            raise typer.Exit(PREEMPTED)
         if summary is not None:
             tell_summary(console, summary)
 
@@ -94,7 +100,7 @@ def verify(
 
         console = Console()
         loaded = load(job, set_ or [], ranks)
-        found = run("verify", loaded, port=port, debug=debug, report=console.print)
+        found = run("verify", loaded, port=port, debug=debug, report=partial(console.print, markup=False, highlight=False, soft_wrap=True))
         if found is not None:
             tell_verification(console, found)
             if not found.passed:

@@ -11,7 +11,7 @@ from espalier.parallel.pipeline import Timeline, check
 from espalier.parallel.pipeline.draw import terminal
 from espalier.train.inspect import HEAD, Row
 from espalier.train.progress import readable_time
-from espalier.train.trainer import Summary
+from espalier.train.trainer import Preempted, Summary
 from espalier.train.verify import Difference, Verification
 
 
@@ -66,6 +66,16 @@ def tell_checkpoints(console: Console, found: Sequence[Row]) -> None:
 
 def _say(console: Console, line: str) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def tell_preempted(console: Console, left: Preempted) -> None:
+    """Show where a run left off that was asked to."""
+    saved = (
+        f"saved in {left.saved}: go on with --resume"
+        if left.saved
+        else "nothing saved, for want of [checkpoint]"
+    )
+    console.print(f"asked to leave, and left after step {left.step}; {saved}", highlight=False, markup=False)
 
 
 def tell_verification(console: Console, found: Verification) -> None:

@@ -9,6 +9,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final
 
@@ -46,12 +47,20 @@ class Signals:
             return
         self._take(signal.SIGTERM)
 
-    def save_on_request(self) -> None:
-        """From now on SIGTERM and SIGUSR1 ask this process to save and leave; it does not die of them."""
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """While open SIGTERM and SIGUSR1 ask this process to save and leave; it does not die of them."""
+        main = threading.current_thread() is threading.main_thread()
+        had = set(self._before)
         self._saves = True
-        if threading.current_thread() is threading.main_thread():
-            for number in _LEAVE:
-                self._take(number)
+        for number in _LEAVE if main else ():
+            self._take(number)
+        try:
+            yield
+        finally:
+            self._saves = False
+            for number in set(self._before) - had:
+                signal.signal(number, self._before.pop(number))
 
     def _take(self, number: int) -> None:
         if signal.getsignal(number) is not signal.SIG_DFL:

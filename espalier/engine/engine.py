@@ -18,10 +18,11 @@ from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches, loss_of
 from espalier.engine.lasting import Lasting
 from espalier.engine.live import Watch, watch
-from espalier.engine.norm import Norm, clip_of, scale_gradients
+from espalier.engine.norm import Norm, clip_of, scale_gradients, share_of
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.runs import Runs
 from espalier.engine.scaling import LossScaler
+from espalier.engine.spikes import Guard
 from espalier.engine.tables import Memory, Order, Traffic
 from espalier.engine.update import forget_gradients, lay_out_states, update
 from espalier.layout import Layout
@@ -48,6 +49,7 @@ class Engine(Lasting):
         grad_norm: the global gradient norm before clipping (a plain scalar tensor), after a step.
         steps: that were done, also those that did not update because a gradient had overflowed.
         scaler: scales the loss in float16; None in other precisions.
+        guard: judges each step before its update; None where nothing is judged.
         pulse: what this rank is at, for the watch over ranks that die or hang.
         arrangement: the layouts of the parameters, once they are known, and why.
     """
@@ -90,6 +92,8 @@ class Engine(Lasting):
         self._traffic = Traffic(mesh)
         self.pulse = Pulse(Faults())
         self._runs = Runs()
+        self.guard: Guard | None = None
+        self._judged: torch.Tensor | None = None
         share_random_state(mesh)
 
     def lay_out(self, batch: Any = None) -> None:
@@ -299,6 +303,7 @@ class Engine(Lasting):
         """Finish the gradients, clip, update, and forget the gradients.
 
         In float16 nothing is updated if a gradient of any rank has overflowed: then :attr:`scale` falls.
+        Nor is it where the :attr:`guard` skips the step.
 
         Returns:
             whether it updated. With ``Plan(accumulate=k)`` it does so after every k-th backward, or after
@@ -307,6 +312,7 @@ class Engine(Lasting):
         Raises:
             ValueError: there is no optimizer.
             FloatingPointError: gradients overflow at the lowest scale allowed.
+            SpikeError: the :attr:`guard` does not let the step be made; nothing was updated.
         """
         if self.optimizer is None:
             raise ValueError("This engine has no optimizer: pass one to initialize(model, optimizer, ...).")
@@ -330,13 +336,14 @@ class Engine(Lasting):
         if self.scaler is not None:
             names = [name for name, _ in self.module.named_parameters()]
             finite = self.scaler.update(arrived(), counted, names, self.mesh)
-        del counted
-        factor = given()
-        if self.max_grad_norm is not None:
-            clip = (self.max_grad_norm / (arrived() + 1e-6)).clamp(max=1.0)
-            factor = clip if factor is None else clip * factor
-
         try:
+            if finite and self.guard is not None and not self.mesh.is_dry:
+                finite = self._admitted(self.guard, arrived(), counted)
+            del counted
+            factor = given()
+            if self.max_grad_norm is not None:
+                clip = (self.max_grad_norm / (arrived() + 1e-6)).clamp(max=1.0)
+                factor = clip if factor is None else clip * factor
             with self._watch or nullcontext():
                 if finite:
                     runs = self._runs if self._data.streaming is None else None
@@ -363,7 +370,21 @@ class Engine(Lasting):
     ) -> tuple[Callable[[], tuple[torch.Tensor, torch.Tensor | None]], Callable[[], Any]]:
         """What gives norm and loss, when they are there, and what gives the gradients' factor."""
         factor = None if self._accumulation is None else self._accumulation.factor()
-        return Norm(list(counted.values()), self.loss, self.mesh).wait, lambda: factor
+        told = () if self.guard is None or self.loss is None else (share_of(self.loss, self.mesh),)
+        norm = Norm(list(counted.values()), self.loss, self.mesh, told)
+
+        def wait() -> tuple[torch.Tensor, torch.Tensor | None]:
+            if told:  # one number for all ranks, where each has a loss of its own that should be equal
+                self._judged = norm.more()[0]
+            return norm.wait()
+
+        return wait, lambda: factor
+
+    def _admitted(self, guard: Guard, norm: torch.Tensor, counted: Mapping[str, torch.Tensor]) -> bool:
+        loss = self.loss if self._judged is None else self._judged
+        names = [name for name, _ in self.module.named_parameters()]
+        value = 0.0 if loss is None else float(loss)
+        return guard.admits(self.steps + 1, value, float(norm), counted, names, self.mesh)
 
     def zero_grad(self) -> None:
         """Forget the gradients, and the micro-batches that made them."""

@@ -9,6 +9,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm.collectives import sum_whole
+from espalier.comm.side import named
 from espalier.mesh import Mesh
 from espalier.parallel.precision import LossScale
 
@@ -68,7 +69,8 @@ class LossScaler:
         self.skipped += 1
         self._good = 0
         if self.scale * self.settings.backoff_factor < self.settings.min_scale:
-            raise self._at_minimum(_overflowed(counted, names, mesh), len(names))
+            found = not_finite(counted, names, mesh)
+            raise self._at_minimum([f"{name} (in the part of {of})" for name, of in found], len(names))
         self.scale *= self.settings.backoff_factor
         return False
 
@@ -94,8 +96,10 @@ class LossScaler:
         self._good = int(state["good_steps"])
 
 
-def _overflowed(counted: Mapping[str, torch.Tensor], names: Sequence[str], mesh: Mesh) -> list[str]:
-    """Whose gradients are not finite, and on which ranks (a collective: all ranks must call)."""
+def not_finite(
+    counted: Mapping[str, torch.Tensor], names: Sequence[str], mesh: Mesh
+) -> list[tuple[str, str]]:
+    """Whose gradients are not finite, and on which ranks, in words (a collective: all ranks must call)."""
     with raw():
         flags = torch.zeros(mesh.size(), len(names), device=mesh.device())
         for i, name in enumerate(names):
@@ -104,10 +108,10 @@ def _overflowed(counted: Mapping[str, torch.Tensor], names: Sequence[str], mesh:
         found = sum_whole(flags, mesh).T.tolist()
     told = []
     for name, here in zip(names, found, strict=True):
-        ranks = [str(rank) for rank, flag in zip(mesh.ranks, here, strict=True) if flag]
+        ranks = [rank for rank, flag in zip(mesh.ranks, here, strict=True) if flag]
         if ranks:
-            told.append(f"{name} (in the part of rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)})")
+            told.append((name, named(ranks)))
     return told
 
 
-__all__ = ["LossScaler"]
+__all__ = ["LossScaler", "not_finite"]

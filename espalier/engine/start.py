@@ -15,6 +15,7 @@ from espalier.engine.accumulation import Count
 from espalier.engine.engine import Engine, LossFunction
 from espalier.engine.pipeline import PipelineEngine
 from espalier.engine.recompute import Policy
+from espalier.engine.spikes import Guard, Spikes
 from espalier.engine.update import refuse_closures
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
@@ -35,6 +36,7 @@ def initialize(
     example: Any = None,
     recompute_policy: Policy | None = None,
     faults: Faults | None = None,
+    spikes: Spikes | None = None,
 ) -> Engine:
     """Lay a plain model on a mesh and give the engine that trains it there.
 
@@ -61,6 +63,7 @@ def initialize(
             ``create_selective_checkpoint_contexts``: ``policy(context, op, *args, **kwargs)``; it sees the
             operations on this rank's local tensors.
         faults: how ranks that die or hang are looked for, where the watch does not run yet.
+        spikes: what to do about steps whose loss or gradients leap or are not finite; by default nothing.
 
     Raises:
         ValueError: mesh and plan differ, a parameter of the optimizer is not the model's, ...
@@ -85,6 +88,7 @@ def initialize(
     arranged = {"table": layouts, "branches": branches}
     kind = PipelineEngine if plan.pipe > 1 else Engine
     engine = kind(model, optimizer, plan, on, loss_fn, arranged, max_grad_norm, count, recompute_policy)
+    engine.guard = None if spikes is None else Guard(spikes)
     if not on.is_dry:
         engine.pulse = watched(faults)
         engine.pulse.step = 1

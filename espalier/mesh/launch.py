@@ -62,6 +62,8 @@ def launch(
     *,
     env: Mapping[str, str] | None = None,
     port: int | None = None,
+    grace: int = 5,
+    signals: Sequence[str] = ("SIGTERM",),
 ) -> None:
     """Run ``python *argv`` on ``nproc`` ranks of this machine and wait until all have ended well.
 
@@ -71,6 +73,8 @@ def launch(
 
     Rank 0 writes to this process's standard output itself, so a terminal stays one; its standard error is
     copied to ours as it comes. What the other ranks print goes to files.
+
+    The ``signals``, if they come, are handed on to the ranks, which have ``grace`` seconds to end.
 
     Raises ``LaunchError`` as soon as a rank fails, with the last lines of standard error of the one to blame;
     all others are stopped then, and the logs kept. Ctrl-C (``KeyboardInterrupt``) and SIGTERM stop them too,
@@ -98,8 +102,8 @@ def launch(
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         # SIGINT is left to Python: it stops the ranks with SIGTERM, which spares us their tracebacks.
-        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
-        shutdown_timeout=5,
+        signals_to_handle=",".join({*signals, "SIGHUP", "SIGQUIT"}),
+        shutdown_timeout=grace,
     )
     stopped: int | None = None
     keep = False
@@ -193,7 +197,7 @@ def _own_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    names = ("SIGTERM", "SIGHUP", "SIGQUIT")
+    names = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in numbers}
     try:

@@ -191,7 +191,7 @@ def die_fast(rank: int) -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not dist.is_initialized():
+        if not dist.is_initialized() and not Exits.told:
             report(kind, error, trace)
             return
         reported = Exits.tell(error)

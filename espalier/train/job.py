@@ -1,13 +1,13 @@
 """The job file: what to train, on what, in which layout. Strict, and validated as a whole.
 
 A job is a TOML file with the tables [model], [data], [plan], [optimizer],
-[train], [checkpoint], [verify] and [faults]. Every mistake in it is told at once.
+[train], [checkpoint], [spikes], [elastic], [verify] and [faults]. Every mistake in it is told at once.
 """
 
 import inspect
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -173,16 +173,53 @@ class FaultsSection(Section):
         watch: false for not at all.
         limit: seconds of silence, or of all ranks doing nothing, that are too long.
         outside: the same where a rank waits for a file, a socket or a process.
+        grace: seconds that `espalier train` leaves its ranks to save in, when it is asked to leave.
     """
 
     watch: bool = True
     limit: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
     outside: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 60.0
+    grace: Count = 30
 
     @property
     def settings(self) -> Faults:
         """For the engine."""
         return Faults(self.watch, self.limit, max(self.outside, self.limit))
+
+
+class SpikesSection(Section):
+    """What to do about steps that look wrong, by the names of `espalier.Spikes`.
+
+    Attributes:
+        on_nan: where loss or gradients are not finite: "stop", "skip" the batch, or "rollback" to the last
+            checkpoint and skip it then.
+        on_spike: the same where loss or gradient norm leap up, or "ignore".
+        factor: deviations above the median that are a spike.
+        window: steps that the median is of.
+        least: steps before a spike is looked for.
+        limit: so many such steps in a row, or rollbacks, and it stops.
+    """
+
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    on_spike: Literal["ignore", "stop", "skip", "rollback"] = "ignore"
+    factor: Positive = 10.0
+    window: Count = 100
+    least: Count = 20
+    limit: Count = 10
+
+
+class ElasticSection(Section):
+    """How a run goes on when ranks die.
+
+    Attributes:
+        restarts: how often `espalier train` starts all ranks again, from the last checkpoint; torchrun has
+            its own --max-restarts.
+        min_data: smallest data axis to go on with where there are fewer ranks than the plan has, or a rank
+            dies again and again; the plan's when left out.
+    """
+
+    restarts: Natural = 0
+    min_data: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -204,8 +241,10 @@ class Job:
     train: TrainSection
     verify: VerifySection
     faults: FaultsSection
+    elastic: ElasticSection
     facts: Facts
     checkpoint: CheckpointSection | None = None
+    spikes: SpikesSection | None = None
 
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> "Job":
@@ -251,7 +290,7 @@ class Job:
             JobError: listing all that is wrong.
         """
         found = list(mistakes)
-        known = ("model", "data", "plan", "optimizer", "train", "checkpoint", "verify", "faults")
+        known = tuple(field.name for field in fields(cls) if field.name not in ("source", "raw", "facts"))
         tables: dict[str, Mapping[str, Any]] = {}
         for key, value in raw.items():
             if key not in known:
@@ -270,6 +309,11 @@ class Job:
         checkpoint = None
         if "checkpoint" in tables:
             checkpoint = read_section("checkpoint", CheckpointSection, tables["checkpoint"], found)
+        spikes = None
+        if "spikes" in tables:
+            spikes = read_section("spikes", SpikesSection, tables["spikes"], found)
+        elastic = read_section("elastic", ElasticSection, tables.get("elastic", {}), found)
+        found.extend(_recovery_mistakes(spikes, elastic, tables))
         faults = read_section("faults", FaultsSection, tables.get("faults", {}), found)
         plan = tables.get("plan", {})
         found.extend(_plan_mistakes(plan))
@@ -278,10 +322,22 @@ class Job:
             found.extend(_micro_batch_mistakes(plan, train, verify))
         if train and train.clip is not None and plan.get("clip") is not None:
             found.append(Mistake("plan.clip", plan["clip"], "train.clip says it already: leave one out"))
-        if found or not (model and data and optimizer and train and verify and faults):
+        if found or not (model and data and optimizer and train and verify and faults and elastic):
             raise JobError(source, found, overridden)
         return cls(
-            source, dict(raw), model, data, plan, optimizer, train, verify, faults, model.facts, checkpoint
+            source,
+            dict(raw),
+            model,
+            data,
+            plan,
+            optimizer,
+            train,
+            verify,
+            faults,
+            elastic,
+            model.facts,
+            checkpoint,
+            spikes,
         )
 
     @property
@@ -380,6 +436,37 @@ def _micro_batch_mistakes(
         for key, size in sizes.items()
         if isinstance(parts, int) and size is not None and size < parts
     ]
+
+
+def _recovery_mistakes(
+    spikes: SpikesSection | None, elastic: ElasticSection | None, tables: Mapping[str, Mapping[str, Any]]
+) -> list[Mistake]:
+    """What speaks of checkpoints without a table for them."""
+    mistakes = []
+    saves = "checkpoint" in tables
+    if spikes is not None:
+        if spikes.least > spikes.window:
+            mistakes.append(
+                Mistake("spikes.least", spikes.least, f"is above spikes.window = {spikes.window}")
+            )
+        mistakes += [
+            Mistake(
+                f"spikes.{key}", "rollback", "needs checkpoints to roll back to: add a table [checkpoint]"
+            )
+            for key in ("on_nan", "on_spike")
+            if getattr(spikes, key) == "rollback" and not saves
+        ]
+    if elastic is not None and elastic.restarts and not saves:
+        mistakes.append(
+            Mistake(
+                "elastic.restarts", elastic.restarts, "needs checkpoints to restart from: add [checkpoint]"
+            )
+        )
+    data = tables.get("plan", {}).get("data", 1)
+    least = None if elastic is None else elastic.min_data
+    if least is not None and isinstance(data, int) and least > data:
+        mistakes.append(Mistake("elastic.min_data", least, f"is above plan.data = {data}"))
+    return mistakes
 
 
 def _near(path: Path) -> str:

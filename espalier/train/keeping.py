@@ -23,11 +23,17 @@ class Keeper:
         engine: from ``espalier.initialize``.
         schedule: of the learning rate.
         progress: told what was resumed.
+
+    Attributes:
+        barred: steps whose batches are left out, after a rollback.
     """
 
     def __init__(self, job: Job, engine: Any, schedule: LambdaLR, progress: Progress) -> None:
         self._job, self._engine, self._schedule, self._progress = job, engine, schedule, progress
         self._samples = 0
+        self.barred: set[int] = set()
+        self._saved: dict[str, Any] = {}
+        self._kept: tuple[int, Path] | None = None
 
     def resume(self) -> None:
         """Go on from the newest whole checkpoint, if there is one.
@@ -45,13 +51,30 @@ class Keeper:
             self._progress.say(f"no checkpoint in {directory}: starting at the beginning")
             return
         engine = self._engine
-        saved = engine.load(directory, schedule=self._schedule)
-        self._samples = saved["samples"]
+        self._load(directory)
+        saved = self._saved
         self._progress.say(f"resumed after step {engine.steps}, {self._samples:,} samples")
         lines = list(differences(saved["job"], _plain(self._job.raw)))
         self._take_options(saved["job"].get("optimizer", {}))
         if lines:
             self._progress.say("\n  ".join(["this job is not the one that was saved:", *lines]))
+
+    def roll_back(self) -> bool:
+        """Go back to the last checkpoint; whether there is one."""
+        directory, mesh = self._directory(), self._engine.mesh
+        self._engine.wait_saved()
+        found = newest(directory) if directory is not None and mesh.rank == 0 else None
+        if directory is None or words_of_all(found, mesh)[0] is None:
+            return False
+        self._load(directory)
+        return True
+
+    def _load(self, directory: Path) -> None:
+        self._saved = self._engine.load(directory, schedule=self._schedule)
+        self._samples = self._saved["samples"]
+        self.barred |= set(self._saved.get("barred", ()))
+        if self._engine.guard is not None and "guard" in self._saved:
+            self._engine.guard.load_state_dict(self._saved["guard"])
 
     def begin(self) -> None:
         """Start a run of its own.
@@ -81,21 +104,30 @@ class Keeper:
         section, directory = self._job.checkpoint, self._directory()
         if section is None or directory is None:
             return None
+        if self._kept is not None and self._kept[0] == self._engine.steps:
+            self._engine.wait_saved()
+            return self._kept[1]
         path: Path = self._engine.save(
             directory,
             asynchronous=asynchronous,
             keep=section.keep,
             schedule=self._schedule,
             samples=self._samples,
+            barred=sorted(self.barred),
+            **({} if self._engine.guard is None else {"guard": self._engine.guard.state_dict()}),
             job=_plain(self._job.raw),
         )
+        self._kept = self._engine.steps, path
         return path
 
     def _directory(self) -> Path | None:
-        section = self._job.checkpoint
-        if section is None:
-            return None
-        return Path(section.directory) if section.directory is not None else self._job.out / "checkpoints"
+        return _directory(self._job)
+
+    @staticmethod
+    def newest(job: Job) -> Path | None:
+        """A job's newest whole checkpoint."""
+        directory = _directory(job)
+        return None if directory is None else newest(directory)
 
     def _take_options(self, saved: Mapping[str, Any]) -> None:
         """What the job now says otherwise of its optimizer holds from now on."""
@@ -111,6 +143,13 @@ class Keeper:
         self._schedule._last_lr = [base * rate for base in self._schedule.base_lrs]
         for group, lr in zip(self._engine.optimizer.param_groups, self._schedule._last_lr, strict=True):
             group["lr"] = lr
+
+
+def _directory(job: Job) -> Path | None:
+    section = job.checkpoint
+    if section is None:
+        return None
+    return Path(section.directory) if section.directory is not None else job.out / "checkpoints"
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -59,6 +60,53 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+class Log:
+    """What a run measures, and since when; rank 0 writes it to the job's ``metrics.jsonl``.
+
+    Args:
+        folder: of the results.
+        writes: whether this rank writes.
+        after: go on after that step.
+
+    Attributes:
+        records: so far.
+        seconds: of training, up to the last record; ``marked``: when that was; ``counted``: steps since.
+    """
+
+    def __init__(self, folder: Path, writes: bool, after: int) -> None:
+        self._path, self._file = folder / "metrics.jsonl", None
+        if writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = MetricsFile(self._path, after)
+        self.records: list[Record] = [] if self._file is None else list(self._file.records)
+        self.seconds = self.records[-1].seconds if self.records else 0.0
+        self.mark()
+
+    def mark(self) -> None:
+        """Begin to measure again."""
+        self.marked, self.counted = time.perf_counter(), 0
+
+    def write(self, record: Record) -> None:
+        """Add a record."""
+        self.records.append(record)
+        if self._file is not None:
+            self._file.write(record)
+        self.mark()
+
+    def back_to(self, step: int) -> None:
+        """Forget what came after a step; the time it took stays counted."""
+        self.records = [record for record in self.records if record.step <= step]
+        if self._file is not None:
+            self._file.close()
+            self._file = MetricsFile(self._path, step)
+        self.mark()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
 
 def _records(path: Path, last: int) -> list[Record]:

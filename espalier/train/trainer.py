@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from espalier.comm import all_gather, ledger
-from espalier.engine import UnseenCountError
+from espalier.engine import SpikeError, UnseenCountError
 from espalier.engine.pipeline import PipelineEngine
 from espalier.mesh import Mesh
 from espalier.models import generate
@@ -25,13 +25,26 @@ from espalier.train.data import Batches, prepare, training_batches, validation_b
 from espalier.train.job import Job
 from espalier.train.keeping import Keeper
 from espalier.train.memory import peak_memory
-from espalier.train.metrics import MetricsFile, Record, draw_loss, save_model
+from espalier.train.metrics import Log, Record, draw_loss, save_model
 from espalier.train.progress import Progress, Silent
 from espalier.train.text import Text
 
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the message says why and what to try."""
+
+
+@dataclass(frozen=True)
+class Preempted:
+    """A run that was asked to leave (SIGTERM, SIGUSR1), and has.
+
+    Attributes:
+        step: the last that was done.
+        saved: the checkpoint of it; empty where the job saves none.
+    """
+
+    step: int
+    saved: str
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ class Summary:
     bubble: tuple[float, float] | None = None
 
 
-def train(job: Job, progress: Progress | None = None, *, resume: bool = False) -> Summary | None:
+def train(job: Job, progress: Progress | None = None, *, resume: bool = False) -> Summary | Preempted | None:
     """Train the job's model on this rank.
 
     Args:
@@ -73,7 +86,7 @@ def train(job: Job, progress: Progress | None = None, *, resume: bool = False) -
         resume: go on from the job's newest checkpoint, if there is one.
 
     Returns:
-        The summary on rank 0, None on the others.
+        The summary on rank 0, None on the others; on all, `Preempted` where a signal asked to leave.
 
     Raises:
         TrainingError: when the loss is no longer finite, or gradients overflow at the lowest loss scale.
@@ -88,6 +101,7 @@ def train(job: Job, progress: Progress | None = None, *, resume: bool = False) -
     parameters = sum(p.numel() for p in model.parameters())
     plan = espalier.Plan.from_dict(dict(job.plan))
     given: dict[str, Any] = {"max_grad_norm": job.clip, "count": count_of(job.model)}
+    given["spikes"] = None if job.spikes is None else espalier.Spikes(**job.spikes.model_dump())
     engine = espalier.initialize(model, optimizer, plan, **given)
     schedule = build_schedule(job.optimizer, optimizer, job.train.steps)
     first = engine.mesh.rank == 0
@@ -107,7 +121,11 @@ def train(job: Job, progress: Progress | None = None, *, resume: bool = False) -
         validation_batches(job, text, dtype=dtype),
         (progress or Silent()) if first else Silent(),
     )
-    records = loop.run(resume=resume)
+    with engine.pulse.signals.saving():
+        records = loop.run(resume=resume)
+    if loop.left is not None:
+        engine.wait_saved()
+        return loop.left
     state = engine.full_state_dict()
     timeline = engine.timeline() if isinstance(engine, PipelineEngine) else None
     if not first:
@@ -146,6 +164,7 @@ class Loop:
         self._validation = validation
         self._progress = progress
         self._keeper = Keeper(job, engine, schedule, progress)
+        self.left: Preempted | None = None
 
     def run(self, *, resume: bool = False) -> list[Record]:
         """Do all steps; return the records, which rank 0 also writes to ``metrics.jsonl``.
@@ -153,52 +172,68 @@ class Loop:
         Args:
             resume: those after the newest checkpoint.
         """
-        settings = self._job.train
-        done = self._begin(resume)
-        metrics = None
-        records: list[Record] = []
-        if self._engine.mesh.rank == 0:
-            self._job.out.mkdir(parents=True, exist_ok=True)
-            metrics = MetricsFile(self._job.out / "metrics.jsonl", done)
-            records += metrics.records
-        seconds = records[-1].seconds if records else 0.0
-        marked, counted = time.perf_counter(), 0
+        log = Log(self._job.out, self._engine.mesh.rank == 0, self._begin(resume))
+        engine, steps, rollbacks = self._engine, self._job.train.steps, 0
         try:
             with self._progress:
-                for step in range(done + 1, settings.steps + 1):
-                    last = step == settings.steps
-                    evaluate = last or (settings.eval_every > 0 and step % settings.eval_every == 0)
-                    due = step == 1 or evaluate or step % settings.log_every == 0
-                    rate = float(self._schedule.get_last_lr()[0])
-                    loss, sent = self._step(step, due)
-                    counted += 1
-                    if not due:
-                        self._keeper.after(step, self._batches.size)
+                while engine.steps < steps and self.left is None:
+                    try:
+                        self._one(engine.steps + 1, log)
+                    except SpikeError as spike:
+                        rollbacks += 1
+                        self._roll_back(spike, rollbacks, log)
                         continue
-                    value = self._finite(loss, step, records)
-                    elapsed = time.perf_counter() - marked
-                    seconds += elapsed
-                    record = Record(
-                        step=step,
-                        loss=value,
-                        grad_norm=self._norm(),
-                        lr=rate,
-                        tokens_per_second=counted * self._tokens_per_batch() / elapsed,
-                        seconds=seconds,
-                        memory=gather_memory(self._engine.mesh),
-                        sent=sent,
-                        val_loss=self._evaluate() if evaluate else None,
-                    )
-                    records.append(record)
-                    if metrics:
-                        metrics.write(record)
-                    self._progress.show(record)
-                    marked, counted = time.perf_counter(), 0
-                    self._keeper.after(step, self._batches.size)
+                    if engine.pulse.to_leave(engine.steps) and engine.steps < steps:
+                        self.left = Preempted(engine.steps, str(self._keeper.save() or ""))
         finally:
-            if metrics:
-                metrics.close()
-        return records
+            log.close()
+        return log.records
+
+    def _one(self, step: int, log: Log) -> None:
+        """A step, and what is written of it."""
+        settings = self._job.train
+        last = step == settings.steps
+        evaluate = last or (settings.eval_every > 0 and step % settings.eval_every == 0)
+        due = step == 1 or evaluate or step % settings.log_every == 0
+        rate = float(self._schedule.get_last_lr()[0])
+        loss, made, sent = self._step(step, due)
+        log.counted += 1
+        if due and (made or last):
+            value = self._finite(loss, step, log.records) if made else math.nan
+            elapsed = time.perf_counter() - log.marked
+            log.seconds += elapsed
+            record = Record(
+                step=step,
+                loss=value,
+                grad_norm=self._norm(),
+                lr=rate,
+                tokens_per_second=log.counted * self._tokens_per_batch() / elapsed,
+                seconds=log.seconds,
+                memory=gather_memory(self._engine.mesh),
+                sent=sent,
+                val_loss=self._evaluate() if evaluate else None,
+            )
+            log.write(record)
+            self._progress.show(record)
+        self._keeper.after(step, self._batches.size)
+
+    def _roll_back(self, spike: SpikeError, times: int, log: Log) -> None:
+        """Load the last checkpoint, and leave the batch of the spike out.
+
+        Raises:
+            TrainingError: the job wants to stop, there is no checkpoint, or it was too often.
+        """
+        told = f"step {spike.step}: {spike}"
+        limit = None if self._job.spikes is None else self._job.spikes.limit
+        if not spike.rollback or limit is None:
+            raise TrainingError(told) from spike
+        if times > limit:
+            raise TrainingError(f"{told}. That was rollback {times}: spikes.limit = {limit}") from spike
+        if not self._keeper.roll_back():
+            raise TrainingError(f"{told}. There is no checkpoint yet to roll back to") from spike
+        self._keeper.barred.add(spike.step)
+        log.back_to(self._engine.steps)
+        self._progress.say(f"{told}; back to step {self._engine.steps}, and on without that batch")
 
     def _begin(self, resume: bool) -> int:
         """Start, or take up what was saved; gives the number of steps done."""
@@ -221,9 +256,14 @@ class Loop:
             )
         return done
 
-    def _step(self, step: int, count: bool) -> tuple[torch.Tensor, dict[str, int]]:
+    def _step(self, step: int, count: bool) -> tuple[torch.Tensor, bool, dict[str, int]]:
+        """The loss of a step, whether it was made or left out, and the bytes sent along each axis."""
         engine = self._engine
         engine.pulse.step = step
+        if step in self._keeper.barred:
+            engine.steps = step
+            self._schedule.step()
+            return torch.tensor(math.nan), False, {}
         with ledger(engine.mesh) if count else nullcontext() as book:
             engine.accumulate(
                 engine.local_batch(self._batches.batch(step, rows), size)
@@ -231,10 +271,15 @@ class Loop:
             )
             try:
                 engine.step()
+            except SpikeError:
+                raise
             except FloatingPointError as error:
                 raise TrainingError(f"step {step}: {error}") from error
         self._schedule.step()
-        return engine.loss, book.by_axis() if book is not None else {}
+        told = "" if engine.guard is None else engine.guard.told
+        if told:
+            self._progress.say(f"step {step} is left out: {told}")
+        return engine.loss, not told, book.by_axis() if book is not None else {}
 
     def _evaluate(self) -> float:
         self._model.eval()

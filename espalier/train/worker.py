@@ -17,13 +17,17 @@ from rich.console import Console
 
 from espalier.comm.watch import watched
 from espalier.mesh.process import finish, start
+from espalier.parallel import Plan
 from espalier.train.job import Job
 from espalier.train.progress import Display, Lines, Progress
-from espalier.train.trainer import TrainingError, train
+from espalier.train.trainer import Preempted, TrainingError, train
 from espalier.train.verify import verify
 
 GAVE_UP = 3
 """Exit code of a rank that left its reason in the folder."""
+
+PREEMPTED = 75
+"""Exit code of a run that was asked to leave, saved, and left (sysexits.h: try again later)."""
 
 
 def execute(action: str, job: Job, **options: Any) -> Any:
@@ -36,12 +40,31 @@ def execute(action: str, job: Job, **options: Any) -> Any:
         ValueError: when the job does not fit this world.
         TrainingError: when training cannot go on.
     """
-    start()
+    world = start().world_size
     watched(job.faults.settings)
+    if action == "train":
+        job = fitted(job, world)
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and job.checkpoint is not None:
+            options["resume"] = True
     try:
         return _ACTIONS[action](job, **options)
     finally:
         finish()
+
+
+def fitted(job: Job, ranks: int) -> Job:
+    """The job on so many ranks: with fewer than its plan has, the data axis shrinks as far as it may."""
+    plan = Plan.from_dict(dict(job.plan))
+    others = plan.world_size // plan.data
+    least = job.elastic.min_data
+    if least is None or ranks >= plan.world_size or ranks % others or ranks // others < least:
+        return job
+    return resized(job, ranks // others)
+
+
+def resized(job: Job, data: int) -> Job:
+    """The job with another data axis."""
+    return Job.from_dict({**job.raw, "plan": {**job.plan, "data": data}}, source=job.source)
 
 
 def _train(job: Job, resume: bool = False) -> Any:
@@ -66,6 +89,10 @@ def main(argv: list[str]) -> int:
             raise
         (folder / f"gave-up-{os.environ.get('RANK', '0')}").write_text(str(error), "utf-8")
         return GAVE_UP
+    if isinstance(result, Preempted):
+        if os.environ.get("RANK", "0") == "0":
+            (folder / "result").write_bytes(pickle.dumps(result))
+        return PREEMPTED
     if result is not None:
         (folder / "result").write_bytes(pickle.dumps(result))
     return 0
