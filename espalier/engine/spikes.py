@@ -134,7 +134,7 @@ class Guard:
         culprits, blamed = self._blamed(counted, names, mesh, bool(wrong))
         self.told, self.culprits = f"{told}; {blamed}", culprits
         if self._row > self.settings.limit:
-            told = f"{self.told}. That is the {self._row}th in a row: spikes.limit = {self.settings.limit}"
+            told = f"{self.told}. That is number {self._row} in a row: spikes.limit = {self.settings.limit}"
             raise SpikeError(told, step, False, culprits)
         if answer != "skip":
             raise SpikeError(self.told, step, answer == "rollback", culprits)
