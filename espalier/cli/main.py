@@ -78,7 +78,14 @@ def train(
 
         console = Console()
         loaded = load(job, set_ or [], ranks)
-        summary = run("train", loaded, port=port, debug=debug, report=partial(console.print, markup=False, highlight=False, soft_wrap=True), resume=resume)
+        summary = run(
+            "train",
+            loaded,
+            port=port,
+            debug=debug,
+            report=partial(console.print, markup=False, highlight=False, soft_wrap=True),
+            resume=resume,
+        )
         if isinstance(summary, Preempted):
             tell_preempted(console, summary)
             raise typer.Exit(PREEMPTED)
@@ -100,7 +107,13 @@ def verify(
 
         console = Console()
         loaded = load(job, set_ or [], ranks)
-        found = run("verify", loaded, port=port, debug=debug, report=partial(console.print, markup=False, highlight=False, soft_wrap=True))
+        found = run(
+            "verify",
+            loaded,
+            port=port,
+            debug=debug,
+            report=partial(console.print, markup=False, highlight=False, soft_wrap=True),
+        )
         if found is not None:
             tell_verification(console, found)
             if not found.passed:

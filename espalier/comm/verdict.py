@@ -160,7 +160,9 @@ def judge(heard: Mapping[int, Heard], faults: Faults) -> Verdict | None:
     gone = sorted(rank for rank in ended if rank in signs and heard[rank].runs)
     if gone:
         delay = max(heard[rank].silent for rank in gone)
-        return _told(heard, gone, lambda s: "is gone: its process has ended without a word; last heard of", delay)
+        return _told(
+            heard, gone, lambda s: "is gone: its process has ended without a word; last heard of", delay
+        )
     silent = [
         r for r, of in heard.items() if of.sign and of.runs and of.silent > faults.limit and not of.vouched
     ]

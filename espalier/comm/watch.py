@@ -44,14 +44,15 @@ class Pulse:
     """What this rank is at, and its part in the watch. Made by :func:`watched`.
 
     Attributes:
-        step: of training; ``action``: of a schedule, or whatever it is at between collectives. Both are only
-            written to, and read by the threads of the watch.
+        step: of training; ``action``: of a schedule, ``""`` without one. Both are only written to here; the
+            threads of the watch read them.
         running: whether there is anybody to watch.
     """
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
-        self.step, self.action = 0, ""
+        self.step = 0
+        self.action: Any = ""
         self.running = False
         self.rank, self.size = 0, 1
         self.signals = Signals()
@@ -59,6 +60,7 @@ class Pulse:
         self._groups: dict[tuple[Mesh, int, Mesh | None], str] = {}
         self._counts: Counter[str] = Counter()
         self._recent: deque[tuple[str, int, Collective, int]] = deque(maxlen=_RECENT)
+        self._begun: tuple[Collective, int] | None = None
         self._quiet_since = time.monotonic()
         self._seen: Any = None
         self._look = Look("busy", "")
@@ -76,8 +78,11 @@ class Pulse:
         if group is None:
             group = self._groups[key] = _group(event)
         self._count += 1
-        self._counts[group] += 1
-        self._recent.append((group, self._counts[group], event, self.step))
+        number = self._counts[group]
+        if event.whole is not None:  # what all of its ranks make alike
+            number = self._counts[group] = number + 1
+            self._recent.append((group, number, event, self.step))
+        self._begun = event, number
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
@@ -365,9 +370,13 @@ class Pulse:
         return sign
 
     def _doing(self) -> str:
-        last = self._recent[-1] if self._recent else None
-        collective = "" if last is None else f"{_what(last[2])} along {last[2].where!r} (its no. {last[1]})"
-        return ", ".join(told for told in (self.action, collective) if told)
+        collective = ""
+        if self._begun is not None:
+            event, number = self._begun
+            told = f"its no. {number}" if event.whole is not None else f"after its no. {number}"
+            collective = f"{_what(event)} along {event.where!r} ({told})"
+        action = str(self.action)
+        return ", ".join(told for told in (action and f"action {action}", collective) if told)
 
 
 class _Stderr:

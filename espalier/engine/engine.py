@@ -333,6 +333,8 @@ class Engine(Lasting):
             return self.grad_norm
 
         finite = True
+        if self.guard is not None:
+            self.guard.told = ""
         if self.scaler is not None:
             names = [name for name, _ in self.module.named_parameters()]
             finite = self.scaler.update(arrived(), counted, names, self.mesh)

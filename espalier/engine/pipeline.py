@@ -16,7 +16,7 @@ from espalier.engine.engine import Engine
 from espalier.engine.norm import Norm, scale_gradients, share_of
 from espalier.layout import Layout
 from espalier.parallel import Arrangement, arrange, everywhere
-from espalier.parallel.pipeline import Kind, Schedule, Timeline
+from espalier.parallel.pipeline import Action, Kind, Schedule, Timeline
 from espalier.parallel.pipeline.agreement import taken_apart
 from espalier.parallel.pipeline.runtime import Agreed, Trees
 from espalier.parallel.pipeline.stages import Stages
@@ -382,8 +382,13 @@ class _Step:
         self.agreed = [agreement(*of, self._called) for of in zip(self._splits, inputs, strict=True)]
         self._states, self._after = _random_states(self.agreed, self._stages.local)
 
+    def at(self, action: Action) -> None:
+        """An action begins: the watch over ranks may ask which."""
+        self._engine.pulse.action = action
+
     def leave(self) -> None:
         """When all are through."""
+        self._engine.pulse.action = ""
         if self._after is not None:
             torch.set_rng_state(self._after)
 

@@ -62,6 +62,9 @@ class Agreed(NamedTuple):
 class Work(Protocol):
     """What a runtime is to do: a step's micro-batches, and what the stages compute."""
 
+    def at(self, action: Action) -> None:
+        """An action begins."""
+
     def phase(self, name: str) -> None:
         """A ``"forward"`` or a ``"backward"`` begins."""
 
@@ -132,6 +135,7 @@ class Runtime:
         self._last = {a.stage: a for a in row if a.kind in (Kind.B, Kind.W if self._parts else Kind.I)}
         try:
             for action in self._posted_early(row):
+                work.at(action)
                 if not action.kind.computes:
                     self._message(action)
                 elif self.failure is None:
