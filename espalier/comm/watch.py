@@ -183,7 +183,7 @@ class Pulse:
             self.stop()
             return False
         # the one whose connection broke waits until it is known why
-        patience = self.faults.limit + 2 if self._end == "consequence" else 2.0
+        patience = self.faults.limit + 5 if self._end == "consequence" else 2.0
         until = time.monotonic() + patience
         while self._verdict is None and not self._lost and time.monotonic() < until:
             time.sleep(0.05)

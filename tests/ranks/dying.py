@@ -1,6 +1,6 @@
 """Worlds in which a rank does something bad: ``python -m tests.ranks.dying FOLDER NAME:RANKS:WHO ...``.
 
-All worlds run at a time, their ranks forked from this process, which has torch imported and holds their
+Some worlds run at a time, their ranks forked from this process, which has torch imported and holds their
 stores, as torchrun's agent does. Each leaves in FOLDER/<world> what its ranks wrote and how they ended.
 """
 
@@ -24,15 +24,21 @@ from espalier.comm import all_reduce
 
 FAULTS = espalier.Faults(limit=4.0, outside=30.0)
 AT = 3
+AT_A_TIME = 4
 
 
 def main(folder: Path, worlds: list[str]) -> None:
     """Start all, or come back as a rank of one."""
     ranks: dict[int, tuple[Path, int]] = {}
-    for world in worlds:
+    waiting = [*worlds]
+    while waiting or ranks:
+        if not waiting or len({place for place, _ in ranks.values()}) == AT_A_TIME:
+            await_one(ranks)
+            continue
+        world = waiting.pop(0)
         kind, size, who = world.split(":")
         store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300)
         )
         # a child must not end what is the parent's
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
@@ -45,13 +51,13 @@ def main(folder: Path, worlds: list[str]) -> None:
                 train(kind, rank == int(who), place)
                 return
             ranks[pid] = place, rank
-    ended: dict[Path, dict[int, int]] = {}
-    while ranks:
-        pid, status = os.wait()
-        place, rank = ranks.pop(pid)
-        ended.setdefault(place, {})[rank] = os.waitstatus_to_exitcode(status)
-        if not any(other == place for other, _ in ranks.values()):
-            (place / "end").write_text(json.dumps({"codes": ended[place], "time": time.time()}))
+
+
+def await_one(ranks: dict[int, tuple[Path, int]]) -> None:
+    """Until a rank has ended; how and when it did is written down."""
+    pid, status = os.wait()
+    place, rank = ranks.pop(pid)
+    (place / f"end{rank}").write_text(json.dumps([os.waitstatus_to_exitcode(status), time.time()]))
 
 
 def become(rank: int, size: int, port: int, place: Path) -> None:
