@@ -177,7 +177,7 @@ class _Run:
                 self._share(name)
                 optimizer.state.update(zip(self._members, self._states, strict=True))
             elif name in self._numbers:
-                self._numbers[name].copy_(x)
+                self._numbers[name].fill_(x.item())
         increment_version(self._members)
 
     def _share(self, name: str) -> None:
@@ -187,6 +187,7 @@ class _Run:
         if isinstance(x, torch.Tensor) and not x.ndim:
             self._numbers[name] = x.repeat(len(parts))
             parts = self._views[name] = list(self._numbers[name].unbind())
+            self._state[name] = parts[0]
         elif isinstance(x, torch.Tensor):
             for i, (p, part) in enumerate(zip(self._members, x.split(self._sizes), strict=True)):
                 parts[i], layout = part.view(p.shape), getattr(p, "_layout", None)

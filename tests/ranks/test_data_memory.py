@@ -113,11 +113,12 @@ def sends(rank: int, world: int, n: int) -> None:
             expected = sum(2 * -(-e // n) for e in elements)
         else:
             expected = (3 if zero == 3 else 2) * sum(elements) // n + flags
-        if (
-            zero == 3
-        ):  # what the forward pass uses last the backward pass uses first: it is kept; so is a norm
-            kept = (*engine.module.head.parameters(), *engine.module.norm.parameters())
-            expected -= sum(p.numel() for p in kept) // n
+        if zero == 3:
+            # once for both: what the forward pass uses last the backward pass uses first (it is kept, and so
+            # is a norm), and that of an embedding reads no table
+            net = engine.module
+            once = (net.head, net.norm, net.embed)
+            expected -= sum(p.numel() for part in once for p in part.parameters()) // n
         assert moved == 4 * (n - 1) * expected, zero
 
 

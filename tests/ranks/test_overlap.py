@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import espalier
-from espalier.parallel.data.gathering import Gathered
+from espalier.parallel.data.gathered import Gathered
 from tests.ranks.test_engine import TOLERANCE, apart
 
 

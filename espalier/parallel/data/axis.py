@@ -17,7 +17,8 @@ from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.data.budget import Budget
 from espalier.parallel.data.chunks import Chunk, Lane, Member, show
-from espalier.parallel.data.gathering import Gathering, home_of, show_pieces
+from espalier.parallel.data.gathered import home_of, show_pieces
+from espalier.parallel.data.gathering import Gathering
 from espalier.parallel.data.gradients import AllGradients, Gradients
 from espalier.parallel.data.masters import Masters, cast
 from espalier.parallel.data.residency import Shelf, choose
@@ -64,7 +65,6 @@ class DataAxis:
         self.members = [
             Member(name, p, layouts[name], *_own(axes, layouts[name], mesh), dtype) for name, p in named
         ]
-        self._copied: set[int] = set()
         self._frozen = [m for m in self.members if not m.p.requires_grad]
         cut = self.stage.parameters == "S"
         lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members])
@@ -83,12 +83,7 @@ class DataAxis:
         self.masters = Masters(self.chunks, pieces=self.stage.states == "S")
         for m in self.members:
             cast(m)
-        plainly = [chunk for chunk in self.chunks if chunk.master is None and not chunk.places]
-        if self.stage.states == "R":
-            for chunk in plainly:
-                _line_up(chunk)
-        elif not cut:
-            self._copied = _smallest(plainly, plan.chunk_megabytes * 1e6)
+        self._copied = self._lined_up(plan.chunk_megabytes * 1e6)
         self.gathering = None
         if cut:
             for _, chunk in used:
@@ -131,6 +126,20 @@ class DataAxis:
                 kinds = {"states": self.chunks, "gradients": self.chunks, "parameters": homes}
                 self.budget = Budget(plan.offload, kinds, self.streaming, mesh)
 
+    def _lined_up(self, most: float) -> set[int]:
+        """Let whole parameters that the optimizer updates lie one after the other.
+
+        Returns:
+            by ``id``, the members of which it updates copies of this rank's pieces; they have so many bytes.
+        """
+        plainly = [chunk for chunk in self.chunks if chunk.master is None and not chunk.places]
+        if self.stage.states == "R":
+            for chunk in plainly:
+                _line_up(chunk)
+        if self.stage.states == "R" or self.stage.parameters == "S":
+            return set()
+        return _smallest(plainly, most)
+
     def _place(self, chunks: Sequence[Chunk], offload: Offload) -> Shelf | None:
         """Give each chunk its places; gives where to put what is off the device."""
         for i, chunk in enumerate(chunks):
@@ -151,7 +160,7 @@ class DataAxis:
     @property
     def resized(self) -> list[torch.UntypedStorage]:
         """Storages that are emptied and filled as their parameters are used."""
-        return [] if self.gathering is None else [g.storage for g in self.gathering.held]
+        return [] if self.gathering is None else [x for g in self.gathering.held for x in g.storages]
 
     def watched(self, outside: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
         """What lives on the device between steps; ``outside`` is told of what is to be off it from now on."""

@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 from espalier.comm import collectives as door
 from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import Chunk
-from espalier.parallel.data.gathering import home_of, show_pieces
+from espalier.parallel.data.gathered import home_of, show_pieces
 from espalier.parallel.data.streaming import Away, Streaming
 from espalier.parallel.offload import Offload, Place
 from espalier.tensor import plain

@@ -21,6 +21,7 @@ from espalier.parallel.offload import Place
 from espalier.tensor import plain, stamp
 
 _address = torch._C.TensorBase.data_ptr
+_set_data = vars(torch._C.TensorBase)["data"].__set__
 
 
 class Lane(NamedTuple):
@@ -295,17 +296,21 @@ class Chunk:
         """Where ``unpack`` is to put each member, in tensors that are whole along the axis."""
         return [m.in_whole(whole) for m, whole in zip(self.members, wholes, strict=True)]
 
+    def in_rows(self, rows: torch.Tensor, places: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Where rows have what belongs to the places that ``in_wholes`` gave."""
+        found: list[torch.Tensor] = []
+        for m, part, there in zip(self.members, self.slots(rows), places, strict=True):
+            found += m.in_rows(part, there)
+        return found
+
     def unpack(self, rows: torch.Tensor, places: Sequence[list[torch.Tensor]]) -> None:
         """Copy rows to what ``in_wholes`` gave."""
-        outof: list[torch.Tensor] = []
-        for m, part, there in zip(self.members, self.slots(rows), places, strict=True):
-            outof += m.in_rows(part, there)
         into = [view for there in places for view in there]
         if into:
-            torch._foreach_copy_(into, outof)
+            torch._foreach_copy_(into, self.in_rows(rows, places))
 
 
 def show(p: torch.Tensor, data: torch.Tensor, layout: Layout) -> None:
     """Let a parameter hold other data, and say how it lies (called with torch functions left alone)."""
-    p.data = data
+    _set_data(p, data)
     stamp(p, layout)

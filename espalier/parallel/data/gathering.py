@@ -10,6 +10,7 @@ needed.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,13 +19,12 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 
-from espalier.comm import Pending
-from espalier.comm.flat import start_gather
 from espalier.mesh import Mesh
-from espalier.parallel.data.chunks import Chunk, show
+from espalier.parallel.data.chunks import Chunk
+from espalier.parallel.data.gathered import Gathered
 from espalier.parallel.data.residency import Shelf
 from espalier.parallel.data.resting import Resting
-from espalier.tensor import plain, stamp
+from espalier.tensor import stamp
 from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.fallback import tree_map
@@ -36,144 +36,6 @@ class Use(NamedTuple):
 
     phase: str
     chunk: int
-
-
-class Gathered:
-    """The storage of a chunk's whole parameters: filled while they are used, of no size between.
-
-    Attributes:
-        wholes: views of it, one for each member.
-        users: modules that are running and use it.
-        marks: uses in a forward pass whose backward is to come, and will tell when it is done.
-        rows, pending: what is on its way to it.
-    """
-
-    def __init__(self, number: int, chunk: Chunk, shelf: Shelf | None) -> None:
-        self.number, self.chunk, self._shelf = number, chunk, shelf
-        with raw():
-            elements = sum(m.size for m in chunk.members)
-            self._flat = torch.empty(elements, dtype=chunk.dtype, device=chunk.device)
-            self.wholes = chunk.wholes(self._flat)
-            self._places = chunk.in_wholes(self.wholes)
-            self._bytes = self._flat.untyped_storage().nbytes()
-            self.storage = self._flat.untyped_storage()
-            self.storage.resize_(0)
-            _count_versions(chunk, 1)
-        self.is_whole = self.is_hidden = False
-        self.users = self.marks = 0
-        self.rows: torch.Tensor | None = None
-        self.pending: Pending | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole parameters, on the rank that has most of them."""
-        return self.chunk.largest * self.chunk.dtype.itemsize
-
-    @property
-    def is_away(self) -> bool:
-        """Whether this rank's pieces are off the device."""
-        return "parameters" in self.chunk.places
-
-    @property
-    def _key(self) -> str:
-        return f"parameters-{self.chunk.number}"
-
-    def read(self) -> None:
-        """Start to read this rank's pieces, where they are on disk."""
-        if self.is_away and not self.is_whole and self.pending is None:
-            assert self._shelf is not None
-            self._shelf.start(self._key, home_of(self.chunk))
-
-    def start(self) -> None:
-        """Start to gather, unless that is done or under way."""
-        if self.is_whole or self.pending is not None:
-            return
-        assert self.chunk.home is not None
-        with raw():
-            own = self.chunk.home
-            if self.is_away:
-                assert self._shelf is not None
-                (own,) = self._shelf.take(self._key, home_of(self.chunk))
-            lane = self.chunk.lane
-            self.rows = self.chunk.rows(lane.n, self.chunk.dtype)
-            self.pending = start_gather(self.rows, own, lane.mesh, lane.axis)
-
-    def fill(self) -> None:
-        """Wait for what is under way, and let the parameters be whole."""
-        if self.is_whole:
-            return
-        assert self.pending is not None and self.rows is not None
-        self.pending.wait()
-        with raw():
-            self.storage.resize_(self._bytes)
-            self.chunk.unpack(self.rows, self._places)
-            _count_versions(self.chunk, -1)
-            for m, whole in zip(self.chunk.members, self.wholes, strict=True):
-                show(m.p, whole, m.full)
-        self.rows = self.pending = None
-        self.is_whole = True
-
-    def release(self) -> None:
-        """Let the parameters be pieces again, and give the memory back."""
-        if not self.is_whole:
-            return
-        assert self.chunk.home is not None
-        # a parameter that changed its device before backward would get a second accumulator of gradients
-        self.is_hidden = self.chunk.home.device != self.chunk.device and torch.is_grad_enabled()
-        with raw():
-            home = self.chunk.home
-            if self.is_hidden:
-                nothing = float("nan") if home.is_floating_point() else 0
-                home = self._flat.new_full((), nothing).expand(home.shape)
-            _count_versions(self.chunk, 1)
-            for m, piece in zip(self.chunk.members, self.chunk.pieces(home), strict=True):
-                show(m.p, piece, m.rest)
-        self.storage.resize_(0)
-        self.is_whole = False
-        self.chunk.versions = [m.p._version for m in self.chunk.members]
-
-    def reveal(self) -> None:
-        """No backward pass is to come: let the parameters be their pieces, where these are off the device."""
-        if self.is_hidden and not self.is_whole:
-            assert self.chunk.home is not None
-            show_pieces(self.chunk, self.chunk.home)
-            self.is_hidden = False
-
-    def drop(self) -> None:
-        """Let go of what was gathered for nothing, and of parameters that no module is using."""
-        self.marks = 0
-        if self.pending is not None:
-            self.pending.wait()
-            self.rows = self.pending = None
-        if not self.users:
-            self.release()
-            self.reveal()
-
-    def adopt(self) -> None:
-        """Take in what somebody has put in place of a parameter's data (``p.data = ...``)."""
-        assert self.chunk.home is not None
-        if self.is_whole:
-            return
-        with raw():
-            for m, piece in zip(self.chunk.members, self.chunk.pieces(self.chunk.home), strict=True):
-                if m.p.data_ptr() != piece.data_ptr() and piece.numel():
-                    new = plain(m.p.data)
-                    show(m.p, piece, m.rest)
-                    m.p.detach().copy_(new)
-
-
-def _count_versions(chunk: Chunk, by: int) -> None:
-    """Let autograd take a released parameter for one that was written to.
-
-    If a backward pass asks for it, and no hook has had it gathered, that is an error, never a wrong number.
-    """
-    if _set_versions is not None:
-        ps = tuple(m.p for m in chunk.members if m.dim is not None)
-        _set_versions(ps, tuple(p._version + by for p in ps))
-
-
-# private, so it may go
-_set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 
 
 class Gathering:
@@ -194,10 +56,12 @@ class Gathering:
     ) -> None:
         self.mesh, self._ahead = mesh, ahead
         self.held = [Gathered(i, chunk, shelf) for i, (_, chunk) in enumerate(chunks)]
+        self._largest = max((g.nbytes for g in self.held), default=0)
         self._of = {id(g.chunk): g for g in self.held}
         # as last seen, with and without gradients
         self.orders: dict[bool, list[Use]] = {}
         self._seen: list[Use] = []
+        self._again: set[int] = set()  # chunks that a forward pass uses more than once
         by_module: dict[nn.Module, list[Gathered]] = {}
         for (modules, _), g in zip(chunks, self.held, strict=True):
             for module in modules:
@@ -215,6 +79,7 @@ class Gathering:
 
     def _watch(self, module: nn.Module, used: list[Gathered]) -> None:
         watched = weakref.ref(module)  # a copy of the module has its hooks too
+        looks_up = _only_looks_up(module, used)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if module is not watched():
@@ -234,7 +99,9 @@ class Gathering:
             for g in used:
                 g.users -= 1
             given = out
-            out = _before_backward(self._own_memory(out, used), lambda *_: self._needed_again(used))
+            out = self._own_memory(out, used)
+            if not (looks_up and len(module._forward_hooks) == 1):
+                out = _before_backward(out, lambda *_: self._needed_again(used))
             if not _in_backward():  # else its backward follows
                 for g in used:
                     if not g.users and not self._is_kept(g):
@@ -284,6 +151,8 @@ class Gathering:
         """A new pass over the model begins: remember what the last one used."""
         if self._seen:
             self.orders[self._seen[-1].phase == "backward"] = self._seen
+            times = Counter(use.chunk for use in self._seen if use.phase == "forward")
+            self._again = {chunk for chunk, n in times.items() if n > 1}
         self._seen = []
         for g in self.held:
             g.users = 0
@@ -327,7 +196,7 @@ class Gathering:
 
     def _look_ahead(self, now: Gathered, coming: list[Use]) -> None:
         """Start what is needed next: no more than the largest chunk, and nothing for the pass after this."""
-        budget = min(self._ahead, max(g.nbytes for g in self.held))
+        budget = min(self._ahead, self._largest)
         budget -= sum(g.nbytes for g in self.held if g.pending is not None and g is not now)
         for i, use in enumerate(coming):
             g = self.held[use.chunk]
@@ -351,31 +220,39 @@ class Gathering:
                 return
 
     def _is_kept(self, g: Gathered) -> bool:
-        at = len(self._seen)
-        next_is = self.order[at : at + 1] == [Use("backward", g.number)]
-        return torch.is_grad_enabled() and (next_is or g.chunk.stays)
+        """Whether a chunk stays whole after a use: it would be the next gathered, or is used again soon."""
+        order, at = self.order, len(self._seen)
+        if torch.is_grad_enabled() and g.chunk.stays:
+            return True
+        if order[at - 1 : at] != self._seen[-1:]:
+            return False
+        for use in order[at:]:
+            if use.chunk == g.number:
+                break
+            if not self.held[use.chunk].is_whole:
+                again = g.number in self._again and Use("forward", g.number) in order[at:]
+                if not again:
+                    return False
+                break
+        else:
+            return False
+        kept = sum(other.nbytes for other in self.held if other.is_whole and not other.users)
+        return kept <= self._ahead
+
+
+def _only_looks_up(module: nn.Module, used: Sequence[Gathered]) -> bool:
+    """Whether a module's backward reads none of its parameters, and fills gradients while these are cut.
+
+    Autograd keeps a gradient as it comes if its strides are the parameter's.
+    """
+    if type(module) is not nn.Embedding or module.max_norm is not None or module.sparse:
+        return False
+    members = [(g, m) for g in used for m in g.chunk.members if m.p is module.weight]
+    return all(m.dim == 0 and not g.is_away for g, m in members)
 
 
 def _is_elsewhere(chunk: Chunk) -> bool:
     return chunk.home is not None and chunk.home.device != chunk.device
-
-
-def show_pieces(chunk: Chunk, home: torch.Tensor) -> None:
-    """Let the parameters of a chunk be this rank's pieces, as they stand in a flat ``home``."""
-    chunk.home = home
-    with raw():
-        for m, piece in zip(chunk.members, chunk.pieces(home), strict=True):
-            show(m.p, piece, m.rest)
-    chunk.versions = [m.p._version for m in chunk.members]
-
-
-def home_of(chunk: Chunk) -> list[torch.Tensor]:
-    """This rank's pieces off the device; copied, where a parameter was written to since it showed them."""
-    assert chunk.home is not None
-    if chunk.places["parameters"] == "host":
-        return [chunk.home]
-    chunk.is_written = chunk.is_written or chunk.versions != [m.p._version for m in chunk.members]
-    return [chunk.home.clone() if chunk.is_written else chunk.home]
 
 
 def _all_tensors(tree: Any, depth: int = 3) -> list[torch.Tensor]:

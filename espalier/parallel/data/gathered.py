@@ -1,0 +1,188 @@
+"""The whole parameters of a chunk that is cut between its uses (ZeRO-3): gathered, shown, released."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as raw
+
+from espalier.comm import Pending
+from espalier.comm.flat import start_gather
+from espalier.parallel.data.chunks import Chunk, show
+from espalier.parallel.data.residency import Shelf
+from espalier.tensor import plain
+
+_address = torch._C.TensorBase.data_ptr
+_version = vars(torch._C.TensorBase)["_version"].__get__
+# private, so it may go
+_set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+
+
+class Gathered:
+    """The storage of a chunk's whole parameters: filled while they are used, of no size between.
+
+    Attributes:
+        wholes: views of it, one for each member.
+        users: modules that are running and use it.
+        marks: uses in a forward pass whose backward is to come, and will tell when it is done.
+        rows, pending: what is on its way to it; ``rows``, too, have memory only then.
+    """
+
+    def __init__(self, number: int, chunk: Chunk, shelf: Shelf | None) -> None:
+        self.number, self.chunk, self._shelf = number, chunk, shelf
+        with raw():
+            elements = sum(m.size for m in chunk.members)
+            self._flat = torch.empty(elements, dtype=chunk.dtype, device=chunk.device)
+            self.wholes = chunk.wholes(self._flat)
+            self.storage = self._flat.untyped_storage()
+            self._bytes = self.storage.nbytes()
+            places = chunk.in_wholes(self.wholes)
+            self.storage.resize_(0)
+            # views last, though what they look at comes and goes
+            self.rows = chunk.rows(chunk.lane.n, chunk.dtype)
+            self._into = [view for there in places for view in there]
+            self._outof = chunk.in_rows(self.rows, places)
+            self._arriving = self.rows.untyped_storage()
+            self._arriving_bytes = self._arriving.nbytes()
+            self._arriving.resize_(0)
+            self._ps = [m.p for m in chunk.members]
+            self._cut = tuple(m.p for m in chunk.members if m.dim is not None)
+            self._count_versions(1)
+        self.is_whole = self.is_hidden = False
+        self.users = self.marks = 0
+        self.pending: Pending | None = None
+        # of the whole parameters, on the rank that has most of them
+        self.nbytes = chunk.largest * chunk.dtype.itemsize
+
+    @property
+    def storages(self) -> list[torch.UntypedStorage]:
+        """All that are emptied and filled."""
+        return [self.storage, self._arriving]
+
+    @property
+    def is_away(self) -> bool:
+        """Whether this rank's pieces are off the device."""
+        return "parameters" in self.chunk.places
+
+    @property
+    def _key(self) -> str:
+        return f"parameters-{self.chunk.number}"
+
+    def read(self) -> None:
+        """Start to read this rank's pieces, where they are on disk."""
+        if self.is_away and not self.is_whole and self.pending is None:
+            assert self._shelf is not None
+            self._shelf.start(self._key, home_of(self.chunk))
+
+    def start(self) -> None:
+        """Start to gather, unless that is done or under way."""
+        if self.is_whole or self.pending is not None:
+            return
+        assert self.chunk.home is not None
+        with raw():
+            own = self.chunk.home
+            if self.is_away:
+                assert self._shelf is not None
+                (own,) = self._shelf.take(self._key, home_of(self.chunk))
+            lane = self.chunk.lane
+            self._arriving.resize_(self._arriving_bytes)
+            self.pending = start_gather(self.rows, own, lane.mesh, lane.axis)
+
+    def fill(self) -> None:
+        """Wait for what is under way, and let the parameters be whole."""
+        if self.is_whole:
+            return
+        assert self.pending is not None
+        self.pending.wait()
+        with raw():
+            self.storage.resize_(self._bytes)
+            if self._into:
+                torch._foreach_copy_(self._into, self._outof)
+            self._count_versions(-1)
+            for m, whole in zip(self.chunk.members, self.wholes, strict=True):
+                show(m.p, whole, m.full)
+        self._let_go()
+        self.is_whole = True
+
+    def _let_go(self) -> None:
+        self.pending = None
+        self._arriving.resize_(0)
+
+    def release(self) -> None:
+        """Let the parameters be pieces again, and give the memory back."""
+        if not self.is_whole:
+            return
+        assert self.chunk.home is not None
+        # a parameter that changed its device before backward would get a second accumulator of gradients
+        self.is_hidden = self.chunk.home.device != self.chunk.device and torch.is_grad_enabled()
+        with raw():
+            home = self.chunk.home
+            if self.is_hidden:
+                nothing = float("nan") if home.is_floating_point() else 0
+                home = self._flat.new_full((), nothing).expand(home.shape)
+            self._count_versions(1)
+            for m, piece in zip(self.chunk.members, self.chunk.pieces(home), strict=True):
+                show(m.p, piece, m.rest)
+        self.storage.resize_(0)
+        self.is_whole = False
+        if self.is_away:
+            self.chunk.versions = [m.p._version for m in self.chunk.members]
+
+    def reveal(self) -> None:
+        """No backward pass is to come: let the parameters be their pieces, where these are off the device."""
+        if self.is_hidden and not self.is_whole:
+            assert self.chunk.home is not None
+            show_pieces(self.chunk, self.chunk.home)
+            self.is_hidden = False
+
+    def drop(self) -> None:
+        """Let go of what was gathered for nothing, and of parameters that no module is using."""
+        self.marks = 0
+        if self.pending is not None:
+            self.pending.wait()
+            self._let_go()
+        if not self.users:
+            self.release()
+            self.reveal()
+
+    def adopt(self) -> None:
+        """Take in what somebody has put in place of a parameter's data (``p.data = ...``)."""
+        assert self.chunk.home is not None
+        if self.is_whole:
+            return
+        with raw():
+            pieces = self.chunk.pieces(self.chunk.home)
+            if list(map(_address, self._ps)) == list(map(_address, pieces)):
+                return
+            for m, piece in zip(self.chunk.members, pieces, strict=True):
+                if m.p.data_ptr() != piece.data_ptr() and piece.numel():
+                    new = plain(m.p.data)
+                    show(m.p, piece, m.rest)
+                    m.p.detach().copy_(new)
+
+    def _count_versions(self, by: int) -> None:
+        """Let autograd take a released parameter for one that was written to.
+
+        If backward asks for it, and no hook has had it gathered, that is an error, never a wrong number.
+        """
+        if _set_versions is not None:
+            _set_versions(self._cut, tuple([_version(p) + by for p in self._cut]))
+
+
+def show_pieces(chunk: Chunk, home: torch.Tensor) -> None:
+    """Let the parameters of a chunk be this rank's pieces, as they stand in a flat ``home``."""
+    chunk.home = home
+    with raw():
+        for m, piece in zip(chunk.members, chunk.pieces(home), strict=True):
+            show(m.p, piece, m.rest)
+    chunk.versions = [m.p._version for m in chunk.members]
+
+
+def home_of(chunk: Chunk) -> list[torch.Tensor]:
+    """This rank's pieces off the device; copied, where a parameter was written to since it showed them."""
+    assert chunk.home is not None
+    if chunk.places["parameters"] == "host":
+        return [chunk.home]
+    chunk.is_written = chunk.is_written or chunk.versions != [m.p._version for m in chunk.members]
+    return [chunk.home.clone() if chunk.is_written else chunk.home]
