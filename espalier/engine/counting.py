@@ -102,13 +102,17 @@ class Counting(Watcher):
         """Carry a call out and mark what comes of it."""
         if recording():
             return go()
-        given = list(_tensors(args)) + list(_tensors(kwargs.values()))
-        before = [mark_of(x) for x in given]
-        mixed = next((m for m in before if type(m) is Mixture), None)
+        given = list(_tensors(args)) + list(_tensors(kwargs.values())) if kwargs else list(_tensors(args))
+        before = [x.__dict__.get("_mark") for x in given]
+        marked = any(before)
+        mixed = next((m for m in before if type(m) is Mixture), None) if marked else None
         if mixed is None and func in (F.cross_entropy, F.nll_loss):
             out = _of_classes(args, kwargs, go)
         else:
             out = go()
+        unmarked = not marked and type(out) is DTensor and "_mark" not in out.__dict__
+        if unmarked and (self._cut(out._layout) or not any(self._cut(x._layout) for x in given)):
+            return out  # rows stay rows, or there are none: so for most calls
         for x in (out,) if type(out) is DTensor else tuple(_tensors((out,))):
             inner = mark_of(x)
             if inner is not None and all(x is not y for y in given):

@@ -375,11 +375,11 @@ class _Step:
         self.losses: dict[int, tuple[torch.Tensor, Number]] = {}
         self._parts = [engine._batches.typed(part) for part in parts]
         self._stages = engine.stages
-        inputs = [self._inputs(part) for part in self._parts]
-        known = [tree_map(engine._plain, x) if engine.mesh.is_dry else x for x in inputs]
-        self._splits = [self._stages.split.at(x) for x in known]
+        self._inputs = [tree_map(engine._cast, engine._parted(part)[0]) for part in self._parts]
+        known = [tree_map(engine._plain, x) if engine.mesh.is_dry else x for x in self._inputs]
+        self._splits = self._stages.split.at_all(known)
         agreement = self._stages.agreement
-        self.agreed = [agreement(*of, self._called) for of in zip(self._splits, inputs, strict=True)]
+        self.agreed = [agreement(*of, self._called) for of in zip(self._splits, self._inputs, strict=True)]
         self._states, self._after = _random_states(self.agreed, self._stages.local)
 
     def at(self, action: Action) -> None:
@@ -392,10 +392,6 @@ class _Step:
         if self._after is not None:
             torch.set_rng_state(self._after)
 
-    def _inputs(self, part: Any) -> Any:
-        engine = self._engine
-        return tree_map(engine._cast, engine._parted(part)[0])
-
     def _called(self, program: Any, received: Trees, inputs: Any) -> Any:
         with self._engine._autocast():
             return program(received, inputs)
@@ -407,10 +403,10 @@ class _Step:
         programs = self._splits[micro_batch].stages
         program = programs[stage]
         if stage + 1 < len(programs):
-            return taken_apart(self._called(program, received, self._inputs(part)))[0]
+            return taken_apart(self._called(program, received, self._inputs[micro_batch]))[0]
 
         def forward(part: Any) -> torch.Tensor:
-            output = self._called(program, received, self._inputs(part))
+            output = self._called(program, received, self._inputs[micro_batch])
             return engine._loss_in(output, engine._parted(part)[1])
 
         accumulation = engine._accumulation

@@ -63,8 +63,8 @@ class Agreement:
             forward: ``forward(program, received, inputs)`` calls a stage.
         """
         leaves, form = pytree.tree_flatten(inputs)
-        modes = tuple(m.training for m in self._model.modules())
-        key = (split, str(form), tuple(map(_told, leaves)), modes, torch.is_grad_enabled())
+        # a split is one for whether modules train, and parameters need gradients
+        key = (split, str(form), tuple(map(_told, leaves)), torch.is_grad_enabled())
         if key not in self._known:
             for ours, theirs in zip(self._model.modules(), self._twin.modules(), strict=True):
                 theirs.training = ours.training

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +107,12 @@ class Split:
 
     def at(self, batch: Any) -> Split:
         """The same stages for another batch; traced anew if its shapes, or what is read of it, are new."""
-        return self._family.at(batch)
+        return self.at_all([batch])[0]
+
+    def at_all(self, batches: Iterable[Any]) -> list[Split]:
+        """:meth:`at` of each; what the model is like is looked at once."""
+        state = self._family.state()
+        return [self._family.at(batch, state) for batch in batches]
 
     @property
     def users(self) -> dict[str, tuple[int, ...]]:
@@ -154,8 +159,8 @@ class _Family:
     def trace(self, batch: Any) -> Trace:
         return trace(self.model, mapped(_plain, batch), self.device, self.standing)
 
-    def at(self, batch: Any) -> Split:
-        key = self.key(batch)
+    def at(self, batch: Any, state: Any) -> Split:
+        key = *self.key(batch), *state
         same = self.known.setdefault(key, [])
         self.known.move_to_end(key)
         for found in same:
@@ -167,15 +172,19 @@ class _Family:
         return same[-1]
 
     def key(self, batch: Any) -> Any:
-        """What a trace depends on beside the batch's values."""
+        """What a trace depends on of a batch, beside its values."""
         given = [
             (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x if _is_plain(x) else id(x)
             for x in leaves(batch)
         ]
         names = tuple(batch) if isinstance(batch, Mapping) else None
+        return names, tuple(given)
+
+    def state(self) -> tuple[Any, ...]:
+        """What it depends on of the model and of torch."""
         modes = tuple(m.training for m in self.model.modules())
         kinds = tuple((p.dtype, p.requires_grad) for p in self.model.parameters())
-        return names, tuple(given), modes, kinds, State.now(self.device.type)
+        return modes, kinds, State.now(self.device.type)
 
 
 def split(
@@ -216,7 +225,7 @@ def split(
     else:
         family.cuts = tuple(balance(family.pieces, number, memory))
     made = Split(family, found, family.cuts)
-    family.known[family.key(example)] = [made]
+    family.known[(*family.key(example), *family.state())] = [made]
     return made
 
 
