@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from espalier.checkpoint.errors import CheckpointError
 from espalier.checkpoint.frames import frame_of
+from espalier.checkpoint.sources import inside, numbers
 from espalier.layout.regions import Box
 
 VERSION = 1
@@ -156,34 +158,23 @@ class Index:
         """
         try:
             said = json.loads(text)
-            if said["format"] != "espalier" or said["version"] > VERSION:
+            if said["format"] != "espalier" or not 0 < said["version"] <= VERSION:
                 raise CheckpointError(
                     f"{where} is of version {said['version']} of the format {said['format']!r}; this "
-                    f"Espalier reads up to version {VERSION} of 'espalier'."
+                    f"Espalier reads versions 1 to {VERSION} of 'espalier': use one that is as new."
                 )
-            files = [(str(name), int(size)) for name, size in said["files"]]
-            if any("/" in name or name.startswith("..") for name, _ in files):
-                raise ValueError("a file outside of the checkpoint's folder")
-            tensors = {}
-            for name, entry in said["tensors"].items():
-                boxes = [
-                    Stored(Box(tuple(map(int, o)), tuple(map(int, n))), files[i][0], int(start), int(crc))
-                    for o, n, i, start, crc in entry["boxes"]
-                ]
-                tensors[str(name)] = Boxes(_dtype(entry["dtype"]), tuple(map(int, entry["shape"])), boxes)
-            aliases = {str(a): str(b) for a, b in said["aliases"].items()}
-            return Index(
-                int(said["step"]),
-                dict(said["plan"]),
-                int(said["ranks"]),
-                tensors,
-                aliases,
-                said["values"],
-                dict(files),
-            )
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            folder = Path(where).parent
+            files = [(inside(folder, name).name, numbers([size])[0]) for name, size in said["files"]]
+            tensors = {name: _boxes(name, entry, files) for name, entry in said["tensors"].items()}
+            aliases = {name: of for name, of in said["aliases"].items() if tensors[of]}
+            step, ranks = numbers([said["step"], said["ranks"]])
+            plan, values = dict(said["plan"]), dict(said["values"])
+            return Index(step, plan, ranks, tensors, aliases, values, dict(files))
+        except CheckpointError:
+            raise
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"{where} is no index of a checkpoint: {type(error).__name__}: {error}"
+                f"{where} is no index of a checkpoint: {type(error).__name__}: {error}. Use another one."
             ) from error
 
     # ---- for torch's tools
@@ -217,6 +208,22 @@ class Index:
         if hasattr(meta, "version"):
             meta.version = "1.0.0"
         return pickle.dumps(meta)
+
+
+def _boxes(name: str, entry: Mapping[str, Any], files: Sequence[tuple[str, int]]) -> Boxes:
+    """Where a tensor stands, by an index.
+
+    Raises:
+        ValueError: nowhere, or outside of itself.
+    """
+    found = Boxes(_dtype(entry["dtype"]), numbers(entry["shape"]))
+    for offsets, sizes, *at in entry["boxes"]:
+        file, start, crc = numbers(at)
+        box = Box(numbers(offsets), numbers(sizes))
+        if any(o + n > size for o, n, size in zip(*box, found.shape, strict=True)):
+            raise ValueError(f"a part of {name} is outside of it")
+        found.boxes.append(Stored(box, files[file][0], start, crc))
+    return found
 
 
 def _path(name: str) -> tuple[str | int, ...]:

@@ -74,7 +74,9 @@ def read_metadata(path: Path) -> Record:
     with told(path, "the metadata of a distributed checkpoint"):
         found = _Unpickler(io.BytesIO(path.read_bytes())).load()
         if not isinstance(found, Record) or found.kind != "Metadata":
-            raise FormatError(f"{path} holds no metadata of a distributed checkpoint, but something else.")
+            raise FormatError(
+                f"{path} holds no metadata of a distributed checkpoint, but something else. Use another copy."
+            )
         return found
 
 
@@ -85,7 +87,8 @@ def read_value(path: Path, offset: int, length: int) -> Any:
         found = file.read(length)
         if len(found) < length:
             raise FormatError(
-                f"{path} ends at byte {offset + len(found):,}, expected {offset + length:,}: cut off."
+                f"{path} ends at byte {offset + len(found):,}, expected {offset + length:,}: it is cut off. "
+                "Use another copy."
             )
         return torch.load(io.BytesIO(found), map_location="cpu", weights_only=True)
 
@@ -121,7 +124,7 @@ class _Unpickler(pickle.Unpickler):
         return self._known[key]
 
     def persistent_load(self, pid: Any) -> Any:
-        raise FormatError("it refers to something outside the file")
+        raise pickle.UnpicklingError("it refers to something outside of it")
 
 
 def _stand_in(module: str, name: str) -> Callable[..., Any] | type | torch.dtype:
@@ -139,10 +142,7 @@ def _stand_in(module: str, name: str) -> Callable[..., Any] | type | torch.dtype
         return lambda *parts: "/".join(map(str, parts))
     if (module, name) in (("torch.serialization", "_get_layout"), ("builtins", "getattr")):
         return lambda *named: str(named[-1])  # of a tensor's layout, of an enumeration: of no use here
-    raise FormatError(
-        f"it asks for {module}.{name}, which the metadata of a checkpoint has no use for, and which "
-        "is not loaded: it could run any code. Use a checkpoint from a source that you trust"
-    )
+    raise pickle.UnpicklingError(f"it asks for {module}.{name}, which metadata has no use for"[:180])
 
 
 __all__ = ["FormatError", "Record", "read_metadata", "read_value", "told"]

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from espalier.checkpoint.files import check, read
-from espalier.checkpoint.folder import SEAL, newest, open_index
+from espalier.checkpoint.errors import CheckpointError
+from espalier.checkpoint.files import check, damaged, read
+from espalier.checkpoint.folder import INDEX, SEAL, checkpoints, newest, open_index
 from espalier.checkpoint.sources import Entry, Source, open_source
 from espalier.checkpoint.values import decode
 from espalier.layout.regions import Box, overlap
@@ -22,9 +23,14 @@ def open_any(path: str | os.PathLike[str]) -> Source:
         FormatError: there are none, or they cannot be read.
     """
     path = Path(path)
-    if path.is_dir() and not (path / SEAL).exists():
-        path = newest(path) or path
-    return Checkpoint(path) if (path / SEAL).exists() else open_source(path)
+    if path.is_dir() and not _is_ours(path) and (found := checkpoints(path)):
+        path = newest(path) or found[0]  # which says what is wrong with it
+        return Checkpoint(path)
+    return Checkpoint(path) if _is_ours(path) else open_source(path)
+
+
+def _is_ours(path: Path) -> bool:
+    return (path / SEAL).exists() or (path / INDEX).exists()
 
 
 class Checkpoint(Source):
@@ -48,7 +54,16 @@ class Checkpoint(Source):
         for name, of in self._of.items():
             boxes = self.index.tensors[of]
             self.entries[name] = Entry(boxes.shape, boxes.dtype)
-        self.values = decode(self.index.values, self.read)
+        try:
+            self.index.check_whole()
+            self.values = decode(self.index.values, self.read)
+        except CheckpointError:
+            raise
+        # whatever stands in the place of values
+        except Exception as error:
+            raise CheckpointError(
+                damaged(self.path / INDEX, f"its values cannot be read: {error}".splitlines()[0])
+            ) from error
         self.trees = frozenset(("model", "optimizer"))
 
     def same(self, name: str) -> Any:

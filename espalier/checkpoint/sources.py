@@ -152,7 +152,7 @@ def _only(found: list[Path], path: Path) -> Path:
 
 def _file(path: Path) -> Source:
     if not path.is_file():
-        raise FormatError(f"{path} is no file.")
+        raise FormatError(f"{path} is no file. Give a file or folder with weights.")
     with told(path, "a file"), path.open("rb") as file:
         start = file.read(9)
     if path.suffix == ".safetensors" or start[8:9] == b"{":
@@ -188,7 +188,9 @@ class Safetensors(Source):
                 piece = self._file.get_slice(name)
                 dtype = piece.get_dtype()
                 if dtype not in DTYPES:
-                    raise FormatError(f"{path}: {name} is of the dtype {dtype}, which is not known here.")
+                    raise FormatError(
+                        f"{path}: {name} is of the dtype {dtype}, which is unknown. Save it in another."
+                    )
                 self.entries[name] = Entry(tuple(piece.get_shape()), DTYPES[dtype])
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
@@ -214,7 +216,8 @@ class TorchFile(Source):
                 loaded = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(loaded, Mapping):
             raise FormatError(
-                f"{path} holds a {type(loaded).__name__}, expected a state dict, or a dict of such."
+                f"{path} holds a {type(loaded).__name__}, expected a state dict, or a dict of such. "
+                "Give another file."
             )
         self._tensors: dict[str, torch.Tensor] = {}
         values: dict[str, Any] = {}
@@ -299,26 +302,26 @@ class Distributed(Source):
     def _take(self, record: Record) -> None:
         kept, stored = record.get("state_dict_metadata"), record.get("storage_data")
         if not isinstance(kept, dict) or not isinstance(stored, dict):
-            raise FormatError(f"{self.path}/.metadata says not what is where.")
+            raise TypeError("it does not say what is where")
         places: dict[tuple[str, Any], Record] = {}
         for index, info in stored.items():
             offset = index.get("offset")
-            places[str(index.get("fqn")), offset if offset is None else _numbers(offset)] = info
+            places[str(index.get("fqn")), offset if offset is None else numbers(offset)] = info
         values = {}
         for name, what in kept.items():
             if what.kind == "BytesStorageMetadata":
                 values[str(name)] = self._stored(places[name, None], Box((), ()))
                 continue
-            dtype, shape = what.get("properties").state[0], _numbers(what.get("size"))
+            dtype, shape = what.get("properties").state[0], numbers(what.get("size"))
             if not isinstance(dtype, torch.dtype):
-                raise FormatError(f"{self.path}/.metadata gives {name} no dtype.")
+                raise TypeError(f"{name} has no dtype")
             self.entries[str(name)] = Entry(shape, dtype)
             pieces = self._pieces[str(name)] = []
             for chunk in what.get("chunks"):
-                box = Box(_numbers(chunk.get("offsets")), _numbers(chunk.get("sizes")))
+                box = Box(numbers(chunk.get("offsets")), numbers(chunk.get("sizes")))
                 within = len(box.offsets) == len(box.sizes) == len(shape)
                 if not within or any(o + n > size for o, n, size in zip(*box, shape, strict=True)):
-                    raise FormatError(f"{self.path}/.metadata: a piece of {name} is outside of it.")
+                    raise ValueError(f"a piece of {name} is outside of it")
                 if 0 not in box.sizes:
                     pieces.append(self._stored(places[name, box.offsets], box))
         self.values = _Values(values)
@@ -335,7 +338,7 @@ class Distributed(Source):
                 f"{self.path} was written with extensions ({info.get('transform_descriptors')}), which are "
                 "not read here. Save it without."
             )
-        offset, length = _numbers((info.get("offset"), info.get("length")))
+        offset, length = numbers((info.get("offset"), info.get("length")))
         return _Stored(box, inside(self.path, info.get("relative_path")), offset, length)
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
@@ -378,15 +381,15 @@ class _Values(Mapping[str, Any]):
         return len(self._stored)
 
 
-def _numbers(given: Any) -> tuple[int, ...]:
+def numbers(given: Any) -> tuple[int, ...]:
     """A tuple of sizes or offsets.
 
     Raises:
-        FormatError: something else was found.
+        TypeError: something else was found.
     """
     if not isinstance(given, tuple | list) or not all(type(n) is int and 0 <= n < 2**62 for n in given):
-        raise FormatError(f"{given!r:.80} are no sizes")
+        raise TypeError(f"{given!r:.80} are no sizes")
     return tuple(given)
 
 
-__all__ = ["DTYPES", "INDEX", "Entry", "Source", "flat", "inside", "open_source"]
+__all__ = ["DTYPES", "INDEX", "Entry", "Source", "flat", "inside", "numbers", "open_source"]
