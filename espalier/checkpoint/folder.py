@@ -54,7 +54,7 @@ class Seal(NamedTuple):
         try:
             given = json.loads((path / SEAL).read_bytes())
             crc, size, serial = (int(given[key]) for key in ("index", "bytes", "serial"))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
         return Seal(crc, size, serial)
 

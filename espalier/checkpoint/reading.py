@@ -57,13 +57,10 @@ class Checkpoint(Source):
         try:
             self.index.check_whole()
             self.values = decode(self.index.values, self.read)
-        except CheckpointError:
-            raise
         # whatever stands in the place of values
         except Exception as error:
-            raise CheckpointError(
-                damaged(self.path / INDEX, f"its values cannot be read: {error}".splitlines()[0])
-            ) from error
+            said = str(error).splitlines() or [type(error).__name__]
+            raise CheckpointError(damaged(self.path / INDEX, said[0].removesuffix("."))) from error
         self.trees = frozenset(("model", "optimizer"))
 
     def same(self, name: str) -> Any:
