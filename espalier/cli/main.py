@@ -314,6 +314,8 @@ def _message(error: Exception) -> str:
 
     if isinstance(error, ValueError | LaunchError | RunError | TrainingError):
         return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}. Give another path, or see to this one."
     return f"{type(error).__name__}: {error}\nThis was not foreseen; --debug shows where it comes from."
 
 

@@ -29,8 +29,17 @@ def build_model(spec: ModelSpec, seed: int, dtype: torch.dtype) -> nn.Module:
 
 
 def build_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer over all of the model's parameters."""
-    return getattr(torch.optim, section.name)(model.parameters(), **section.arguments)
+    """Build the optimizer over all of the model's parameters.
+
+    Raises:
+        ValueError: it cannot train them.
+    """
+    try:
+        return getattr(torch.optim, section.name)(model.parameters(), **section.arguments)
+    except ValueError as error:
+        raise ValueError(
+            f"optimizer.name = {section.name!r}: it cannot train this model: {error}. Give another."
+        ) from error
 
 
 def build_schedule(section: OptimizerSection, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:

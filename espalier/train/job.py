@@ -403,7 +403,9 @@ def _optimizer_mistakes(section: OptimizerSection) -> list[Mistake]:
 
 def _plan_mistakes(plan: Mapping[str, Any]) -> list[Mistake]:
     try:
-        Plan.from_dict(dict(plan))
+        if Plan.from_dict(dict(plan)).branch > 1:
+            told = "no job can say which modules are branches: espalier.initialize(..., branches=...) can"
+            return [Mistake("plan.branch", plan["branch"], f"{told}; expected 1")]
     except PlanError as error:
         return [Mistake(f"plan.{key}", given, expected) for key, given, expected in error.mistakes]
     return []

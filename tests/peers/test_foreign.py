@@ -25,6 +25,7 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "2d": {"tensor": 4, "tensor_mode": "2d"},
 }
+CHOSEN = {"gpt2": list(PLANS), "llama": ["zero3", "2d"]}
 
 
 def built(name: str, seed: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -42,7 +43,8 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 def loaded(rank: int, world: int, name: str, paths: list[str], out: str) -> None:
     """Under each plan train another model, load the weights into it, and export them again."""
     expected = built(name, seed=9)[0].state_dict()
-    for i, (word, plan) in enumerate(PLANS.items()):
+    for i, word in enumerate(CHOSEN[name]):
+        plan = PLANS[word]
         model, batch = built(name, seed=5)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         engine = espalier.initialize(model, optimizer, plan, example=batch)
@@ -65,7 +67,7 @@ def test_hugging_face_and_torch_files_under_plans(ranks: Any, tmp_path: Path, na
     ranks(4, loaded, name, [str(tmp_path / "theirs"), str(tmp_path / "theirs.pt")], str(tmp_path))
 
     logits = plain.eval()(**batch).logits
-    for word in PLANS:
+    for word in CHOSEN[name]:
         same(torch.load(tmp_path / f"{word}.pt", weights_only=True), dict(plain.state_dict()))
         ours = json.loads((tmp_path / word / index).read_text())["weight_map"]
         assert ours.keys() == theirs.keys(), "tied weights as theirs"

@@ -93,3 +93,25 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
         else:
             found[at : at + 1] = bytes([draw(st.integers(0, 255))])
     return bytes(found)
+
+
+@st.composite
+def mutated(draw: st.DrawFn, tree: Any) -> Any:
+    """JSON in which a few values are gone, others, or other numbers."""
+    found = copy.deepcopy(tree)
+    for _ in range(draw(st.integers(1, 3))):
+        at: Any = found
+        while at:
+            key = draw(st.sampled_from(list(at) if isinstance(at, dict) else list(range(len(at)))))
+            if isinstance(at[key], dict | list) and draw(st.integers(0, 4)):
+                at = at[key]
+                continue
+            way = draw(st.integers(0, 3))
+            if way == 0:
+                del at[key]
+            elif way == 1 and isinstance(at[key], int):
+                at[key] += draw(st.sampled_from([-1, 1, 2**40, -(2**40), 2**63, 10**30]))
+            else:
+                at[key] = copy.deepcopy(draw(junk))
+            break
+    return found
