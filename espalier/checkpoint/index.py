@@ -109,11 +109,13 @@ class Index:
         _merge_values(self.values, other.values)
 
     def check_whole(self) -> None:
-        """See that the boxes of each tensor are all of it.
+        """See that the boxes of each tensor are all of it, and that there is a tensor for each name.
 
         Raises:
             CheckpointError: parts are missing, or there twice.
         """
+        if lost := [name for name, of in self.aliases.items() if of not in self.tensors]:
+            raise CheckpointError(f"{lost[0]} is another name of a tensor that is not there.")
         for name, entry in self.tensors.items():
             found = sum(math.prod(stored.box.sizes) for stored in entry.boxes)
             if found != math.prod(entry.shape):
@@ -166,7 +168,7 @@ class Index:
             folder = Path(where).parent
             files = [(inside(folder, name).name, numbers([size])[0]) for name, size in said["files"]]
             tensors = {name: _boxes(name, entry, files) for name, entry in said["tensors"].items()}
-            aliases = {name: of for name, of in said["aliases"].items() if tensors[of]}
+            aliases = {str(name): str(of) for name, of in said["aliases"].items()}
             step, ranks = numbers([said["step"], said["ranks"]])
             plan, values = dict(said["plan"]), dict(said["values"])
             return Index(step, plan, ranks, tensors, aliases, values, dict(files))

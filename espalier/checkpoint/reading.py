@@ -51,11 +51,11 @@ class Checkpoint(Source):
         super().__init__(Path(path))
         self.index = open_index(self.path)
         self._of = {name: name for name in self.index.tensors} | self.index.aliases
-        for name, of in self._of.items():
-            boxes = self.index.tensors[of]
-            self.entries[name] = Entry(boxes.shape, boxes.dtype)
         try:
             self.index.check_whole()
+            for name, of in self._of.items():
+                boxes = self.index.tensors[of]
+                self.entries[name] = Entry(boxes.shape, boxes.dtype)
             self.values = decode(self.index.values, self.read)
         # whatever stands in the place of values
         except Exception as error:
