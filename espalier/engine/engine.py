@@ -19,6 +19,7 @@ from espalier.engine.batches import Batches, loss_of
 from espalier.engine.lasting import Lasting
 from espalier.engine.live import Watch, watch
 from espalier.engine.norm import Norm, clip_of, scale_gradients, share_of
+from espalier.engine.predict import called, entered, generate, plain_output
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.runs import Runs
 from espalier.engine.scaling import LossScaler
@@ -237,17 +238,39 @@ class Engine(Lasting):
         with torch.no_grad():
             return self._evaluation.evaluate(parts, self._forward)
 
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> Any:
+        """What the model gives, without gradients: its output, with plain whole tensors, on every rank.
+
+        Args:
+            inputs: of the model, equal on all ranks: a dict (keywords), a tuple or list, or a tensor.
+        """
+        self.lay_out(inputs if self._loss_fn is None else (inputs, None))
+        return self._output(entered(self, dict(inputs) if isinstance(inputs, Mapping) else inputs))
+
+    def _output(self, inputs: Any) -> Any:
+        assert self._data is not None
+        self._data.begin_forward()
+        return plain_output(called(self, inputs))
+
+    def generate(self, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
+        """Continue ``ids`` [batch, sequence], equal on all ranks; the same on every rank.
+
+        The model is called as ``model(input_ids=...)`` and has an output with ``logits``.
+
+        Args:
+            options: see :func:`espalier.models.generate`.
+        """
+        return generate(self, ids, max_new_tokens, **options)
+
     def _forward(self, batch: Any) -> torch.Tensor:
         self.lay_out(batch)
         assert self._data is not None
         self._data.begin_forward()
         inputs, targets = self._parted(self._batches.typed(batch))
         inputs = tree_map(self._cast, inputs)
+        output = called(self, inputs)
         with self._autocast():
-            if isinstance(inputs, Mapping):
-                output = self.module(**inputs)
-            else:
-                output = self.module(*inputs) if isinstance(inputs, tuple | list) else self.module(inputs)
             return self._loss_in(output, targets)
 
     def _loss_in(self, output: Any, targets: Any) -> torch.Tensor:

@@ -13,16 +13,14 @@ from espalier.comm.collectives import broadcast, sum_whole
 from espalier.comm.peers import receive_from, send_to
 from espalier.engine.accumulation import Number, averaged
 from espalier.engine.engine import Engine
+from espalier.engine.micro import Prediction, Step
 from espalier.engine.norm import Norm, scale_gradients, share_of
 from espalier.layout import Layout
 from espalier.parallel import Arrangement, arrange, everywhere
-from espalier.parallel.pipeline import Action, Kind, Schedule, Timeline
-from espalier.parallel.pipeline.agreement import taken_apart
-from espalier.parallel.pipeline.runtime import Agreed, Trees
+from espalier.parallel.pipeline import Kind, Schedule, Timeline
 from espalier.parallel.pipeline.stages import Stages
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.fallback import tree_map
-from espalier.tensor.random import draw_key
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _grad: Any = torch.Tensor.grad
@@ -91,7 +89,7 @@ class PipelineEngine(Engine):
         assert self._data is not None
         if self.optimizer is not None:
             self._traffic.begin()
-        work = _Step(self, parts, phase, counts=len(parts) > 1)
+        work = Step(self, parts, phase, counts=len(parts) > 1)
         for part in self._data.gradients.parts:
             part.hold()
         self._told, self._weighed, self._is_finished = None, len(parts) > 1, False
@@ -104,7 +102,7 @@ class PipelineEngine(Engine):
     def _saves(self, name: str) -> bool:
         return self.stages.homes.get(name, 0) == self.mesh.coordinate[self._axis]
 
-    def _run(self, work: _Step, schedule: Schedule) -> None:
+    def _run(self, work: Step, schedule: Schedule) -> None:
         assert self._data is not None
         self._data.begin_forward()
         self.stages.runtime.run(schedule, work.agreed, work)
@@ -321,7 +319,7 @@ class PipelineEngine(Engine):
         if not parts:
             return []
         self.lay_out(parts[0])
-        work = _Step(self, parts, lambda name: None, counts)
+        work = Step(self, parts, lambda name: None, counts)
         self._run(work, self.stages.schedule(len(parts), only=Kind.F))
         nothing = torch.zeros((), dtype=torch.float64, device=self.mesh.device())
         return [work.losses.get(i, (nothing, None)) for i in range(len(parts))]
@@ -339,6 +337,13 @@ class PipelineEngine(Engine):
         if not self.mesh.is_dry and failed.item():
             self._give_up()
         return found.clone()
+
+    def _output(self, inputs: Any) -> Any:
+        work = Prediction(self, [inputs], lambda name: None, counts=False)
+        self._run(work, self.stages.schedule(1, only=Kind.F))
+        self._of_last(torch.zeros((), dtype=torch.float64, device=self.mesh.device()))
+        places = self.stages.schedule(1, only=Kind.F).stage_to_rank
+        return work.everywhere(places[-1])
 
     # ---- what there is to know
 
@@ -363,98 +368,6 @@ class PipelineEngine(Engine):
         else:
             whole = torch.empty(x.shape, dtype=dtype, device=self.mesh.device())
         return broadcast(whole, self.mesh, self._axis, home)
-
-
-class _Step:
-    """The micro-batches of one run."""
-
-    def __init__(
-        self, engine: PipelineEngine, parts: Sequence[Any], phase: Callable[[str], Any], counts: bool
-    ) -> None:
-        self._engine, self.phase, self._counts = engine, phase, counts
-        self.losses: dict[int, tuple[torch.Tensor, Number]] = {}
-        self._parts = [engine._batches.typed(part) for part in parts]
-        self._stages = engine.stages
-        self._inputs = [tree_map(engine._cast, engine._parted(part)[0]) for part in self._parts]
-        known = [tree_map(engine._plain, x) if engine.mesh.is_dry else x for x in self._inputs]
-        self._splits = self._stages.split.at_all(known)
-        agreement = self._stages.agreement
-        self.agreed = [agreement(*of, self._called) for of in zip(self._splits, self._inputs, strict=True)]
-        self._states, self._after = _random_states(self.agreed, self._stages.local)
-
-    def at(self, action: Action) -> None:
-        """An action begins: the watch over ranks may ask which."""
-        self._engine.pulse.action = action
-
-    def leave(self) -> None:
-        """When all are through."""
-        self._engine.pulse.action = ""
-        if self._after is not None:
-            torch.set_rng_state(self._after)
-
-    def _called(self, program: Any, received: Trees, inputs: Any) -> Any:
-        with self._engine._autocast():
-            return program(received, inputs)
-
-    def forward(self, stage: int, micro_batch: int, received: Trees) -> Sequence[torch.Tensor]:
-        if (stage, micro_batch) in self._states:
-            torch.set_rng_state(self._states[stage, micro_batch])
-        engine, part = self._engine, self._parts[micro_batch]
-        programs = self._splits[micro_batch].stages
-        program = programs[stage]
-        if stage + 1 < len(programs):
-            return taken_apart(self._called(program, received, self._inputs[micro_batch]))[0]
-
-        def forward(part: Any) -> torch.Tensor:
-            output = self._called(program, received, self._inputs[micro_batch])
-            return engine._loss_in(output, engine._parted(part)[1])
-
-        accumulation = engine._accumulation
-        assert accumulation is not None
-        loss, number = accumulation.counted(part, forward) if self._counts else (forward(part), None)
-        self.losses[micro_batch] = loss.detach(), number
-        return [loss]
-
-    def weight(self, micro_batch: int) -> torch.Tensor:
-        accumulation = self._engine._accumulation
-        assert accumulation is not None
-        loss, number = self.losses[micro_batch]
-        weight = accumulation.weigh(loss, number)
-        with raw():
-            one = torch.full_like(plain(loss), self._engine.scale)
-            return one if weight is None else one * weight.to(one)
-
-    def begin_backward(self, stage: int, last: bool) -> None:
-        self._part(stage).begin(last)
-
-    def end_backward(self, stage: int) -> None:
-        self._part(stage).flush()
-
-    def _part(self, stage: int) -> Any:
-        assert self._engine._data is not None
-        return self._engine._data.gradients.parts[self._stages.local.index(stage)]
-
-
-def _random_states(
-    agreed: Sequence[Agreed], local: Sequence[int]
-) -> tuple[dict[tuple[int, int], torch.Tensor], torch.Tensor | None]:
-    """The states of torch's generator before each stage of this rank and micro-batch, and after all.
-
-    They are those of one process, which does a micro-batch after the other.
-    """
-    states: dict[tuple[int, int], torch.Tensor] = {}
-    if not any(n for of in agreed for n in of.draws):
-        return states, None
-    before = torch.get_rng_state()
-    for micro, of in enumerate(agreed):
-        for stage, n in enumerate(of.draws):
-            if stage in local:
-                states[stage, micro] = torch.get_rng_state()
-            for _ in range(n):
-                draw_key()
-    after = torch.get_rng_state()
-    torch.set_rng_state(before)
-    return states, after
 
 
 __all__ = ["PipelineEngine"]

@@ -36,6 +36,7 @@ class StageProgram:
         number: of the stage.
         inputs: what it receives from the stage before.
         outputs: what it sends to the next one; empty for the last stage.
+        result: shape and dtype of the tensors in the model's output, of the last stage.
         uses: names of the parameters and buffers that it uses.
     """
 
@@ -50,6 +51,8 @@ class StageProgram:
         self._written = divided.written_in(number) if number else set()
         self._body = divided.body(number)
         self._result = divided.trace.out if last else None
+        tensors = [divided.trace.values[r.number].tensor for r in leaves(self._result, Ref)]
+        self.result = tuple((tuple(x.shape), x.dtype) for x in tensors)
         self._is_last = last
 
     def __call__(self, received: Sequence[torch.Tensor], batch: Any) -> Any:
@@ -76,7 +79,12 @@ class StageProgram:
             step.run(env, self._modules, self._body.device, here)
         if not self._is_last:
             return tuple(env[n] for n in self._out)
-        return mapped(lambda x: env[x.number] if type(x) is Ref else x, self._result)
+        return self.rebuilt([env[r.number] for r in leaves(self._result, Ref)])
+
+    def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The model's output, of the tensors in it."""
+        given = iter(tensors)
+        return mapped(lambda x: next(given) if type(x) is Ref else x, self._result)
 
     def on(self, model: nn.Module) -> StageProgram:
         """The same program for another model of the same modules, by their names."""

@@ -1,0 +1,158 @@
+"""The micro-batches of a pipeline's step, or of an evaluation: what a stage does with each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as raw
+
+from espalier.comm.collectives import broadcast
+from espalier.engine.accumulation import Number
+from espalier.engine.predict import entered, plain_output
+from espalier.parallel.pipeline.actions import Action
+from espalier.parallel.pipeline.agreement import taken_apart
+from espalier.parallel.pipeline.runtime import Agreed, Trees
+from espalier.parallel.pipeline.trees import leaves
+from espalier.tensor import plain
+from espalier.tensor.fallback import tree_map
+from espalier.tensor.random import draw_key
+
+if TYPE_CHECKING:
+    from espalier.engine.pipeline import PipelineEngine
+
+
+class Step:
+    """The micro-batches of one run."""
+
+    def __init__(
+        self, engine: PipelineEngine, parts: Sequence[Any], phase: Callable[[str], Any], counts: bool
+    ) -> None:
+        self._engine, self.phase, self._counts = engine, phase, counts
+        self.losses: dict[int, tuple[torch.Tensor, Number]] = {}
+        self._parts = [self._typed(part) for part in parts]
+        self._stages = engine.stages
+        self._inputs = [self._entered(part) for part in self._parts]
+        known = [tree_map(engine._plain, x) if engine.mesh.is_dry else x for x in self._inputs]
+        with engine._autocast():
+            self._splits = self._stages.split.at_all(known)
+        agreement = self._stages.agreement
+        self.agreed = [agreement(*of, self._called) for of in zip(self._splits, self._inputs, strict=True)]
+        self._states, self._after = _random_states(self.agreed, self._stages.local)
+
+    def at(self, action: Action) -> None:
+        """An action begins: the watch over ranks may ask which."""
+        self._engine.pulse.action = action
+
+    def leave(self) -> None:
+        """When all are through."""
+        self._engine.pulse.action = ""
+        if self._after is not None:
+            torch.set_rng_state(self._after)
+
+    def _typed(self, part: Any) -> Any:
+        return self._engine._batches.typed(part)
+
+    def _entered(self, part: Any) -> Any:
+        engine = self._engine
+        return tree_map(engine._cast, engine._parted(part)[0])
+
+    def _called(self, program: Any, received: Trees, inputs: Any) -> Any:
+        with self._engine._autocast():
+            return program(received, inputs)
+
+    def forward(self, stage: int, micro_batch: int, received: Trees) -> Sequence[torch.Tensor]:
+        if (stage, micro_batch) in self._states:
+            torch.set_rng_state(self._states[stage, micro_batch])
+        programs = self._splits[micro_batch].stages
+        if stage + 1 < len(programs):
+            return taken_apart(self._called(programs[stage], received, self._inputs[micro_batch]))[0]
+        return self._last(micro_batch, programs[stage], received)
+
+    def _last(self, micro_batch: int, program: Any, received: Trees) -> Sequence[torch.Tensor]:
+        engine, part = self._engine, self._parts[micro_batch]
+
+        def forward(part: Any) -> torch.Tensor:
+            output = self._called(program, received, self._inputs[micro_batch])
+            return engine._loss_in(output, engine._parted(part)[1])
+
+        accumulation = engine._accumulation
+        assert accumulation is not None
+        loss, number = accumulation.counted(part, forward) if self._counts else (forward(part), None)
+        self.losses[micro_batch] = loss.detach(), number
+        return [loss]
+
+    def weight(self, micro_batch: int) -> torch.Tensor:
+        accumulation = self._engine._accumulation
+        assert accumulation is not None
+        loss, number = self.losses[micro_batch]
+        weight = accumulation.weigh(loss, number)
+        with raw():
+            one = torch.full_like(plain(loss), self._engine.scale)
+            return one if weight is None else one * weight.to(one)
+
+    def begin_backward(self, stage: int, last: bool) -> None:
+        self._part(stage).begin(last)
+
+    def end_backward(self, stage: int) -> None:
+        self._part(stage).flush()
+
+    def _part(self, stage: int) -> Any:
+        assert self._engine._data is not None
+        return self._engine._data.gradients.parts[self._stages.local.index(stage)]
+
+
+class Prediction(Step):
+    """One batch, of which the model's output is wanted, not its loss.
+
+    Attributes:
+        tensors: among the output, whole; of a rank without the last stage, None.
+    """
+
+    tensors: list[torch.Tensor] | None = None
+
+    def _typed(self, part: Any) -> Any:
+        return entered(self._engine, part)
+
+    def _entered(self, part: Any) -> Any:
+        return part
+
+    def _last(self, micro_batch: int, program: Any, received: Trees) -> Sequence[torch.Tensor]:
+        output = self._called(program, received, self._inputs[micro_batch])
+        self.tensors = leaves(plain_output(output), torch.Tensor)
+        return [torch.zeros(())]  # where a loss would be
+
+    def everywhere(self, source: int) -> Any:
+        """The output on all ranks."""
+        mesh, program = self._engine.mesh, self._splits[0].stages[-1]
+        found = []
+        for i, (shape, dtype) in enumerate(program.result):
+            if self.tensors is None:
+                whole = torch.empty(shape, dtype=dtype, device=mesh.device())
+            else:
+                whole = self.tensors[i].to(mesh.device(), dtype)
+            found.append(broadcast(whole, mesh, self._engine._axis, source))
+        return program.rebuilt(found)
+
+
+def _random_states(
+    agreed: Sequence[Agreed], local: Sequence[int]
+) -> tuple[dict[tuple[int, int], torch.Tensor], torch.Tensor | None]:
+    """The states of torch's generator before each stage of this rank and micro-batch, and after all.
+
+    They are those of one process, which does a micro-batch after the other.
+    """
+    states: dict[tuple[int, int], torch.Tensor] = {}
+    if not any(n for of in agreed for n in of.draws):
+        return states, None
+    before = torch.get_rng_state()
+    for micro, of in enumerate(agreed):
+        for stage, n in enumerate(of.draws):
+            if stage in local:
+                states[stage, micro] = torch.get_rng_state()
+            for _ in range(n):
+                draw_key()
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    return states, after

@@ -1,0 +1,94 @@
+"""Hugging Face's models, unchanged, through the real pipeline: equal to one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import espalier
+from espalier.models import generate
+from espalier.parallel.pipeline.trees import leaves
+from tests.peers.test_split import made
+
+# transformers computes the loss of causal models in float32
+LOSS = {"gpt2": 1e-6, "llama": 1e-6}
+
+
+def trains(rank: int, world: int, trials: list[tuple[str, dict[str, Any]]]) -> None:
+    for name, plan in trials:
+        net, batches = made(name)
+        net = net.double().eval()  # its dropouts draw otherwise than plain torch's
+        plain = copy.deepcopy(net)
+        ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (net, plain))
+        engine = espalier.initialize(net, ours, plan, max_grad_norm=0.5)
+        # the second batch has another shape, and a mask on whose values control flow depends
+        for batch in batches[:2]:
+            data = {key: torch.cat([x, x.flip(0)]) for key, x in batch.items()}
+            expected = plain(**data).loss
+            expected.backward()
+            engine.accumulate(engine.cut(data))
+            engine.finish_gradients()
+            assert abs(engine.loss.item() - expected.item()) < LOSS.get(name, 1e-10), (name, plan)
+            found = engine.full_gradients()
+            for key, q in plain.named_parameters():
+                if q.grad is not None:
+                    assert (found[key] - q.grad).abs().max() < 1e-10, (name, plan, key)
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            theirs.step()
+            theirs.zero_grad()
+            assert engine.step()
+            assert abs(engine.grad_norm.item() - norm.item()) < 1e-10, (name, plan)
+        expected = plain(**data)
+        with torch.no_grad():
+            assert abs(engine.evaluate(engine.cut(data)).item() - expected.loss.item()) < 1e-6
+        output = engine.predict(data)
+        assert type(output) is type(expected)
+        for x, y in zip(leaves(output, torch.Tensor), leaves(expected, torch.Tensor), strict=False):
+            assert type(x) is torch.Tensor
+            torch.testing.assert_close(x, y.detach(), rtol=0, atol=1e-6 if y.ndim == 0 else 1e-9)
+        state = engine.full_state_dict()
+        for key, value in plain.state_dict().items():
+            assert (state[key] - value).abs().max() < 1e-10, (name, plan, key)
+        if name in ("gpt2", "llama"):
+            writes(engine, plain)
+
+
+def writes(engine: Any, plain: nn.Module) -> None:
+    """Prompts are continued as one process does, whatever the rows that a rank has."""
+    for rows, given in ((1, {"temperature": 0.0}), (3, {"top_k": 5})):
+        prompt = torch.arange(rows * 4).reshape(rows, 4) % 50 + 3
+        texts = []
+        for continued in (engine.generate, lambda *a, **k: generate(plain, *a, **k)):
+            texts.append(continued(prompt, 3, generator=torch.Generator().manual_seed(1), **given))
+        assert torch.equal(*texts) and texts[0].shape == (rows, 7)
+
+
+@pytest.mark.parametrize(
+    ("world", "trials"),
+    [
+        (
+            2,
+            [
+                ("gpt2", {"pipe": 2, "accumulate": 2}),
+                ("bert", {"pipe": 2, "accumulate": 2, "schedule": "gpipe"}),
+                ("t5", {"pipe": 2, "accumulate": 3}),
+            ],
+        ),
+        (
+            4,
+            [
+                ("llama", {"pipe": 2, "tensor": 2, "accumulate": 2}),
+                ("gpt2", {"pipe": 2, "tensor": 2, "accumulate": 2, "schedule": "zb-h1"}),
+                ("t5", {"pipe": 4, "accumulate": 2}),
+                ("vit", {"pipe": 2, "data": 2, "accumulate": 2, "zero": 3}),
+            ],
+        ),
+    ],
+    ids=["2", "4"],
+)
+def test_equals_one_process(ranks: Any, world: int, trials: list[Any]) -> None:
+    ranks(world, trains, trials, timeout=300)
