@@ -6,6 +6,7 @@ from espalier.parallel.pipeline.generate import KINDS, generate
 from espalier.parallel.pipeline.messages import with_messages, without_messages
 from espalier.parallel.pipeline.order import Costs, read_times
 from espalier.parallel.pipeline.simulate import Span, Timeline, simulate
+from espalier.parallel.pipeline.split import Split, SplitError, split
 from espalier.parallel.pipeline.table import (
     TABLES,
     find_schedule,
@@ -27,6 +28,8 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Span",
+    "Split",
+    "SplitError",
     "Timeline",
     "check",
     "find_schedule",
@@ -37,6 +40,7 @@ __all__ = [
     "load",
     "read_times",
     "simulate",
+    "split",
     "to_csv",
     "to_toml",
     "with_messages",
