@@ -254,12 +254,9 @@ class Engine(Lasting):
         return plain_output(called(self, inputs))
 
     def generate(self, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
-        """Continue ``ids`` [batch, sequence], equal on all ranks; the same on every rank.
+        """Continue ``ids`` [batch, sequence], equal on all ranks: ``model(input_ids=...).logits`` says how.
 
-        The model is called as ``model(input_ids=...)`` and has an output with ``logits``.
-
-        Args:
-            options: see :func:`espalier.models.generate`.
+        ``options``: see :func:`espalier.models.generate`.
         """
         return generate(self, ids, max_new_tokens, **options)
 
