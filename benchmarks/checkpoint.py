@@ -5,12 +5,12 @@ half. In turns:
 
 * ``engine.save``: checksums, index, ``fsync`` of every file and folder, a name only when whole;
 * plain ``torch.save`` of the same tensors from each rank to a file of its own, and ``fsync`` of that;
-* the same without ``fsync``: what a crash of the machine may lose, for information;
+* the same without ``fsync``, which a crash of the machine may lose: for information;
 * ``engine.save(asynchronous=True)``: how long it keeps the program, when the one before is done.
 
-Bars: a save takes at most 1.3 times as long as plain ``torch.save``; an asynchronous one keeps the program for
-less than a tenth of a save. For information: how much longer some steps take of which the first one begins an
-asynchronous save (the ranks share their cores with what writes).
+Bars: a save takes at most 1.3 times as long as ``torch.save`` with ``fsync``; an asynchronous one keeps the
+program for less than a tenth of a save. For information: how much longer some steps take of which the first
+begins an asynchronous save (the ranks share their cores with what writes).
 
     python benchmarks/checkpoint.py [FOLDER]
 """
