@@ -395,4 +395,4 @@ def test_nothing_in_it_is_executed(tmp_path: Path, two: Any, monkeypatch: pytest
     seal = {"index": zlib.crc32(content), "bytes": len(content), "serial": 9}
     (two_ / "whole.json").write_text(json.dumps(seal))
     shutil.copy(one / "__0_0.distcp", tmp_path / "elsewhere")
-    assert "outside of the checkpoint's folder" in refused(two_)
+    assert "Files elsewhere are not read" in refused(two_)
