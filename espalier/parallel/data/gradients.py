@@ -30,7 +30,7 @@ from espalier.parallel.data.stages import Stage
 from espalier.tensor import plain, stamp
 
 _grad: Any = torch.Tensor.grad
-_AT_ONCE = 2  # messages under way
+_AT_ONCE = 2  # chunks on their way to their sums
 
 
 class Gradients:
@@ -142,8 +142,17 @@ class Gradients:
             return
         if self._came is not None:
             self._came.append(id(p))
+        elif self._flying and self._lands_early(self._flying[0][0]):
+            self._land()
         while self._next < len(self.chunks) and not self.chunks[self._next].missing:
             self._send(self.chunks[self._next])
+
+    def _lands_early(self, chunk: Chunk) -> bool:
+        """Whether its sums are given to all before the next chunk is sent: so that, too, overlaps backward.
+
+        A device would wait in its stream, and compute nothing meanwhile.
+        """
+        return self.stage.gradients == "R" and not chunk.outer and chunk.device.type == "cpu"
 
     def flush(self) -> None:
         """After a backward pass: send what it has not filled, if this one sends."""
@@ -153,7 +162,8 @@ class Gradients:
 
     def _send(self, chunk: Chunk) -> None:
         self._next += 1
-        if len(self._flying) == _AT_ONCE:
+        # so all ranks send what there is to send in one order, whenever it was ready
+        if self._flying and (len(self._flying) == _AT_ONCE or self._lands_early(self._flying[0][0])):
             self._land()
         n = chunk.lane.n
         with raw():
@@ -313,14 +323,15 @@ class Gradients:
     def _settle_order(self) -> None:
         """From now on chunks are sent as they became ready; those that did not, last."""
         at = {key: i for i, key in enumerate(self._came or ())}
-        last = [max(chunk.members, key=lambda m: at.get(id(m.p), len(at))) for chunk in self.chunks]
-        came = sorted(range(len(last)), key=lambda i: at.get(id(last[i].p), len(at)))
+        ids = [[id(m.p) for m in chunk.members] for chunk in self.chunks]
+        by_time = [sorted((at.get(key, len(at)), key) for key in of) for of in ids]
+        came = sorted(range(len(by_time)), key=lambda i: by_time[i][-1][0])
         if len(came) > 1:
             told = told_by_first(self.mesh, self.axes, json.dumps(came), "order")
             self.chunks = [self.chunks[i] for i in json.loads(told)]
             self._last = {chunk.lane: chunk for chunk in self.chunks}
         self._came = None
-        self._listen({id(m.p) for m in last})
+        self._listen({members[i][1] for members in by_time for i in (len(members) // 2, -1)})
 
     def forget(self) -> None:
         """After a step: there are no gradients, nor are any under way."""
