@@ -15,10 +15,10 @@ from pydantic_core import PydanticCustomError
 from espalier.parallel.modes import ROWS, Mode, tensor_axes
 from espalier.parallel.offload import Offload
 from espalier.parallel.pipeline.actions import Schedule
+from espalier.parallel.pipeline.generate import KINDS
 from espalier.parallel.precision import Precision, as_precision
 
 Size = Annotated[int, Field(ge=1)]
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 
 
 def _recompute(given: Any) -> Any:
@@ -38,12 +38,12 @@ def _as_tuple(given: Any) -> Any:
 
 
 def _schedule(given: Any) -> Any:
-    if isinstance(given, Schedule) or given in SCHEDULES:
+    if isinstance(given, Schedule) or given in KINDS:
         return given
     if isinstance(given, str | Path) and Path(given).is_file():
         return str(given)
-    close = difflib.get_close_matches(str(given), SCHEDULES, 1)
-    known = ", ".join(SCHEDULES)
+    close = difflib.get_close_matches(str(given), KINDS, 1)
+    known = ", ".join(KINDS)
     hint = f"did you mean {close[0]}?" if close else "there is no such file"
     raise PydanticCustomError("schedule", f"expected one of {known}, a Schedule, or a table's file; {hint}")
 
@@ -160,7 +160,7 @@ class Plan(BaseModel):
         told = {"interleaved": "interleaved needs 2 or more", "zbv": "zbv needs 2"}
         told.update(dict.fromkeys(("naive", "gpipe", "1f1b", "zb-h1"), f"{self.schedule} needs 1"))
         right = {"interleaved": several, "zbv": self.stages_per_rank == 2}
-        kind = self.schedule if self.schedule in SCHEDULES else None
+        kind = self.schedule if self.schedule in KINDS else None
         if kind is not None and not right.get(kind, not several):
             found.append(("stages_per_rank", self.stages_per_rank, f"schedule = {told[kind]}"))
         if isinstance(self.schedule, Schedule):
