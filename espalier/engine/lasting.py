@@ -184,7 +184,7 @@ class Lasting:
             ValueError: it cannot be written.
         """
         shard_bytes = int(shard_gigabytes * 1e9)
-        weights.export(self.module, self._laid_out(), path, format, dtype, shard_bytes)
+        weights.export(self, self._laid_out(), path, format, dtype, shard_bytes)
 
 
 __all__ = ["Lasting"]

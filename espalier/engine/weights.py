@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.checkpoint.exporting import laid_out, root_of
@@ -20,6 +19,7 @@ from espalier.checkpoint.sinks import Write, stream
 from espalier.checkpoint.sources import Entry
 from espalier.comm.agreement import agree
 from espalier.comm.collectives import reduce
+from espalier.comm.words import words_of_all
 from espalier.engine.state import Loading, set_options
 from espalier.layout import local_box
 from espalier.layout.regions import Box, overlap
@@ -35,11 +35,11 @@ def load_weights(engine: Any, data: DataAxis, path: str | Path, optimizer: bool)
         found = Foreign(open_any(path), engine.module, engine.optimizer if optimizer else None)
     except FormatError as met:
         error = met
-    _agree(error, data.mesh)
+    _agree(error, engine.mesh)
     assert found is not None
     loading = Loading(found, engine.module, engine.optimizer if optimizer else None)
     loading.run(data, engine.optimizer)
-    _agree(loading.error, data.mesh)
+    _agree(loading.error, engine.mesh)
     if optimizer:
         set_options(engine.optimizer, engine.module, found.values["optimizer"]["groups"])
 
@@ -49,19 +49,20 @@ def _agree(error: Exception | None, mesh: Mesh) -> None:
 
 
 def export(
-    model: nn.Module, data: DataAxis, path: str | Path, form: str, dtype: torch.dtype | None, shard_bytes: int
+    engine: Any, data: DataAxis, path: str | Path, form: str, dtype: torch.dtype | None, shard_bytes: int
 ) -> None:
     """See :meth:`espalier.Engine.export`."""
-    mesh, path = data.mesh, Path(path)
+    mesh, model, path = engine.mesh, engine.module, Path(path)
     with torch.no_grad(), data.precise(), ExitStack() as stack:
         root, ties = root_of(form), tied(model)
         state = {
-            f"{root}{name}": x
+            f"{root}{name}": x if isinstance(x, DTensor) else engine._everywhere(name, x)
             for name, x in model.state_dict(keep_vars=True).items()
             if isinstance(x, torch.Tensor) and name not in ties
         }
+        dtypes = _dtypes(state, mesh)
         ties = {f"{root}{name}": f"{root}{of}" for name, of in ties.items()}
-        entries = {name: Entry(tuple(x.shape), x.dtype).cast(dtype) for name, x in state.items()}
+        entries = {name: Entry(tuple(x.shape), dtypes[name]).cast(dtype) for name, x in state.items()}
         writing = _Writing()
         if mesh.rank == 0:
             with writing.careful():
@@ -69,7 +70,15 @@ def export(
                 stack.push(sink)
                 writing.write = sink.write
         _agree(writing.error, mesh)
-        stream(entries, lambda name, box: _on_first(state[name], box, mesh).to(entries[name].dtype), writing)
+
+        first_names = {id(p): name for name, p in model.named_parameters()}
+
+        def read(name: str, box: Box) -> torch.Tensor:
+            x = state[name]
+            gives = engine._saves(first_names.get(id(x), name))
+            return _on_first(x, box, dtypes[name], mesh, gives).to(entries[name].dtype)
+
+        stream(entries, read, writing)
         _agree(writing.error, mesh)
         if mesh.rank == 0:
             with writing.careful():
@@ -100,15 +109,26 @@ class _Writing:
             self.error = met
 
 
-def _on_first(x: torch.Tensor, box: Box, mesh: Mesh) -> torch.Tensor:
-    """A box of a tensor on the first rank; what the others get is undefined."""
+def _dtypes(state: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.dtype]:
+    """Those of tensors on the ranks that hold them: others do not know of masters."""
+    held = {n: x.dtype for n, x in state.items() if not isinstance(x, DTensor) or layout_of(x).mesh.is_member}
+    return {name: dtype for told in words_of_all(held, mesh) for name, dtype in told.items()}
+
+
+def _on_first(x: torch.Tensor, box: Box, dtype: torch.dtype, mesh: Mesh, gives: bool) -> torch.Tensor:
+    """A box of a tensor on the first rank; what the others get is undefined.
+
+    Args:
+        gives: whether it is this rank's stage that counts the tensor.
+    """
     if not isinstance(x, DTensor):
         return x[box.slices]
     layout = layout_of(x)
     with raw():
-        out = torch.zeros(box.sizes, dtype=x.dtype, device=mesh.device())
+        out = torch.zeros(box.sizes, dtype=dtype, device=mesh.device())
         home = layout.mesh
-        if home.is_member and not any(home.coordinate[a] for a in set(range(home.ndim)) - set(layout.order)):
+        copies = set(range(home.ndim)) - set(layout.order)
+        if gives and home.is_member and not any(home.coordinate[a] for a in copies):
             own = local_box(layout)
             common = overlap(own, box)
             if common is not None:
@@ -117,7 +137,7 @@ def _on_first(x: torch.Tensor, box: Box, mesh: Mesh) -> torch.Tensor:
         wire = out.view(-1).view(torch.uint8)
         for axis in range(mesh.ndim):
             wire = reduce(wire, mesh, axis, 0)
-        return wire.view(x.dtype).view(box.sizes)
+        return wire.view(dtype).view(box.sizes)
 
 
 def _write_config(model: Any, entries: Mapping[str, Entry], folder: Path) -> None:

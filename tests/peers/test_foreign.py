@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import espalier
+from espalier.models import build
 from tests.peers.test_transformers import small
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -158,3 +159,36 @@ def test_fsdp2_and_back(ranks: Any, tmp_path: Path) -> None:
         state = {"model": net(5).state_dict()}
         dcp.load(state, checkpoint_id=folder, no_dist=True)
         same(state["model"], expected)
+
+
+SIZES = {"vocab_size": 37, "hidden": 24, "heads": 4, "layers": 2, "max_positions": 16}  # the head is tied
+APART: list[dict[str, Any]] = [
+    {"pipe": 2, "accumulate": 2, "data": 2, "zero": 1, "precision": "bfloat16"},
+    {"pipe": 2, "accumulate": 2, "tensor": 2},
+    {"branch": 2, "data": 2},
+]
+
+
+def apart(rank: int, world: int, folder: str) -> None:
+    """Weights to and from stages and branches, which other ranks don't hold."""
+    torch.manual_seed(2)
+    expected = build("gpt2", SIZES).state_dict()
+    if rank == 0:
+        torch.save(expected, f"{folder}/plain.pt")
+    ids = torch.arange(48).view(4, 12) % 37
+    for i, plan in enumerate(APART):
+        torch.manual_seed(3)
+        net = build("gpt2", SIZES)
+        branches = {"blocks.*.attention": 0, "blocks.*.mlp": 1} if "branch" in plan else None
+        optimizer = torch.optim.AdamW(net.parameters())
+        batch = {"input_ids": ids, "labels": ids}
+        engine = espalier.initialize(net, optimizer, plan, example=batch, branches=branches)
+        engine.train_step(batch)
+        engine.load_weights(f"{folder}/plain.pt")
+        same(engine.full_state_dict(), expected)
+        engine.export(f"{folder}/{i}.pt", "torch")
+        same(torch.load(f"{folder}/{i}.pt", weights_only=True), expected)
+
+
+def test_stages_and_branches(ranks: Any, tmp_path: Path) -> None:
+    ranks(4, apart, str(tmp_path))
