@@ -1,0 +1,132 @@
+"""Outputs and text under a plan, and what only one stage of a pipeline knows, against one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+import espalier
+from espalier.models import generate
+from tests.ranks.test_engine import batch, model
+
+
+def predicts(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
+    for plan in plans:
+        net = model("gpt", layers=4)
+        plain = copy.deepcopy(net)
+        engine = espalier.initialize(net, None, plan, example=batch(4))
+        for rows in (5, 1):  # one row is computed by every rank that shares the batch
+            found = engine.predict(batch(rows))
+            expected = plain(**batch(rows))
+            assert type(found) is type(expected) and type(found.logits) is torch.Tensor
+            assert not found.logits.requires_grad
+            torch.testing.assert_close(found, type(found)(*(x.detach() for x in expected)))
+        prompt = batch(3)["input_ids"][:, :4]
+        told: dict[str, Any] = {"temperature": 0.7, "top_k": 5}
+        torch.manual_seed(4)
+        ours = engine.generate(prompt, 3, **told)
+        torch.manual_seed(4)
+        assert torch.equal(ours, generate(plain, prompt, 3, **told)) and net.training
+
+
+def test_outputs_and_text(ranks: Any) -> None:
+    ranks(2, predicts, [{"data": 2, "zero": 3}, {"tensor": 2}, {"pipe": 2}])
+
+
+class Images(nn.Sequential):
+    """Batch norm keeps statistics, in blocks of both stages."""
+
+    def __init__(self) -> None:
+        def block() -> nn.Module:
+            return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True))
+
+        super().__init__(*(block() for _ in range(4)), nn.Linear(6, 3))
+
+
+def keeps(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    net = Images().double()
+    plain = copy.deepcopy(net)
+    given: dict[str, Any] = {"loss_fn": lambda out, target: nn.functional.cross_entropy(out, target)}
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine = espalier.initialize(net, sgd, {"pipe": 2, "cuts": ("2",)}, **given)
+    for step in range(2):
+        g = torch.Generator().manual_seed(step)
+        x, y = torch.randn(8, 6, generator=g).double(), torch.randint(0, 3, (8,), generator=g)
+        loss = nn.functional.cross_entropy(plain(x), y)
+        loss.backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+        assert abs(engine.train_step((x, y)).item() - loss.item()) < 1e-12
+    state = engine.full_state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12, msg=name)
+    net.eval()
+    plain.eval()
+    torch.testing.assert_close(engine.predict(x), plain(x).detach(), rtol=0, atol=1e-12)
+
+
+def test_statistics_of_a_stage_reach_the_state(ranks: Any) -> None:
+    ranks(2, keeps)
+
+
+def drops(rank: int, world: int) -> None:
+    """Dropout draws in a pipeline what it draws in one stage, micro-batch by micro-batch."""
+    losses = []
+    for plan in ({"tensor": 2}, {"pipe": 2}, {"pipe": 2, "schedule": "interleaved", "stages_per_rank": 2}):
+        net = model("gpt2", layers=4, dropout=0.3)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        engine = espalier.initialize(net, sgd, {**plan, "accumulate": 3})
+        torch.manual_seed(5)
+        losses.append(
+            [engine.train_step(batch(6, step)).item() for step in range(3)] + [torch.rand(()).item()]
+        )
+    for other in losses[1:]:
+        assert all(abs(a - b) < 1e-12 for a, b in zip(losses[0], other, strict=True)), losses
+
+
+def test_dropout(ranks: Any) -> None:
+    ranks(2, drops)
+
+
+class Scaled(nn.Module):
+    """Parameters of the module that is divided itself, which no block's gathering brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.scale, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x) * self.scale + self.shift)
+        return x
+
+
+def shares(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
+    for plan in plans:
+        torch.manual_seed(0)
+        net = Scaled().double()
+        plain = copy.deepcopy(net)
+        sgd, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, plain))
+        engine = espalier.initialize(net, sgd, plan, loss_fn=nn.functional.mse_loss)
+        for step in range(2):
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step)).double()
+            loss = nn.functional.mse_loss(plain(x), x.flip(0))
+            loss.backward()
+            theirs.step()
+            theirs.zero_grad()
+            assert abs(engine.train_step((x, x.flip(0))).item() - loss.item()) < 1e-12, plan
+        state = engine.full_state_dict()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12, msg=f"{plan}: {name}")
+
+
+def test_parameters_that_all_stages_use(ranks: Any) -> None:
+    pipe = {"pipe": 2, "data": 2, "accumulate": 2}
+    ranks(4, shares, [{**pipe, "zero": 3}, {**pipe, "zero": 2, "recompute": "full"}])
