@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -105,7 +106,8 @@ class PipelineEngine(Engine):
     def _run(self, work: Step, schedule: Schedule) -> None:
         assert self._data is not None
         self._data.begin_forward()
-        self.stages.runtime.run(schedule, work.agreed, work)
+        with self._watch or nullcontext():
+            self.stages.runtime.run(schedule, work.agreed, work)
         work.leave()
         if self.mesh.is_dry and self._failure is not None:
             raise self._failure

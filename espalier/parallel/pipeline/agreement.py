@@ -25,6 +25,7 @@ from espalier.tensor.dtensor import layout_of
 from espalier.tensor.random import draw_key
 
 _MOST_DRAWS = 100_000
+_MOST_KNOWN = 256
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Forward = Callable[[Any, Trees, Any], Any]
@@ -65,6 +66,8 @@ class Agreement:
         leaves, form = pytree.tree_flatten(inputs)
         # a split is one for whether modules train, and parameters need gradients
         key = (split, str(form), tuple(map(_told, leaves)), torch.is_grad_enabled())
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
         if key not in self._known:
             for ours, theirs in zip(self._model.modules(), self._twin.modules(), strict=True):
                 theirs.training = ours.training
