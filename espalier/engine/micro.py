@@ -11,11 +11,12 @@ from torch._C import DisableTorchFunctionSubclass as raw
 from espalier.comm.collectives import broadcast
 from espalier.engine.accumulation import Number
 from espalier.engine.predict import entered, plain_output
+from espalier.layout import gradient_layout
 from espalier.parallel.pipeline.actions import Action
 from espalier.parallel.pipeline.agreement import taken_apart
 from espalier.parallel.pipeline.runtime import Agreed, Trees
 from espalier.parallel.pipeline.trees import leaves
-from espalier.tensor import plain
+from espalier.tensor import DTensor, plain
 from espalier.tensor.fallback import tree_map
 from espalier.tensor.random import draw_key
 
@@ -89,7 +90,10 @@ class Step:
         loss, number = self.losses[micro_batch]
         weight = accumulation.weigh(loss, number)
         with raw():
-            one = torch.full_like(plain(loss), self._engine.scale)
+            # where the gradient is a sum over ranks, one of them gives it
+            summed = gradient_layout(loss._layout).partial if type(loss) is DTensor else ()
+            given = not any(self._engine._here.coordinate[a] for a in summed)
+            one = torch.full_like(plain(loss), self._engine.scale if given else 0.0)
             return one if weight is None else one * weight.to(one)
 
     def begin_backward(self, stage: int, last: bool) -> None:

@@ -100,20 +100,10 @@ class DataAxis:
             with raw():
                 for m in (m for chunk in self.masters.chunks for m in chunk.members):
                     m.p.grad_dtype = reduce  # several uses, and micro-batches, add up in it too
-        self.gradients = AllGradients(
-            [
-                Gradients(
-                    [] if alone and self.stage.gradients == "R" else group,
-                    mesh,
-                    axes,
-                    self.stage,
-                    dtype=reduce,
-                    on_sent=None if self.gathering is None else self.gathering.sent,
-                    shelf=self._shelf,
-                )
-                for group in groups
-            ]
-        )
+        on_sent = None if self.gathering is None else self.gathering.sent
+        summed = [[] if alone and self.stage.gradients == "R" else group for group in groups]
+        more: Any = {"dtype": reduce, "on_sent": on_sent, "shelf": self._shelf}
+        self.gradients = AllGradients([Gradients(group, mesh, axes, self.stage, **more) for group in summed])
         moved = [chunk for chunk in self.chunks if chunk.places]
         self.streaming: Streaming | None = None
         self.budget: Budget | None = None
