@@ -42,8 +42,10 @@ def tree_of(
     """
     tree: dict[str, Lying] = {}
     for name, x in tensors_of(module).items():
-        if not isinstance(x, DTensor) or saves(name):
+        if not isinstance(x, DTensor):
             tree[f"model.{name}"] = _lying(x, _mesh_of(module, name, mesh))
+        elif saves(name):
+            tree[f"model.{name}"] = _lying(x, mesh)
     if optimizer is not None:
         for name, p in module.named_parameters():
             for key, x in optimizer.state.get(p, {}).items():
