@@ -43,6 +43,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from _common import Contender, Row, in_turns, slowest_rank, table
+from _namespaces import namespaces, shell
 
 import espalier
 from espalier.mesh.launch import finish, start
@@ -61,36 +62,15 @@ NEAR: Final = {"1d": 1.5, "2d": 2.0, "2.5d": 1.5, "3d": 1.5}
 LINK: Final = "eth0"
 
 
-def shell(*words: str) -> None:
-    """A command that must end well; what it says is in the error."""
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
-
-
 @contextlib.contextmanager
-def namespaces() -> Iterator[list[str]]:
-    """One for each rank, 10.77.0.1 and on, and one for the bridge; gone at the end, with all in them."""
-    hub, *names = (f"espalier-{os.getpid()}-{name}" for name in ("hub", *range(RANKS)))
-    made: list[str] = []
-    try:
-        for name in (hub, *names):
-            shell("ip", "netns", "add", name)
-            made.append(name)
-        shell("ip", "-n", hub, "link", "add", "hub", "up", "type", "bridge")
-        for i, name in enumerate(names):
-            veth = ("type", "veth", "peer", "name", f"port{i}", "netns", hub)
-            shell("ip", "link", "add", LINK, "netns", name, "mtu", "9000", *veth)
-            shell("ip", "-n", hub, "link", "set", f"port{i}", "mtu", "9000", "master", "hub", "up")
-            shell("ip", "-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", LINK)
+def limited() -> Iterator[list[str]]:
+    """A namespace for each rank, its link prepared for a token bucket."""
+    with namespaces(RANKS, LINK) as names:
+        for name in names:
             # packets small beside the bucket
-            shell("ip", "-n", name, "link", "set", LINK, "gso_max_size", "16384", "up")
-            shell("ip", "-n", name, "link", "set", "lo", "up")
+            shell("ip", "-n", name, "link", "set", LINK, "gso_max_size", "16384")
             limit(100, "-n", name)  # fails here and not on a rank where the kernel has no token bucket
         yield names
-    finally:
-        for name in made:
-            subprocess.run(["ip", "netns", "delete", name])
 
 
 def limit(megabits: int | None, *where: str) -> None:
@@ -305,7 +285,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="espalier-") as folder, contextlib.ExitStack() as stack:
         try:
-            names = stack.enter_context(namespaces())
+            names = stack.enter_context(limited())
         except OSError as error:
             print(f"skipped: no network namespaces here: {error}")
             return 0

@@ -1,0 +1,250 @@
+"""Runs that are broken off by force or by request, go on, and have the losses of one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from espalier.train import trainer
+from espalier.train.job import Job
+from espalier.train.mistakes import JobError
+from espalier.train.run import run
+from espalier.train.trainer import Preempted, TrainingError, train
+from espalier.train.worker import fitted
+
+STEPS = 40
+ROOT = Path(__file__).parents[2]
+
+
+def job(folder: Path, **changes: Any) -> Job:
+    tables: dict[str, Any] = {
+        "model": {
+            "kind": "gpt",
+            "vocab_size": 40,
+            "layers": 1,
+            "hidden": 16,
+            "heads": 2,
+            "max_positions": 12,
+        },
+        "data": {"kind": "tokens"},
+        "plan": {},
+        "optimizer": {"lr": 1e-2, "schedule": "cosine"},
+        "train": {"steps": STEPS, "batch_size": 8, "sequence": 12, "log_every": 1, "dtype": "float64"},
+        "checkpoint": {"every": 5},
+    }
+    tables["train"].update(out=str(folder / "out"), eval_batches=1)
+    tables |= {key: changes.pop(key) for key in list(changes) if key in tables}
+    for key, value in changes.items():
+        table, _, name = key.partition("_")
+        tables.setdefault(table, {})[name] = value
+    return Job.from_dict(tables)
+
+
+def losses(folder: Path) -> list[float]:
+    path = folder / "out/metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    assert [r["step"] for r in records] == list(range(1, len(records) + 1))
+    return [r["loss"] for r in records]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> list[float]:
+    """One process that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(job(folder))
+    return losses(folder)
+
+
+def rank_of(number: int) -> int:
+    """The process of a rank that this process's launch has started."""
+    for entry in Path("/proc").iterdir():
+        try:
+            told = (entry / "environ").read_bytes().split(b"\0")
+            mine = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
+        except (OSError, IndexError):
+            continue
+        if (
+            mine
+            and f"RANK={number}".encode() in told
+            and b"espalier.train.worker" in (entry / "cmdline").read_bytes()
+        ):
+            return int(entry.name)
+    raise LookupError(f"no rank {number}")
+
+
+def send(number: signal.Signals, rank: int, folder: Path, after: int) -> None:
+    path = folder / "out/metrics.jsonl"
+    while not (path.exists() and path.read_text().count("\n") >= after):
+        time.sleep(0.005)
+    os.kill(rank_of(rank), number)
+
+
+def signalled(number: signal.Signals, folder: Path, **changes: Any) -> tuple[Any, list[str]]:
+    """A run on two ranks, the second of which gets a signal in mid-run; its result and reports."""
+    said: list[str] = []
+    thread = threading.Thread(target=send, args=(number, 1, folder, 8), daemon=True)
+    thread.start()
+    result = run("train", job(folder, plan_data=2, **changes), report=said.append)
+    thread.join()
+    return result, said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds its ranks by /proc")
+def test_a_killed_rank_is_started_again_from_the_last_checkpoint(tmp_path, alone):
+    result, said = signalled(signal.SIGKILL, tmp_path, elastic_restarts=1)
+    assert result.steps == STEPS and len(said) == 1
+    assert "rank 1 of 2 failed: killed by SIGKILL" in said[0]
+    assert "rank 1 of 2 is gone" in said[0] and "Noticed" in said[0]
+    assert "Starting again on 2 ranks, from step-000000" in said[0]
+    torch.testing.assert_close(losses(tmp_path), alone, rtol=0, atol=1e-9)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds its ranks by /proc")
+def test_a_run_that_is_asked_to_leave_saves_and_goes_on_with_fewer_ranks(tmp_path, alone):
+    result, said = signalled(signal.SIGTERM, tmp_path)
+    assert isinstance(result, Preempted) and said == []
+    assert 8 <= result.step < STEPS and result.saved.endswith(f"step-{result.step:08}")
+    assert len(losses(tmp_path)) == result.step
+    train(job(tmp_path), resume=True)
+    torch.testing.assert_close(losses(tmp_path), alone, rtol=0, atol=1e-9)
+
+
+def test_the_data_axis_shrinks_as_far_as_it_may(tmp_path):
+    asked = job(tmp_path, plan_data=4, plan_tensor=2, elastic_min_data=2)
+    assert [fitted(asked, n).plan["data"] for n in (8, 6, 4, 2, 5)] == [4, 3, 2, 4, 4]
+    assert fitted(job(tmp_path, plan_data=4), 2).plan["data"] == 4
+
+
+class Poisoned:
+    """Batches of images, one of which is not finite."""
+
+    def __init__(self, batches: Any, at: int) -> None:
+        self._batches, self._at, self.size = batches, at, batches.size
+        self.drawn: list[int] = []
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Any:
+        self.drawn.append(step)
+        found = self._batches.batch(step, rows)
+        if step == self._at:
+            found["pixel_values"] = found["pixel_values"] * math.nan
+        return found
+
+
+def with_images(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, at: int, **changes: Any
+) -> tuple[Any, Poisoned]:
+    made = []
+
+    def batches(*given: Any, **options: Any) -> Poisoned:
+        made.append(Poisoned(genuine(*given, **options), at))
+        return made[0]
+
+    genuine = trainer.training_batches
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "training_batches", batches)
+        model: dict[str, Any] = {
+            "kind": "vit",
+            "image": 8,
+            "patch": 4,
+            "channels": 1,
+            "classes": 3,
+            "hidden": 8,
+            "heads": 2,
+        }
+        model["layers"] = 1
+        result = train(job(folder, model=model, data_kind="images", train_steps=12, **changes))
+    return result, made[0]
+
+
+def test_a_rollback_leaves_the_batch_out(tmp_path, monkeypatch):
+    back, drawn = with_images(tmp_path / "back", monkeypatch, 8, spikes_on_nan="rollback")
+    skipped, _ = with_images(tmp_path / "skip", monkeypatch, 8, spikes_on_nan="skip")
+    assert drawn.drawn == [*range(1, 9), 6, 7, *range(9, 13)]  # the last checkpoint was of step 5
+    assert back.steps == skipped.steps == 12 and back.loss == skipped.loss
+    steps = [json.loads(x)["step"] for x in (tmp_path / "back/out/metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12]
+
+
+def test_without_a_checkpoint_to_go_back_to_it_stops_and_names_the_culprits(tmp_path, monkeypatch):
+    with pytest.raises(TrainingError, match=r"step 3: the loss is nan.*not finite are.*no checkpoint yet"):
+        with_images(tmp_path, monkeypatch, 3, spikes_on_nan="rollback")
+
+
+def test_tables_that_need_checkpoints_say_so(tmp_path):
+    raw = dict(job(tmp_path, plan_data=4, spikes_on_spike="rollback").raw)
+    del raw["checkpoint"]
+    with pytest.raises(JobError) as error:
+        Job.from_dict(dict(raw, elastic={"restarts": 2, "min_data": 5}))
+    told = str(error.value)
+    assert "spikes.on_spike" in told and "elastic.restarts" in told and "elastic.min_data = 5" in told
+
+
+def torchrun_of(name: str) -> tuple[list[str], dict[str, str]]:
+    """The command of a ready file, and its environment, on one host with two ranks."""
+    if name == "slurm.sbatch":
+        environment = {"LAUNCH": "env", "RANKS_PER_NODE": "2", "MASTER": "127.0.0.1", "PORT": "0"}
+        return ["bash", str(ROOT / "deploy" / name), "job.toml"], environment
+    *_, spec = yaml.safe_load_all((ROOT / "deploy" / name).read_text())
+    container = spec["spec"]["template"]["spec"]["containers"][0]
+    changed = {
+        "--nnodes=2": "--nnodes=1",
+        "--nproc-per-node=8": "--nproc-per-node=2",
+        "/runs/job.toml": "job.toml",
+    }
+    changed["--rdzv-endpoint=espalier-0.espalier:29400"] = "--rdzv-endpoint=127.0.0.1:0"
+    assert set(changed) <= set(container["args"])
+    given = [changed.get(word, word) for word in container["args"]]
+    return [*container["command"], *given], {each["name"]: each["value"] for each in container["env"]}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("name", ["slurm.sbatch", "kubernetes.yaml"])
+def test_the_commands_of_the_ready_files_train(tmp_path, name):
+    (tmp_path / "job.toml").write_text(
+        '[model]\nkind = "gpt"\nvocab_size = 40\nlayers = 1\nhidden = 16\nheads = 2\nmax_positions = 12\n'
+        '[data]\nkind = "tokens"\n[plan]\ndata = 2\n[train]\nsteps = 2\nbatch_size = 4\nsequence = 12\n'
+        "[checkpoint]\n"
+    )
+    command, settings = torchrun_of(name)
+    bins = {str(Path(sys.executable).parent), *os.environ["PATH"].split(os.pathsep)}
+    environment = os.environ | settings | {"PATH": os.pathsep.join(bins), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[:3000] + done.stdout[-1000:]
+    assert (tmp_path / "runs/job/checkpoints/step-00000002").is_dir()
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None,
+    reason="hosts are played by network namespaces, which need Linux, root and iproute2",
+)
+def test_a_host_that_is_cut_off_and_comes_back_trains_on():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/hosts.py")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,  # less than one minute on a quiet machine
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    if done.stdout.startswith("skipped"):
+        pytest.skip(done.stdout)
+    for line in (
+        "the first trains on alone",
+        "both train again",
+        "gave no sign of life",
+        "largest difference",
+    ):
+        assert line in done.stdout
