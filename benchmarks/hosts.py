@@ -6,8 +6,8 @@ c10d rendezvous at the first one's address. They share a folder for checkpoints,
 
 Then the second host's link is taken down and all its processes are killed. The first one's rank is stopped
 by the watch over ranks; its agent starts it again alone, on half the data axis (``[elastic] min_data = 1``),
-from the last checkpoint. Then the link is up and torchrun runs on the second host again: the first agent sees it
-waiting and asks its rank to leave, which saves; both go on together.
+from the last checkpoint. Then the link is up and torchrun runs on the second host again: the first agent sees
+it waiting and asks its rank to leave, which saves; both go on together.
 
 Bar: all losses are those of one process that nobody disturbed, within float64's 1e-9.
 
