@@ -231,6 +231,17 @@ def test_explain_prints_the_table_of_layouts(job):
     assert ["blocks.*.mlp.down_proj", "weight", "tensor:S(1)"] in [row[:3] for row in rows]
 
 
+def test_what_needs_a_device_runs_dry(job):
+    plain, fused = (call("dry", job, *more) for more in ([], ["--set", "optimizer.fused=true"]))
+    assert plain[0] == fused[0] == 0 and plain[1] == fused[1]
+    code, _, err = call("dry", job, "--set", "optimizer.name=ASGD")
+    assert code == 2 and "ASGD cannot be run dry: its step asks for values" in err
+    code, _, err = call("dry", job, "--set", "optimizer.name=Muon")
+    assert code == 2 and "optimizer.name = 'Muon': it cannot train this model" in err
+    code, _, err = call("export", "x" * 300, "out")
+    assert code == 2 and "File name too long. Give another path" in err
+
+
 def test_help_names_every_command():
     code, out, _ = call("--help")
     assert code == 0

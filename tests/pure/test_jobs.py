@@ -137,6 +137,9 @@ def test_mistakes_of_the_plan(write):
         ("optimizer.lr=-1.0", "expected greater than 0"),
         ("optimizer.weight_decay=-1.0", "torch.optim.AdamW says: Invalid weight_decay value"),
         ("optimizer.name=LBFGS", "torch.optim has none usable by this name"),
+        ("optimizer.name=SparseAdam", "does not support dense gradients"),
+        ("plan.branch=2", "no job can say which modules are branches"),
+        ("model.weights=3", "expected the path of a file or folder with weights"),
         ("model=3", "expected section.key=value"),
     ],
 )
