@@ -99,7 +99,11 @@ TRIALS: list[Trial] = [
         "gpt",
         {"layers": 4},
     ),
-    ({**TWO, "data": 2, "replicate": 2, "zero": 3, "schedule": "naive"}, "gpt2", {"tied": True}),
+    (
+        {**TWO, "accumulate": 2, "data": 2, "replicate": 2, "zero": 3, "schedule": "naive"},
+        "gpt2",
+        {"tied": True},
+    ),
     (
         {**TWO, "accumulate": 2, "data": 4, "zero": 1, "schedule": "gpipe", "chunk_megabytes": 0.002},
         "gpt",
@@ -116,7 +120,7 @@ TRIALS: list[Trial] = [
 @pytest.mark.world(8)
 @pytest.mark.parametrize("trial", range(len(TRIALS)))
 def test_equals_one_process(ranks: Any, trial: int) -> None:
-    ranks(8, trains, [TRIALS[trial]])
+    ranks(8, trains, [TRIALS[trial]], timeout=240.0)
 
 
 OF_FOUR: list[Trial] = [
@@ -134,7 +138,7 @@ def test_of_four_ranks(ranks: Any, trial: int, tmp_path: Path) -> None:
     if plan.get("schedule") == "mine.csv":
         plan = {**plan, "schedule": str(tmp_path / "mine.csv")}
         (tmp_path / "mine.csv").write_text(to_csv(generate("zb-h1", 2, 4)))
-    ranks(4, trains, [(plan, kind, changes)])
+    ranks(4, trains, [(plan, kind, changes)], timeout=240.0)
 
 
 # ---- what is drawn, held and met
