@@ -85,8 +85,9 @@ def test_a_grid_of_four(ranks: Any) -> None:
             ({**GRID, "data": 2, "zero": 3}, "gpt2", {}),
             ({**GRID, "tensor": 8, "recompute": "full"}, "gpt", {"tied": True}),
         ],
+        [({**GRID, "data": 2, "zero": zero}, "gpt", {"layers": 1}) for zero in (0, 1, 2)],
     ],
-    ids=["2.5d", "3d", "2d"],
+    ids=["2.5d", "3d", "2d", "stages"],
 )
 def test_eight_ranks(ranks: Any, trials: list[Trial]) -> None:
     ranks(8, trains, trials)
