@@ -79,7 +79,7 @@ class Activity:
             return Look("busy", "")
         where = _site(frame)
         main, every = (b - a > _CPU_SHARE * passed for a, b in zip(before, self._cpu, strict=True))
-        if main or moved or _state(os.getpid(), self._main.native_id) == "D":
+        if main or moved or _state(os.getpid(), self._main.native_id) in _READY:
             return Look("busy", where)
         if any(_communicates(each) for each in frames.values()):
             # what other threads of the program do meanwhile is no part of its progress
@@ -145,6 +145,14 @@ def computed_by(pid: int) -> float | None:
     return None if found is None or found[0] in "ZX" else (int(found[11]) + int(found[12])) / _TICKS
 
 
+def is_ready(pid: int) -> bool:
+    """Whether a thread of another process of this machine computes or waits for a core, or for a disk."""
+    threads: list[int] = []
+    with contextlib.suppress(OSError):
+        threads = [int(task.name) for task in (_PROC / str(pid) / "task").iterdir()]
+    return any(_state(pid, thread) in _READY for thread in threads)
+
+
 def machine() -> str:
     """What two processes have in common that see each other by process id."""
     space = ""
@@ -158,6 +166,7 @@ def sees_processes() -> bool:
     return _stat(os.getpid()) is not None
 
 
+_READY: Final = ("R", "D")
 _TICKS: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -209,4 +218,4 @@ def _line(frame: FrameType) -> str:
     return f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-__all__ = ["Activity", "Look", "computed_by", "machine", "sees_processes"]
+__all__ = ["Activity", "Look", "computed_by", "is_ready", "machine", "sees_processes"]

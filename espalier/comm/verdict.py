@@ -55,6 +55,7 @@ class Sign:
             ``"left"``; ``told`` is the error's text, and ``at`` when it was.
         words: the last lines of its standard error.
         peers: of other ranks on its machine the seconds computed; None where the process has ended.
+        ready: of these, those that give no sign but would compute if they had a core.
         recent: its last collectives as (ranks, number among these, what, step).
     """
 
@@ -72,6 +73,7 @@ class Sign:
     at: float = 0.0
     words: list[str] = field(default_factory=list)
     peers: dict[int, float | None] = field(default_factory=dict)
+    ready: list[int] = field(default_factory=list)
     recent: list[tuple[str, int, str, int]] = field(default_factory=list)
 
     @property

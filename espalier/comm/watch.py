@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from espalier.comm.activity import Activity, Look, computed_by, machine
+from espalier.comm.activity import Activity, Look, computed_by, is_ready, machine
 from espalier.comm.ledger import Collective, observed
 from espalier.comm.signals import Signals
 from espalier.comm.verdict import Faults, Heard, Sign, Verdict, judge
@@ -37,6 +37,7 @@ _EVERY: Final = 0.5  # seconds between two signs
 _RECENT: Final = 64  # collectives remembered
 _WORDS: Final = 30  # lines of standard error remembered
 _BUSY_SHARE: Final = 0.2  # of a core: a process that computes so much is alive, though it gives no sign
+_FRESH: Final = 2.0  # seconds for which it is believed that a silent process is short of a core
 _OFF: Final = "ESPALIER_FAULTS"
 
 
@@ -129,6 +130,7 @@ class Pulse:
         self._machine, self._number, self._answered = machine(), 0, time.monotonic()
         self._signs: dict[int, tuple[Sign, float]] = {}
         self._computed: dict[int, tuple[float, float, bool]] = {}
+        self._ready: dict[int, float] = {}
         self._chair, self._wish, self._lost = 0, False, ""
         self._urgent, self._posted, self._over = threading.Event(), threading.Event(), threading.Event()
         self._watching: AbstractContextManager[None] = observed(self)
@@ -338,7 +340,9 @@ class Pulse:
             if before is None or before[0].number != sign.number:
                 self._signs[rank] = sign, now
         self._signs[self.rank] = self._sign(self._end), now
-        for sign, _ in list(self._signs.values()):
+        for sign, told_at in list(self._signs.values()):
+            if now - told_at < _FRESH:
+                self._ready.update(dict.fromkeys(sign.ready, now))
             for peer, computed in sign.peers.items():
                 last, at, _ = self._computed.get(peer, (computed or 0.0, now, False))
                 if computed is not None and now - at >= 1.0:
@@ -352,7 +356,9 @@ class Pulse:
             return Heard(None, 0.0)
         sign, at = self._signs[rank]
         silent = time.monotonic() - at
-        return Heard(sign, silent, silent > 1.0 and self._computed.get(rank, (0.0, 0.0, False))[2])
+        ready = time.monotonic() - self._ready.get(rank, -math.inf) < _FRESH
+        busy = ready or self._computed.get(rank, (0.0, 0.0, False))[2]
+        return Heard(sign, silent, silent > 1.0 and busy)
 
     def _peers(self) -> dict[int, float | None]:
         near = [self._signs[rank][0] for rank in self._near if rank in self._signs]
@@ -365,6 +371,8 @@ class Pulse:
         sign.end, sign.told, sign.at = end, self._told, self._at
         sign.words = [] if self._stderr is None else self._stderr.last()
         sign.peers = self._peers()
+        silent = [rank for rank in sign.peers if self._heard(rank).silent > 1.0]
+        sign.ready = [rank for rank in silent if is_ready(self._signs[rank][0].pid)]
         if quiet > 1.0 or end in ("failed", "consequence"):
             sign.recent = [(group, n, _what(event), step) for group, n, event, step in list(self._recent)]
         return sign
