@@ -14,6 +14,8 @@ from espalier.train.progress import readable_time
 from espalier.train.trainer import Preempted, Summary
 from espalier.train.verify import Difference, Verification
 
+_WIDE = 2000  # characters
+
 
 def tell_summary(console: Console, summary: Summary) -> None:
     """Show how a training run ended."""
@@ -118,8 +120,10 @@ def tell_schedule(console: Console, timeline: Timeline) -> None:
     schedule = timeline.schedule
     report = check(schedule)
     console.print(f"{str(schedule).partition(chr(10))[0]}", highlight=False, markup=False)
-    for line in terminal(timeline, console.width, colours=console.color_system is not None):
-        console.print(line, no_wrap=True, crop=True)
+    colours = console.color_system is not None
+    # in a file there is room for every number
+    for line in terminal(timeline, console.width if colours else _WIDE, colours=colours):
+        console.print(line, no_wrap=True, crop=colours, overflow="ignore")
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column()
