@@ -152,7 +152,7 @@ class Gradients:
 
         A device would wait in its stream, and compute nothing meanwhile.
         """
-        return self.stage.gradients == "R" and not chunk.outer and chunk.device.type == "cpu"
+        return self.stage.gradients == "R" and not chunk.outer and chunk.device.type != "cuda"
 
     def flush(self) -> None:
         """After a backward pass: send what it has not filled, if this one sends."""
