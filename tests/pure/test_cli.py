@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ class OneRank(Engine):
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     monkeypatch.setattr("espalier.engine.start.Engine", OneRank)
-    monkeypatch.setattr("espalier.train.worker.start", lambda: None)
+    monkeypatch.setattr("espalier.train.worker.start", lambda: SimpleNamespace(world_size=1))
     monkeypatch.setattr("espalier.train.worker.finish", lambda: None)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
