@@ -92,8 +92,7 @@ def memory(module: nn.Module, optimizer: torch.optim.Optimizer | None, data: Dat
         for p, state in () if optimizer is None else optimizer.state.items():
             place = chunk_of[id(p)].places.get("states", "device") if id(p) in chunk_of else "device"
             found["states"][place] += state_bytes(state)
-        gathered = sum(g.storage.nbytes() for g in cut)
-        gathered += sum(local_bytes(g.rows) for g in cut if g.rows is not None)
+        gathered = sum(storage.nbytes() for g in cut for storage in g.storages)
         buffers = _storages(module.buffers())
     trained = [m for chunk in data.chunks for m in chunk.members]
     formula = {
