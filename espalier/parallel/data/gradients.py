@@ -142,17 +142,8 @@ class Gradients:
             return
         if self._came is not None:
             self._came.append(id(p))
-        elif self._flying and self._lands_early(self._flying[0][0]):
-            self._land()
         while self._next < len(self.chunks) and not self.chunks[self._next].missing:
             self._send(self.chunks[self._next])
-
-    def _lands_early(self, chunk: Chunk) -> bool:
-        """Whether its sums are given to all before the next chunk is sent: so that, too, overlaps backward.
-
-        A device would wait in its stream, and compute nothing meanwhile.
-        """
-        return self.stage.gradients == "R" and not chunk.outer and chunk.device.type != "cuda"
 
     def flush(self) -> None:
         """After a backward pass: send what it has not filled, if this one sends."""
@@ -162,8 +153,7 @@ class Gradients:
 
     def _send(self, chunk: Chunk) -> None:
         self._next += 1
-        # so all ranks send what there is to send in one order, whenever it was ready
-        if self._flying and (len(self._flying) == _AT_ONCE or self._lands_early(self._flying[0][0])):
+        if len(self._flying) == _AT_ONCE:
             self._land()
         n = chunk.lane.n
         with raw():
@@ -331,7 +321,7 @@ class Gradients:
             self.chunks = [self.chunks[i] for i in json.loads(told)]
             self._last = {chunk.lane: chunk for chunk in self.chunks}
         self._came = None
-        self._listen({members[i][1] for members in by_time for i in (len(members) // 2, -1)})
+        self._listen({members[-1][1] for members in by_time})
 
     def forget(self) -> None:
         """After a step: there are no gradients, nor are any under way."""
