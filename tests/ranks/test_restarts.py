@@ -41,7 +41,7 @@ def job(folder: Path, **changes: Any) -> Job:
         },
         "data": {"kind": "tokens"},
         "plan": {},
-        "optimizer": {"lr": 1e-2, "schedule": "cosine"},
+        "optimizer": {"lr": 1e-3, "schedule": "cosine"},
         "train": {"steps": STEPS, "batch_size": 8, "sequence": 12, "log_every": 1, "dtype": "float64"},
         "checkpoint": {"every": 5},
     }
