@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -72,20 +72,12 @@ def train(
     """Train the job's model, with live progress."""
     with one_clear_message(debug):
         from espalier.cli.tell import tell_preempted, tell_summary
-        from espalier.train.run import run
         from espalier.train.trainer import Preempted
         from espalier.train.worker import PREEMPTED
 
         console = Console()
         loaded = load(job, set_ or [], ranks)
-        summary = run(
-            "train",
-            loaded,
-            port=port,
-            debug=debug,
-            report=partial(console.print, markup=False, highlight=False, soft_wrap=True),
-            resume=resume,
-        )
+        summary = _on_ranks("train", loaded, console, port=port, debug=debug, resume=resume)
         if isinstance(summary, Preempted):
             tell_preempted(console, summary)
             raise typer.Exit(PREEMPTED)
@@ -103,21 +95,20 @@ def verify(
     """
     with one_clear_message(debug):
         from espalier.cli.tell import tell_verification
-        from espalier.train.run import run
 
         console = Console()
-        loaded = load(job, set_ or [], ranks)
-        found = run(
-            "verify",
-            loaded,
-            port=port,
-            debug=debug,
-            report=partial(console.print, markup=False, highlight=False, soft_wrap=True),
-        )
+        found = _on_ranks("verify", load(job, set_ or [], ranks), console, port=port, debug=debug)
         if found is not None:
             tell_verification(console, found)
             if not found.passed:
                 raise typer.Exit(1)
+
+
+def _on_ranks(action: Literal["train", "verify"], job: Any, console: Console, **options: Any) -> Any:
+    from espalier.train.run import run
+
+    report = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    return run(action, job, report=report, **options)
 
 
 @app.command()
