@@ -78,11 +78,11 @@ class Ledger:
         self.entries.append(Entry(event.op, event.where, event.sent))
 
     def by_axis(self) -> dict[str, int]:
-        """Bytes that this rank sent along each axis."""
+        """Bytes that this rank sent along each axis, by the axes' names in order."""
         total: Counter[str] = Counter()
         for entry in self.entries:
             total[entry.axis] += entry.bytes
-        return dict(total)
+        return dict(sorted(total.items()))
 
     def by_op(self) -> dict[tuple[str, str], tuple[int, int]]:
         """(axis, op) to (number of calls, bytes sent)."""

@@ -54,7 +54,7 @@ class DryReport:
     parameters: int
 
     def __str__(self) -> str:
-        sent = sorted(self.ledger.by_axis().items())
+        sent = self.ledger.by_axis().items()
         width = max((len(axis) for axis, _ in sent), default=0)
         rows = [
             f"plan            {self.plan} ({self.plan.world_size:,} ranks)",
