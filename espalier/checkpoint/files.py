@@ -1,4 +1,4 @@
-"""Tensors to files and back, with checksums; files and folders made to last."""
+"""Tensors to files and back, with checksums."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from espalier.checkpoint.errors import CheckpointError
 from espalier.checkpoint.frames import ALIGN, frame_of
 from espalier.checkpoint.index import Boxes, Stored
 from espalier.checkpoint.pieces import Piece
+from espalier.files import bytes_of, get, pieces_of, put
 
-PIECE = 1 << 22
 _PUSH = 1 << 23
 
 
@@ -39,13 +39,12 @@ class TensorFile:
         frame = frame_of(piece.values.dtype, piece.box.sizes)
         start = -(-self.size // ALIGN) * ALIGN
         at, crc = start + frame.start, 0
-        for begin in range(0, len(data), PIECE):
-            part = data[begin : begin + PIECE]
+        for begin, part in pieces_of(data):
             crc = zlib.crc32(part, crc)
-            self._put(part, at + begin)
+            put(self._file, part, at + begin)
         head, tail = frame.around(crc)
-        self._put(memoryview(head), start)
-        self._put(memoryview(tail), at + len(data))
+        put(self._file, memoryview(head), start)
+        put(self._file, memoryview(tail), at + len(data))
         self.size = at + len(data) + len(tail)
         if self.size - self._pushed > _PUSH and hasattr(os, "posix_fadvise"):
             # the disk begins now, and close() has less to wait for
@@ -54,11 +53,6 @@ class TensorFile:
         if known is not None:
             self._scalars[known] = start, crc
         return Stored(piece.box, self.path.name, start, crc)
-
-    def _put(self, data: memoryview, at: int) -> None:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._file, data[done:], at + done)
 
     def close(self, *, last: bool = True) -> None:
         """Close it; ``last``: see that it outlives a crash of the machine."""
@@ -69,14 +63,6 @@ class TensorFile:
                     os.fsync(file)
             finally:
                 os.close(file)
-
-
-def bytes_of(x: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in the host's memory, in order; a copy where they do not stand there so."""
-    x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if not x.numel():
-        return memoryview(b"")
-    return memoryview(x.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def read(folder: Path, name: str, entry: Boxes, stored: Stored) -> torch.Tensor:
@@ -93,14 +79,9 @@ def read(folder: Path, name: str, entry: Boxes, stored: Stored) -> torch.Tensor:
     try:
         file = os.open(path, os.O_RDONLY)
         try:
-            for begin in range(0, len(into), PIECE):
-                part = into[begin : begin + PIECE]
-                done = 0
-                while done < len(part):
-                    got = os.preadv(file, [part[done:]], at + begin + done)
-                    if not got:
-                        raise CheckpointError(damaged(path, f"it ends within {name}"))
-                    done += got
+            for begin, part in pieces_of(into):
+                if get(file, part, at + begin) < len(part):
+                    raise CheckpointError(damaged(path, f"it ends within {name}"))
                 crc = zlib.crc32(part, crc)
         finally:
             os.close(file)
@@ -137,22 +118,3 @@ def damaged(path: Path, what: str) -> str:
         f"{path} is damaged: {what}. Load another checkpoint (espalier checkpoint {path.parent.parent} lists "
         "them), and look at the disk."
     )
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """A file that is there whole or not at all, and outlives a crash of the machine."""
-    hidden = path.with_name(f".{path.name}.new")
-    with open(hidden, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    hidden.rename(path)
-
-
-def sync_folder(path: Path) -> None:
-    """What was renamed in a folder stays so."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

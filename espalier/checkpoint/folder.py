@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from espalier.checkpoint.errors import CheckpointError
-from espalier.checkpoint.files import damaged, sync_folder, write_file
+from espalier.checkpoint.files import damaged
 from espalier.checkpoint.index import Index
+from espalier.files import sync, write_file
 
 INDEX, SEAL, TORCH = "index.json", "whole.json", ".metadata"
 _STEP = re.compile(r"step-(\d+)(\.replaced)?")
@@ -164,13 +165,13 @@ def commit(path: Path, index: Index, keep: int | None) -> Path:
     write_file(path / TORCH, index.to_torch())
     write_file(path / INDEX, content)
     write_file(path / SEAL, Seal.on(content, max(serials, default=0) + 1).to_json())
-    sync_folder(path)
+    sync(path)
     final = directory / name_of(index.step)
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
         final.rename(replaced)
     path.rename(final)
-    sync_folder(directory)
+    sync(directory)
     gone = [replaced] if replaced.exists() else []
     if keep is not None:
         gone += [old for old, _ in _whole(directory) if old != replaced][keep:]

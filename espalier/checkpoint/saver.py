@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from espalier.checkpoint.errors import CheckpointError
-from espalier.checkpoint.files import TensorFile, write_file
+from espalier.checkpoint.files import TensorFile
 from espalier.checkpoint.folder import cannot, commit, prepare
 from espalier.checkpoint.index import Boxes, Index
 from espalier.checkpoint.pieces import Lying, Piece, pieces
 from espalier.comm.agreement import agree
 from espalier.comm.words import words_of_all
+from espalier.files import write_file
 from espalier.mesh import Mesh
 
 _POLL = 0.002  # seconds between two looks for the parts of others

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from espalier.files import write_file
+
 
 @dataclass(frozen=True)
 class Record:
@@ -47,9 +49,7 @@ class MetricsFile:
     def __init__(self, path: Path, after: int = 0) -> None:
         self.records = _records(path, after) if after and path.exists() else []
         lines = "".join(json.dumps(asdict(record)) + "\n" for record in self.records)
-        hidden = path.with_name(f".{path.name}-{os.getpid()}")
-        hidden.write_text(lines, "utf-8")
-        hidden.replace(path)
+        write_file(path, lines.encode())
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: Record) -> None:

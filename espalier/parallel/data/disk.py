@@ -6,7 +6,6 @@ wrong leaves the one before. Data stands in pieces, and behind it a table with a
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -25,7 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-PIECE = 1 << 22
+from espalier.files import PIECE, get, memory_of, pieces_of, put
+
 _ALIGN = 64
 _TAIL = struct.Struct("<8sQQII")  # magic, bytes of data, generation, pieces, checksum of table and these
 _MAGIC = b"ESPALIER"
@@ -187,10 +187,12 @@ class Disk:
             self._allocate(path, size, len(parts))
             with open(path, "r+b", buffering=0) as file:
                 for part, t in zip(parts, tensors, strict=True):
-                    _pwrite(file.fileno(), part.offset, _bytes(t), table)
+                    for start, piece in pieces_of(memory_of(t)):
+                        table += struct.pack("<I", zlib.crc32(piece))
+                        put(file.fileno(), piece, part.offset + start)
                 head = _TAIL.pack(_MAGIC, size, self._generation, len(table) // 4, 0)
                 tail = _TAIL.pack(*_TAIL.unpack(head)[:-1], zlib.crc32(bytes(table) + head))
-                _pwrite(file.fileno(), size, memoryview(bytes(table) + tail))
+                put(file.fileno(), memoryview(bytes(table) + tail), size)
                 file.truncate(size + len(table) + len(tail))
             path.replace(self.folder / key)
         except OSError as error:
@@ -221,8 +223,8 @@ class Disk:
                 checks = iter(struct.unpack(f"<{len(table) // 4}I", table))
                 for part, t in zip(record.parts, tensors, strict=True):
                     assert (part.shape, part.dtype) == (t.shape, t.dtype)
-                    for start, piece in _pieces(_bytes(t)):
-                        got = _pread(file.fileno(), part.offset + start, piece)
+                    for start, piece in pieces_of(memory_of(t)):
+                        got = get(file.fileno(), piece, part.offset + start)
                         at = f"bytes {part.offset + start:,} to {part.offset + start + len(piece):,}"
                         if got < len(piece):
                             raise DiskError(_damaged(path, f"{at} end after {got:,}"))
@@ -237,36 +239,6 @@ def _damaged(path: Path, what: str) -> str:
         f"{path} is damaged: {what}. This process cannot go on from it: look at the disk, and start again "
         "from a checkpoint."
     )
-
-
-def _bytes(t: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    assert t.is_contiguous() and t.device.type == "cpu"
-    n = t.numel() * t.element_size()
-    return memoryview((ctypes.c_char * n).from_address(t.data_ptr())).cast("B") if n else memoryview(b"")
-
-
-def _pieces(data: memoryview) -> list[tuple[int, memoryview]]:
-    return [(start, data[start : start + PIECE]) for start in range(0, len(data), PIECE)]
-
-
-def _pwrite(file: int, offset: int, data: memoryview, table: bytearray | None = None) -> None:
-    for start, piece in _pieces(data):
-        if table is not None:
-            table += struct.pack("<I", zlib.crc32(piece))
-        done = 0
-        while done < len(piece):
-            done += os.pwrite(file, piece[done:], offset + start + done)
-
-
-def _pread(file: int, offset: int, into: memoryview) -> int:
-    done = 0
-    while done < len(into):
-        n = os.preadv(file, [into[done:]], offset + done)
-        if n == 0:
-            break
-        done += n
-    return done
 
 
 def _close(thread: ThreadPoolExecutor, folder: Path, lock: int) -> None:

@@ -1,0 +1,72 @@
+"""Bytes to files and back, in pieces; files that are there whole or not at all, and last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+PIECE = 1 << 22
+"""Bytes that are read or written, and summed up, at a time."""
+
+
+def memory_of(x: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, as bytes."""
+    assert x.is_contiguous() and x.device.type == "cpu"
+    if not x.numel():
+        return memoryview(b"")
+    return memoryview(x.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def bytes_of(x: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in the host's memory, in order; a copy where they do not stand there so."""
+    return memory_of(x.detach().cpu().resolve_conj().resolve_neg().contiguous())
+
+
+def pieces_of(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Data in pieces, and where each begins."""
+    for start in range(0, len(data), PIECE):
+        yield start, data[start : start + PIECE]
+
+
+def put(file: int, data: memoryview, at: int) -> None:
+    """Write all of it to a place in a file."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:], at + done)
+
+
+def get(file: int, into: memoryview, at: int) -> int:
+    """Read from a place in a file; gives how many bytes there were."""
+    done = 0
+    while done < len(into):
+        n = os.preadv(file, [into[done:]], at + done)
+        if n == 0:
+            break
+        done += n
+    return done
+
+
+def write_file(path: Path, content: bytes, *, last: bool = True) -> None:
+    """A file that is there whole or not at all; ``last``: it outlives a crash of the machine, too."""
+    hidden = path.with_name(f".{path.name}.new")
+    with open(hidden, "wb") as file:
+        file.write(content)
+        if last:
+            file.flush()
+            os.fsync(file.fileno())
+    hidden.rename(path)
+
+
+def sync(path: Path) -> None:
+    """What is in a file, or was renamed in a folder, outlives a crash of the machine."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+__all__ = ["PIECE", "bytes_of", "get", "memory_of", "pieces_of", "put", "sync", "write_file"]
