@@ -11,20 +11,22 @@ from typing import Any
 
 import torch
 
-from espalier.checkpoint.files import TensorFile, write_file
+from espalier.checkpoint.files import TensorFile
 from espalier.checkpoint.folder import TORCH, commit, prepare
 from espalier.checkpoint.index import Boxes, Index
 from espalier.checkpoint.pieces import Piece
+from espalier.checkpoint.sinks import Target
 from espalier.checkpoint.sources import Entry
 from espalier.checkpoint.values import encode
+from espalier.files import write_file
 from espalier.layout.regions import Box
 
 _FILE = "__0_0.distcp"
 _RANDOM = "random.torch"
 
 
-class FolderSink:
-    """A folder being written; it gets its name when the ``with`` block ends well.
+class FolderSink(Target):
+    """A folder being written.
 
     Args:
         out: the folder; for a checkpoint of ours the one in which that of step 0 is made.
@@ -55,19 +57,12 @@ class FolderSink:
         self._index = Index(tensors=tensors, aliases=dict(ties))
 
     def write(self, name: str, start: int, box: Box, piece: torch.Tensor) -> None:
-        """A box of a tensor."""
+        """See :meth:`Target.write`."""
         self._index.tensors[name].boxes.append(self._file.write(Piece(name, box, piece)))
 
-    def __enter__(self) -> FolderSink:
-        return self
-
-    def __exit__(self, kind: Any, *error: Any) -> None:
-        try:
-            if kind is None:
-                self._commit()
-        finally:
-            self._file.close()
-            shutil.rmtree(self._hidden, ignore_errors=True)
+    def _clear(self) -> None:
+        self._file.close()
+        shutil.rmtree(self._hidden, ignore_errors=True)
 
     def _commit(self) -> None:
         index = self._index

@@ -12,7 +12,7 @@ import torch
 from espalier.checkpoint.distributed import FolderSink
 from espalier.checkpoint.pickles import FormatError
 from espalier.checkpoint.reading import Checkpoint, open_any
-from espalier.checkpoint.sinks import Sink, Tie, stream
+from espalier.checkpoint.sinks import Sink, Target, Tie, stream
 from espalier.checkpoint.sources import Entry, Source
 from espalier.layout.regions import Box
 
@@ -32,7 +32,7 @@ def laid_out(
     ties: Mapping[str, str],
     shard_bytes: int,
     values: Mapping[str, Any] | None = None,
-) -> Sink | FolderSink:
+) -> Target:
     """What is to be written to a path, where there is nothing yet.
 
     Args:

@@ -22,7 +22,7 @@ LARGEST = 1 << 26  # bytes of a tensor in one frame: far below where archives ne
 
 _NAME = "archive"
 _LOCAL = struct.Struct("<4s5H3I2H")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
+CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _CRC = 14  # where a checksum stands in a local header
 
@@ -70,7 +70,7 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
             at = begun + _CRC, len(table) + _CRC + 2
         common = (0, 0, 0, 0, crc, n, n, len(path))
         part += _LOCAL.pack(b"PK\3\4", 20, *common, len(extra)) + path + extra
-        table += _CENTRAL.pack(b"PK\1\2", 20, 20, *common, 0, 0, 0, 0, 0, begun) + path
+        table += CENTRAL.pack(b"PK\1\2", 20, 20, *common, 0, 0, 0, 0, 0, begun) + path
         if content is None:
             part, before = tail, len(head) + size
         else:

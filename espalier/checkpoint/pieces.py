@@ -62,7 +62,7 @@ def pieces(tree: Mapping[str, Lying]) -> list[Piece]:
                 share = None
         first = not any(layout.mesh.coordinate[a] for a in layout.order)
         if share is not None and (size or first):
-            for part in _bounded(share, local.element_size()):
+            for part in share.parts(LARGEST // local.element_size()):
                 found.append(Piece(name, part, local[part.within(box)]))
     return found
 
@@ -83,23 +83,4 @@ def _cut(box: Box, n: int, index: int) -> Iterator[Box]:
     dim = max(range(len(box.sizes)), key=lambda d: box.sizes[d])
     start, length = chunk_bounds(box.sizes[dim], n, index)
     if length:
-        yield _narrowed(box, dim, start, length)
-
-
-def _bounded(box: Box, itemsize: int) -> Iterator[Box]:
-    """A box in parts that one frame holds each."""
-    size = math.prod(box.sizes) * itemsize
-    if size <= LARGEST:
-        yield box
-        return
-    dim = next(d for d, n in enumerate(box.sizes) if n > 1)
-    rows = max(1, LARGEST // (size // box.sizes[dim]))
-    for start in range(0, box.sizes[dim], rows):
-        yield from _bounded(_narrowed(box, dim, start, min(rows, box.sizes[dim] - start)), itemsize)
-
-
-def _narrowed(box: Box, dim: int, start: int, length: int) -> Box:
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    offsets[dim] += start
-    sizes[dim] = length
-    return Box(tuple(offsets), tuple(sizes))
+        yield box.narrowed(dim, start, length)

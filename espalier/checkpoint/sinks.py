@@ -12,17 +12,20 @@ import os
 import struct
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.serialization import skip_data
 
+from espalier.checkpoint.frames import CENTRAL
 from espalier.checkpoint.pickles import FormatError
 from espalier.checkpoint.sources import DTYPES, INDEX, Entry, flat
+from espalier.files import bytes_of, write_file
 from espalier.layout.regions import Box
 
 Read = Callable[[str, Box], torch.Tensor]
@@ -32,7 +35,6 @@ PIECE = 64 * 1024**2
 """Bytes of a tensor that are in memory at a time."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
 _CRC, _LENGTHS = 16, slice(10, 13)  # in an entry of an archive's directory
 _LOCAL = 30  # bytes before the name that precedes a record
 
@@ -43,8 +45,34 @@ class Tie(NamedTuple):
     name: str
 
 
-class Sink:
-    """Files being written; they get their names when the ``with`` block ends well."""
+class Target(ABC):
+    """What weights are written to; it is there when the ``with`` block ends well."""
+
+    @abstractmethod
+    def write(self, name: str, start: int, box: Box, piece: torch.Tensor) -> None:
+        """A box of a tensor, which begins at its byte ``start``; they come in order."""
+
+    @abstractmethod
+    def _commit(self) -> None:
+        """All was written."""
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Close files, and remove what is not to stay."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        try:
+            if kind is None:
+                self._commit()
+        finally:
+            self._clear()
+
+
+class Sink(Target):
+    """Files of safetensors and of ``torch.save``."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[Path, int]] = {}
@@ -53,9 +81,9 @@ class Sink:
         self._texts: dict[Path, str] = {}
 
     def write(self, name: str, start: int, box: Box, piece: torch.Tensor) -> None:
-        """A box of a tensor, which begins at its byte ``start``; they come in order."""
+        """See :meth:`Target.write`."""
         path, offset = self._places[name]
-        data = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        data = bytes_of(piece)
         file = self._files[path]
         file.seek(offset + start)
         file.write(data)
@@ -151,18 +179,11 @@ class Sink:
         file = self._files[path] = partial(path).open("wb")
         return file
 
-    def __enter__(self) -> Sink:
-        return self
-
-    def __exit__(self, kind: Any, *error: Any) -> None:
-        try:
-            if kind is None:
-                self._commit()
-        finally:
-            for path, file in self._files.items():
-                file.close()
-                with suppress(OSError):
-                    partial(path).unlink(missing_ok=True)
+    def _clear(self) -> None:
+        for path, file in self._files.items():
+            file.close()
+            with suppress(OSError):
+                partial(path).unlink(missing_ok=True)
 
     def _commit(self) -> None:
         for path, file in self._files.items():
@@ -173,7 +194,7 @@ class Sink:
         for path in self._files:
             os.replace(partial(path), path)
         for path, text in self._texts.items():
-            path.write_text(text, "utf-8")
+            write_file(path, text.encode())
 
 
 def _put_checksums(file: BinaryIO, sums: Mapping[int, int]) -> None:
@@ -184,7 +205,7 @@ def _put_checksums(file: BinaryIO, sums: Mapping[int, int]) -> None:
         file.seek(record.header_offset + _LOCAL - 4)
         data = record.header_offset + _LOCAL + sum(struct.unpack("<2H", file.read(4)))
         file.seek(at)
-        entry = _CENTRAL.unpack(file.read(_CENTRAL.size))
+        entry = CENTRAL.unpack(file.read(CENTRAL.size))
         if data in sums:
             word = struct.pack("<I", sums[data])
             file.seek(at + _CRC)
@@ -193,7 +214,7 @@ def _put_checksums(file: BinaryIO, sums: Mapping[int, int]) -> None:
             if file.read(4) == b"PK\7\10":  # stands behind the data as well
                 file.seek(data + record.file_size + 4)
                 file.write(word)
-        at += _CENTRAL.size + sum(entry[_LENGTHS])
+        at += CENTRAL.size + sum(entry[_LENGTHS])
 
 
 def partial(path: Path) -> Path:
@@ -207,25 +228,10 @@ def pieces(entry: Entry, most: int = PIECE) -> Iterator[tuple[int, Box]]:
     Yields:
         the first byte of a box in the tensor, and the box.
     """
-    yield from _cut((), entry.shape, entry.dtype.itemsize, max(most, entry.dtype.itemsize), 0)
-
-
-def _cut(
-    at: tuple[int, ...], rest: tuple[int, ...], item: int, most: int, start: int
-) -> Iterator[tuple[int, Box]]:
-    ones = (1,) * len(at)
-    if math.prod(rest) * item <= most:
-        yield start, Box((*at, *(0 for _ in rest)), (*ones, *rest))
-        return
-    row = math.prod(rest[1:]) * item
-    if row > most:
-        for i in range(rest[0]):
-            yield from _cut((*at, i), rest[1:], item, most, start + i * row)
-        return
-    step = most // row
-    for i in range(0, rest[0], step):
-        n = min(step, rest[0] - i)
-        yield start + i * row, Box((*at, i, *(0 for _ in rest[1:])), (*ones, n, *rest[1:]))
+    start = 0
+    for box in Box((0,) * len(entry.shape), entry.shape).parts(most // entry.dtype.itemsize):
+        yield start, box
+        start += math.prod(box.sizes) * entry.dtype.itemsize
 
 
 def stream(entries: Mapping[str, Entry], read: Read, write: Write, most: int = PIECE) -> None:
@@ -235,4 +241,4 @@ def stream(entries: Mapping[str, Entry], read: Read, write: Write, most: int = P
             write(name, start, box, read(name, box))
 
 
-__all__ = ["PIECE", "Read", "Sink", "Tie", "Write", "pieces", "stream"]
+__all__ = ["PIECE", "Read", "Sink", "Target", "Tie", "Write", "pieces", "stream"]

@@ -6,7 +6,8 @@ empty. Where two axes cut one dim, the inner axis cuts each piece of the outer o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,23 @@ class Box(NamedTuple):
         return Box(
             tuple(o - at for o, at in zip(self.offsets, outer.offsets, strict=True)), self.sizes
         ).slices
+
+    def parts(self, most: int) -> Iterator[Box]:
+        """Boxes of at most so many elements, or of one, each contiguous in this one; in order."""
+        if math.prod(self.sizes) <= max(most, 1):
+            yield self
+            return
+        dim = next(d for d, n in enumerate(self.sizes) if n > 1)
+        rows = max(1, most // math.prod(self.sizes[dim + 1 :]))
+        for start in range(0, self.sizes[dim], rows):
+            yield from self.narrowed(dim, start, min(rows, self.sizes[dim] - start)).parts(most)
+
+    def narrowed(self, dim: int, start: int, length: int) -> Box:
+        """Part of it along a dim."""
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        offsets[dim] += start
+        sizes[dim] = length
+        return Box(tuple(offsets), tuple(sizes))
 
 
 def overlap(a: Box, b: Box) -> Box | None:
