@@ -161,12 +161,12 @@ def opened(path: Path, mesh: Mesh) -> Checkpoint:
     return checkpoint
 
 
-def agreed(error: Exception | None, mesh: Mesh) -> None:
-    """Raise on all ranks what one of them has met (a collective)."""
-    try:
-        agree(error, mesh, range(mesh.ndim))
-    except (RuntimeError, ValueError) as met:
-        raise CheckpointError(str(met)) from met
+def agreed(error: Exception | None, mesh: Mesh, kind: type[Exception] = CheckpointError) -> None:
+    """Raise on all ranks, as an error of one kind, what one of them has met (a collective)."""
+    met = None if error is None else kind(str(error))
+    if met is not None:
+        met.__cause__ = error
+    agree(met, mesh, range(mesh.ndim))
 
 
 def restore(

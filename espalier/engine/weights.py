@@ -17,10 +17,9 @@ from espalier.checkpoint.pickles import FormatError
 from espalier.checkpoint.reading import open_any
 from espalier.checkpoint.sinks import Write, stream
 from espalier.checkpoint.sources import Entry
-from espalier.comm.agreement import agree
 from espalier.comm.collectives import reduce
 from espalier.comm.words import words_of_all
-from espalier.engine.state import Loading, set_options
+from espalier.engine.state import Loading, agreed, set_options
 from espalier.layout import local_box
 from espalier.layout.regions import Box, overlap
 from espalier.mesh import Mesh
@@ -35,17 +34,13 @@ def load_weights(engine: Any, data: DataAxis, path: str | Path, optimizer: bool)
         found = Foreign(open_any(path), engine.module, engine.optimizer if optimizer else None)
     except FormatError as met:
         error = met
-    _agree(error, engine.mesh)
+    agreed(error, engine.mesh, ValueError)
     assert found is not None
     loading = Loading(found, engine.module, engine.optimizer if optimizer else None)
     loading.run(data, engine.optimizer)
-    _agree(loading.error, engine.mesh)
+    agreed(loading.error, engine.mesh, ValueError)
     if optimizer:
         set_options(engine.optimizer, engine.module, found.values["optimizer"]["groups"])
-
-
-def _agree(error: Exception | None, mesh: Mesh) -> None:
-    agree(None if error is None else ValueError(str(error)), mesh, range(mesh.ndim))
 
 
 def export(
@@ -69,7 +64,7 @@ def export(
                 sink = laid_out(path, form, entries, ties, shard_bytes)
                 stack.push(sink)
                 writing.write = sink.write
-        _agree(writing.error, mesh)
+        agreed(writing.error, mesh, ValueError)
 
         first_names = {id(p): name for name, p in model.named_parameters()}
 
@@ -79,13 +74,13 @@ def export(
             return _on_first(x, box, dtypes[name], mesh, gives).to(entries[name].dtype)
 
         stream(entries, read, writing)
-        _agree(writing.error, mesh)
+        agreed(writing.error, mesh, ValueError)
         if mesh.rank == 0:
             with writing.careful():
                 stack.close()
                 if form == "safetensors":
                     _write_config(model, entries, path)
-        _agree(writing.error, mesh)
+        agreed(writing.error, mesh, ValueError)
 
 
 class _Writing:
