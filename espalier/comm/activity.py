@@ -73,23 +73,20 @@ class Activity:
         if besides is not None and last is not None:
             moved = besides[0] - last[0] > _BYTES * passed
             worked = besides[1] - last[1] > _CPU_SHARE * passed
-        frames = sys._current_frames()
-        frame = frames.get(self._main.ident or 0)
-        if frame is None:
+        seen = _seen(self._main.ident or 0)
+        if seen is None:
             return Look("busy", "")
-        where = _site(frame)
         main, every = (b - a > _CPU_SHARE * passed for a, b in zip(before, self._cpu, strict=True))
         if main or moved or _state(os.getpid(), self._main.native_id) in _READY:
-            return Look("busy", where)
-        if any(_communicates(each) for each in frames.values()):
+            return Look("busy", seen.where)
+        if seen.communicates:
             # what other threads of the program do meanwhile is no part of its progress
-            return Look("waits", where)
-        if any(name in _DEBUGGERS for name in _modules(frame)):
-            return Look("held", where)
+            return Look("waits", seen.where)
+        if seen.held:
+            return Look("held", seen.where)
         if every or worked:
-            return Look("busy", where)
-        module = str(frame.f_globals.get("__name__", ""))
-        return Look("outside" if module.partition(".")[0] in _OUTSIDE else "idle", where)
+            return Look("busy", seen.where)
+        return Look("outside" if seen.outside else "idle", seen.where)
 
     def _computed(self) -> tuple[float, float]:
         """Seconds that the main thread has computed, and all."""
@@ -182,6 +179,34 @@ def _stat(pid: int, thread: int | None = None) -> list[str] | None:
 def _state(pid: int, thread: int | None) -> str:
     found = _stat(pid, thread)
     return found[0] if found else ""
+
+
+class _Seen(NamedTuple):
+    where: str
+    communicates: bool
+    held: bool
+    outside: bool
+
+
+def _seen(thread: int) -> _Seen | None:
+    """What the frames of a thread tell; None where it has none.
+
+    Who holds a frame holds what its function's names held, tensors too, also when the function has returned.
+    So all that is wanted of frames is read here, at once, and none is kept over anything that waits.
+    """
+    frames = sys._current_frames()
+    # this very frame holds `frames`: a cycle, which would live until garbage is collected
+    frames.pop(threading.get_ident(), None)
+    frame = frames.get(thread)
+    if frame is None:
+        return None
+    modules = _modules(frame)
+    return _Seen(
+        _site(frame),
+        any(_communicates(each) for each in frames.values()),
+        not _DEBUGGERS.isdisjoint(modules),
+        modules[0] in _OUTSIDE,
+    )
 
 
 def _communicates(frame: FrameType) -> bool:

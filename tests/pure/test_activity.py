@@ -1,15 +1,18 @@
 """What a watch sees of another process."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
 
-from espalier.comm.activity import computed_by, is_ready, sees_processes
+from espalier.comm.activity import Activity, computed_by, is_ready, sees_processes
 from espalier.comm.verdict import Faults, Heard, Sign, judge
 
 
@@ -40,3 +43,31 @@ def test_a_silent_rank_that_is_short_of_a_core_is_waited_for():
     assert judge(heard(vouched=True), Faults()) is None
     found = judge(heard(vouched=False), Faults())
     assert found is not None and found.ranks == (1,) and "no sign of life for 6.0 s" in found.text
+
+
+def test_a_look_keeps_nothing_of_what_it_has_seen():
+    class Held:
+        pass
+
+    looks = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        activity = Activity((), None)
+        looks[0].wait(30)
+        activity.look(hard=False)
+        looks[1].set()
+
+    def work() -> "weakref.ref[Held]":
+        held = Held()
+        looks[0].set()
+        assert looks[1].wait(30)
+        return weakref.ref(held)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    gc.disable()
+    try:
+        assert work()() is None
+    finally:
+        gc.enable()
+        watcher.join()
