@@ -20,6 +20,7 @@ from espalier.layout.layout import R
 from espalier.mesh import Mesh
 from espalier.tensor.caller import user_frame
 from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp
+from espalier.tensor.keys import whole_key_of
 from espalier.tensor.loans import is_view, lend, loans_in, version
 
 # a composite asks these whether to hand itself over; entered, it must go on instead
@@ -155,11 +156,27 @@ def torch_error(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 def rejected(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     """What torch says of arguments that no values can make right."""
-    with torch.no_grad():
-        if _error_on("meta", func, args, kwargs) is None:
+    try:
+        asked = func, whole_key_of(args), whole_key_of(kwargs)
+        if asked in _taken:
             return None
-        error = _error_on("cpu", func, args, kwargs, fill=1)
-        return None if isinstance(error, torch.linalg.LinAlgError) else error  # those are of values
+    except TypeError:
+        asked = None  # with something that has no hash
+    with torch.no_grad():
+        error = _error_on("meta", func, args, kwargs)
+        if error is not None:
+            error = _error_on("cpu", func, args, kwargs, fill=1)
+            return None if isinstance(error, torch.linalg.LinAlgError) else error  # those are of values
+    if asked is not None:
+        if len(_taken) >= _TAKEN_LIMIT:
+            _taken.clear()
+        _taken.add(asked)
+    return None
+
+
+# calls that torch takes: the same ones come again in other layouts
+_taken: set[Any] = set()
+_TAKEN_LIMIT = 10_000
 
 
 def _error_on(

@@ -54,6 +54,23 @@ def told(a: Any) -> Any:
     return a if t in (float, complex) else None
 
 
+def whole_key_of(a: Any) -> Any:
+    """What stands for an argument of one process: all of it, but of tensors only their shapes and dtypes.
+
+    Raises:
+        TypeError: (when hashed) some part has no hash.
+    """
+    if isinstance(a, torch.Tensor):
+        return (torch.Tensor, tuple(a.shape), a.dtype)
+    if isinstance(a, dict):
+        return (dict, *[(k, whole_key_of(v)) for k, v in a.items()])
+    if isinstance(a, tuple | list):
+        return (type(a), *[whole_key_of(x) for x in a])
+    if isinstance(a, slice):
+        return (slice, *map(whole_key_of, (a.start, a.stop, a.step)))
+    return (type(a), a)
+
+
 def put(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, value: Any) -> tuple[Any, Any]:
     """A call's arguments with another value where a path leads."""
     if isinstance(path[0], str):

@@ -19,6 +19,7 @@ import torch
 
 import espalier
 from espalier import DTensor, GatherWarning, Layout, Mesh
+from espalier.comm import all_reduce
 from espalier.comm.moves import carry_out
 from espalier.layout import gradient_layout, local_box
 from espalier.layout.layout import R, V, is_partial
@@ -101,7 +102,7 @@ def states(x: X, ndim: int | None = None) -> list[Any]:
 def axis_layouts(
     tensors: Sequence[X], mesh: Mesh, few: int | None, most: int, rng: random.Random
 ) -> Iterator[Any]:
-    """Tuples of layouts on a mesh of one axis: all of them, or ``few`` drawn ones."""
+    """Tuples of layouts on a mesh of one axis: all of them, or ``few`` in which each state comes once."""
     choices = [states(x) for x in tensors]
     total = math.prod(map(len, choices))
     if few is None and total > most:
@@ -114,7 +115,9 @@ def axis_layouts(
         drawn = [tuple(rng.choice(c) for c in choices) for _ in range(most // 3)]
         combos: Any = [*(firm if len(firm) <= most else rng.sample(firm, most)), *drawn]
     elif few is not None and total > few:
-        combos = [tuple(rng.choice(c) for c in choices) for _ in range(few)]
+        # one after another in a drawn order: of so many as there are states, none is left out
+        turns = [rng.sample(c, len(c)) for c in choices]
+        combos = [tuple(t[i % len(t)] for t in turns) for i in range(few)]
     else:
         combos = itertools.product(*choices)
     for combo in combos:
@@ -238,7 +241,7 @@ def _backward(outs: Sequence[Any], cotangents: Sequence[torch.Tensor | None]) ->
 
 def compare(
     function: Callable[..., Any], sample: A, layouts: Sequence[Layout], values: Sequence[torch.Tensor],
-    wanted: Truth, of: Case, generator: torch.Generator,
+    wanted: Truth, of: Case, generator: torch.Generator, agree: Agree,
 ) -> None:  # fmt: skip
     """One call on DTensors against the truth.
 
@@ -300,13 +303,50 @@ def compare(
         )
 
 
-def agree(local: torch.Tensor, layout: Layout, right: torch.Tensor, what: str, dtype: torch.dtype) -> None:
-    """What this rank holds is its part of ``right``; what is Partial is summed first."""
-    assert tuple(local.shape) == layout.local_shape, f"{what}: holds {tuple(local.shape)}"
-    firm = Layout.of(
-        layout.mesh, tuple(R if is_partial(s) else s for s in layout.axes), layout.cuts, layout.shape
-    )
-    close(carry_out(local.detach(), layout, firm), right[local_box(firm).slices], what, dtype)
+class Agree:
+    """Called, it says that what this rank holds is its part of ``right``.
+
+    What is Partial is summed first, of many calls in one message: :meth:`settle` compares it then.
+    """
+
+    def __init__(self) -> None:
+        self.call = ""
+        self._sums: dict[Any, list[tuple[torch.Tensor, torch.Tensor, str, torch.dtype, str]]] = {}
+
+    def __call__(
+        self, local: torch.Tensor, layout: Layout, right: torch.Tensor, what: str, dtype: torch.dtype
+    ) -> None:
+        """Compare, now or later.
+
+        Raises:
+            AssertionError: it differs.
+        """
+        assert tuple(local.shape) == layout.local_shape, f"{what}: holds {tuple(local.shape)}"
+        local = local.detach()
+        firm = Layout.of(
+            layout.mesh, tuple(R if is_partial(s) else s for s in layout.axes), layout.cuts, layout.shape
+        )
+        right = right[local_box(firm).slices]
+        if {s for s in layout.axes if is_partial(s)} == {"sum"}:
+            axes = tuple(a for a, s in enumerate(layout.axes) if s == "sum")
+            waiting = self._sums.setdefault((layout.mesh, axes, local.dtype), [])
+            waiting.append((local, right, what, dtype, self.call))
+        else:
+            close(carry_out(local, layout, firm), right, what, dtype)
+
+    def settle(self) -> Iterator[str]:
+        """Compare what was put off; the failures, one line each."""
+        for (mesh, axes, _), waiting in self._sums.items():
+            total = torch.cat([local.reshape(-1) for local, *_ in waiting])
+            for axis in axes:
+                total = all_reduce(total, mesh, axis)
+            parts = total.split([local.numel() for local, *_ in waiting])
+            for part, (local, right, what, dtype, call) in zip(parts, waiting, strict=True):
+                try:
+                    close(part.view(local.shape), right, what, dtype)
+                except AssertionError as error:
+                    yield f"{call}: {error}"
+        self._sums.clear()
 
 
 def same_place(a: Layout, b: Layout) -> bool:
@@ -350,11 +390,16 @@ def check(rank: int, world: int, group: str, axes: dict[str, int], few: int | No
 
 
 def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
-    """One case: its first spelling (and its first in-place one) under all layouts, the others under some."""
+    """One case: its first spelling (and its first in-place one) under all layouts, the others under some.
+
+    Args:
+        few: of the layouts for a first spelling, so many are drawn for each sample.
+    """
     generator = torch.Generator().manual_seed(SEED)
     rng = random.Random(SEED)
+    agree = Agree()
     seen = set()
-    for function in of.functions:
+    for place, function in enumerate(of.functions):
         first = writes(function) not in seen
         fitted = 0
         for sample in (*of.samples, *(others(of.samples) if first and mesh.size() == 2 else ())):
@@ -371,21 +416,19 @@ def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
                 xs = described((sample.args, sample.kwargs))
                 wanted = truth(function, sample, values, of, generator)
             fitted += 1
+            some = few if first and not again else FEW
+            if not first and mesh.size() > 2 and place % 2 == mesh.ndim % 2:
+                continue  # on three ranks or on a grid
             if mesh.ndim > 1:
-                some = few if first and not again else 1
                 combos = drawn_layouts(xs, mesh, some, rng) if few else iter(())
             else:
-                combos = axis_layouts(
-                    xs,
-                    mesh,
-                    None if first and not again else FEW,
-                    of.most if mesh.size() == 2 else of.most // 5,
-                    rng,
-                )
+                combos = axis_layouts(xs, mesh, some, of.most if mesh.size() == 2 else of.most // 5, rng)
             for layouts in combos:
-                line = _tried(function, sample, layouts, values, wanted, of, generator)
+                agree.call = f"{name_of(function)}{sample} on {', '.join(map(repr, layouts))}"
+                line = _tried(function, sample, layouts, values, wanted, of, generator, agree)
                 if line:
-                    yield f"{name_of(function)}{sample} on {', '.join(map(repr, layouts))}: {line}"
+                    yield f"{agree.call}: {line}"
+            yield from agree.settle()
         seen.add(writes(function))
         if not fitted:
             yield f"{name_of(function)}: no sample fits: {reason}"
@@ -399,6 +442,7 @@ def _tried(
     wanted: Truth,
     of: Case,
     generator: Any,
+    agree: Agree,
 ) -> str:
     gathers = of.gathers or (writes(function) and (of.gathers_in_place or bool(layouts[0].partial)))
     failure = ""
@@ -406,9 +450,9 @@ def _tried(
         if gathers:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", GatherWarning)
-                compare(function, sample, layouts, values, wanted, of, generator)
+                compare(function, sample, layouts, values, wanted, of, generator, agree)
         else:
-            compare(function, sample, layouts, values, wanted, of, generator)
+            compare(function, sample, layouts, values, wanted, of, generator, agree)
     except Exception as error:
         failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return failure
