@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from espalier.checkpoint.files import TensorFile
-from espalier.checkpoint.folder import TORCH, commit, prepare
+from espalier.checkpoint.folder import TORCH, commit, hidden, prepare
 from espalier.checkpoint.index import Boxes, Index
 from espalier.checkpoint.pieces import Piece
 from espalier.checkpoint.sinks import Target
@@ -47,7 +47,8 @@ class FolderSink(Target):
     ) -> None:
         self._out, self._values, self._ours = out, values, ours
         if ours:
-            self._hidden = prepare(out, 0, secrets.token_hex(4))
+            self._hidden = hidden(out, 0, secrets.token_hex(4))
+            prepare(self._hidden)
         else:
             self._hidden = out.with_name(f".{out.name}.partial")
             shutil.rmtree(self._hidden, ignore_errors=True)
@@ -75,7 +76,7 @@ class FolderSink(Target):
         self._file.close()
         index.files[_FILE] = self._file.size
         if self._ours:
-            commit(self._hidden, index, None)
+            commit(self._hidden, index, last=True)
             return
         places = {}
         with (self._hidden / "__0_1.distcp").open("wb") as file:

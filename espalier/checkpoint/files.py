@@ -20,12 +20,16 @@ _PUSH = 1 << 23
 class TensorFile:
     """A file of tensors being written.
 
+    Args:
+        push: let the disk begin at once, so that :meth:`close` has less to wait for.
+
     Attributes:
         size: bytes so far.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, push: bool = True) -> None:
         self.path, self.size = path, 0
+        self._push = push and hasattr(os, "posix_fadvise")
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._pushed = 0
         self._scalars: dict[tuple[torch.dtype, bytes], tuple[int, int]] = {}
@@ -46,8 +50,7 @@ class TensorFile:
         put(self._file, memoryview(head), start)
         put(self._file, memoryview(tail), at + len(data))
         self.size = at + len(data) + len(tail)
-        if self.size - self._pushed > _PUSH and hasattr(os, "posix_fadvise"):
-            # the disk begins now, and close() has less to wait for
+        if self._push and self.size - self._pushed > _PUSH:
             os.posix_fadvise(self._file, self._pushed, self.size - self._pushed, os.POSIX_FADV_DONTNEED)
             self._pushed = self.size
         if known is not None:

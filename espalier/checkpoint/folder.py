@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from espalier.checkpoint.index import Index
 from espalier.files import sync, write_file
 
 INDEX, SEAL, TORCH = "index.json", "whole.json", ".metadata"
+_REPLACED = ".replaced"
 _STEP = re.compile(r"step-(\d+)(\.replaced)?")
 _OURS = re.compile(r"\.step-\d+\.(saving|leaving)-\w+")
 
@@ -126,28 +128,29 @@ def _whole(directory: str | os.PathLike[str]) -> Iterator[tuple[Path, Index]]:
 # ---- coming and going
 
 
-def prepare(directory: Path, step: int, token: str) -> Path:
+def hidden(directory: Path, step: int, token: str) -> Path:
+    """Where the checkpoint of a step is written; a token is used once."""
+    return directory / f".{name_of(step)}.saving-{token}"
+
+
+def prepare(path: Path) -> None:
     """Make the folder in which a checkpoint will be written; remove what killed processes left of others.
 
     Raises:
         CheckpointError: it cannot be made.
     """
+    directory = path.parent
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)  # other ranks may have made it
         for old in directory.iterdir():
-            if _OURS.fullmatch(old.name):
+            if _OURS.fullmatch(old.name) and old != path:
                 shutil.rmtree(old, ignore_errors=True)
-            elif old.name.endswith(".replaced") and _STEP.fullmatch(old.name):
-                newer = old.with_name(old.name.removesuffix(".replaced"))
-                if newer.exists():
-                    _leave(old, token)
-                else:
+            elif old.name.endswith(_REPLACED) and _STEP.fullmatch(old.name):
+                newer = old.with_name(old.name.removesuffix(_REPLACED))
+                if not newer.exists():
                     old.rename(newer)
-        path = directory / f".{name_of(step)}.saving-{token}"
-        path.mkdir()
     except OSError as error:
         raise CheckpointError(cannot(f"No checkpoint can be written to {directory}", error)) from error
-    return path
 
 
 def cannot(what: str, error: OSError) -> str:
@@ -157,32 +160,66 @@ def cannot(what: str, error: OSError) -> str:
     )
 
 
-def commit(path: Path, index: Index, keep: int | None) -> Path:
-    """Let a folder in which all was written be a checkpoint, and remove the oldest but ``keep``."""
-    directory, token = path.parent, path.name.rpartition("-")[2]
+def final_of(path: Path) -> Path:
+    """The name that a folder being written will have."""
+    return path.with_name(path.name[1:].rpartition(".")[0])
+
+
+def commit(path: Path, index: Index, *, last: bool) -> Path:
+    """Let a folder in which all was written be a checkpoint; ``last``: one that outlives a crash."""
+    directory, final = path.parent, final_of(path)
     content = index.to_json()
     serials = [seal.serial for old in checkpoints(directory) if (seal := Seal.read(old))]
-    write_file(path / TORCH, index.to_torch())
-    write_file(path / INDEX, content)
-    write_file(path / SEAL, Seal.on(content, max(serials, default=0) + 1).to_json())
-    sync(path)
-    final = directory / name_of(index.step)
-    replaced = final.with_name(f"{final.name}.replaced")
-    if final.exists():
+    write_file(path / TORCH, index.to_torch(), last=last)
+    write_file(path / INDEX, content, last=last)
+    write_file(path / SEAL, Seal.on(content, max(serials, default=0) + 1).to_json(), last=last)
+    if last:
+        sync(path)
+    replaced = final.with_name(final.name + _REPLACED)
+    if final.exists() and not replaced.exists():
         final.rename(replaced)
+    elif final.exists():
+        _leave(final)
     path.rename(final)
-    sync(directory)
-    gone = [replaced] if replaced.exists() else []
-    if keep is not None:
-        gone += [old for old, _ in _whole(directory) if old != replaced][keep:]
-    for old in gone:
-        with suppress(OSError):  # what is to be kept is there
-            _leave(old, token)
+    if last:
+        sync(directory)
     return final
 
 
-def _leave(path: Path, token: str) -> None:
-    hidden = path.with_name(f".{path.name.removesuffix('.replaced')}.leaving-{token}")
-    shutil.rmtree(hidden, ignore_errors=True)
+def settle(final: Path) -> None:
+    """Let a checkpoint outlive a crash, whose ranks' files do."""
+    for name in (TORCH, INDEX, SEAL):
+        sync(final / name)
+    sync(final)
+    sync(final.parent)
+
+
+def tidy(final: Path, keep: int | None) -> None:
+    """A checkpoint outlives a crash: remove those that it replaces, and the oldest but ``keep``."""
+    directory = final.parent
+    found = [path for path in checkpoints(directory) if path.name.endswith(_REPLACED)]
+    gone = [old for old in found if old.with_name(old.name.removesuffix(_REPLACED)).exists()]
+    if keep is not None:
+        gone += [old for old, _ in _whole(directory) if old not in gone][keep:]
+    for old in gone:
+        with suppress(OSError):  # what is to be kept is there
+            _leave(old)
+
+
+def withdraw(path: Path, *, there: bool) -> None:
+    """Undo what was done for a checkpoint; ``there``: it has got its name."""
+    final = final_of(path)
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        if there:
+            _leave(final)
+        replaced = final.with_name(final.name + _REPLACED)
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
+
+
+def _leave(path: Path) -> None:
+    token = secrets.token_hex(4)
+    hidden = path.with_name(f".{path.name.removesuffix(_REPLACED)}.leaving-{token}")
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)

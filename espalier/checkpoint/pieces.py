@@ -21,10 +21,12 @@ class Lying(NamedTuple):
     Attributes:
         local: what is here, plain; None where only the others' part is to be told.
         layout: how it lies.
+        steady: whether nothing but updates changes it.
     """
 
     local: torch.Tensor
     layout: Layout
+    steady: bool = False
 
 
 class Piece(NamedTuple):
@@ -33,6 +35,7 @@ class Piece(NamedTuple):
     name: str
     box: Box
     values: torch.Tensor
+    steady: bool = False
 
 
 def pieces(tree: Mapping[str, Lying]) -> list[Piece]:
@@ -43,13 +46,18 @@ def pieces(tree: Mapping[str, Lying]) -> list[Piece]:
     """
     found = []
     written: dict[tuple[object, ...], list[int]] = {}  # bytes, of the ranks that hold the same
-    for name, (local, layout) in tree.items():
+    places: dict[
+        int, tuple[Box, int, int, tuple[object, ...], bool]
+    ] = {}  # parameters share layouts with states
+    for name, (local, layout, steady) in tree.items():
         if not layout.is_firm:
             raise ValueError(f"{name} is {layout!r}: sums that are still to be done cannot be saved.")
         if not layout.mesh.is_member:
             continue
-        box = local_box(layout)
-        n, here, group = _copies(layout)
+        if id(layout) not in places:
+            first = not any(layout.mesh.coordinate[a] for a in layout.order)
+            places[id(layout)] = local_box(layout), *_copies(layout), first
+        box, n, here, group, first = places[id(layout)]
         size = math.prod(box.sizes) * local.element_size()
         share: Box | None = box
         if size >= SHARED and n > 1:
@@ -60,10 +68,9 @@ def pieces(tree: Mapping[str, Lying]) -> list[Piece]:
             loads[least] += size
             if least != here:
                 share = None
-        first = not any(layout.mesh.coordinate[a] for a in layout.order)
         if share is not None and (size or first):
             for part in share.parts(LARGEST // local.element_size()):
-                found.append(Piece(name, part, local[part.within(box)]))
+                found.append(Piece(name, part, local[part.within(box)], steady))
     return found
 
 

@@ -356,8 +356,7 @@ class Engine(Lasting):
         if self.guard is not None:
             self.guard.told = ""
         if self.scaler is not None:
-            names = [name for name, _ in self.module.named_parameters()]
-            finite = self.scaler.update(arrived(), counted, names, self.mesh)
+            finite = self.scaler.update(arrived(), counted, self._names, self.mesh)
         try:
             if finite and self.guard is not None and not self.mesh.is_dry:
                 finite = self._admitted(self.guard, arrived(), counted)
@@ -368,6 +367,7 @@ class Engine(Lasting):
                 factor = clip if factor is None else clip * factor
             with self._watch or nullcontext():
                 if finite:
+                    self.wait_staged()
                     runs = self._runs if self._data.streaming is None else None
                     self._data.update(self.optimizer, partial(update, factor=factor, runs=runs))
                     if self._watch is not None and self._watch.fit(self._data, self.optimizer):
@@ -404,9 +404,8 @@ class Engine(Lasting):
 
     def _admitted(self, guard: Guard, norm: torch.Tensor, counted: Mapping[str, torch.Tensor]) -> bool:
         loss = self.loss if self._judged is None else self._judged
-        names = [name for name, _ in self.module.named_parameters()]
         value = 0.0 if loss is None else float(loss)
-        return guard.admits(self.steps + 1, value, float(norm), counted, names, self.mesh)
+        return guard.admits(self.steps + 1, value, float(norm), counted, self._names, self.mesh)
 
     def zero_grad(self) -> None:
         """Forget the gradients, and the micro-batches that made them."""

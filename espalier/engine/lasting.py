@@ -43,6 +43,11 @@ class Lasting:
 
         def zero_grad(self) -> None: ...
 
+    @property
+    def _names(self) -> list[str]:
+        """The parameters'."""
+        return [name for name, _ in self.module.named_parameters()]
+
     def _saves(self, name: str) -> bool:
         """Whether this rank has a share in saving a parameter of which it holds a part."""
         return True
@@ -52,6 +57,7 @@ class Lasting:
         directory: str | os.PathLike[str],
         *,
         asynchronous: bool = False,
+        durable: bool = False,
         keep: int | None = None,
         **extra: Any,
     ) -> Path:
@@ -62,8 +68,13 @@ class Lasting:
 
         Args:
             directory: where the checkpoint's own folder, ``step-00000100``, is made.
-            asynchronous: return when the values are copied to the host's memory, and write meanwhile;
-                :meth:`wait_saved`, or the next save, raises what went wrong.
+            asynchronous: return at once; copy to the host's memory and write meanwhile. Updates wait until
+                what they change is copied; :meth:`wait_staged` does, too. :meth:`wait_saved`, or the next
+                save, raises what went wrong.
+            durable: return when the checkpoint outlives a crash of the machine. Else it is there, and
+                outlives this process; it comes to outlive the machine's crash meanwhile, as after
+                :meth:`wait_saved`, and older ones stay until then. Asynchronous saves are there only when
+                they do.
             keep: how many checkpoints to leave in ``directory``: the newest.
             extra: plain values, tensors, or objects with ``state_dict()``, the same on all ranks.
 
@@ -81,14 +92,25 @@ class Lasting:
         data, given = self._laid_out(), dict(named_values(self))
         if self._saver is None:
             self._saver = Saver(self.mesh)
+        self.wait_staged()  # masters may follow what was written to parameters
         with torch.no_grad(), data.stored():
             index, tree = index_and_tree(self.module, self.optimizer, self.mesh, given, extra, self._saves)
             plan = json.dumps(self.plan.model_dump(), default=str)
             index.step, index.plan = self.steps, json.loads(plan)
-            return self._saver.save(Path(directory), index, tree, keep=keep, asynchronous=asynchronous)
+            return self._saver.save(
+                Path(directory), index, tree, keep=keep, asynchronous=asynchronous, durable=durable
+            )
+
+    def wait_staged(self) -> None:
+        """Until an asynchronous save has copied parameters and states: from then on they may be written to.
+
+        What the engine itself does waits by itself. No collective.
+        """
+        if self._saver is not None:
+            self._saver.wait_staged()
 
     def wait_saved(self) -> None:
-        """Until the checkpoint that is being written is there (a collective).
+        """Until the checkpoint that is being written is there, and outlives a crash (a collective).
 
         Raises:
             CheckpointError: on all ranks, if it could not be written.
@@ -133,6 +155,7 @@ class Lasting:
 
         Parameters that have float32 masters are these.
         """
+        self.wait_staged()
         with nullcontext() if self._data is None else self._data.precise():
             return state_of(self.module, self._everywhere)
 
@@ -160,6 +183,7 @@ class Lasting:
         Raises:
             ValueError: it cannot be read, or holds the weights of another model.
         """
+        self.wait_staged()
         weights.load_weights(self, self._laid_out(), path, optimizer)
 
     def export(
@@ -184,6 +208,7 @@ class Lasting:
             ValueError: it cannot be written.
         """
         shard_bytes = int(shard_gigabytes * 1e9)
+        self.wait_staged()
         weights.export(self, self._laid_out(), path, format, dtype, shard_bytes)
 
 

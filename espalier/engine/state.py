@@ -45,12 +45,12 @@ def tree_of(
         if not isinstance(x, DTensor):
             tree[f"model.{name}"] = _lying(x, _mesh_of(module, name, mesh))
         elif saves(name):
-            tree[f"model.{name}"] = _lying(x, mesh)
+            tree[f"model.{name}"] = _lying(x, mesh, steady=isinstance(x, nn.Parameter))
     if optimizer is not None:
         for name, p in module.named_parameters():
             for key, x in optimizer.state.get(p, {}).items():
                 if isinstance(x, torch.Tensor) and saves(name):
-                    tree[f"optimizer.state.{name}.{key}"] = _lying(x, _layout(p).mesh)
+                    tree[f"optimizer.state.{name}.{key}"] = _lying(x, _layout(p).mesh, steady=x.ndim > 0)
     return tree
 
 
@@ -302,11 +302,11 @@ def set_options(optimizer: torch.optim.Optimizer, module: nn.Module, groups: lis
                 group[key] = value
 
 
-def _lying(x: torch.Tensor, mesh: Mesh) -> Lying:
+def _lying(x: torch.Tensor, mesh: Mesh, *, steady: bool = False) -> Lying:
     with raw():
         if type(x) is DTensor or isinstance(x, DTensor):
-            return Lying(plain(x.detach()), x._layout.own)
-        return Lying(x.detach(), Layout.replicated(mesh, tuple(x.shape)))
+            return Lying(plain(x.detach()), x._layout.own, steady)
+        return Lying(x.detach(), Layout.replicated(mesh, tuple(x.shape)), steady)
 
 
 def _layout(p: torch.Tensor) -> Layout:

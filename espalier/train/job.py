@@ -140,12 +140,14 @@ class CheckpointSection(Section):
         every: steps between two; 0 for one at the end only.
         keep: how many to keep, the newest.
         asynchronous: train on while one is written.
+        durable: where it is false, let each outlive a crash of the machine before training goes on.
     """
 
     directory: Annotated[str, Field(min_length=1)] | None = None
     every: Natural = 0
     keep: Count | None = 3
     asynchronous: bool = True
+    durable: bool = False
 
 
 class VerifySection(Section):

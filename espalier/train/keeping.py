@@ -110,6 +110,7 @@ class Keeper:
         path: Path = self._engine.save(
             directory,
             asynchronous=asynchronous,
+            durable=section.durable,
             keep=section.keep,
             schedule=self._schedule,
             samples=self._samples,

@@ -123,8 +123,8 @@ def train(job: Job, progress: Progress | None = None, *, resume: bool = False) -
     )
     with engine.pulse.signals.saving():
         records = loop.run(resume=resume)
-    if loop.left is not None:
         engine.wait_saved()
+    if loop.left is not None:
         return loop.left
     state = engine.full_state_dict()
     timeline = engine.timeline() if isinstance(engine, PipelineEngine) else None

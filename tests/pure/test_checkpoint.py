@@ -30,6 +30,7 @@ from espalier.checkpoint import Checkpoint, CheckpointError, Lying, checkpoints,
 from espalier.checkpoint.frames import ALIGN, frame_of
 from espalier.checkpoint.pieces import pieces
 from espalier.checkpoint.values import decode, encode
+from espalier.checkpoint.work import Staging
 from espalier.cli.main import app
 from espalier.engine import Engine
 from espalier.layout import Layout, Replicate, Shard
@@ -203,10 +204,58 @@ def test_saved_as_it_was_while_training_goes_on(tmp_path: Path, monkeypatch: pyt
         second.load(path)
         assert equal(state(second), wanted)
         wanted = state(first)
-        assert first._saver is not None
-        now = {key: x.data_ptr() for key, x in first._saver._buffers.items()}
+        assert first._saver is not None and first._saver._staging is not None
+        now = {key: x.data_ptr() for key, x in first._saver._staging._buffers.items()}
         assert buffers in (None, now)
         buffers = now
+
+
+def test_what_is_written_by_hand_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold, real = threading.Event(), Staging.fill
+    monkeypatch.setattr(Staging, "fill", lambda *given: (hold.wait(30), real(*given))[1])
+    first = trained()
+    before = first.save(tmp_path)
+
+    def by_hand() -> None:
+        with torch.no_grad():
+            first.module[0].weight.clamp_(-0.1, 0.1)  # type: ignore[union-attr, operator]
+
+    def step() -> None:
+        assert first.optimizer is not None
+        first.backward(first(batch(3)))
+        first.finish_gradients()
+        first.optimizer.step()  # not the engine's
+        first.zero_grad()
+
+    for change in (by_hand, step):
+        hold.clear()
+        first.save(tmp_path, asynchronous=True)
+        change()
+        hold.set()
+        with pytest.raises(CheckpointError, match=r"0\.weight.* was written to.*engine\.wait_staged\(\)"):
+            first.wait_saved()
+        assert checkpoints(tmp_path) == [before]
+    wanted = state(first)
+    first.save(tmp_path, asynchronous=True)
+    first.wait_staged()
+    by_hand()
+    first.wait_saved()
+    second = engine(seed=1)
+    second.load(tmp_path)
+    assert equal(state(second), wanted) and not equal(state(first), wanted)
+
+
+def test_the_oldest_stays_until_the_newest_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold, real = threading.Event(), os.fsync
+    first = trained()
+    before = first.save(tmp_path, durable=True)
+    first.train_step(batch(2))
+    monkeypatch.setattr(os, "fsync", lambda file: (hold.wait(30), real(file))[1])
+    after = first.save(tmp_path, keep=1)
+    assert checkpoints(tmp_path) == [after, before]
+    hold.set()
+    first.wait_saved()
+    assert checkpoints(tmp_path) == [after]
 
 
 def test_gradients_are_not_lost_in_silence(tmp_path: Path) -> None:
@@ -224,12 +273,13 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     for _ in range(4):
         first.save(tmp_path, keep=2)
         first.train_step(batch(0))
+    first.wait_saved()
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000005", "step-00000004"]
     first.load(tmp_path / "step-00000004")
     first.steps = 3
-    first.save(tmp_path, keep=2)  # a run that went back has its newest last, whatever its step
+    first.save(tmp_path, keep=2, durable=True)  # a run that went back has its newest last, whatever its step
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003", "step-00000005"]
-    first.save(tmp_path, keep=2)
+    first.save(tmp_path, keep=2, durable=True)
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003", "step-00000005"]
     assert sorted(os.listdir(tmp_path)) == ["step-00000003", "step-00000005"]
 
@@ -244,7 +294,7 @@ def test_what_killed_processes_left(tmp_path: Path) -> None:
     assert newest(tmp_path) == path.with_name(f"{path.name}.replaced")
     engine(seed=1).load(tmp_path)
     first.train_step(batch(0))
-    first.save(tmp_path)
+    first.save(tmp_path, durable=True)
     assert sorted(os.listdir(tmp_path)) == ["mine", path.name, "step-00000003"]
     assert newest(tmp_path / "none") is None
     with pytest.raises(CheckpointError, match="There is no checkpoint in"):
@@ -260,7 +310,7 @@ def two(tmp_path: Path) -> tuple[Engine, Path, Path]:
     first = trained()
     one = first.save(tmp_path)
     first.train_step(batch(2))
-    return first, one, first.save(tmp_path)
+    return first, one, first.save(tmp_path, durable=True)
 
 
 def refused(path: Path) -> str:

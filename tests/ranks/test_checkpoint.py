@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ import torch
 from torch import nn
 
 import espalier
-from espalier.checkpoint import Checkpoint, newest
+from espalier.checkpoint import Checkpoint, CheckpointError, Saver, checkpoints, newest
+from espalier.checkpoint.work import Staging
 from espalier.tensor.live import LiveMemory
 from tests.ranks.test_branches import TABLE, Parallel
 from tests.ranks.test_engine import batch, model
@@ -57,20 +61,30 @@ def trained(engine: espalier.Engine, steps: range) -> list[float]:
     return [engine.train_step(data(engine.module, step)).item() for step in steps]
 
 
+class Slow(Staging):
+    """Copies so late that whoever does not wait is ahead of it."""
+
+    def fill(self, later: Any) -> Any:
+        time.sleep(0.1)
+        return super().fill(later)
+
+
 def save_all(rank: int, world: int, build: Any, plans: list[Plan], folder: Path) -> None:
     for i, plan in enumerate(plans):
         engine = engine_of(build, plan, folder)
         trained(engine, range(2))
         here = folder / f"{world}-{i}"
-        saved = engine.save(here, note=("a", {"b": 1.5}))
+        state = {name: x.clone() for name, x in engine.full_state_dict().items()}
+        engine._saver = Saver(engine.mesh)
+        engine._saver._staging = Slow(engine.mesh)
+        saved = engine.save(here, asynchronous=True, note=("a", {"b": 1.5}))
+        losses = trained(engine, range(2, 4))
+        engine.wait_saved()
         assert newest(here) == saved
-        state = engine.full_state_dict()
         if rank == 0:
             read = Checkpoint(saved)
             assert all(torch.equal(x, read.read(f"model.{name}")) for name, x in state.items())
             assert len(read.index.tensors) > 3 * len(list(engine.module.parameters()))
-        losses = trained(engine, range(2, 4))
-        if rank == 0:
             torch.save(losses, here / "losses.pt")
 
 
@@ -244,3 +258,37 @@ def refuses(rank: int, world: int, folder: Path) -> None:
 
 def test_another_model_is_told_all_that_differs(ranks: Any, tmp_path: Path) -> None:
     ranks(2, refuses, tmp_path)
+
+
+def fails_late(rank: int, world: int, folder: Path) -> None:
+    """A disk that fails when the checkpoint of a save is there already."""
+    engine = engine_of(gpt, {"data": 2, "zero": 2}, folder)
+    trained(engine, range(1))
+    before, real = engine.save(folder / "c", keep=1), os.fsync
+    engine.wait_saved()
+
+    def fails(file: int) -> None:
+        time.sleep(0.1)
+        if rank == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        real(file)
+
+    trained(engine, range(1))
+    os.fsync = fails
+    try:
+        after = engine.save(folder / "c", keep=1)
+        assert newest(folder / "c") == after and set(checkpoints(folder / "c")) == {before, after}
+        torch.distributed.barrier()
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            engine.wait_saved()
+    finally:
+        os.fsync = real
+    torch.distributed.barrier()
+    assert os.listdir(folder / "c") == [before.name]
+    torch.distributed.barrier()
+    after = engine.save(folder / "c", keep=1, durable=True)
+    assert checkpoints(folder / "c") == [after]
+
+
+def test_the_one_before_stays_until_the_newest_is_on_the_disk(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, fails_late, tmp_path)
