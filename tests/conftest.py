@@ -13,6 +13,8 @@ import pytest
 from tests.pool import Pool, Skip
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# else each of the many processes that tests start would compile the library again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TESTS = Path(__file__).parent
 

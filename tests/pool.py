@@ -4,7 +4,7 @@
 processes that share a default process group of exactly ``n`` ranks, and returns the list of their results.
 ``fn`` must be a top-level function of an importable module: it is pickled by name.
 
-A worker costs seconds (it imports torch), a new world some ten milliseconds, a call about one millisecond.
+A worker may cost seconds (it imports torch), a new world some ten milliseconds, a call about one millisecond.
 Hence processes stay for the session, a world stays as long as calls ask for the same ``n``, and an exception
 that every rank gets over costs a new world only. Processes are killed, and started again by the next call,
 when one of them hangs or dies.
@@ -306,9 +306,8 @@ class Pool:
     def _grow(self, n: int) -> None:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="espalier-ranks-"))
-        # Spawned, not forked: the parent has torch's threads and may hold locks or a CUDA context.
-        context = multiprocessing.get_context("spawn")
         for rank in range(len(self._workers), n):
+            context = _context(rank)
             ours, theirs = context.Pipe()
             dump = self._folder / f"stacks-{rank}"
             process = context.Process(target=worker_main, args=(rank, theirs, str(dump)), name=f"rank-{rank}")
@@ -402,6 +401,19 @@ class Pool:
                 return text
             time.sleep(0.05)
         return "(it did not say)"
+
+
+def _context(rank: int) -> Any:
+    """How a worker starts. None is forked from here: this process has torch's threads, and may hold locks.
+
+    Rank 0 is spawned. The others are forked from a process that has imported what takes seconds, and done
+    nothing else. So rank 0 hashes strings otherwise than they, and an order that comes from a set is no secret.
+    """
+    if rank == 0 or sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "espalier"])  # optimizers import dynamo at their first step
+    return context
 
 
 def _filters() -> Iterator[Filter]:
