@@ -407,12 +407,13 @@ def _context(rank: int) -> Any:
     """How a worker starts. None is forked from here: this process has torch's threads, and may hold locks.
 
     Rank 0 is spawned. The others are forked from a process that has imported what takes seconds, and done
-    nothing else. So rank 0 hashes strings otherwise than they, and an order that comes from a set is no secret.
+    nothing else. So rank 0 hashes strings otherwise than they: an order that comes from a set will differ.
     """
     if rank == 0 or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "espalier"])  # optimizers import dynamo at their first step
+    # optimizers import dynamo at their first step
+    context.set_forkserver_preload(["torch._dynamo", "espalier"])
     return context
 
 
