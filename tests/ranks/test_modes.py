@@ -51,8 +51,9 @@ def trains(rank: int, world: int, trials: list[Trial]) -> None:
         same_steps(engine, plain, theirs, 2)
         with espalier.ledger(engine.mesh) as book:
             engine.train_step(batch(5))
-        foretold = dry(plan, kind, {**SIZES[kind], **changes}, 5, engine.mesh.coordinate, described)
-        assert book.entries == foretold.ledger.entries, (plan, kind)
+        if rank in (0, world // 2 - 1, world - 1):
+            foretold = dry(plan, kind, {**SIZES[kind], **changes}, 5, engine.mesh.coordinate, described)
+            assert book.entries == foretold.ledger.entries, (plan, kind)
 
 
 GRID = {"tensor": 4, "tensor_mode": "2d"}
