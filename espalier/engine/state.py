@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,12 +19,13 @@ from espalier.checkpoint.sources import Source
 from espalier.comm.agreement import agree
 from espalier.comm.words import words_of_all
 from espalier.engine.conflicts import conflicts, is_value, raise_conflicts, state_tensors, states_of
-from espalier.layout import Layout, local_box
+from espalier.layout import Layout, Shard, local_box
+from espalier.layout.regions import Box
 from espalier.mesh import Mesh
 from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, plain, stamp
 
-_RANDOM = "random.torch"
+_RANDOM, _STREAMS = "random.torch", "random.device"  # the latter has a row for each rank
 
 Fill = Callable[[torch.Tensor], None]
 
@@ -121,8 +122,27 @@ def index_and_tree(
         }
     encoded = {key: encode(value, key, take) for key, value in said.items()}
     take(_RANDOM, torch.get_rng_state())
+    if (stream := device_stream(mesh)) is not None:
+        row = stream.get()[None].cpu()
+        lies = Layout(mesh, [Shard(0)] * mesh.ndim, (mesh.size(), row.shape[1]))
+        tree[_STREAMS] = Lying(row, lies)
     index = Index(values=encoded, aliases=aliases_of(module), tensors=index_of(tree))
     return index, tree
+
+
+class Stream(NamedTuple):
+    """What gets and what sets the state of a generator, bytes in the host's memory."""
+
+    get: Callable[[], torch.Tensor]
+    set: Callable[[torch.Tensor], None]
+
+
+def device_stream(mesh: Mesh) -> Stream | None:
+    """That of this rank's device; None on a CPU, whose stream is torch's own."""
+    if mesh.device_type == "cpu":
+        return None
+    module, device = torch.get_device_module(mesh.device_type), mesh.device()
+    return Stream(lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device))
 
 
 def candidates(directory: str | os.PathLike[str], mesh: Mesh) -> list[Path]:
@@ -190,9 +210,16 @@ def restore(
         module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
     random = torch.get_rng_state()
     loading.read(_RANDOM, random, Layout.replicated(mesh, tuple(random.shape)))
+    stream, row = device_stream(mesh), None
+    if stream is not None and _STREAMS in checkpoint.entries:
+        rows, n = checkpoint.entries[_STREAMS].shape
+        row = torch.empty(1, n, dtype=torch.uint8)
+        loading.take(_STREAMS, row, Box((mesh.rank % rows, 0), (1, n)))
     agreed(loading.error, mesh)
     if not model_only:
         torch.set_rng_state(random)
+        if stream is not None and row is not None and row[0].shape == stream.get().shape:
+            stream.set(row[0])
         engine.steps = values["steps"]
         if engine.scaler is not None and values["scaler"] is not None:
             engine.scaler.load_state_dict(values["scaler"])
@@ -279,9 +306,13 @@ class Loading:
 
     def read(self, name: str, local: torch.Tensor, layout: Layout) -> None:
         """What this rank holds of one tensor."""
+        self.take(name, local, local_box(layout))
+
+    def take(self, name: str, local: torch.Tensor, box: Box) -> None:
+        """A box of one tensor."""
         try:
             if self.error is None:
-                self._checkpoint.fill(name, local, local_box(layout))
+                self._checkpoint.fill(name, local, box)
         except FormatError as error:
             self.error = error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,3 +125,23 @@ def test_dropout_trains_as_on_the_cpu() -> None:
     found = [trained(Mesh.from_env({"data": 1}, kind), data) for kind in ("cuda", "cpu")]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
+
+
+def test_saved_beside_training_with_the_stream_of_the_device(tmp_path: Path) -> None:
+    """An asynchronous save is of its step though updates follow, and the device's own draws go on."""
+    torch.manual_seed(1)
+    net = build("gpt", SIZES).cuda()
+    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters(), lr=1e-2), {"data": 1})
+    data = [{name: x.cuda() for name, x in batch(step).items()} for step in range(4)]
+    engine.train_step(data[0])
+    for _ in range(2):
+        before = {name: x.clone() for name, x in engine.full_state_dict().items()}
+        engine.save(tmp_path, asynchronous=True)
+        drawn = torch.rand(5, device="cuda")
+        losses = [engine.train_step(x).item() for x in data[1:]]
+        engine.wait_saved()
+        engine.load(tmp_path)
+        assert all(torch.equal(x, before[name]) for name, x in engine.full_state_dict().items())
+        assert torch.equal(torch.rand(5, device="cuda"), drawn)
+        again = [engine.train_step(x).item() for x in data[1:]]
+        assert max(abs(a - b) for a, b in zip(again, losses, strict=True)) < 1e-4

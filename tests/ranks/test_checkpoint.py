@@ -17,6 +17,7 @@ from torch import nn
 import espalier
 from espalier.checkpoint import Checkpoint, CheckpointError, Saver, checkpoints, newest
 from espalier.checkpoint.work import Staging
+from espalier.engine import state
 from espalier.tensor.live import LiveMemory
 from tests.ranks.test_branches import TABLE, Parallel
 from tests.ranks.test_engine import batch, model
@@ -74,7 +75,7 @@ def save_all(rank: int, world: int, build: Any, plans: list[Plan], folder: Path)
         engine = engine_of(build, plan, folder)
         trained(engine, range(2))
         here = folder / f"{world}-{i}"
-        state = {name: x.clone() for name, x in engine.full_state_dict().items()}
+        before = {name: x.clone() for name, x in engine.full_state_dict().items()}
         engine._saver = Saver(engine.mesh)
         engine._saver._staging = Slow(engine.mesh)
         saved = engine.save(here, asynchronous=True, note=("a", {"b": 1.5}))
@@ -83,7 +84,7 @@ def save_all(rank: int, world: int, build: Any, plans: list[Plan], folder: Path)
         assert newest(here) == saved
         if rank == 0:
             read = Checkpoint(saved)
-            assert all(torch.equal(x, read.read(f"model.{name}")) for name, x in state.items())
+            assert all(torch.equal(x, read.read(f"model.{name}")) for name, x in before.items())
             assert len(read.index.tensors) > 3 * len(list(engine.module.parameters()))
             torch.save(losses, here / "losses.pt")
 
@@ -292,3 +293,27 @@ def fails_late(rank: int, world: int, folder: Path) -> None:
 
 def test_the_one_before_stays_until_the_newest_is_on_the_disk(ranks: Any, tmp_path: Path) -> None:
     ranks(2, fails_late, tmp_path)
+
+
+def has_streams(rank: int, world: int, folder: Path) -> None:
+    """Each rank has a stream of its device's, as far as there are so many."""
+    of_device = torch.Generator().manual_seed(rank)
+    real, state.device_stream = (
+        state.device_stream,
+        lambda mesh: state.Stream(of_device.get_state, of_device.set_state),
+    )
+    try:
+        engine = engine_of(gpt, {"data": world}, folder)
+        if world == 2:
+            torch.rand(3, generator=of_device)
+            engine.save(folder / "c", durable=True)
+            torch.save(torch.rand(5, generator=of_device), folder / f"{rank}.pt")
+        engine.load(folder / "c")
+        assert torch.equal(torch.rand(5, generator=of_device), torch.load(folder / f"{rank % 2}.pt"))
+    finally:
+        state.device_stream = real
+
+
+def test_streams_of_devices_go_on(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, has_streams, tmp_path)
+    ranks(1, has_streams, tmp_path)
