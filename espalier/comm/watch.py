@@ -189,6 +189,8 @@ class Pulse:
         until = time.monotonic() + patience
         while self._verdict is None and not self._lost and time.monotonic() < until:
             time.sleep(0.05)
+        if self._verdict is None and self._lost and self._end == "consequence":
+            self._verdict = self._cut_off(time.monotonic())
         verdict = self._verdict
         return verdict is not None and (self._end == "consequence" or self.rank not in verdict.ranks)
 
@@ -225,15 +227,21 @@ class Pulse:
                 self.signals.die()
 
     def _cut_off(self, now: float) -> Verdict:
-        """The verdict of a rank that waits and can't reach the store either."""
+        """The verdict of a rank that waits, or has lost a connection, and can't reach the store either."""
+        gone = self._peers().get(0, 0.0) is None
+        cause = "its machine is gone, or the network to it"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            cause = "rank 0, whose process kept it, is gone, or its machine, or the network to it"
+            if gone:
+                cause = "rank 0, whose process kept it, is gone: it has ended without a word"
         text = (
-            f"rank {self.rank} of {self.size} waits in {self._doing()} ({self._look.where}) at step "
-            f"{self.step}, and the store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
-            f"has not answered for {now - self._answered:.1f} s: its machine is gone, or the network to it. "
-            f"{self._lost}"
+            f"rank {self.rank} of {self.size} {'has lost a connection' if self._end else 'waits'} in "
+            f"{self._doing()} ({self._look.where}) at step {self.step}, and the store at "
+            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} has not answered for "
+            f"{now - self._answered:.1f} s: {cause}. {self._lost}"
         )
         verdict = Verdict((), text.strip(), now - self._answered)
-        if self._folder is not None or all(rank > self.rank for rank in self._near):
+        if self._folder is not None or all(rank > self.rank or (gone and not rank) for rank in self._near):
             self._publish(verdict)
         return verdict
 

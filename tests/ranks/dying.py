@@ -40,14 +40,18 @@ def main(folder: Path, worlds: list[str]) -> None:
         store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300)
         )
-        # a child must not end what is the parent's
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+        port = store.port
+        if kind == "host":
+            del store  # the first rank has it, and takes it along
+        else:
+            # a child must not end what is the parent's
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
         place = folder / world
         place.mkdir()
         for rank in range(int(size)):
             pid = os.fork()
             if not pid:
-                become(rank, int(size), store.port, place)
+                become(rank, int(size), port, place, kind != "host")
                 train(kind, rank == int(who), place)
                 return
             ranks[pid] = place, rank
@@ -60,14 +64,14 @@ def await_one(ranks: dict[int, tuple[Path, int]]) -> None:
     (place / f"end{rank}").write_text(json.dumps([os.waitstatus_to_exitcode(status), time.time()]))
 
 
-def become(rank: int, size: int, port: int, place: Path) -> None:
-    """Be a rank, as torchrun would have started it."""
+def become(rank: int, size: int, port: int, place: Path, agent: bool) -> None:
+    """Be a rank, as torchrun would have started it; its ``agent`` has the store."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {name: str(value) for name, value in names.items()}
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": str(agent),
     }
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(place / f"{name}{rank}", os.O_WRONLY | os.O_CREAT, 0o600), stream)
@@ -76,8 +80,11 @@ def become(rank: int, size: int, port: int, place: Path) -> None:
 def train(kind: str, bad: bool, place: Path) -> None:
     """Five steps; in the third the bad one does it."""
     torch.manual_seed(0)
-    model = nn.Linear(8, 4).double()
-    plan = espalier.Plan(data=int(os.environ["WORLD_SIZE"]))
+    size = int(os.environ["WORLD_SIZE"])
+    model: nn.Module = nn.Linear(8, 4).double()
+    plan = espalier.Plan(data=size)
+    if kind == "pipe":
+        model, plan = nn.Sequential(model, nn.Linear(4, 4).double()), espalier.Plan(pipe=size, accumulate=2)
     optimizer = torch.optim.SGD(model.parameters())
     engine = espalier.initialize(model, optimizer, plan, loss_fn=nn.functional.mse_loss, faults=FAULTS)
     batch = torch.randn(8, 8).double(), torch.randn(8, 4).double()
@@ -94,7 +101,7 @@ def train(kind: str, bad: bool, place: Path) -> None:
 
 def misbehave(kind: str, engine: espalier.Engine) -> bool:
     """Do what the test asks for; whether to leave the step out."""
-    if kind == "kill":
+    if kind in ("kill", "pipe", "host"):
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "raise":
         raise ValueError("a bad thing")

@@ -13,7 +13,7 @@ import pytest
 
 WORLDS = (
     "kill:4:0 raise:4:2 sleep:4:2 compute:2:0 patient:2:1 sleep:2:0 differ:2:1 stop:2:1 kill:2:1 raise:2:1 "
-    "exit:2:1 skip:2:1"
+    "exit:2:1 skip:2:1 pipe:2:1 host:3:0"
 ).split()
 PROMISED = 10.0  # seconds
 
@@ -59,7 +59,9 @@ def ended(tmp_path_factory) -> dict[str, End]:
     return found
 
 
-@pytest.mark.parametrize("world", [w for w in WORLDS if w.split(":")[0] not in ("compute", "patient")])
+@pytest.mark.parametrize(
+    "world", [w for w in WORLDS if w.split(":")[0] not in ("compute", "patient", "host")]
+)
 def test_all_stop_with_one_report_that_names_the_rank(ended, world):
     kind, size, who = world.split(":")
     end = ended[world]
@@ -70,7 +72,7 @@ def test_all_stop_with_one_report_that_names_the_rank(ended, world):
     assert told is not None and float(told[1]) < PROMISED
     assert end.seconds < 3 * PROMISED  # on a busy machine
     assert "at step 3" in report or kind == "skip"
-    assert "all_reduce of [2] float64 along 'data'" in report or kind in ("differ", "sleep")
+    assert "all_reduce of [2] float64 along 'data'" in report or kind in ("differ", "sleep", "pipe")
     assert "these are its last words" in report or kind == "raise"
     assert sum("these are its last words" in error for error in end.errors) <= 2
     for rank, code in end.codes.items():
@@ -93,6 +95,20 @@ def test_an_error_is_told_by_the_rank_that_raised_it(ended):
         assert f"rank {who} of {world[6]} failed: ValueError: a bad thing, at step 3" in end.reports[0]
         assert [rank for rank, error in enumerate(end.errors) if "Traceback" in error] == [who]
         assert end.codes[who] == 1
+
+
+def test_in_a_pipeline_the_action_of_the_schedule_is_named(ended):
+    report = ended["pipe:2:1"].reports[0]
+    assert re.search(r"Rank 0: [a-z ]+, at step 3, in action 0[A-Z_]+\d, \w+ along 'pipe'", report)
+
+
+def test_without_the_store_the_others_say_who_kept_it(ended):
+    end = ended["host:3:0"]
+    assert end.codes == {0: -9, 1: 76, 2: 76} and end.seconds < 3 * PROMISED
+    (report,) = end.reports
+    assert "rank 1 of 3 has lost a connection in reduce_scatter" in report and "at step 3" in report
+    assert "rank 0, whose process kept it, is gone: it has ended without a word" in report
+    assert not any("Traceback" in error for error in end.errors)
 
 
 def test_one_that_leaves_early_is_named(ended):

@@ -18,8 +18,10 @@ import pytest
 import torch
 import yaml
 
+from espalier.mesh.launch import LaunchError
 from espalier.train import trainer
 from espalier.train.job import Job
+from espalier.train.keeping import Keeper
 from espalier.train.mistakes import JobError
 from espalier.train.run import run
 from espalier.train.trainer import Preempted, TrainingError, train
@@ -126,6 +128,36 @@ def test_the_data_axis_shrinks_as_far_as_it_may(tmp_path):
     asked = job(tmp_path, plan_data=4, plan_tensor=2, elastic_min_data=2)
     assert [fitted(asked, n).plan["data"] for n in (8, 6, 4, 2, 5)] == [4, 3, 2, 4, 4]
     assert fitted(job(tmp_path, plan_data=4), 2).plan["data"] == 4
+
+
+def test_after_two_deaths_of_one_rank_with_nothing_saved_between_it_goes_on_without(tmp_path, monkeypatch):
+    asked = job(tmp_path, plan_data=4, elastic_restarts=8, elastic_min_data=2)
+    # (who dies, what was saved before)
+    deaths = iter([(3, 5), (3, 10), (3, 10), (1, 10), (1, 10), (0, 10), (0, 10), (0, 10)])
+    sizes: list[tuple[int, int, bool]] = []
+
+    def attempt(action: str, job: Job, ranks: int, *given: Any) -> str:
+        sizes.append((ranks, job.plan["data"], given[-1].get("resume", False)))
+        who, saved = next(deaths, (None, 0))
+        if who is None:
+            return "done"
+        (tmp_path / f"step-{saved}").mkdir(exist_ok=True)
+        raise LaunchError(f"rank {who} died", who, -9)
+
+    def newest(job: Job) -> Path:
+        return max(tmp_path.glob("step-*"), key=lambda path: int(path.name[5:]))
+
+    said: list[str] = []
+    monkeypatch.setattr("espalier.train.run._attempt", attempt)
+    monkeypatch.setattr(Keeper, "newest", staticmethod(newest))
+    assert run("train", asked, report=said.append) == "done"
+    assert [ranks for ranks, *_ in sizes] == [4, 4, 4, 3, 3, 2, 2, 2, 2]
+    assert all(ranks == data for ranks, data, _ in sizes)
+    assert [resumes for *_, resumes in sizes] == [False] + [True] * 8
+    assert "rank 3 died\nStarting again on 3 ranks, from step-10; 5 more times" in said[2]
+    deaths = iter([(0, 10)] * 9)
+    with pytest.raises(LaunchError, match="rank 0 died"):
+        run("train", asked, report=said.append)
 
 
 class Poisoned:
