@@ -33,21 +33,26 @@ def laid_out(
     shard_bytes: int,
     values: Mapping[str, Any] | None = None,
 ) -> Target:
-    """What is to be written to a path, where there is nothing yet.
+    """What is to be written to a path, where there is nothing yet, or a file of safetensors.
 
     Args:
         form: ``"safetensors"``: a folder as Hugging Face has them, where a tensor of several names has one;
             ``"torch"``: a file of ``torch.save`` with a state dict of all names; ``"dcp"``: a folder of
-            ``torch.distributed.checkpoint``; ``"espalier"``: a folder of our own checkpoints.
+            ``torch.distributed.checkpoint``; ``"espalier"``: a folder of our own checkpoints; ``"file"``: one
+            of safetensors, with all names.
         entries: tensors, their names with :func:`root_of` the format.
         ties: names of tensors that have another, to that.
         shard_bytes: of a file of safetensors.
-        values: of ``"dcp"``, beside tensors.
+        values: of ``"dcp"``, beside tensors; of ``"file"``, texts for its header.
 
     Raises:
         ValueError: there is no such format, or something is at the path.
         OSError: it cannot be made.
     """
+    if form == "file":
+        sink = Sink()
+        sink.add_safetensors(path, entries, values)
+        return sink
     if form not in (*FORMATS, "espalier"):
         raise ValueError(f"format = {form!r}: expected one of {', '.join(FORMATS)}.")
     if any(path.iterdir()) if path.is_dir() else path.exists():

@@ -94,9 +94,11 @@ class Sink(Target):
         """A small file, written when the others are whole."""
         self._texts[path] = text
 
-    def add_safetensors(self, path: Path, entries: Mapping[str, Entry]) -> None:
+    def add_safetensors(
+        self, path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None
+    ) -> None:
         """A file of safetensors (header of JSON; format of huggingface/safetensors)."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         at = 0
         for name, entry in entries.items():
             if entry.dtype not in _NAMES:

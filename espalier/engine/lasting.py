@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,23 +194,26 @@ class Lasting:
         *,
         dtype: torch.dtype | None = None,
         shard_gigabytes: float = 5.0,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         """Write the model's weights as others read them: rank 0 does, piece by piece (collective).
 
         Args:
-            path: a new folder; for ``"torch"`` a new file.
+            path: a new folder; for ``"torch"`` a new file. ``.../NAME.safetensors`` is one file, with all
+                names of a tensor that has several; it takes the place of one that is there.
             format: ``"safetensors"``, as Hugging Face's ``save_pretrained`` writes it, with the config of the
                 model if it has one; ``"torch"``, a state dict by ``torch.save``; ``"dcp"``, a folder of
                 ``torch.distributed.checkpoint`` with the dict ``model``.
             dtype: of floating-point tensors; by default the parameters', or float32 where they have masters.
-            shard_gigabytes: (10^9 bytes) of a file of safetensors.
+            shard_gigabytes: (10^9 bytes) of a file of safetensors, where there are several.
+            metadata: texts for the header, where it is one.
 
         Raises:
             ValueError: it cannot be written.
         """
         shard_bytes = int(shard_gigabytes * 1e9)
         self.wait_staged()
-        weights.export(self, self._laid_out(), path, format, dtype, shard_bytes)
+        weights.export(self, self._laid_out(), path, format, dtype, shard_bytes, metadata)
 
 
 __all__ = ["Lasting"]

@@ -44,12 +44,20 @@ def load_weights(engine: Any, data: DataAxis, path: str | Path, optimizer: bool)
 
 
 def export(
-    engine: Any, data: DataAxis, path: str | Path, form: str, dtype: torch.dtype | None, shard_bytes: int
+    engine: Any,
+    data: DataAxis,
+    path: str | Path,
+    form: str,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    metadata: Mapping[str, str] | None,
 ) -> None:
     """See :meth:`espalier.Engine.export`."""
     mesh, model, path = engine.mesh, engine.module, Path(path)
+    if form == "safetensors" and path.suffix == ".safetensors":
+        form = "file"
     with torch.no_grad(), data.precise(), ExitStack() as stack:
-        root, ties = root_of(form), tied(model)
+        root, ties = root_of(form), {} if form == "file" else tied(model)
         state = {
             f"{root}{name}": x if isinstance(x, DTensor) else engine._everywhere(name, x)
             for name, x in model.state_dict(keep_vars=True).items()
@@ -61,7 +69,7 @@ def export(
         writing = _Writing()
         if mesh.rank == 0:
             with writing.careful():
-                sink = laid_out(path, form, entries, ties, shard_bytes)
+                sink = laid_out(path, form, entries, ties, shard_bytes, metadata)
                 stack.push(sink)
                 writing.write = sink.write
         agreed(writing.error, mesh, ValueError)

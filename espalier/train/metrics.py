@@ -1,13 +1,10 @@
 """What a run leaves behind: metrics, a picture, the model."""
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-
-import torch
 
 from espalier.files import write_file
 
@@ -140,24 +137,3 @@ def draw_loss(path: Path, records: Sequence[Record], entropy: float | None, titl
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     canvas.print_png(str(path))
-
-
-def save_model(path: Path, state: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a state dict as safetensors; the file appears whole or not at all.
-
-    Args:
-        path: ``*.safetensors``.
-        state: name to full tensor; names may share a tensor.
-        metadata: kept in the file's header.
-    """
-    from safetensors.torch import save_file
-
-    # safetensors refuses tensors that share memory, as tied weights do.
-    own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        save_file(own, temporary, metadata=dict(metadata))
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -25,7 +25,7 @@ from espalier.train.data import Batches, prepare, training_batches, validation_b
 from espalier.train.job import Job
 from espalier.train.keeping import Keeper
 from espalier.train.memory import peak_memory
-from espalier.train.metrics import Log, Record, draw_loss, save_model
+from espalier.train.metrics import Log, Record, draw_loss
 from espalier.train.progress import Progress, Silent
 from espalier.train.text import Text
 
@@ -126,11 +126,11 @@ def train(job: Job, progress: Progress | None = None, *, resume: bool = False) -
         engine.wait_saved()
     if loop.left is not None:
         return loop.left
-    state = engine.full_state_dict()
+    engine.export(job.out / "model.safetensors", metadata={"job": json.dumps(job.raw, default=str)})
     timeline = engine.timeline() if isinstance(engine, PipelineEngine) else None
     if not first:
         return None
-    return _finish(job, text, records, state, parameters, engine.mesh.size(), timeline)
+    return _finish(job, text, records, parameters, engine.mesh.size(), timeline)
 
 
 class Loop:
@@ -335,7 +335,6 @@ def _finish(
     job: Job,
     text: Text | None,
     records: list[Record],
-    state: dict[str, torch.Tensor],
     parameters: int,
     ranks: int,
     timeline: Timeline | None,
@@ -347,13 +346,12 @@ def _finish(
     files = {"metrics": str(out / "metrics.jsonl"), "loss": str(out / "loss.png")}
     draw_loss(out / "loss.png", records, entropy, f"{job.name}, {_describe(job, ranks)}")
     files["model"] = str(out / "model.safetensors")
-    save_model(out / "model.safetensors", state, {"job": json.dumps(job.raw, default=str)})
     sample = None
     if text is not None:
         text.tokenizer.save(str(out / "tokenizer.json"))
         files["tokenizer"] = str(out / "tokenizer.json")
         if job.train.sample_tokens and job.facts.labels in ("next", "same"):
-            sample = _sample(job, text, state)
+            sample = _sample(job, text)
             files["sample"] = str(out / "sample.txt")
             Path(files["sample"]).write_text(sample, "utf-8")
     bubble = None
@@ -366,10 +364,12 @@ def _finish(
     )
 
 
-def _sample(job: Job, text: Text, state: dict[str, torch.Tensor]) -> str:
+def _sample(job: Job, text: Text) -> str:
     """Text written by the plain model with the trained weights: the layout is gone from it."""
+    from safetensors.torch import load_file
+
     model = job.model.build()
-    model.load_state_dict({name: tensor.cpu() for name, tensor in state.items()})
+    model.load_state_dict(load_file(job.out / "model.safetensors"))
     tokenizer = text.tokenizer
     prompt = torch.tensor([tokenizer.encode(job.train.prompt).ids])
     ids = generate(
