@@ -1,12 +1,11 @@
 """Worlds in which a rank does something bad: ``python -m tests.ranks.dying FOLDER NAME:RANKS:WHO ...``.
 
-Some worlds run at a time, their ranks forked from this process, which has torch imported and holds their
-stores, as torchrun's agent does. Each leaves in FOLDER/<world> what its ranks wrote and how they ended.
+Some worlds run at a time, each with a process that holds its store, as torchrun's agent does. All are forked
+from this one, which has torch imported. Each leaves in FOLDER/<world> what its ranks wrote and how they ended.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # what optimizers import: here, once for all ranks
 import torch.distributed as dist
 from torch import nn
 
@@ -24,44 +24,50 @@ from espalier.comm import all_reduce
 
 FAULTS = espalier.Faults(limit=4.0, outside=30.0)
 AT = 3
-AT_A_TIME = 4
+AT_A_TIME = 5
 
 
 def main(folder: Path, worlds: list[str]) -> None:
     """Start all, or come back as a rank of one."""
-    ranks: dict[int, tuple[Path, int]] = {}
-    waiting = [*worlds]
-    while waiting or ranks:
-        if not waiting or len({place for place, _ in ranks.values()}) == AT_A_TIME:
-            await_one(ranks)
-            continue
-        world = waiting.pop(0)
-        kind, size, who = world.split(":")
-        store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300)
-        )
-        port = store.port
-        if kind == "host":
-            del store  # the first rank has it, and takes it along
-        else:
-            # a child must not end what is the parent's
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
-        place = folder / world
-        place.mkdir()
-        for rank in range(int(size)):
-            pid = os.fork()
-            if not pid:
-                become(rank, int(size), port, place, kind != "host")
-                train(kind, rank == int(who), place)
+    waiting, running = [*worlds], 0
+    while waiting or running:
+        if waiting and running < AT_A_TIME:
+            place = folder / waiting.pop(0)
+            if not os.fork():
+                host(place)
                 return
-            ranks[pid] = place, rank
+            running += 1
+        else:
+            assert os.wait()[1] == 0
+            running -= 1
 
 
-def await_one(ranks: dict[int, tuple[Path, int]]) -> None:
-    """Until a rank has ended; how and when it did is written down."""
-    pid, status = os.wait()
-    place, rank = ranks.pop(pid)
-    (place / f"end{rank}").write_text(json.dumps([os.waitstatus_to_exitcode(status), time.time()]))
+def host(place: Path) -> None:
+    """Hold a world's store while it lasts, or come back as one of its ranks."""
+    kind, size, who = place.name.split(":")
+    place.mkdir()
+    told = [os.pipe() for _ in range(int(size))]
+    ranks: dict[int, int] = {}
+    for rank, (heard, _) in enumerate(told):
+        pid = os.fork()
+        if not pid:
+            become(rank, int(size), int(os.read(heard, 16)), place, kind != "host")
+            train(kind, rank == int(who), place)
+            return
+        ranks[pid] = rank
+    # it has threads, and may hold locks: so it comes after all forks
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300)
+    )
+    port = str(store.port).encode()
+    if kind == "host":
+        del store  # the first rank has it, and takes it along
+    for _, to in told:
+        os.write(to, port)
+    while ranks:
+        pid, status = os.wait()
+        end = json.dumps([os.waitstatus_to_exitcode(status), time.time()])
+        (place / f"end{ranks.pop(pid)}").write_text(end)
 
 
 def become(rank: int, size: int, port: int, place: Path, agent: bool) -> None:
