@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ from tests.ranks.test_engine import batch, model
 from tests.ranks.test_experts import model as experts
 
 ROWS = 8
+# of more checkpoints than this, each plan loads its own, that of one process, and a third of the others
+MANY = 99 if os.environ.get("ESPALIER_SWEEP") else 8
 Plan = dict[str, Any]
 
 
@@ -92,8 +95,11 @@ def save_all(rank: int, world: int, build: Any, plans: list[Plan], folder: Path)
 def load_all(rank: int, world: int, build: Any, plans: list[Plan], folder: Path, tolerance: float) -> None:
     for i, plan in enumerate(plans):
         engine = engine_of(build, plan, folder)
-        for here in sorted(folder.glob("?-*")):
+        saved = sorted(folder.glob("?-*"))
+        for k, here in enumerate(saved):
             wanted, own = torch.load(here / "losses.pt"), here.name == f"{world}-{i}"
+            if len(saved) > MANY and not own and here.name != "1-0" and (i + k) % 3:
+                continue
             assert engine.load(here) == {"note": ("a", {"b": 1.5})} and engine.steps == 2
             again = engine.save(folder / "again")
             if rank == 0:

@@ -251,10 +251,10 @@ def test_the_commands_of_the_ready_files_train(tmp_path, name):
         "[checkpoint]\n"
     )
     command, settings = torchrun_of(name)
-    bins = {str(Path(sys.executable).parent), *os.environ["PATH"].split(os.pathsep)}
+    bins = [str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = os.environ | settings | {"PATH": os.pathsep.join(bins), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[:3000] + done.stdout[-1000:]
+    assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "runs/job/checkpoints/step-00000002").is_dir()
 
 
