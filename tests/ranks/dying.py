@@ -1,7 +1,7 @@
 """Worlds in which a rank does something bad: ``python -m tests.ranks.dying FOLDER NAME:RANKS:WHO ...``.
 
-Some worlds run at a time, each with a process that holds its store, as torchrun's agent does. All are forked
-from this one, which has torch imported. Each leaves in FOLDER/<world> what its ranks wrote and how they ended.
+Some worlds run at a time, each with a process that holds its store, as torchrun's agent does; all are forked
+from this one, which has torch imported. FOLDER/<world> gets what its ranks wrote, and how they ended.
 """
 
 from __future__ import annotations

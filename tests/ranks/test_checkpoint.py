@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
