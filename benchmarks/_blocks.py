@@ -7,7 +7,7 @@ sequence, and so are norms and sums between.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,16 +38,17 @@ COLUMN, ROW = ("attention.q", "attention.k", "attention.v", "up"), ("attention.o
 class Attention(nn.Module):
     """Self-attention, written for one device; of the heads, 1/share."""
 
-    def __init__(self, width: int, share: int) -> None:
+    def __init__(self, width: int, share: int, causal: bool) -> None:
         super().__init__()
-        inner, self.head = width // share, width // 8
+        inner, self.head, self.causal = width // share, width // 8, causal
         self.q, self.k, self.v = (nn.Linear(width, inner) for _ in range(3))
         self.o = nn.Linear(inner, width)
 
     def attend(self, *qkv: torch.Tensor) -> torch.Tensor:
         """The heads' outputs, side by side."""
         q, k, v = (x.view(BATCH, TOKENS, -1, self.head).transpose(1, 2) for x in qkv)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(BATCH, TOKENS, -1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return y.transpose(1, 2).reshape(BATCH, TOKENS, -1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [batch, tokens, width]."""
@@ -57,11 +58,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block of 8 heads, written for one device."""
 
-    def __init__(self, width: int, share: int = 1) -> None:
+    def __init__(self, width: int, share: int = 1, *, causal: bool = False) -> None:
         super().__init__()
-        self.width = width
+        self.width, self.causal = width, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, share)
+        self.attention = Attention(width, share, causal)
         self.up, self.down = nn.Linear(width, 4 * width // share), nn.Linear(4 * width // share, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,6 +124,9 @@ def _summed(x: torch.Tensor) -> torch.Tensor:
     return got.sum(0)
 
 
+enter, leave = _Enter.apply, _Leave.apply
+
+
 class _Columns(torch.autograd.Function):
     """Column layers that share an input cut along the sequence, as megatron-core writes its one.
 
@@ -131,14 +135,15 @@ class _Columns(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *layers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, x: torch.Tensor, *layers: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         weights, biases = layers[::2], layers[1::2]
+        ctx.biased = [b is not None for b in biases]
         ctx.save_for_backward(x, *weights)
         whole = _gathered(x)
         return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         x, parts = x.contiguous(), [torch.empty_like(x) for _ in range(RANKS)]
         work = dist.all_gather(parts, x, async_op=True)
@@ -147,10 +152,10 @@ class _Columns(torch.autograd.Function):
             given += grad @ weight
         work.wait()
         whole = torch.cat(parts, 1).flatten(0, 1)
-        found = [_summed(given)]
-        for grad in grads:
+        found: list[torch.Tensor | None] = [_summed(given)]
+        for grad, biased in zip(grads, ctx.biased, strict=True):
             rows = grad.flatten(0, 1)
-            found += [rows.T @ whole, rows.sum(0)]
+            found += [rows.T @ whole, rows.sum(0) if biased else None]
         return tuple(found)
 
 
@@ -166,11 +171,19 @@ class _Scatter(torch.autograd.Function):
         return _gathered(grad)
 
 
+scatter = _Scatter.apply
+
+
+def columns_of(x: torch.Tensor, *layers: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Column layers, weight and bias of each, of an input that is cut along the sequence."""
+    return _Columns.apply(x, *layers)
+
+
 class Megatron(Block):
     """The same block for one rank of two: local sizes, f and g, biases of row layers added after g."""
 
     def __init__(self, whole: Block, rank: int, *, sequence: bool = False) -> None:
-        super().__init__(whole.width, share=RANKS)
+        super().__init__(whole.width, share=RANKS, causal=whole.causal)
         self.sequence = sequence
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -186,24 +199,31 @@ class Megatron(Block):
 
     def _entered(self, x: torch.Tensor, *columns: nn.Linear) -> tuple[torch.Tensor, ...]:
         if self.sequence:
-            return _Columns.apply(x, *(p for layer in columns for p in (layer.weight, layer.bias)))
-        x = _Enter.apply(x)
+            return columns_of(x, *(p for layer in columns for p in (layer.weight, layer.bias)))
+        x = enter(x)
         return tuple(layer(x) for layer in columns)
 
     def _left(self, row: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        leave = _Scatter.apply if self.sequence else _Leave.apply
-        out: torch.Tensor = leave(F.linear(x, row.weight)) + row.bias
+        together = scatter if self.sequence else leave
+        out: torch.Tensor = together(F.linear(x, row.weight)) + row.bias
         return out
 
+    def met(self) -> list[nn.Parameter]:
+        """What meets shards under sequence parallelism."""
+        return [self.attention.o.bias, self.down.bias, *self.norm1.parameters(), *self.norm2.parameters()]
+
     def finish(self) -> None:
-        """Under sequence parallelism: sum the gradients of what met shards, in one message."""
-        met = [self.attention.o.bias, self.down.bias, *self.norm1.parameters(), *self.norm2.parameters()]
-        grads = [p.grad for p in met if p.grad is not None]
-        flat = torch.cat([g.view(-1) for g in grads])
-        dist.all_reduce(flat)
-        torch._foreach_copy_(
-            grads, [x.view_as(g) for x, g in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
-        )
+        """Under sequence parallelism: what is left to do after a backward pass."""
+        sum_gradients(self.met())
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Sum gradients over the ranks, in one message."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    flat = torch.cat([g.view(-1) for g in grads])
+    dist.all_reduce(flat)
+    parts = flat.split([g.numel() for g in grads])
+    torch._foreach_copy_(grads, [x.view_as(g) for x, g in zip(parts, grads, strict=True)])
 
 
 class MegatronCore(Block):
@@ -213,29 +233,40 @@ class MegatronCore(Block):
         from megatron.core import ModelParallelConfig
         from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-        super().__init__(whole.width, share=RANKS)
-        config = ModelParallelConfig(
+        super().__init__(whole.width, share=RANKS, causal=whole.causal)
+        self.config = config = ModelParallelConfig(
             tensor_model_parallel_size=RANKS, use_cpu_initialization=True, params_dtype=torch.float32
         )
 
-        def column(n: int, m: int) -> nn.Module:
-            return ColumnParallelLinear(
-                n, m, config=config, init_method=nn.init.zeros_, bias=True, gather_output=False
+        def column(n: int, m: int, bias: bool = True) -> nn.Module:
+            return _First(
+                ColumnParallelLinear(
+                    n, m, config=config, init_method=nn.init.zeros_, bias=bias, gather_output=False
+                )
             )
 
+        self.column = column
+
         def row(n: int, m: int) -> nn.Module:
-            return RowParallelLinear(
-                n, m, config=config, init_method=nn.init.zeros_, bias=True, input_is_parallel=True,
-                skip_bias_add=False,
-            )  # fmt: skip
+            return _First(
+                RowParallelLinear(
+                    n,
+                    m,
+                    config=config,
+                    init_method=nn.init.zeros_,
+                    bias=True,
+                    input_is_parallel=True,
+                    skip_bias_add=False,
+                )
+            )
 
         width, attention = whole.width, self.attention
         for name in "qkv":
-            setattr(attention, name, _First(column(width, width)))
+            setattr(attention, name, column(width, width))
         attention.o, self.up, self.down = (
-            _First(row(width, width)),
-            _First(column(width, 4 * width)),
-            _First(row(4 * width, width)),
+            row(width, width),
+            column(width, 4 * width),
+            row(4 * width, width),
         )
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -273,19 +304,24 @@ def by_torch(whole: Block, *, prepared: bool = False, sequence: bool = False) ->
     block = Block(whole.width)
     block.load_state_dict(whole.state_dict())
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tensor",))
+    return parallelize_module(block, mesh, styles(prepared=prepared, sequence=sequence))
+
+
+def styles(*, prepared: bool = False, sequence: bool = False) -> dict[str, ParallelStyle]:
+    """torch's table for a block."""
     cut, there = Shard(1), Replicate()
     if sequence:
-        styles: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMN[:3]}
-        styles |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
-        styles |= {name: RowwiseParallel(output_layouts=cut) for name in ROW}
-        styles["up"] = ColwiseParallel(input_layouts=cut)
-        styles["attention"] = PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(there,))
-        return parallelize_module(block, mesh, styles)
-    styles = {name: ColwiseParallel() for name in COLUMN}
-    styles |= {name: RowwiseParallel() for name in ROW}
+        found: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMN[:3]}
+        found |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
+        found |= {name: RowwiseParallel(output_layouts=cut) for name in ROW}
+        found["up"] = ColwiseParallel(input_layouts=cut)
+        found["attention"] = PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(there,))
+        return found
+    found = {name: ColwiseParallel() for name in COLUMN}
+    found |= {name: RowwiseParallel() for name in ROW}
     if prepared:
-        styles["attention"] = PrepareModuleInput(input_layouts=(there,), desired_input_layouts=(there,))
-    return parallelize_module(block, mesh, styles)
+        found["attention"] = PrepareModuleInput(input_layouts=(there,), desired_input_layouts=(there,))
+    return found
 
 
 # ---- comparing

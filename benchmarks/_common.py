@@ -21,10 +21,10 @@ Row = tuple[str, ...]
 MISSED = 3  # the exit status of a rank that saw a bar missed
 
 
-def on_ranks(script: str, ranks: int) -> int:
-    """Run a benchmark's file on ranks, with ``--rank``; the exit status: 1 where one of them failed."""
+def on_ranks(script: str, ranks: int, *words: str) -> int:
+    """Run a benchmark's file on ranks, with ``--rank`` and more words; the exit status: 1 if one failed."""
     try:
-        launch([str(Path(script).resolve()), "--rank"], ranks)
+        launch([str(Path(script).resolve()), "--rank", *words], ranks)
     except LaunchError as error:
         if error.exit_code != MISSED:
             print(error, file=sys.stderr)

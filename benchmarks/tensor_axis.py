@@ -29,15 +29,17 @@ A timing begins when both ranks are ready and is that of the slower rank.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
+from collections.abc import Iterable, Sequence
 
+import _gpts
 import torch
 from _blocks import (
     BATCH,
     RANKS,
     TOKENS,
-    TOLERANCE,
     Block,
     Entrant,
     Megatron,
@@ -45,7 +47,7 @@ from _blocks import (
     by_espalier,
     by_torch,
 )
-from _common import MISSED, Report, in_turns, on_ranks, slowest_rank
+from _common import MISSED, Report, Times, in_turns, on_ranks, slowest_rank
 from torch.distributed.tensor import Replicate, Shard
 
 import espalier
@@ -78,11 +80,7 @@ def entrants(whole: Block, x: torch.Tensor, upstream: torch.Tensor, rank: int) -
         ),
         "torch, sequence": Entrant(by_torch(whole, sequence=True), part(x), part(upstream), cut=True),
     }
-    if importlib.util.find_spec("megatron") is not None:
-        from megatron.core import parallel_state
-
-        if not parallel_state.is_initialized():
-            parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    if _has_megatron():
         found["megatron-core"] = Entrant(MegatronCore(whole, rank), x.clone(), upstream)
     return found
 
@@ -100,11 +98,15 @@ BARS = (
 )
 
 
-def compare() -> int:
-    """What each rank runs; rank 0 prints."""
-    process = start("cpu")
-    torch.set_num_threads(1)
-    report = Report()
+GPT_BARS = (
+    *(bar for bar in BARS if "prepared" not in bar[1]),
+    ("by hand", "one process", None),
+    ("Espalier", "one process", None),
+)
+
+
+def blocks(report: Report, rank: int) -> None:
+    """One block, of each width."""
     for width in WIDTHS:
         torch.manual_seed(0)
         whole, x, upstream = (
@@ -112,17 +114,54 @@ def compare() -> int:
             torch.randn(BATCH, TOKENS, width),
             torch.randn(BATCH, TOKENS, width),
         )
-        found = entrants(whole, x, upstream, process.rank)
+        found = entrants(whole, x, upstream, rank)
         for name, entrant in found.items():
-            entrant.check(name, whole, x, upstream, process.rank)
+            entrant.check(name, whole, x, upstream, rank)
         contenders = {name: entrant.contender() for name, entrant in found.items()}
         times = slowest_rank(in_turns(contenders, rounds=ROUNDS, warmup=3))
-        for mine, other, limit in BARS:
-            if mine in times and other in times:
-                report.add(f"block of width {width}, {RANKS} ranks", times, mine, other, limit)
+        _judge(report, f"block of width {width}, {RANKS} ranks", times, BARS)
+
+
+def gpt(report: Report, rank: int) -> None:
+    """A whole GPT, with its optimizer."""
+    torch.manual_seed(1)
+    found = _gpts.entrants(rank, _has_megatron())
+    _gpts.check(found, steps=4, tolerance=1e-4)
+    times = slowest_rank(in_turns({k: _gpts.contender(v) for k, v in found.items()}, rounds=ROUNDS, warmup=3))
+    _judge(report, f"GPT of {_gpts.LAYERS} x {_gpts.WIDTH}, {RANKS} ranks", times, GPT_BARS)
+
+
+def _judge(
+    report: Report, work: str, times: dict[str, Times], bars: Iterable[tuple[str, str, float | None]]
+) -> None:
+    for mine, other, limit in bars:
+        if mine in times and other in times:
+            report.add(work, times, mine, other, limit)
+
+
+def _has_megatron() -> bool:
+    if importlib.util.find_spec("megatron") is None:
+        return False
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    return True
+
+
+PARTS = {"blocks": blocks, "gpt": gpt}
+
+
+def compare(parts: Sequence[str]) -> int:
+    """What each rank runs; rank 0 prints."""
+    process = start("cpu")
+    torch.set_num_threads(1)
+    report = Report()
+    for part in parts:
+        PARTS[part](report, process.rank)
     status = 0
     if process.rank == 0:
-        print(f"outputs and gradients agree with one process to {TOLERANCE:g} of the largest value\n")
+        print("outputs and gradients, and the GPT's losses, agree with those of one process\n")
         status = MISSED if report.show() else 0
     finish()
     return status
@@ -130,10 +169,17 @@ def compare() -> int:
 
 def main() -> int:
     """Start the ranks; the exit status is rank 0's."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[], help="by default both")
+    given = parser.parse_args()
+    parts = given.parts or list(PARTS)
+    if given.rank:
+        return compare(parts)
     if importlib.util.find_spec("megatron") is None:
         print("megatron-core is not installed: it is left out (pip install --no-deps megatron-core)\n")
-    return on_ranks(__file__, RANKS)
+    return on_ranks(__file__, RANKS, *parts)
 
 
 if __name__ == "__main__":
-    sys.exit(compare() if "--rank" in sys.argv else main())
+    sys.exit(main())
