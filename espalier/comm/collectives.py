@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from espalier.comm.direct import Works, exchange, reduced, reduction
 from espalier.comm.ledger import Collective
 from espalier.comm.traced import collective, recorders, tracers
-from espalier.comm.wire import as_wire, in_floats, in_order, pad_to, summable
+from espalier.comm.wire import as_it_lies, as_wire, in_floats, in_order, pad_to, summable
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
 from espalier.mesh.process import first_line
@@ -62,17 +63,6 @@ class Pending:
             self._work = self._then = None
 
 
-class _All:
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
 @collective
 def all_reduce(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> torch.Tensor:
     """The reduction of ``x`` over the axis, on every rank; NaN wins in a maximum or minimum.
@@ -112,6 +102,9 @@ def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> Pend
     if mesh.is_dry:
         return Pending()
     wire, op = summable(x, op)
+    direct = reduction(wire, mesh, axis, op)
+    if direct is not None:
+        return Pending(*direct)
     # the backend itself: dist.all_reduce costs several times as much in checks, on the hottest collective
     return Pending(mesh.backend(axis, wire.device).allreduce([wire], _ALL_REDUCE[op]))
 
@@ -138,7 +131,7 @@ def sum_whole_(x: torch.Tensor, mesh: Mesh) -> Pending:
 def sum_here(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> None:
     """Sum contiguous ``x`` over the axes, in place; done most of all, so the way to it is short."""
     for axis in axes:
-        if mesh.ledgers or mesh.is_dry or tracers() or not x.is_floating_point():
+        if mesh.ledgers or not x.is_cuda or tracers() or not x.is_floating_point():
             all_reduce_(x, mesh, axis).wait()
         else:
             mesh.backend(axis, x.device).allreduce([x], _SUM).wait()
@@ -156,24 +149,33 @@ def all_gather(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> t
     _record(mesh, "all_gather", axis, (n - 1) * math.prod(shape) * x.element_size(), x, whole)
     if mesh.is_dry:
         return x.new_empty(whole)
+    if not x.is_cuda:
+        return _gathered(as_it_lies(x), mesh, axis, dim, size)
     x, order = pad_to(x, dim, piece), mesh.order(axis)
     out = x.new_empty([n * shape[0], *shape[1:]])
-    if x.is_cuda:
-        _gather_into(as_wire(out), as_wire(x), group=mesh.group(axis))
-    else:
-        rows, order = out.view(n, *shape), None
-        rows[mesh.coordinate[axis]].copy_(x)
-        share_rows(rows, mesh, axis).wait()
+    _gather_into(as_wire(out), as_wire(x), group=mesh.group(axis))
     if dim == 0 and size == n * piece and order is None:
         return out
     parts = _by_coordinate(out.view(n, *shape).unbind(0), order)
     return torch.cat([p.narrow(dim, 0, chunk_bounds(size, n, i)[1]) for i, p in enumerate(parts)], dim)
 
 
-def share_rows(rows: torch.Tensor, mesh: Mesh, axis: int) -> Pending:
-    """Start to send each coordinate's row to all, in place, on gloo: its all-gather works on copies."""
-    each = enumerate(rows.unbind(0) if rows.numel() else ())
-    return Pending(_All([_sent_from(row, mesh, axis, coordinate) for coordinate, row in each]))
+def _gathered(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> torch.Tensor:
+    n, here = mesh.shape[axis], mesh.coordinate[axis]
+    whole = [*x.shape[:dim], size, *x.shape[dim + 1 :]]
+    sizes = [chunk_bounds(size, n, i)[1] for i in range(n)]
+    if math.prod(x.shape[:dim]) == 1:
+        # one piece lies behind the other
+        out = x.new_empty(whole)
+        parts = list(out.split(sizes, dim))
+        parts[here].copy_(x)
+        exchange([x] * n, parts, mesh, axis).wait()
+        return out
+    parts = [
+        x if i == here else x.new_empty([*x.shape[:dim], k, *x.shape[dim + 1 :]]) for i, k in enumerate(sizes)
+    ]
+    exchange([x] * n, parts, mesh, axis).wait()
+    return torch.cat(parts, dim)
 
 
 def _sent_from(x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Any:
@@ -197,6 +199,8 @@ def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Te
     _record(mesh, "reduce_scatter", axis, (n - 1) * math.prod(shape) * x.element_size(), x, x.shape)
     if mesh.is_dry:
         return x.new_empty([*x.shape[:dim], own, *x.shape[dim + 1 :]])
+    if not x.is_cuda:
+        return _summed(x.resolve_conj().resolve_neg(), mesh, axis, dim)
     if dim == 0:
         wire = pad_to(x, 0, n * piece)
     else:
@@ -205,29 +209,19 @@ def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Te
     if order is not None:
         wire = torch.cat(_by_place(wire.view(n, *shape).unbind(0), order))
     wire, op = summable(wire.resolve_conj(), "sum")
-    if wire.is_cuda:
-        out = x.new_empty(shape)
-        _scatter_from(summable(out, "sum")[0], wire, _OPS[op], group=mesh.group(axis))
-    else:
-        # gloo has no reduce-scatter of its own: it would all-reduce, and send twice as much
-        got = torch.empty_like(wire)
-        dist.all_to_all_single(as_wire(got), as_wire(wire), group=mesh.group(axis))
-        rows = _by_coordinate(got.view(n, -1).unbind(0), order)
-        out = _reduced(rows, op).view(x.dtype if x.dtype is torch.bool else got.dtype)
-        out = torch.view_as_complex(out.view(*shape, 2)) if x.is_complex() else out.view(shape)
+    out = x.new_empty(shape)
+    _scatter_from(summable(out, "sum")[0], wire, _OPS[op], group=mesh.group(axis))
     return out if own == piece else out.narrow(dim, 0, own).contiguous()
 
 
-def _reduced(rows: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """The sum or maximum of rows, in their order; 16-bit floats are added up in float32."""
-    dtype = rows[0].dtype
-    total = rows[0].float() if dtype.is_floating_point and dtype.itemsize == 2 else rows[0]
-    for i, row in enumerate(rows[1:]):
-        if op == "max":
-            total = torch.maximum(total, row)
-        else:
-            total = total + row if i == 0 else total.add_(row)
-    return total.to(dtype)
+def _summed(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:
+    """A reduce-scatter on gloo: its own would all-reduce, and send twice as much."""
+    n, here = mesh.shape[axis], mesh.coordinate[axis]
+    pieces = [x.narrow(dim, *chunk_bounds(x.shape[dim], n, i)) for i in range(n)]
+    gives = [p if i == here else p.contiguous() for i, p in enumerate(pieces)]
+    gets = [p if i == here else x.new_empty(pieces[here].shape) for i, p in enumerate(pieces)]
+    exchange(gives, gets, mesh, axis).wait()
+    return reduced(gets, "max" if x.dtype is torch.bool else "sum")
 
 
 @collective
@@ -256,16 +250,27 @@ def all_to_all(
         whole = list(x.shape)
         whole[split_dim], whole[join_dim] = own, join_size
         return x.new_empty(whole)
+    if not x.is_cuda:
+        gives = [as_it_lies(p) for p in pieces]
+        parts = [gives[i] if i == here else x.new_empty(shape) for i, shape in enumerate(shapes)]
+        exchange(gives, parts, mesh, axis).wait()
+        return torch.cat(parts, join_dim)
     counts = [math.prod(shape) for shape in shapes]
     wire = torch.cat([p.reshape(-1) for p in pieces])
     out = _exchanged(wire, mesh, axis, counts, [p.numel() for p in pieces])
-    parts = torch.split(out, counts)
+    parts = list(torch.split(out, counts))
     return torch.cat([p.view(s) for p, s in zip(parts, shapes, strict=True)], join_dim)
 
 
 def _exchanged(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list[int]) -> torch.Tensor:
     """What the ranks send this one of flat ``wire``, so many elements from and to each."""
-    order, wire = mesh.order(axis), wire.resolve_conj()
+    order, wire = mesh.order(axis), wire.resolve_conj().resolve_neg()
+    if not wire.is_cuda:
+        out, here = wire.new_empty(sum(gets)), mesh.coordinate[axis]
+        parts, sent = out.split(gets), wire.split(gives)
+        parts[here].copy_(sent[here])
+        exchange(sent, parts, mesh, axis).wait()
+        return out
     if order is not None:
         wire = torch.cat(_by_place(torch.split(wire, gives), order))
         gets, gives = _by_place(gets, order), _by_place(gives, order)
@@ -413,7 +418,7 @@ def _passing(x: torch.Tensor, mesh: Mesh, axis: int, gets: int) -> tuple[torch.T
         ops.append(dist.P2POp(dist.isend, as_wire(x), group=group, group_peer=order[(here + 1) % n]))
     if gets:
         ops.append(dist.P2POp(dist.irecv, as_wire(out), group=group, group_peer=order[(here - 1) % n]))
-    return out, Pending(_All(dist.batch_isend_irecv(ops)) if ops else None)
+    return out, Pending(Works(dist.batch_isend_irecv(ops)) if ops else None)
 
 
 def pass_by(op: str, x: torch.Tensor, mesh: Mesh, axis: int, shape: Sequence[int]) -> None:

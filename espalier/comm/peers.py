@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from espalier.comm.collectives import Pending, _All, _record
+from espalier.comm.collectives import Pending, _record
+from espalier.comm.direct import Works
 from espalier.comm.wire import as_wire
 from espalier.mesh import Mesh
 
@@ -26,7 +27,7 @@ def send_to(xs: Sequence[torch.Tensor], mesh: Mesh, axis: int, to: int, tag: int
         return Pending()
     place = (mesh.order(axis) or range(mesh.shape[axis]))[to]
     wires = [as_wire(x) for x in xs]
-    return Pending(_All([mesh.backend(axis, w.device).send([w], place, tag) for w in wires]), lambda: wires)
+    return Pending(Works([mesh.backend(axis, w.device).send([w], place, tag) for w in wires]), lambda: wires)
 
 
 def receive_from(
@@ -46,7 +47,7 @@ def receive_from(
         return outs, Pending()
     place = (mesh.order(axis) or range(mesh.shape[axis]))[source]
     works = [mesh.backend(axis, x.device).recv([as_wire(x)], place, tag) for x in filled]
-    return outs, Pending(_All(works))
+    return outs, Pending(Works(works))
 
 
 __all__ = ["receive_from", "send_to"]

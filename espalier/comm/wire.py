@@ -15,11 +15,18 @@ def as_wire(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype in _CARRIED else x.reshape(-1).view(torch.uint8)
 
 
+def as_it_lies(x: torch.Tensor) -> torch.Tensor:
+    """``x``, contiguous, with no conjugation or sign that is still to come."""
+    return x.contiguous().resolve_conj().resolve_neg()
+
+
 def summable(x: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
     """The same memory in a dtype that every backend reduces, and the operation to do on it."""
     if x.dtype is torch.bool:
         # True and True are True: bytes must stay 0 or 1
         return x.view(torch.uint8), {"sum": "max", "product": "min"}.get(op, op)
+    if x.is_neg() and op in ("sum", "avg"):
+        x = torch._neg_view(x)  # as it lies in memory
     if x.dtype.is_complex and op in ("sum", "avg"):
         return torch.view_as_real(x.conj() if x.is_conj() else x), op
     return x, op
@@ -48,7 +55,7 @@ def _flipped(bits: torch.Tensor) -> torch.Tensor:
 def pad_to(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Contiguous ``x`` with zeros at the end of a dim, up to a size."""
     if x.shape[dim] == size:
-        return x.contiguous().resolve_conj()
+        return as_it_lies(x)
     out = x.new_zeros([*x.shape[:dim], size, *x.shape[dim + 1 :]])
     out.narrow(dim, 0, x.shape[dim]).copy_(x)
     return out

@@ -1,0 +1,95 @@
+"""Messages straight from rank to rank along an axis, all at once, where gloo would go round a ring.
+
+gloo's own collectives hand pieces on from rank to rank, by threads of their own: of a small or middling
+message most of the time is waiting. Here each rank sends every other what is for it. The bytes are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from espalier.comm.wire import as_wire
+from espalier.mesh import Mesh
+
+_Gloo: Any = getattr(dist, "ProcessGroupGloo", ())
+_TAG = 0x0E5B  # of these messages alone
+# bytes of a tensor up to which its reduction goes so: beyond, a ring that adds while it receives is as fast
+_MOST = 1 << 21
+
+_TWO: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+
+
+class Works:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for all."""
+        for work in self._works:
+            work.wait()
+
+
+def exchange(gives: Sequence[torch.Tensor], gets: Sequence[torch.Tensor], mesh: Mesh, axis: int) -> Works:
+    """Start to send each coordinate of an axis what is for it, and to receive from each; the own stays.
+
+    Args:
+        gives, gets: contiguous, one for each coordinate; what is given must stay as it is until the wait.
+    """
+    here, n = mesh.coordinate[axis], mesh.shape[axis]
+    backend, order = mesh.backend(axis, gets[here].device), mesh.order(axis) or range(n)
+    works = []
+    for i in range(1, n):
+        # to the next one first: at no moment do all send to one
+        to, source = (here + i) % n, (here - i) % n
+        if gives[to].numel():
+            works.append(backend.send([as_wire(gives[to])], order[to], _TAG))
+        if gets[source].numel():
+            works.append(backend.recv([as_wire(gets[source])], order[source], _TAG))
+    return Works(works)
+
+
+def reduction(x: torch.Tensor, mesh: Mesh, axis: int, op: str) -> tuple[Works, Callable[[], None]] | None:
+    """Start to reduce contiguous ``x`` in place: what to wait for, and what is left to do then.
+
+    All ranks get the same bits. None where a ring is the better way.
+    """
+    if x.nbytes > _MOST or op not in _TWO or not isinstance(mesh.backend(axis, x.device), _Gloo):
+        return None
+    n, here = mesh.shape[axis], mesh.coordinate[axis]
+    if n == 2:
+        got = torch.empty_like(x)
+        return exchange((x, x), (got, got), mesh, axis), lambda: _TWO[op](x, got, out=x)
+    parts = _split(x.view(-1), n)
+    gets = [torch.empty_like(parts[here]) for _ in range(n)]
+    gets[here] = parts[here]
+
+    def rest() -> None:
+        parts[here].copy_(reduced(gets, op))
+        exchange([parts[here]] * n, parts, mesh, axis).wait()
+
+    return exchange(parts, gets, mesh, axis), rest
+
+
+def _split(flat: torch.Tensor, n: int) -> list[torch.Tensor]:
+    piece = -(-flat.numel() // n)
+    return [flat[i * piece : (i + 1) * piece] for i in range(n)]
+
+
+def reduced(rows: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The reduction of rows, in their order; 16-bit floats are reduced in float32."""
+    dtype = rows[0].dtype
+    total = rows[0].float() if dtype.is_floating_point and dtype.itemsize == 2 else rows[0]
+    for i, row in enumerate(rows[1:]):
+        total = _TWO[op](total, row) if i == 0 else _TWO[op](total, row, out=total)
+    return total.to(dtype)
