@@ -167,14 +167,14 @@ def _gathered(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> to
     if math.prod(x.shape[:dim]) == 1:
         # one piece lies behind the other
         out = x.new_empty(whole)
-        parts = list(out.split(sizes, dim))
+        parts = list(torch.split(out, sizes, dim))
         parts[here].copy_(x)
-        exchange([x] * n, parts, mesh, axis).wait()
+        exchange("all_gather", [x] * n, parts, mesh, axis).wait()
         return out
     parts = [
         x if i == here else x.new_empty([*x.shape[:dim], k, *x.shape[dim + 1 :]]) for i, k in enumerate(sizes)
     ]
-    exchange([x] * n, parts, mesh, axis).wait()
+    exchange("all_gather", [x] * n, parts, mesh, axis).wait()
     return torch.cat(parts, dim)
 
 
@@ -220,7 +220,7 @@ def _summed(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:
     pieces = [x.narrow(dim, *chunk_bounds(x.shape[dim], n, i)) for i in range(n)]
     gives = [p if i == here else p.contiguous() for i, p in enumerate(pieces)]
     gets = [p if i == here else x.new_empty(pieces[here].shape) for i, p in enumerate(pieces)]
-    exchange(gives, gets, mesh, axis).wait()
+    exchange("reduce_scatter", gives, gets, mesh, axis).wait()
     return reduced(gets, "max" if x.dtype is torch.bool else "sum")
 
 
@@ -253,7 +253,7 @@ def all_to_all(
     if not x.is_cuda:
         gives = [as_it_lies(p) for p in pieces]
         parts = [gives[i] if i == here else x.new_empty(shape) for i, shape in enumerate(shapes)]
-        exchange(gives, parts, mesh, axis).wait()
+        exchange("all_to_all", gives, parts, mesh, axis).wait()
         return torch.cat(parts, join_dim)
     counts = [math.prod(shape) for shape in shapes]
     wire = torch.cat([p.reshape(-1) for p in pieces])
@@ -267,9 +267,9 @@ def _exchanged(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives
     order, wire = mesh.order(axis), wire.resolve_conj().resolve_neg()
     if not wire.is_cuda:
         out, here = wire.new_empty(sum(gets)), mesh.coordinate[axis]
-        parts, sent = out.split(gets), wire.split(gives)
+        parts, sent = torch.split(out, gets), torch.split(wire, gives)
         parts[here].copy_(sent[here])
-        exchange(sent, parts, mesh, axis).wait()
+        exchange("all_to_all", sent, parts, mesh, axis).wait()
         return out
     if order is not None:
         wire = torch.cat(_by_place(torch.split(wire, gives), order))

@@ -7,6 +7,7 @@ message most of the time is waiting. Here each rank sends every other what is fo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from espalier.comm.wire import as_wire
 from espalier.mesh import Mesh
 
 _Gloo: Any = getattr(dist, "ProcessGroupGloo", ())
-_TAG = 0x0E5B  # of these messages alone
+# a tag says of which collective a message is, and its bytes: where ranks differ in what they call they wait
+# for one another, as in gloo's own, and the watch tells why; a message longer than expected would end them
+_KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+_BITS = 28
 # bytes of a tensor up to which its reduction goes so: beyond, a ring that adds while it receives is as fast
 _MOST = 1 << 21
 
@@ -40,26 +44,33 @@ class Works:
             work.wait()
 
 
-def exchange(gives: Sequence[torch.Tensor], gets: Sequence[torch.Tensor], mesh: Mesh, axis: int) -> Works:
+def exchange(
+    kind: str, gives: Sequence[torch.Tensor], gets: Sequence[torch.Tensor], mesh: Mesh, axis: int
+) -> Works:
     """Start to send each coordinate of an axis what is for it, and to receive from each; the own stays.
 
     Args:
+        kind: the collective of which this is a part.
         gives, gets: contiguous, one for each coordinate; what is given must stay as it is until the wait.
     """
     here, n = mesh.coordinate[axis], mesh.shape[axis]
     backend, order = mesh.backend(axis, gets[here].device), mesh.order(axis) or range(n)
     works = []
+
+    def tag(x: torch.Tensor) -> int:
+        return _KINDS.index(kind) << _BITS | x.nbytes % (1 << _BITS)
+
     for i in range(1, n):
         # to the next one first: at no moment do all send to one
         to, source = (here + i) % n, (here - i) % n
         if gives[to].numel():
-            works.append(backend.send([as_wire(gives[to])], order[to], _TAG))
+            works.append(backend.send([as_wire(gives[to])], order[to], tag(gives[to])))
         if gets[source].numel():
-            works.append(backend.recv([as_wire(gets[source])], order[source], _TAG))
+            works.append(backend.recv([as_wire(gets[source])], order[source], tag(gets[source])))
     return Works(works)
 
 
-def reduction(x: torch.Tensor, mesh: Mesh, axis: int, op: str) -> tuple[Works, Callable[[], None]] | None:
+def reduction(x: torch.Tensor, mesh: Mesh, axis: int, op: str) -> tuple[Works, Callable[[], object]] | None:
     """Start to reduce contiguous ``x`` in place: what to wait for, and what is left to do then.
 
     All ranks get the same bits. None where a ring is the better way.
@@ -69,16 +80,16 @@ def reduction(x: torch.Tensor, mesh: Mesh, axis: int, op: str) -> tuple[Works, C
     n, here = mesh.shape[axis], mesh.coordinate[axis]
     if n == 2:
         got = torch.empty_like(x)
-        return exchange((x, x), (got, got), mesh, axis), lambda: _TWO[op](x, got, out=x)
+        return exchange("all_reduce", (x, x), (got, got), mesh, axis), partial(_TWO[op], x, got, out=x)
     parts = _split(x.view(-1), n)
     gets = [torch.empty_like(parts[here]) for _ in range(n)]
     gets[here] = parts[here]
 
     def rest() -> None:
         parts[here].copy_(reduced(gets, op))
-        exchange([parts[here]] * n, parts, mesh, axis).wait()
+        exchange("all_reduce", [parts[here]] * n, parts, mesh, axis).wait()
 
-    return exchange(parts, gets, mesh, axis), rest
+    return exchange("all_reduce", parts, gets, mesh, axis), rest
 
 
 def _split(flat: torch.Tensor, n: int) -> list[torch.Tensor]:

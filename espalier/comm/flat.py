@@ -60,7 +60,7 @@ def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis:
         return Pending()
     _record_gather(rows, mesh, axis)
     if not rows.is_cuda:
-        return Pending(exchange([rows[here]] * n, rows.unbind(0), mesh, axis))
+        return Pending(exchange("all_gather", [rows[here]] * n, rows.unbind(0), mesh, axis))
     order = mesh.order(axis)
     own = as_wire(rows[here])
     if order is None:
@@ -92,7 +92,7 @@ def start_sum(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
     got = [row if i == here else torch.empty_like(row) for i, row in enumerate(given)]
     if mesh.is_dry:
         return Summing(got, Pending(), rows)
-    return Summing(got, Pending(exchange(given, got, mesh, axis)), rows)
+    return Summing(got, Pending(exchange("reduce_scatter", given, got, mesh, axis)), rows)
 
 
 def sum_everywhere(flat: torch.Tensor, mesh: Mesh, axis: int) -> None:

@@ -395,3 +395,28 @@ def test_a_failing_case_is_seen(ranks: Any) -> None:
 
 def no_such_axis(rank: int, world: int) -> None:
     Layout(Mesh.from_env({"a": world}), [Replicate()], (2,), varied=["b"])
+
+
+def alike(rank: int, world: int) -> list[bytes]:
+    mesh = Mesh.from_env({"a": world})
+    found = []
+    # few and many elements: as many as a rank sends straight to each other one, and more
+    for size, dtype in itertools.product((0, 1, 5, 600_000), (torch.float32, torch.float16)):
+        given = [
+            torch.randn(size, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(world)
+        ]
+        for op, whole in (("sum", torch.sum), ("max", torch.amax), ("product", torch.prod)):
+            if op == "product" and dtype is torch.float16:
+                continue
+            got = given[rank].clone()
+            collectives.all_reduce_(got, mesh, 0, op).wait()
+            expected = whole(torch.stack(given).double(), 0)
+            torch.testing.assert_close(got.double(), expected, rtol=3e-3, atol=3e-3)
+            found.append(got[:1000].numpy().tobytes())
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_reductions_are_the_same_bits_on_all_ranks(ranks: Any, world: int) -> None:
+    first, *others = ranks(world, alike)
+    assert all(other == first for other in others)
