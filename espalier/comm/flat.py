@@ -9,17 +9,16 @@ NCCL, whose rings add in an order of their own, the order depends on the owner o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+import torch.distributed as dist
 
 from espalier.comm.collectives import (
     Pending,
     _gather_into,
     _record,
     _scatter_from,
+    share_rows,
 )
-from espalier.comm.direct import exchange
 from espalier.comm.wire import as_wire
 from espalier.mesh import Mesh
 
@@ -27,20 +26,20 @@ from espalier.mesh import Mesh
 class Summing:
     """A sum over the axis under way, of which this rank gets its row."""
 
-    def __init__(
-        self, rows: Sequence[torch.Tensor], pending: Pending, sent: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, rows: torch.Tensor, pending: Pending, sent: torch.Tensor | None = None) -> None:
         self._rows, self._pending, self._sent = rows, pending, sent
 
     def wait(self, out: torch.Tensor, *, add: bool = False) -> None:
         """Put the sum into flat ``out``, or add it to what is there. 16-bit rows are added up in float32."""
         self._pending.wait()
         self._sent = None
-        rows = self._rows
-        narrow = len(rows) > 1 and rows[0].element_size() == 2
-        wide = torch.float32 if narrow else rows[0].dtype
-        if not add and len(rows) == 2 and out.dtype == rows[0].dtype == wide:
-            torch.add(rows[0], rows[1], out=out)  # it may be one of them
+        rows = self._rows.unbind(0)
+        narrow = len(rows) > 1 and self._rows.element_size() == 2
+        wide = torch.float32 if narrow else self._rows.dtype
+        if not add and len(rows) > 1 and out.dtype == rows[0].dtype == wide:
+            torch.add(rows[0], rows[1], out=out)
+            for row in rows[2:]:
+                out.add_(row)
             return
         total = rows[0].to(wide)
         for i, row in enumerate(rows[1:]):
@@ -60,7 +59,7 @@ def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis:
         return Pending()
     _record_gather(rows, mesh, axis)
     if not rows.is_cuda:
-        return Pending(exchange("all_gather", [rows[here]] * n, rows.unbind(0), mesh, axis))
+        return share_rows(rows, mesh, axis)
     order = mesh.order(axis)
     own = as_wire(rows[here])
     if order is None:
@@ -79,20 +78,24 @@ def start_sum(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
     """Start to sum ``rows`` over the axis; each coordinate gets its own row (a reduce-scatter)."""
     n = mesh.shape[axis]
     if n == 1:
-        return Summing(rows.unbind(0), Pending())
+        return Summing(rows, Pending())
     _record(mesh, "reduce_scatter", axis, (n - 1) * rows[0].numel() * rows.element_size(), rows, rows.shape)
-    if rows.is_cuda:
-        order, group = mesh.order(axis), mesh.group(axis)
-        if order is not None:
-            rows = rows[[order.index(place) for place in range(n)]]
-        done = torch.empty_like(rows[:1])
-        work = _scatter_from(done.view(-1), rows.view(-1), group=group, async_op=True)
-        return Summing(done.unbind(0), Pending(work))
-    here, given = mesh.coordinate[axis], rows.unbind(0)
-    got = [row if i == here else torch.empty_like(row) for i, row in enumerate(given)]
     if mesh.is_dry:
-        return Summing(got, Pending(), rows)
-    return Summing(got, Pending(exchange("reduce_scatter", given, got, mesh, axis)), rows)
+        return Summing(torch.empty_like(rows), Pending(), rows)  # what gloo takes; NCCL one row
+    order = mesh.order(axis)
+    if order is not None:
+        rows = rows[[order.index(place) for place in range(n)]]
+    group = mesh.group(axis)
+    if rows.is_cuda:
+        done = torch.empty_like(rows[:1])
+        return Summing(done, Pending(_scatter_from(done.view(-1), rows.view(-1), group=group, async_op=True)))
+    # gloo has no reduce-scatter of its own: it would all-reduce, and send twice as much
+    got = torch.empty_like(rows)
+    work = dist.all_to_all_single(as_wire(got.view(-1)), as_wire(rows.view(-1)), group=group, async_op=True)
+    if order is None:
+        return Summing(got, Pending(work))
+    swapped = torch.empty_like(got)
+    return Summing(swapped, Pending(work, then=lambda: swapped.copy_(got[list(order)])))
 
 
 def sum_everywhere(flat: torch.Tensor, mesh: Mesh, axis: int) -> None:
