@@ -184,12 +184,6 @@ def _sent_from(x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Any:
     return mesh.backend(axis, wire.device).broadcast([wire], options)
 
 
-def share_rows(rows: torch.Tensor, mesh: Mesh, axis: int) -> Pending:
-    """Start to send each coordinate's row to all, in place, on gloo: its all-gather works on copies."""
-    each = enumerate(rows.unbind(0) if rows.numel() else ())
-    return Pending(Works([_sent_from(row, mesh, axis, coordinate) for coordinate, row in each]))
-
-
 @collective
 def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:
     """This rank's piece, along ``dim``, of the sum of ``x`` over the axis."""

@@ -3,8 +3,8 @@
 gloo's own collectives hand pieces on from rank to rank, by threads of their own: of a small or middling
 message most of the time is waiting. Here each rank sends every other what is for it. The bytes are the same.
 
-What is begun here must be waited for before it is let go: gloo forgets a message whose buffer is gone, and the
-link with it. So it is for what is waited for at once; what goes beside the program is left to gloo's threads.
+What is begun here must be waited for before it is let go: gloo forgets a message whose buffer is gone, and
+the link with it. So it is for what is waited for at once; the rest is left to the threads of gloo.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ from espalier.comm.collectives import (
     _gather_into,
     _record,
     _scatter_from,
-    share_rows,
+    _sent_from,
 )
+from espalier.comm.direct import Works
 from espalier.comm.wire import as_wire
 from espalier.mesh import Mesh
 
@@ -67,6 +68,12 @@ def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis:
     swapped = torch.empty_like(rows)
     work = _gather_into(as_wire(swapped.view(-1)), own, group=mesh.group(axis), async_op=True)
     return Pending(work, then=lambda: rows.copy_(swapped[list(order)]))
+
+
+def share_rows(rows: torch.Tensor, mesh: Mesh, axis: int) -> Pending:
+    """Start to send each coordinate's row to all, in place, on gloo: its all-gather works on copies."""
+    each = enumerate(rows.unbind(0) if rows.numel() else ())
+    return Pending(Works([_sent_from(row, mesh, axis, coordinate) for coordinate, row in each]))
 
 
 def _record_gather(rows: torch.Tensor, mesh: Mesh, axis: int) -> None:
