@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from espalier.comm.traced import recording
 from espalier.layout.layout import AxisState, R
 from espalier.tensor.rules.spec import Operand, Placed, Runner, Spec, bound_to
 from espalier.tensor.rules.summa import Grid, multiply
@@ -131,6 +132,12 @@ def _by_panels(product: Product, form: str, grid: Grid, rows: int = 0) -> Runner
     """A runner: a product panel by panel, and the bias after it."""
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        if recording():
+            raise RuntimeError(
+                'espalier.compile: a product on a grid of ranks (tensor_mode "2d", "2.5d", "3d") goes panel by '
+                "panel, with messages on their way meanwhile, and cannot be in one graph. Compile the modules "
+                'around it, each on its own, or take tensor_mode = "1d".'
+            )
         x, weight, bias = _operands(product, args, kwargs)
         matrix = weight.t() if (product.n == 0) == (form == "nn") else weight
         if form == "cube":
