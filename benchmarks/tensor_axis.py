@@ -1,8 +1,8 @@
 """Tensor parallelism over two gloo ranks: Espalier, a block written by hand, torch, megatron-core.
 
-*blocks*: the work is the forward and backward pass of one pre-norm transformer block: 8 heads, an MLP of four times
-the width, batch 8, 128 tokens, float32, fused attention, one thread a rank. Its input needs a gradient, as
-that of any block but the first does. ``benchmarks/_blocks.py`` has the contestants:
+*blocks*: the work is the forward and backward pass of one pre-norm transformer block: 8 heads, an MLP of four
+times the width, batch 8, 128 tokens, float32, fused attention, one thread a rank. Its input needs a
+gradient, as that of any block but the first does. ``benchmarks/_blocks.py`` has the contestants:
 
 * *by hand*: two autograd functions, f (identity forward, all-reduce backward) and g (the reverse), around
   linear layers of local size, as in Shoeybi et al. 2019. Plain tensors, four all-reduces, in place; no
@@ -20,8 +20,8 @@ that of any block but the first does. ``benchmarks/_blocks.py`` has the contesta
   megatron-core's needs a GPU.
 
 *gpt*: the work is a step of training (forward, backward, AdamW) of a whole GPT of such blocks, causal, with
-embedding, head and cross-entropy cut over the vocabulary (``benchmarks/_gpts.py``). At width 128 what lies around
-the products weighs more. Losses of some steps are compared with those of one process.
+embedding, head and cross-entropy cut over the vocabulary (``benchmarks/_gpts.py``). At width 128 what lies
+around the products weighs more. Losses of some steps are compared with those of one process.
 
 Before anything is timed, outputs, the input's gradient and all parameters' gradients of all
 are compared with those of the same block on one process.

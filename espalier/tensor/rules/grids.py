@@ -134,9 +134,9 @@ def _by_panels(product: Product, form: str, grid: Grid, rows: int = 0) -> Runner
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         if recording():
             raise RuntimeError(
-                'espalier.compile: a product on a grid of ranks (tensor_mode "2d", "2.5d", "3d") goes panel by '
-                "panel, with messages on their way meanwhile, and cannot be in one graph. Compile the modules "
-                'around it, each on its own, or take tensor_mode = "1d".'
+                'espalier.compile: a product on a grid of ranks (tensor_mode "2d", "2.5d", "3d") goes panel '
+                "by panel, with messages on their way meanwhile, and cannot be in one graph. Compile the "
+                'modules around it, each on its own, or take tensor_mode = "1d".'
             )
         x, weight, bias = _operands(product, args, kwargs)
         matrix = weight.t() if (product.n == 0) == (form == "nn") else weight
