@@ -13,10 +13,12 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
+
+import torch
 
 _PROC: Final = Path("/proc")
 _CPU_SHARE: Final = 0.01  # of a core: less is not work
@@ -136,6 +138,48 @@ class Activity:
         return total
 
 
+class Device:
+    """Whether an accelerator gets on with what it was given.
+
+    A program that waits for its device keeps a core busy on some, and is not seen to wait. So a mark is
+    put behind all that the device was given; a device that hangs in a collective never comes past it.
+
+    Args:
+        mark: puts one, and gives what says whether the device came past it; None where there is no device.
+    """
+
+    def __init__(self, mark: Callable[[], Callable[[], bool]] | None) -> None:
+        self._put, self._since = mark, 0.0
+        self._mark: Callable[[], bool] | None = None
+
+    @classmethod
+    def of_program(cls) -> Device:
+        """The one that this thread's program uses."""
+        kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if kind is None:
+            return cls(None)
+        index = torch.accelerator.current_device_index()
+
+        def mark() -> Callable[[], bool]:
+            event = torch.Event(f"{kind.type}:{index}")
+            event.record(torch.accelerator.current_stream(index))
+            return event.query
+
+        return cls(mark)
+
+    def stuck(self, now: float) -> float:
+        """Seconds since it was given what it is still at, as far as these looks saw."""
+        if self._put is None:
+            return 0.0
+        if self._mark is None or self._mark():
+            self._mark, self._since = self._put(), now
+        return now - self._since
+
+    def moves(self) -> None:
+        """The program has begun something new: no mark is needed."""
+        self._mark = None
+
+
 def computed_by(pid: int) -> float | None:
     """Seconds that another process of this machine has computed; None when it has ended or is not seen."""
     found = _stat(pid)
@@ -243,4 +287,4 @@ def _line(frame: FrameType) -> str:
     return f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-__all__ = ["Activity", "Look", "computed_by", "is_ready", "machine", "sees_processes"]
+__all__ = ["Activity", "Device", "Look", "computed_by", "is_ready", "machine", "sees_processes"]

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from espalier.comm.activity import Activity, Look, computed_by, is_ready, machine
+from espalier.comm.activity import Activity, Device, Look, computed_by, is_ready, machine
 from espalier.comm.ledger import Collective, observed
 from espalier.comm.signals import Signals
 from espalier.comm.verdict import Faults, Heard, Sign, Verdict, judge
@@ -38,6 +38,7 @@ _RECENT: Final = 64  # collectives remembered
 _WORDS: Final = 30  # lines of standard error remembered
 _BUSY_SHARE: Final = 0.2  # of a core: a process that computes so much is alive, though it gives no sign
 _FRESH: Final = 2.0  # seconds for which it is believed that a silent process is short of a core
+_QUIET: Final = 10.0  # seconds without a new collective, after which the device is looked at
 _OFF: Final = "ESPALIER_FAULTS"
 
 
@@ -136,6 +137,8 @@ class Pulse:
         self._watching: AbstractContextManager[None] = observed(self)
         self._watching.__enter__()
         self._folder = os.environ.get(FOLDER)
+        # where gloo carries all, the program waits in the collectives themselves
+        self._device = Device(None) if dist.get_backend() == "gloo" else Device.of_program()
         self._stderr = None if self._folder else _Stderr.over(sys.stderr)
         self.running = True
         die_fast(self.rank)
@@ -202,6 +205,7 @@ class Pulse:
         }
         port = os.environ.get("MASTER_PORT", "")
         activity = Activity(own, int(port) if port.isdecimal() else None)
+        device, begun = self._device, time.monotonic()
         while not self._over.is_set():
             if self.signals.came(_EVERY):
                 self._urgent.set()
@@ -216,6 +220,11 @@ class Pulse:
             now = time.monotonic()
             look = activity.look(hard=now - self._quiet_since > 1.5)
             seen = self._count, self.step, self.action, self._end
+            if seen != self._seen:
+                device.moves()
+                begun = now
+            elif look.state == "busy" and now - begun > _QUIET and device.stuck(now) > self.faults.outside:
+                look = look._replace(state="waits")
             if look.state in ("busy", "held") or self._patient or seen != self._seen:
                 self._quiet_since = now
             self._look, self._seen = self._look if self._end else look, seen

@@ -1,6 +1,7 @@
 """What a watch sees of another process."""
 
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -11,9 +12,13 @@ import weakref
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from espalier.comm.activity import Activity, computed_by, is_ready, sees_processes
+from espalier.comm.activity import Activity, Device, Look, computed_by, is_ready, sees_processes
+from espalier.comm.signals import Signals
 from espalier.comm.verdict import Faults, Heard, Sign, judge
+from espalier.comm.watch import Pulse
 
 
 def until(true: Callable[[], bool]) -> bool:
@@ -71,3 +76,47 @@ def test_a_look_keeps_nothing_of_what_it_has_seen():
     finally:
         gc.enable()
         watcher.join()
+
+
+def test_a_device_that_comes_past_no_mark_is_stuck() -> None:
+    passed: list[bool] = []
+
+    def mark() -> Callable[[], bool]:
+        passed.append(False)
+        number = len(passed) - 1
+        return lambda: passed[number]
+
+    device = Device(mark)
+    assert [device.stuck(now) for now in (100.0, 101.0, 160.0)] == [0.0, 1.0, 60.0]
+    passed[0] = True
+    assert [device.stuck(now) for now in (161.0, 163.0)] == [0.0, 2.0] and len(passed) == 2
+    device.moves()  # what comes then is new to it
+    assert device.stuck(170.0) == 0.0 and len(passed) == 3
+    assert Device(None).stuck(5.0) == 0.0
+    if not torch.accelerator.is_available():
+        assert Device.of_program().stuck(5.0) == 0.0
+
+
+def test_one_that_only_its_device_keeps_busy_is_taken_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that looks, over a main thread that computes and whose device hangs."""
+    monkeypatch.setattr("espalier.comm.watch._QUIET", 0.0)
+    monkeypatch.setattr(Signals, "came", lambda *given: time.sleep(0.01))
+    monkeypatch.setattr(Activity, "look", lambda *given, **more: Look("busy", "here"))
+    pulse = Pulse(Faults(limit=1.0, outside=1.0))
+    pulse._over, pulse._world, pulse._answered = threading.Event(), dist.group.WORLD, math.inf
+    pulse._device = Device(lambda: lambda: False)
+    looker = threading.Thread(target=pulse._look_on)
+    looker.start()
+    try:
+        until = time.monotonic() + 20
+        while pulse._look.state != "waits" and time.monotonic() < until:
+            time.sleep(0.01)
+        assert pulse._look == Look("waits", "here")
+        quiet = pulse._quiet_since
+        pulse.step += 1  # it goes on
+        while pulse._look.state != "busy" and time.monotonic() < until:
+            time.sleep(0.01)
+        assert pulse._quiet_since > quiet
+    finally:
+        pulse._over.set()
+        looker.join()
