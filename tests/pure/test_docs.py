@@ -14,10 +14,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN = [page for page in PAGES if "```python" in page.read_text("utf-8")]
 
 
-def espalier(*arguments: str) -> str:
+def python(*arguments: str) -> str:
     """What a command prints; it must end well."""
     done = subprocess.run(
-        [sys.executable, "-m", "espalier.cli", *arguments],
+        [sys.executable, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -30,16 +30,14 @@ def espalier(*arguments: str) -> str:
 def test_the_examples_of_all_pages_run() -> None:
     """Every Python block works, and prints what the page says; one start of the ranks for all pages."""
     pages = [str(page.relative_to(ROOT)) for page in RUN]
-    printed = espalier("run", "-n", "4", "docs/run.py", *pages).splitlines()
+    printed = python("-m", "espalier", "run", "-n", "4", "docs/run.py", *pages).splitlines()
     assert [line.partition(":")[0] for line in printed if line.endswith(" blocks")] == pages
 
 
 def test_the_plain_loop_prints_the_same_losses_under_every_layout() -> None:
     """One process against data 2 × tensor 2."""
-    alone, spread = (
-        espalier("run", "-n", ranks, "examples/plain_loop.py", "--tensor", tensor)
-        for ranks, tensor in (("1", "1"), ("4", "2"))
-    )
+    alone = python("examples/plain_loop.py")
+    spread = python("-m", "espalier", "run", "-n", "4", "examples/plain_loop.py", "--tensor", "2")
 
     def losses(printed: str) -> list[str]:
         return [line for line in printed.splitlines() if line.startswith("step")]
