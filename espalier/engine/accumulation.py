@@ -16,6 +16,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 from espalier.engine.counting import Counting, Mean, Sum, mark_of
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.parallel.pipeline.alone import Followed
 from espalier.tensor import DTensor, full_tensor, plain, redistribute, stamp
 from espalier.tensor.watch import watching
 
@@ -91,6 +92,11 @@ class Accumulation:
             return loss, self._seen(loss)
         loss = forward(batch)
         return loss, None if self._count == "sum" else self._told(self._count, batch)
+
+    @property
+    def followed(self) -> Followed | None:
+        """The values of a forward pass that :meth:`counted` looks at."""
+        return Followed(self._watcher, _is_marked) if self._count is None else None
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add a micro-batch's gradients.
@@ -209,6 +215,10 @@ class Accumulation:
             )
         number = torch.as_tensor(counts[0], device=self._mesh.device())
         return number.to(torch.float64)
+
+
+def _is_marked(x: torch.Tensor) -> bool:
+    return mark_of(x) is not None
 
 
 def averaged(parts: Sequence[tuple[torch.Tensor, Number]]) -> torch.Tensor:

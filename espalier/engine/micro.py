@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +16,9 @@ from espalier.engine.predict import entered, plain_output
 from espalier.layout import gradient_layout
 from espalier.parallel.pipeline.actions import Action
 from espalier.parallel.pipeline.agreement import taken_apart
+from espalier.parallel.pipeline.alone import Alone, as_plain
 from espalier.parallel.pipeline.runtime import Agreed, Trees
+from espalier.parallel.pipeline.split import StageProgram
 from espalier.parallel.pipeline.trees import leaves
 from espalier.tensor import DTensor, plain
 from espalier.tensor.fallback import tree_map
@@ -39,7 +43,13 @@ class Step:
         with engine._autocast():
             self._splits = self._stages.split.at_all(known)
         agreement = self._stages.agreement
-        self.agreed = [agreement(*of, self._called) for of in zip(self._splits, self._inputs, strict=True)]
+        accumulation = engine._accumulation
+        assert accumulation is not None
+        self._followed = accumulation.followed if counts else None
+        of_parts = zip(self._splits, self._inputs, strict=True)
+        self.agreed = [agreement(*of, self._called, self._followed) for of in of_parts]
+        self._fit: dict[StageProgram, bool] = {}
+        self._is_plain = False
         self._states, self._after = _random_states(self.agreed, self._stages.local)
 
     def at(self, action: Action) -> None:
@@ -59,23 +69,51 @@ class Step:
         engine = self._engine
         return tree_map(engine._cast, engine._parted(part)[0])
 
-    def _called(self, program: Any, received: Trees, inputs: Any) -> Any:
+    def _called(self, program: Any, received: Trees, inputs: Any, runner: Any) -> Any:
         with self._engine._autocast():
-            return program(received, inputs)
+            return program(received, inputs, runner)
+
+    def _runner(self, stage: int, micro_batch: int) -> Any:
+        """What does a stage's steps on one rank; None: they are done on DTensors."""
+        alone = self.agreed[micro_batch].alone.get(stage)
+        if alone is None or not self._fits(self._splits[micro_batch].stages[stage]):
+            return None
+        return partial(alone, plain=True) if self._is_plain else alone
+
+    def _fits(self, program: StageProgram) -> bool:
+        if program not in self._fit:
+            self._fit[program] = Alone.fits(program, self._followed)
+        return self._fit[program]
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """While open, what can be done once is not done for each micro-batch."""
+        last, local = len(self._splits[0].stages) - 1, self._stages.local
+        alone = [of.alone[stage] for of in self.agreed for stage in local if stage in of.alone]
+        programs = dict.fromkeys(of.stages[stage] for of in self._splits for stage in local)
+        whole = len(alone) == len(self.agreed) * len(local) and all(map(self._fits, programs))
+        self._is_plain = whole and all(of.lasts for of in alone) and not any(map(_is_hooked, programs))
+        with (
+            as_plain(*programs) if self._is_plain else nullcontext(),
+            self._followed.open()
+            if whole and last in local and self._followed is not None
+            else nullcontext(),
+        ):
+            yield
 
     def forward(self, stage: int, micro_batch: int, received: Trees) -> Sequence[torch.Tensor]:
         if (stage, micro_batch) in self._states:
             torch.set_rng_state(self._states[stage, micro_batch])
-        programs = self._splits[micro_batch].stages
+        programs, runner = self._splits[micro_batch].stages, self._runner(stage, micro_batch)
         if stage + 1 < len(programs):
-            return taken_apart(self._called(programs[stage], received, self._inputs[micro_batch]))[0]
-        return self._last(micro_batch, programs[stage], received)
+            return taken_apart(self._called(programs[stage], received, self._inputs[micro_batch], runner))[0]
+        return self._last(micro_batch, programs[stage], received, runner)
 
-    def _last(self, micro_batch: int, program: Any, received: Trees) -> Sequence[torch.Tensor]:
+    def _last(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Sequence[torch.Tensor]:
         engine, part = self._engine, self._parts[micro_batch]
 
         def forward(part: Any) -> torch.Tensor:
-            output = self._called(program, received, self._inputs[micro_batch])
+            output = self._called(program, received, self._inputs[micro_batch], runner)
             return engine._loss_in(output, engine._parted(part)[1])
 
         accumulation = engine._accumulation
@@ -122,8 +160,8 @@ class Prediction(Step):
     def _entered(self, part: Any) -> Any:
         return part
 
-    def _last(self, micro_batch: int, program: Any, received: Trees) -> Sequence[torch.Tensor]:
-        output = self._called(program, received, self._inputs[micro_batch])
+    def _last(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Sequence[torch.Tensor]:
+        output = self._called(program, received, self._inputs[micro_batch], runner)
         self.tensors = leaves(plain_output(output), torch.Tensor)
         return [torch.zeros(())]  # where a loss would be
 
@@ -138,6 +176,12 @@ class Prediction(Step):
                 whole = self.tensors[i].to(mesh.device(), dtype)
             found.append(broadcast(whole, mesh, self._engine._axis, source))
         return program.rebuilt(found)
+
+
+def _is_hooked(program: StageProgram) -> bool:
+    """Whether somebody is told of its parameters in the backward pass, and expects DTensors."""
+    with raw():
+        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in program.parameters())
 
 
 def _random_states(

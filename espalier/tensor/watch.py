@@ -46,7 +46,13 @@ class Watcher:
 
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Show ``watcher`` all calls and all traffic of this process while the context is open."""
+    """Show ``watcher`` all calls and all traffic of this process while the context is open.
+
+    One that is open already stays so, and sees each once.
+    """
+    if any(other is watcher for other in watchers()):
+        yield
+        return
     _install((*watchers(), watcher))
     try:
         with observed(watcher) if watcher.traffic else nullcontext():

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.parallel.pipeline.alone import Alone, Followed, Study
 from espalier.parallel.pipeline.runtime import Agreed, Trees, Wire, wire_of
 from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.tensor import DTensor, stamp
@@ -28,7 +30,7 @@ _MOST_DRAWS = 100_000
 _MOST_KNOWN = 256
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-Forward = Callable[[Any, Trees, Any], Any]
+Forward = Callable[[Any, Trees, Any, Any], Any]
 
 
 def twin_of(model: nn.Module) -> nn.Module:
@@ -49,30 +51,38 @@ class Agreement:
         model: the twin's original: whether its modules train is followed.
         twin: laid out on ``mesh``.
         mesh: dry, of one stage.
+        here: that of this rank's stages.
+        alone: the stages to find out how they are run on one rank.
     """
 
-    def __init__(self, model: nn.Module, twin: nn.Module, mesh: Mesh) -> None:
-        self._model, self._twin, self._mesh = model, twin, mesh
+    def __init__(
+        self, model: nn.Module, twin: nn.Module, mesh: Mesh, here: Mesh, alone: Collection[int] = ()
+    ) -> None:
+        self._model, self._twin, self._mesh, self._here, self._alone = model, twin, mesh, here, alone
         self._known: dict[Any, Agreed] = {}
 
-    def __call__(self, split: Split, inputs: Any, forward: Forward) -> Agreed:
+    def __call__(
+        self, split: Split, inputs: Any, forward: Forward, followed: Followed | None = None
+    ) -> Agreed:
         """What is agreed of a micro-batch.
 
         Args:
             split: the model as stages for it.
             inputs: of the model, as DTensors.
-            forward: ``forward(program, received, inputs)`` calls a stage.
+            forward: ``forward(program, received, inputs, runner)`` calls a stage.
+            followed: the values that are followed in the last stage.
         """
         leaves, form = pytree.tree_flatten(inputs)
         # a split is one for whether modules train, and parameters need gradients
-        key = (split, str(form), tuple(map(_told, leaves)), torch.is_grad_enabled())
+        key = (split, str(form), tuple(map(_told, leaves)), torch.is_grad_enabled(), followed is None)
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
         if key not in self._known:
             for ours, theirs in zip(self._model.modules(), self._twin.modules(), strict=True):
                 theirs.training = ours.training
             dry = pytree.tree_unflatten([self._bare(x) for x in leaves], form)
-            self._known[key] = self._run([program.on(self._twin) for program in split.stages], dry, forward)
+            programs = [program.on(self._twin) for program in split.stages]
+            self._known[key] = self._run(programs, dry, forward, followed)
         return self._known[key]
 
     def _bare(self, x: Any) -> Any:
@@ -82,24 +92,32 @@ class Agreement:
         own = Layout.of(self._mesh, own.axes, own.cuts, own.shape)
         return stamp(torch.empty(own.local_shape, dtype=x.dtype, device="meta"), own)
 
-    def _run(self, programs: Sequence[StageProgram], inputs: Any, forward: Forward) -> Agreed:
+    def _run(
+        self, programs: Sequence[StageProgram], inputs: Any, forward: Forward, followed: Followed | None
+    ) -> Agreed:
         before = torch.get_rng_state()
         wires, rebuilds, draws = [], [], []
-        received: Trees = ()
+        alone: dict[int, Alone] = {}
+        received: Callable[[], Trees] = tuple
         try:
             for i, program in enumerate(programs):
-                started = torch.get_rng_state()
-                out = forward(program, received, inputs)
+                started, last = torch.get_rng_state(), i + 1 == len(programs)
+                study = Study(program, followed if last else None) if i in self._alone else None
+                out = forward(program, received(), inputs, study)
                 draws.append(_drawn(started))
-                if i + 1 == len(programs):
+                if study is not None:
+                    found = study.found(partial(_once_more, forward, program, received, inputs))
+                    if found is not None:
+                        alone[i] = found.on(self._here)
+                if last:
                     break
                 tensors, rebuild = taken_apart(out)
                 wires.append(tuple(map(wire_of, tensors)))
                 rebuilds.append(rebuild)
-                received = rebuild([_fresh(x, wire) for x, wire in zip(tensors, wires[-1], strict=True)])
+                received = partial(_received, tensors, wires[-1], rebuild)
         finally:
             torch.set_rng_state(before)
-        return Agreed(tuple(wires), tuple(rebuilds), tuple(draws))
+        return Agreed(tuple(wires), tuple(rebuilds), tuple(draws), alone)
 
 
 def taken_apart(out: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Trees]]:
@@ -115,6 +133,16 @@ def taken_apart(out: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.
         return pytree.tree_unflatten(found, form)
 
     return [leaves[i] for i in places], rebuild
+
+
+def _once_more(
+    forward: Forward, program: StageProgram, received: Callable[[], Trees], inputs: Any, alone: Alone
+) -> None:
+    forward(program, received(), inputs, alone)
+
+
+def _received(tensors: Sequence[torch.Tensor], wires: Sequence[Wire], rebuild: Callable[..., Trees]) -> Trees:
+    return rebuild([_fresh(x, wire) for x, wire in zip(tensors, wires, strict=True)])
 
 
 def _fresh(x: torch.Tensor, wire: Wire) -> torch.Tensor:

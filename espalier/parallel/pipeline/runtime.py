@@ -7,7 +7,7 @@ let go: of the graph only the edge that backward starts from is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from espalier.layout import Layout
 from espalier.layout.layout import AxisState
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.actions import Action, Kind, Schedule
+from espalier.parallel.pipeline.alone import Alone
 from espalier.parallel.pipeline.backward import backward_for_inputs
 from espalier.parallel.pipeline.simulate import Timeline
 from espalier.parallel.pipeline.stopwatch import Stopwatch, gathered
@@ -52,11 +53,13 @@ class Agreed(NamedTuple):
         wires: of each stage but the last, the tensors among its outputs.
         rebuild: of each stage but the last, its outputs from these tensors.
         draws: random keys that each stage draws.
+        alone: how stages of this rank are run on it alone; without those that are run on DTensors.
     """
 
     wires: tuple[tuple[Wire, ...], ...]
     rebuild: tuple[Callable[[Sequence[torch.Tensor]], Trees], ...]
     draws: tuple[int, ...]
+    alone: Mapping[int, Alone]
 
 
 class Work(Protocol):

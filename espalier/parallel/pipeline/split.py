@@ -10,22 +10,27 @@ from __future__ import annotations
 import copy
 import difflib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.parallel.pipeline.balance import Piece, balance
 from espalier.parallel.pipeline.programs import Body, Divided, Value
 from espalier.parallel.pipeline.record import SplitError, State, Trace
 from espalier.parallel.pipeline.standing import Standing
+from espalier.parallel.pipeline.steps import Env, Step
 from espalier.parallel.pipeline.trace import trace
 from espalier.parallel.pipeline.trees import Ref, leaves, mapped
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.flops import Work
 
+Runner = Callable[["StageProgram", Env, torch.device], None]
 _TRACES = 64  # kept for batches of different shapes
+_dtype = vars(torch._C.TensorBase)["dtype"].__get__
+_requires_grad = vars(torch._C.TensorBase)["requires_grad"].__get__
 _INTENSITY = 10  # operations that take as long as moving a byte
 
 
@@ -38,11 +43,13 @@ class StageProgram:
         outputs: what it sends to the next one; empty for the last stage.
         result: shape and dtype of the tensors in the model's output, of the last stage.
         uses: names of the parameters and buffers that it uses.
+        steps: what it calls, in order.
+        given: values of the batch, by their numbers.
+        inner: the modules in it.
     """
 
     def __init__(self, divided: Divided, number: int, model: nn.Module) -> None:
         self.number, last = number, number == divided.number - 1
-        self._bind(model)
         self._in = divided.crossing(number - 1) if number else []
         self._out = [] if last else divided.crossing(number)
         self.inputs: tuple[Value, ...] = tuple(divided.described(n, number - 1) for n in self._in)
@@ -50,17 +57,21 @@ class StageProgram:
         self.uses = divided.uses(number)
         self._written = divided.written_in(number) if number else set()
         self._body = divided.body(number)
+        self.steps = self._body.steps
+        self.given = frozenset(source.number for source in self._body.sources if source.kind == "batch")
         self._result = divided.trace.out if last else None
         tensors = [divided.trace.values[r.number].tensor for r in leaves(self._result, Ref)]
         self.result = tuple((tuple(x.shape), x.dtype) for x in tensors)
         self._is_last = last
+        self._bind(model)
 
-    def __call__(self, received: Sequence[torch.Tensor], batch: Any) -> Any:
+    def __call__(self, received: Sequence[torch.Tensor], batch: Any, runner: Runner | None = None) -> Any:
         """The stage's forward.
 
         Args:
             received: what the stage before gave.
             batch: the micro-batch, of the shapes that the program was made for.
+            runner: has the :attr:`steps` done, by :meth:`do`.
 
         Returns:
             a tuple of tensors for the next stage; of the last stage, the model's output.
@@ -75,11 +86,34 @@ class StageProgram:
         for n, x in zip(self._in, received, strict=True):
             env[n] = x.clone() if n in self._written else x
         here = (*tensors, *received)[0].device
-        for step in self._body.steps:
-            step.run(env, self._modules, self._body.device, here)
+        if runner is None:
+            self.do(self.steps, env, here)
+        else:
+            runner(self, env, here)
         if not self._is_last:
             return tuple(env[n] for n in self._out)
         return self.rebuilt([env[r.number] for r in leaves(self._result, Ref)])
+
+    def do(self, steps: Iterable[Step], env: Env, here: torch.device) -> None:
+        """Do some of the steps."""
+        modules, was = self._modules, self._body.device
+        for step in steps:
+            step.run(env, modules, was, here)
+
+    def holds(self, step: Step) -> bool:
+        """Whether a step uses parameters or buffers."""
+        if isinstance(step.func, str) and _has_tensors(self._modules[step.func]):
+            return True
+        held = {source.number for source in self._body.sources if source.kind in ("parameter", "buffer")}
+        return not held.isdisjoint(step.given)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that it uses."""
+        return [held[key] for held, key in self._parameters]
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers that it uses."""
+        return [held[key] for held, key in self._buffers]
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The model's output, of the tensors in it."""
@@ -94,6 +128,11 @@ class StageProgram:
 
     def _bind(self, model: nn.Module) -> None:
         self._model, self._modules = model, dict(model.named_modules())
+        called = [self._modules[step.func] for step in self.steps if isinstance(step.func, str)]
+        self.inner = tuple(dict.fromkeys(m for outer in called for m in outer.modules()))
+        places = [(self._modules[owner], key) for owner, _, key in (n.rpartition(".") for n in self.uses)]
+        self._parameters = [(m._parameters, key) for m, key in places if key in m._parameters]
+        self._buffers = [(m._buffers, key) for m, key in places if key in m._buffers]
 
 
 class Split:
@@ -163,6 +202,8 @@ class _Family:
         self.cuts: tuple[str, ...] = ()
         self.pieces: list[Piece] = []
         self.known: OrderedDict[Any, list[Split]] = OrderedDict()
+        self._modules = tuple(model.modules())
+        self._held = [m._parameters for m in self._modules if m._parameters]
 
     def trace(self, batch: Any) -> Trace:
         return trace(self.model, mapped(_plain, batch), self.device, self.standing)
@@ -190,9 +231,11 @@ class _Family:
 
     def state(self) -> tuple[Any, ...]:
         """What it depends on of the model and of torch."""
-        modes = tuple(m.training for m in self.model.modules())
-        kinds = tuple((p.dtype, p.requires_grad) for p in self.model.parameters())
-        return modes, kinds, State.now(self.device.type)
+        with raw():  # past DTensor's Python getters: this is asked at every step
+            kinds = tuple(
+                (_dtype(p), _requires_grad(p)) for held in self._held for p in held.values() if p is not None
+            )
+        return tuple([m.training for m in self._modules]), kinds, State.now(self.device.type)
 
 
 def split(
@@ -318,6 +361,10 @@ def _near(wrong: Sequence[str], names: list[str], what: str) -> str:
         near = difflib.get_close_matches(name, names, 3, 0.5)
         lines.append(f"  {name!r}" + (f": did you mean {', '.join(map(repr, near))}?" if near else ""))
     return "\n".join(lines)
+
+
+def _has_tensors(m: nn.Module) -> bool:
+    return bool([*m.parameters(), *m.buffers()])
 
 
 def _plain(x: Any) -> Any:

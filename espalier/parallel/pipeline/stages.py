@@ -76,9 +76,11 @@ class Stages:
             (name, Layout.of(dry, lay.axes, lay.cuts, lay.shape)) for name, lay in arrangement.items()
         )
         lies.chosen, lies.branches = arrangement.chosen, arrangement.branches
-        plan = self._plan.model_copy(update={"zero": 0, "offload": Offload()})
-        lay_out_model(twin, lies, dry, plan)
-        self.agreement = Agreement(self._model, twin, dry)
+        plan = self._plan
+        lay_out_model(twin, lies, dry, plan.model_copy(update={"zero": 0, "offload": Offload()}))
+        simple = plan.recompute == "none" and plan.offload == Offload()
+        alone = self.local if simple and mesh.size() == 1 and not mesh.is_dry else ()
+        self.agreement = Agreement(self._model, twin, dry, mesh, alone)
 
     def schedule(self, micro_batches: int, only: Kind | None = None) -> Schedule:
         """What ranks do with so many micro-batches; ``only`` actions of a kind.

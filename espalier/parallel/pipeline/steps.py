@@ -33,10 +33,13 @@ class Step:
         reads: whether Python's control flow read what it gives.
 
     Attributes:
+        given, made: the values that it is given and gives.
         free: values that nothing needs after it.
     """
 
-    __slots__ = ("_args", "_flat", "_kwargs", "_out", "_state", "free", "func", "name", "reads")
+    __slots__ = (
+        "_args", "_flat", "_kwargs", "_out", "_state", "free", "func", "given", "made", "name", "reads"
+    )  # fmt: skip
 
     def __init__(
         self, func: Any, name: str, args: Any, kwargs: Any, out: Any, state: State | None, reads: bool = False
@@ -45,6 +48,8 @@ class Step:
         self._args, self._kwargs, self._out, self._state = args, kwargs, out, state
         inner = [x for x in (*args, *kwargs.values()) if type(x) is not Ref]
         self._flat = not any(leaves(x, (Ref, torch.device)) for x in inner)
+        self.given = tuple(ref.number for ref in leaves((args, kwargs), Ref))
+        self.made = tuple(ref.number for ref in leaves(out, Ref))
         self.free: tuple[int, ...] = ()
 
     def run(self, env: Env, modules: Mapping[str, nn.Module], was: torch.device, here: torch.device) -> Any:

@@ -1,0 +1,222 @@
+"""A stage of one rank computes on plain tensors.
+
+Where a mesh has one rank every layout is the whole tensor, and DTensors add nothing but the time to dispatch
+them. So a stage's steps are done with parameters, buffers and values that are plain meanwhile. Except
+for those that need DTensors, as a run without data shows (see ``agreement``): those that draw random values,
+which are the same under any layout, and those that make or use values that are followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _every_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from espalier.comm.traced import recording
+from espalier.layout import Layout
+from espalier.mesh import Mesh
+from espalier.parallel.pipeline.split import StageProgram
+from espalier.parallel.pipeline.steps import Env, Step
+from espalier.tensor import DTensor, stamp
+from espalier.tensor.dtensor import layout_of
+from espalier.tensor.saved import outer_hooks
+from espalier.tensor.watch import Watcher, watchers, watching
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_Facts = tuple[tuple[int, ...], torch.dtype, bool]
+
+
+class Followed(NamedTuple):
+    """Who follows values through a forward pass, and whether one is followed."""
+
+    watcher: Watcher
+    is_followed: Callable[[torch.Tensor], bool]
+
+    def open(self) -> AbstractContextManager[None]:
+        """While open, values are followed."""
+        return watching(self.watcher)
+
+
+class Alone:
+    """Does the steps of a program on one rank.
+
+    Args:
+        typed: for each step, whether it is done on DTensors.
+        layouts: by their numbers, those of values that are DTensors.
+        lasts: whether none of the former uses parameters or buffers.
+    """
+
+    def __init__(self, typed: Sequence[bool], layouts: Mapping[int, Layout], lasts: bool) -> None:
+        self.typed, self._layouts, self.lasts = typed, layouts, lasts
+        places = groupby(range(len(typed)), typed.__getitem__)
+        stretches = [(kind, tuple(some)) for kind, some in places]
+        self._stretches = [(kind, slice(some[0], some[-1] + 1)) for kind, some in stretches]
+
+    def on(self, mesh: Mesh) -> Alone:
+        """The same on another mesh of one rank."""
+        found = {n: Layout.of(mesh, lay.axes, lay.cuts, lay.shape) for n, lay in self._layouts.items()}
+        return Alone(self.typed, found, self.lasts)
+
+    @staticmethod
+    def fits(program: StageProgram, followed: Followed | None) -> bool:
+        """Whether nobody looks on who expects DTensors, but for who follows values."""
+        if any(followed is None or w is not followed.watcher for w in watchers()) or recording():
+            return False
+        if any(getattr(_every_module, f"_global{name}") for name in _HOOKS):
+            return False
+        hooked = [m for m in program.inner if m._forward_hooks or m._forward_pre_hooks]
+        return not any(map(_is_hooked, hooked))
+
+    def __call__(self, program: StageProgram, env: Env, here: torch.device, plain: bool = False) -> None:
+        """Do them; what is in ``env``, before and after, are DTensors.
+
+        Args:
+            plain: what the program holds is plain meanwhile, by :func:`as_plain`; it must be one that
+                :attr:`lasts`.
+        """
+        for typed, some in self._stretches:
+            if typed:
+                self.do(program.steps[some], program, env, here)
+                continue
+            with nullcontext() if plain else as_plain(program):
+                try:
+                    _untype(env, program.given)
+                    self.do(program.steps[some], program, env, here)
+                finally:
+                    for n, x in env.items():
+                        if type(x) is torch.Tensor and n in self._layouts:
+                            stamp(x, self._layouts[n])
+
+    def do(self, steps: Sequence[Step], program: StageProgram, env: Env, here: torch.device) -> None:
+        """Do some."""
+        program.do(steps, env, here)
+
+
+def _untype(env: Env, batch: Collection[int]) -> None:
+    for n, x in env.items():
+        if type(x) is DTensor:
+            if n in batch:  # others have it too
+                env[n] = x.as_subclass(torch.Tensor)
+            else:
+                x.__class__ = torch.Tensor  # type: ignore[assignment]
+
+
+@contextmanager
+def as_plain(*programs: StageProgram) -> Iterator[None]:
+    """While open, parameters and buffers of programs are plain."""
+    parameters = [x for program in programs for x in program.parameters() if type(x) is DTensor]
+    buffers = [x for program in programs for x in program.buffers() if type(x) is DTensor]
+    for x in parameters:
+        x.__class__ = nn.Parameter  # type: ignore[assignment]
+    for x in buffers:
+        x.__class__ = torch.Tensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for x in (*parameters, *buffers):
+            x.__class__ = DTensor
+
+
+def _is_hooked(m: nn.Module) -> bool:
+    hooks = [*m._forward_hooks.values(), *m._forward_pre_hooks.values()]
+    return any(
+        (getattr(hook, "__module__", None) or "").partition(".")[0] != "transformers" for hook in hooks
+    )
+
+
+class Study(Alone):
+    """Does the steps of a program without data, on DTensors, to find how it can be run on one rank."""
+
+    def __init__(self, program: StageProgram, followed: Followed | None) -> None:
+        super().__init__([True] * len(program.steps), {}, False)
+        self._program, self._followed = program, followed
+        self._facts: dict[int, _Facts] = {}
+        self._seen: dict[int, Layout] = {}
+        self._needs: list[bool] = []
+
+    def __call__(self, program: StageProgram, env: Env, here: torch.device, plain: bool = False) -> None:
+        """Do them, and take down what they give."""
+        self._note(env, env)
+        with nullcontext() if self._followed is None else self._followed.open():
+            super().__call__(program, env, here)
+
+    def do(self, steps: Sequence[Step], program: StageProgram, env: Env, here: torch.device) -> None:
+        """Do some, and see which need DTensors."""
+        for step in steps:
+            before = torch.get_rng_state()
+            given = [env[n] for n in step.given]
+            program.do([step], env, here)
+            made = [n for n in step.made if n in env]
+            self._note(env, made)
+            followed = any(map(self._is_followed, [*given, *(env[n] for n in made)]))
+            self._needs.append(followed or not torch.equal(torch.get_rng_state(), before))
+
+    def _is_followed(self, x: torch.Tensor) -> bool:
+        return self._followed is not None and self._followed.is_followed(x)
+
+    def _note(self, env: Env, numbers: Iterable[int]) -> None:
+        for n in numbers:
+            self._facts[n] = _facts(env[n])
+            if type(env[n]) is DTensor:
+                self._seen[n] = layout_of(env[n])
+
+    def found(self, run: Callable[[Alone], Any]) -> Alone | None:
+        """How it is run on one rank; None: on DTensors.
+
+        Args:
+            run: does it once more without data, so.
+        """
+        if all(self._needs):
+            return None
+        program = self._program
+        lasts = not any(
+            need and program.holds(step) for need, step in zip(self._needs, program.steps, strict=True)
+        )
+        try:
+            with _NothingSaved():
+                run(_Trial(self._needs, self._seen, lasts, self._facts))
+        except Exception:
+            return None
+        return Alone(self._needs, self._seen, lasts)
+
+
+class _Trial(Alone):
+    """Sees whether plain tensors give the same."""
+
+    def __init__(
+        self, typed: Sequence[bool], layouts: Mapping[int, Layout], lasts: bool, facts: Mapping[int, _Facts]
+    ) -> None:
+        super().__init__(typed, layouts, lasts)
+        self._facts = facts
+
+    def do(self, steps: Sequence[Step], program: StageProgram, env: Env, here: torch.device) -> None:
+        for step in steps:
+            program.do([step], env, here)
+            if any(_facts(env[n]) != self._facts[n] for n in step.made if n in env):
+                raise _OtherwiseError
+
+
+class _OtherwiseError(Exception):
+    """On plain tensors something else comes about."""
+
+
+class _NothingSaved(TorchDispatchMode):
+    """Refuses what computes again in the backward pass, where parameters are DTensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if outer_hooks(True) is not None:
+            raise _OtherwiseError
+        return func(*args, **(kwargs or {}))
+
+
+def _facts(x: torch.Tensor) -> _Facts:
+    return tuple(x.shape), x.dtype, x.requires_grad
+
+
+__all__ = ["Alone", "Followed", "Study"]
