@@ -18,6 +18,7 @@ from espalier.comm.collectives import (
     _record,
     _scatter_from,
     _sent_from,
+    all_reduce_,
 )
 from espalier.comm.direct import Works
 from espalier.comm.wire import as_wire
@@ -46,6 +47,16 @@ class Summing:
         for i, row in enumerate(rows[1:]):
             total = total + row if i == 0 else total.add_(row)
         (out.add_ if add else out.copy_)(total)
+
+
+def start_total(rows: torch.Tensor, mesh: Mesh, axis: int) -> Pending | None:
+    """Start to sum ``rows`` over the axis, in place, on every rank, as the backend does it.
+
+    None where that would not be the bits of the order above: of two addends either order gives them.
+    """
+    if mesh.shape[axis] != 2 or rows.element_size() < 4:
+        return None
+    return all_reduce_(rows, mesh, axis)
 
 
 def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis: int) -> Pending:

@@ -19,6 +19,7 @@ from espalier.parallel import Plan
 from espalier.tensor import DTensor, redistribute, stamp
 from espalier.tensor.caller import user_frame
 from espalier.tensor.fallback import tree_map
+from espalier.tensor.rules.counts import alike
 from espalier.tensor.watch import claim
 
 _EXHAUSTED, _RAGGED = -1, -2
@@ -85,7 +86,7 @@ class Batches:
                     f"but {x.shape[0]} were given. Load the rows engine.batch_rows({size}), or leave "
                     "size out: then the ranks exchange rows."
                 )
-            own = stamp(x.to(self.mesh.device()).view_as(x), layout)
+            own = alike(stamp(x.to(self.mesh.device()).view_as(x), layout))
             dim = _sequence(x, lengths)
             if self._context is None or dim is None:
                 return own

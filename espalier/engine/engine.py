@@ -33,7 +33,9 @@ from espalier.parallel import Arrangement, Plan, arrange, lay_out_model
 from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, full_tensor, redistribute
 from espalier.tensor.deferred import share_random_state
+from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.fallback import tree_map
+from espalier.tensor.rules.counts import Ahead
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -90,7 +92,7 @@ class Engine(Lasting):
                 f"precision = {precision.compute!r} cannot be run dry with tensor = {plan.tensor}: torch has "
                 "no autocast for tensors without data, so their dtypes are unknown. Use bfloat16 or float16."
             )
-        self._traffic = Traffic(mesh)
+        self._traffic, self._counts = Traffic(mesh), Ahead()
         self.pulse = Pulse(Faults())
         self._runs = Runs()
         self.guard: Guard | None = None
@@ -138,11 +140,8 @@ class Engine(Lasting):
 
     def micro_batches(self, size: int) -> list[tuple[slice, int]]:
         """For each micro-batch of a global batch of ``size`` rows: those this rank computes, and its size."""
-        found = []
-        for start, n in self._batches.cuts(size):
-            rows = self._batches.rows(n)
-            found.append((slice(start + rows.start, start + rows.stop), n))
-        return found
+        rows = [(start, n, self._batches.rows(n)) for start, n in self._batches.cuts(size)]
+        return [(slice(start + own.start, start + own.stop), n) for start, n, own in rows]
 
     def cut(self, batch: Any) -> list[Any]:
         """A global batch as micro-batches, ``Plan.accumulate`` if it has so many rows.
@@ -264,11 +263,12 @@ class Engine(Lasting):
         self.lay_out(batch)
         assert self._data is not None
         self._data.begin_forward()
-        inputs, targets = self._parted(self._batches.typed(batch))
-        inputs = tree_map(self._cast, inputs)
-        output = called(self, inputs)
-        with self._autocast():
-            return self._loss_in(output, targets)
+        batch = self._batches.typed(batch)
+        inputs, targets = self._parted(batch)
+        with self._counts.of(tensors_in(batch)):
+            output = called(self, tree_map(self._cast, inputs))
+            with self._autocast():
+                return self._loss_in(output, targets)
 
     def _loss_in(self, output: Any, targets: Any) -> torch.Tensor:
         """The loss of what the model gives."""

@@ -59,7 +59,9 @@ def orders(rank: int, world: int, zero: int) -> None:
             with espalier.ledger(engine.mesh) as book:
                 last = net.layers[order[0]].weight
                 hook = last.register_post_accumulate_grad_hook(
-                    lambda p, book=book: early.append(sum(e.op == "reduce_scatter" for e in book.entries))
+                    lambda p, book=book: early.append(
+                        sum(e.op in ("reduce_scatter", "all_reduce") for e in book.entries)
+                    )
                 )
                 assert abs(engine.train_step((x, order)).item() - plain(x, order).item()) < TOLERANCE
                 hook.remove()

@@ -68,12 +68,12 @@ def broken(rank: int, world: int) -> Any:
     """A plan whose gradients are not reduced must fail."""
     from espalier.parallel.data import gradients
 
-    kept = gradients.start_sum
+    kept = gradients.start_sum, gradients.start_total
     try:
-        gradients.start_sum = _forgetful
+        gradients.start_sum, gradients.start_total = _forgetful, lambda *args: None
         found = verify(Job.load(JOBS / "gpt.toml", ["plan.data=2", "plan.tensor=1"]))
     finally:
-        gradients.start_sum = kept
+        gradients.start_sum, gradients.start_total = kept
     return None if found is None else found.passed
 
 

@@ -19,7 +19,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm import Pending
-from espalier.comm.flat import Summing, start_gather, start_sum, sum_everywhere
+from espalier.comm.flat import Summing, start_gather, start_sum, start_total, sum_everywhere
 from espalier.comm.side import told_by_first
 from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import R, is_partial
@@ -61,7 +61,7 @@ class Gradients:
         self._dtype, self._on_sent, self._shelf = dtype, on_sent, shelf
         self._sending = True
         self._next = 0
-        self._flying: deque[tuple[Chunk, torch.Tensor, Summing]] = deque()
+        self._flying: deque[tuple[Chunk, torch.Tensor, Summing | Pending]] = deque()
         self._spreading: deque[Pending] = deque()
         self._parts: dict[int, list[torch.Tensor]] = {}
         # of the chunks of the same lane the last one's rows end with a flag for each of their parameters: has
@@ -175,17 +175,24 @@ class Gradients:
                 _grad.__set__(m.p, None)
         if self._on_sent is not None:
             self._on_sent(chunk)
-        self._flying.append((chunk, rows, start_sum(rows, chunk.lane.mesh, chunk.lane.axis)))
+        lane, under_way = chunk.lane, None
+        if self.stage.gradients == "R" and not chunk.outer:
+            under_way = start_total(rows, lane.mesh, lane.axis)
+        self._flying.append((chunk, rows, under_way or start_sum(rows, lane.mesh, lane.axis)))
 
     def _land(self) -> None:
         """Wait for the oldest sum."""
         chunk, rows, summing = self._flying.popleft()
         if self.stage.gradients == "R":
             chunk.gradient = rows.view(-1)
+            if isinstance(summing, Pending):
+                summing.wait()
+                return
             summing.wait(self._own_row(chunk))
             if not chunk.outer:
                 self._spread(chunk)
             return
+        assert isinstance(summing, Summing)
         del rows
         if chunk.gradient is not None:
             self.bring(chunk)

@@ -15,6 +15,7 @@ from espalier.comm.agreement import REFUSALS, agree, looks
 from espalier.comm.moves import summed, varied
 from espalier.comm.traced import recorders
 from espalier.layout import Layout, local_box
+from espalier.tensor.rules.counts import Count, Kind, ahead
 from espalier.tensor.rules.pointwise import found, letters
 from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
 from espalier.tensor.rules.together import within
@@ -181,24 +182,20 @@ def _mean(
 
     Where some rank's targets make it fail it fails on all: such a rank counts NaN.
     """
-    lay, met = placed.ins[1], None
+    logits, lay = placed.ins[:2]
     axes = placed.axes_of(lay, range(lay.ndim))
-    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    kind = Kind(ignored, logits.shape[0 if logits.ndim == 1 else 1], exact, axes)
+    known = ahead.get()
+    count = known.find(target, kind) if known is not None and weight is None else None
+    if count is None:
+        count = Count(target, kind, lay.mesh, weight)
     try:
         value = total()
-        valid = target != ignored
-        counts = valid if weight is None else weight[target.masked_fill(~valid, 0)] * valid
-        count = counts.sum(dtype=kind)
     except REFUSALS as error:
-        if not (axes and looks(lay.mesh)):
-            raise
-        met, value = error, torch.empty(())
-        count = torch.full((), math.nan, dtype=kind, device=target.device)
-    for axis in axes:
-        count = door.all_reduce(count, lay.mesh, axis)
-    if axes and looks(lay.mesh) and math.isnan(count.item()):
-        agree(met, lay.mesh, axes)
-    return _by(value, count)
+        count.wait(error)
+        raise
+    return _by(value, count.wait(None))
 
 
 def _by(total: torch.Tensor, divisor: Any) -> torch.Tensor:

@@ -1,0 +1,166 @@
+"""How many targets count, on all ranks: what the mean of a loss over classes divides by.
+
+It is sent before the loss is computed, and, from the second forward pass on, before the model is: a target
+that is one of the batch's own tensors is there from the beginning. So no rank waits for the others in the
+middle of a pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch._C import DisableTorchFunctionSubclass as raw
+
+from espalier.comm import Pending
+from espalier.comm import collectives as door
+from espalier.comm.agreement import REFUSALS, agree, looks
+from espalier.comm.traced import recording
+from espalier.layout import Layout
+from espalier.mesh import Mesh
+from espalier.tensor.dtensor import DTensor, plain
+from espalier.tensor.rules.together import within
+
+
+class Kind(NamedTuple):
+    """What is counted.
+
+    Attributes:
+        ignored: the target that does not count.
+        classes: those above are refused.
+        dtype: of the count.
+        axes: of the mesh, along which the targets are cut.
+    """
+
+    ignored: int
+    classes: int
+    dtype: torch.dtype
+    axes: tuple[int, ...]
+
+
+class Count:
+    """The number, or weights, of the targets that count, on its way.
+
+    Where some rank's targets would make the loss fail, it is NaN.
+    """
+
+    def __init__(self, target: torch.Tensor, kind: Kind, mesh: Mesh, weight: torch.Tensor | None) -> None:
+        self._mesh, self._axes = mesh, kind.axes
+        self._met: Exception | None = None
+        self._asks = bool(kind.axes) and looks(mesh)
+        try:
+            if self._asks:
+                _look(target, kind, mesh)
+            valid = target != kind.ignored
+            counts = valid if weight is None else weight.detach()[target.masked_fill(~valid, 0)] * valid
+            self._sum = counts.sum(dtype=kind.dtype)
+        except REFUSALS as error:
+            if not self._asks:
+                raise
+            self._met = error
+            self._sum = torch.full((), math.nan, dtype=kind.dtype, device=target.device)
+        self._left, self._pending = list(kind.axes), Pending()
+        if self._left and not recording():
+            self._pending = door.all_reduce_(self._sum, mesh, self._left.pop(0))
+
+    def wait(self, met: Exception | None) -> torch.Tensor:
+        """The count of all ranks; ``met``: what the loss failed by here, which it then does on all."""
+        self._pending.wait()
+        for axis in self._left:
+            self._sum = door.all_reduce(self._sum, self._mesh, axis)
+        self._left.clear()
+        if self._asks and math.isnan(self._sum.item()):
+            agree(met or self._met, self._mesh, self._axes)
+        if met is not None:
+            raise met
+        return self._sum
+
+
+def _look(target: torch.Tensor, kind: Kind, mesh: Mesh) -> None:
+    def ask(i: int) -> torch.Tensor:
+        return F.nll_loss(torch.empty(()).expand(1, kind.classes), torch.tensor([i]))
+
+    within(target, kind.classes, mesh, ask, but=kind.ignored)
+
+
+class Ahead:
+    """Counts of what a batch holds, sent when a forward pass begins: those that the last one asked for.
+
+    All ranks must send the same. So it takes only tensors that are :func:`alike` on all: of these a view is
+    a copy on all of them, or on none.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: dict[tuple[int, Kind], None] = {}
+        self._given: list[torch.Tensor | None] = []
+        self._sent: dict[tuple[int, Kind], tuple[Count, int]] = {}
+
+    @contextmanager
+    def of(self, given: Sequence[Any]) -> Iterator[None]:
+        """While open, the forward pass of a batch with these tensors runs."""
+        wanted, self._wanted = self._wanted, {}
+        self._given = [plain(x) if is_alike(x) else None for x in given]
+        with raw():
+            for i, kind in wanted:
+                x = self._given[i] if i < len(given) else None
+                if x is not None and not x.is_floating_point() and _cuts(given[i]._layout) == set(kind.axes):
+                    count = Count(x, kind, given[i]._layout.mesh, None)
+                    self._sent[i, kind] = count, x._version
+        token = ahead.set(self)
+        try:
+            yield
+        finally:
+            ahead.reset(token)
+            self._sent.clear()
+            self._given.clear()
+
+    def find(self, target: torch.Tensor, kind: Kind) -> Count | None:
+        """The count of a target, if it is under way; if it could be, the next pass sends it ahead."""
+        if recording() or not kind.axes:
+            return None
+        target = plain(target)
+        for i, x in enumerate(self._given):
+            if x is None or _place(x) != _place(target):
+                continue
+            if not target.is_contiguous():
+                return None
+            self._wanted[i, kind] = None
+            count, version = self._sent.get((i, kind), (None, 0))
+            return count if x._version == version else None
+        return None
+
+
+ahead: ContextVar[Ahead | None] = ContextVar("ahead", default=None)
+
+
+def alike(x: DTensor) -> DTensor:
+    """Say of a tensor, if it is so, that all ranks hold contiguous parts of one shape of it."""
+    layout = x._layout
+    sizes = [math.prod(layout.mesh.shape[a] for a in cut) for cut in layout.cuts]
+    even = all(n and n % size == 0 for n, size in zip(layout.shape, sizes, strict=True))
+    with raw():
+        if even and x.is_contiguous() and not x.is_inference():
+            x.__dict__["_alike"] = True
+    return x
+
+
+def is_alike(x: Any) -> bool:
+    """Whether that was said of it."""
+    return type(x) is DTensor and "_alike" in x.__dict__
+
+
+def _place(x: torch.Tensor) -> tuple[Any, ...]:
+    """Which memory it is; also on a dry mesh, where none has an address."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype
+
+
+def _cuts(layout: Layout) -> set[int]:
+    return {a for cut in layout.cuts for a in cut if layout.mesh.shape[a] > 1}
+
+
+__all__ = ["Ahead", "Count", "Kind", "ahead", "alike", "is_alike"]
