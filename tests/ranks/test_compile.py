@@ -75,8 +75,10 @@ def _trains(rank: int, world: int, compiled: str) -> None:
     assert found == pytest.approx(losses, rel=0, abs=1e-12)
     for name, x in state.items():
         assert torch.allclose(x, compiled_state[name], rtol=0, atol=1e-12), name
-    # the ledger is that of the program not compiled, in the same order
-    assert other == book
+    # the ledger is that of the program not compiled, in the same order; but what the loss divides by is not
+    # sent before a model that is one graph
+    ordered = sorted if compiled == "whole" else list
+    assert ordered(map(repr, other.entries)) == ordered(map(repr, book.entries))
     regions = 1 if compiled == "whole" else 2
     assert (len(graphs.forward), len(graphs.backward)) == (regions, regions)
     per_block = (["all_reduce"] * 2, ["all_reduce"] * 2)
