@@ -89,8 +89,8 @@ def all_reduce(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> torch
     return out
 
 
-def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> Pending:
-    """Start reducing contiguous ``x`` in place."""
+def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum", *, beside: bool = False) -> Pending:
+    """Start reducing contiguous ``x`` in place; ``beside`` the program, which goes on before it waits."""
     n = mesh.shape[axis]
     if n == 1:
         return Pending()
@@ -102,7 +102,7 @@ def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> Pend
     if mesh.is_dry:
         return Pending()
     wire, op = summable(x, op)
-    direct = reduction(wire, mesh, axis, op)
+    direct = None if beside else reduction(wire, mesh, axis, op)
     if direct is not None:
         return Pending(*direct)
     # the backend itself: dist.all_reduce costs several times as much in checks, on the hottest collective

@@ -56,7 +56,7 @@ def start_total(rows: torch.Tensor, mesh: Mesh, axis: int) -> Pending | None:
     """
     if mesh.shape[axis] != 2 or rows.element_size() < 4:
         return None
-    return all_reduce_(rows, mesh, axis)
+    return all_reduce_(rows, mesh, axis, beside=True)
 
 
 def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis: int) -> Pending:

@@ -66,11 +66,15 @@ class Count:
             self._sum = torch.full((), math.nan, dtype=kind.dtype, device=target.device)
         self._left, self._pending = list(kind.axes), Pending()
         if self._left and not recording():
-            self._pending = door.all_reduce_(self._sum, mesh, self._left.pop(0))
+            self._pending = door.all_reduce_(self._sum, mesh, self._left.pop(0), beside=True)
+
+    def arrive(self) -> None:
+        """Wait for what is under way."""
+        self._pending.wait()
 
     def wait(self, met: Exception | None) -> torch.Tensor:
         """The count of all ranks; ``met``: what the loss failed by here, which it then does on all."""
-        self._pending.wait()
+        self.arrive()
         for axis in self._left:
             self._sum = door.all_reduce(self._sum, self._mesh, axis)
         self._left.clear()
@@ -114,6 +118,8 @@ class Ahead:
         token = ahead.set(self)
         try:
             yield
+            for count, _ in self._sent.values():
+                count.arrive()  # nobody may have asked for it
         finally:
             ahead.reset(token)
             self._sent.clear()
