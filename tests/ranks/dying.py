@@ -88,7 +88,7 @@ def train(kind: str, bad: bool, place: Path) -> None:
     torch.manual_seed(0)
     size = int(os.environ["WORLD_SIZE"])
     model: nn.Module = nn.Linear(8, 4).double()
-    plan = espalier.Plan(data=size, zero=2)
+    plan = espalier.Plan(data=size, zero=2 if kind == "differ" else 0)
     if kind == "pipe":
         model, plan = nn.Sequential(model, nn.Linear(4, 4).double()), espalier.Plan(pipe=size, accumulate=2)
     optimizer = torch.optim.SGD(model.parameters())
