@@ -22,7 +22,8 @@ from espalier.mesh import Mesh
 _Gloo: Any = getattr(dist, "ProcessGroupGloo", ())
 # a tag says of which collective a message is, and its bytes: where ranks differ in what they call they wait
 # for one another, as in gloo's own, and the watch tells why; a message longer than expected would end them
-_KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+# (a program's own messages have small tags)
+_KINDS = ("", "all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 _BITS = 28
 # bytes of a tensor up to which its reduction goes so: beyond, a ring that adds while it receives is as fast
 _MOST = 1 << 21
