@@ -218,7 +218,7 @@ def _summed(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:
     """A reduce-scatter on gloo: its own would all-reduce, and send twice as much."""
     n, here = mesh.shape[axis], mesh.coordinate[axis]
     pieces = [x.narrow(dim, *chunk_bounds(x.shape[dim], n, i)) for i in range(n)]
-    gives = [p if i == here else p.contiguous() for i, p in enumerate(pieces)]
+    gives = [p if i == here else as_it_lies(p) for i, p in enumerate(pieces)]
     gets = [p if i == here else x.new_empty(pieces[here].shape) for i, p in enumerate(pieces)]
     exchange("reduce_scatter", gives, gets, mesh, axis).wait()
     return reduced(gets, "max" if x.dtype is torch.bool else "sum")

@@ -16,7 +16,9 @@ def as_wire(x: torch.Tensor) -> torch.Tensor:
 
 
 def as_it_lies(x: torch.Tensor) -> torch.Tensor:
-    """``x``, contiguous, with no conjugation or sign that is still to come."""
+    """``x``, contiguous, in memory, with no conjugation or sign that is still to come."""
+    if x._is_zerotensor():  # a gradient of sgn: all zero, and nowhere
+        return x.clone(memory_format=torch.contiguous_format)
     return x.contiguous().resolve_conj().resolve_neg()
 
 
