@@ -96,7 +96,7 @@ def _launch(
             before = now
             options = {**options, "resume": True}
             report(
-                f"{error}\nStarting again on {plan.world_size} ranks, "
+                f"{error}\nStarting again on {plan.world_size} rank{'s' * (plan.world_size > 1)}, "
                 f"{'from ' + now[1].name if now[1] else 'from the beginning'}; {left} more times if need be."
             )
 

@@ -71,7 +71,7 @@ def alone(tmp_path_factory) -> list[float]:
 
 
 def rank_of(number: int) -> int:
-    """The process of a rank that this process's launch has started."""
+    """The process of a rank that this process's launch has started; 0 where there is none."""
     for entry in Path("/proc").iterdir():
         try:
             told = (entry / "environ").read_bytes().split(b"\0")
@@ -84,20 +84,28 @@ def rank_of(number: int) -> int:
             and b"espalier.train.worker" in (entry / "cmdline").read_bytes()
         ):
             return int(entry.name)
-    raise LookupError(f"no rank {number}")
+    return 0
 
 
-def send(number: signal.Signals, rank: int, folder: Path, after: int) -> None:
-    path = folder / "out/metrics.jsonl"
-    while not (path.exists() and path.read_text().count("\n") >= after):
-        time.sleep(0.005)
-    os.kill(rank_of(rank), number)
+def send(number: signal.Signals, rank: int, folder: Path, after: int, times: int) -> None:
+    path, killed = folder / "out/metrics.jsonl", 0
+    for _ in range(times):
+        while (
+            not path.exists()
+            or path.read_text().count("\n") < after
+            or (found := rank_of(rank)) in (0, killed)
+        ):
+            time.sleep(0.005)
+        killed = found
+        os.kill(killed, number)
 
 
-def signalled(number: signal.Signals, folder: Path, **changes: Any) -> tuple[Any, list[str]]:
+def signalled(
+    number: signal.Signals, folder: Path, *, times: int = 1, **changes: Any
+) -> tuple[Any, list[str]]:
     """A run on two ranks, the second of which gets a signal in mid-run; its result and reports."""
     said: list[str] = []
-    thread = threading.Thread(target=send, args=(number, 1, folder, 8), daemon=True)
+    thread = threading.Thread(target=send, args=(number, 1, folder, 8, times), daemon=True)
     thread.start()
     result = run("train", job(folder, plan_data=2, **changes), report=said.append)
     thread.join()
@@ -111,6 +119,16 @@ def test_a_killed_rank_is_started_again_from_the_last_checkpoint(tmp_path, alone
     assert "rank 1 of 2 failed: killed by SIGKILL" in said[0]
     assert "rank 1 of 2 is gone" in said[0] and "Noticed" in said[0]
     assert "Starting again on 2 ranks, from step-00000" in said[0]
+    torch.testing.assert_close(losses(tmp_path), alone, rtol=0, atol=1e-9)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds its ranks by /proc")
+def test_a_rank_that_is_killed_twice_is_left_out(tmp_path, alone):
+    changes = {"elastic_restarts": 2, "elastic_min_data": 1, "checkpoint_every": 0}
+    result, said = signalled(signal.SIGKILL, tmp_path, times=2, **changes)
+    assert result.steps == STEPS and result.ranks == 1
+    assert ["Starting again on 2 ranks" in told for told in said] == [True, False]
+    assert "Starting again on 1 rank, from the beginning" in said[1]
     torch.testing.assert_close(losses(tmp_path), alone, rtol=0, atol=1e-9)
 
 
