@@ -38,6 +38,16 @@ class Piece(NamedTuple):
     steady: bool = False
 
 
+class _Place(NamedTuple):
+    """What is here of tensors that lie alike: a box, as which of how many copies, among whom."""
+
+    box: Box
+    n: int
+    here: int
+    group: tuple[object, ...]
+    first: bool
+
+
 def pieces(tree: Mapping[str, Lying]) -> list[Piece]:
     """What this rank writes. All ranks have the tree in one order.
 
@@ -46,18 +56,16 @@ def pieces(tree: Mapping[str, Lying]) -> list[Piece]:
     """
     found = []
     written: dict[tuple[object, ...], list[int]] = {}  # bytes, of the ranks that hold the same
-    places: dict[
-        int, tuple[Box, int, int, tuple[object, ...], bool]
-    ] = {}  # parameters share layouts with states
+    places: dict[Layout, _Place] = {}  # parameters share layouts with states
     for name, (local, layout, steady) in tree.items():
         if not layout.is_firm:
             raise ValueError(f"{name} is {layout!r}: sums that are still to be done cannot be saved.")
         if not layout.mesh.is_member:
             continue
-        if id(layout) not in places:
+        if layout not in places:
             first = not any(layout.mesh.coordinate[a] for a in layout.order)
-            places[id(layout)] = local_box(layout), *_copies(layout), first
-        box, n, here, group, first = places[id(layout)]
+            places[layout] = _Place(local_box(layout), *_copies(layout), first)
+        box, n, here, group, first = places[layout]
         size = math.prod(box.sizes) * local.element_size()
         share: Box | None = box
         if size >= SHARED and n > 1:

@@ -140,7 +140,7 @@ class CheckpointSection(Section):
         every: steps between two; 0 for one at the end only.
         keep: how many to keep, the newest.
         asynchronous: train on while one is written.
-        durable: where it is false, let each outlive a crash of the machine before training goes on.
+        durable: where none is asynchronous, go on when each outlives a crash of the machine.
     """
 
     directory: Annotated[str, Field(min_length=1)] | None = None
