@@ -87,10 +87,11 @@ class Engine(Lasting):
         self._accumulation = self._evaluation if plan.accumulate > 1 else None
         precision = plan.precision
         self.scaler = LossScaler(precision.loss_scale) if precision.scales else None
-        if mesh.is_dry and precision.autocast and plan.tensor > 1:
+        told = [f"{axis} = {n}" for axis, n in (("pipe", plan.pipe), ("tensor", plan.tensor)) if n > 1]
+        if mesh.is_dry and precision.autocast and told:
             raise ValueError(
-                f"precision = {precision.compute!r} cannot be run dry with tensor = {plan.tensor}: torch has "
-                "no autocast for tensors without data, so their dtypes are unknown. Use bfloat16 or float16."
+                f"precision = {precision.compute!r} cannot be run dry with {', '.join(told)}: torch has no "
+                "autocast for tensors without data, so their dtypes are unknown. Use bfloat16 or float16."
             )
         self._traffic, self._counts = Traffic(mesh), Ahead()
         self.pulse = Pulse(Faults())

@@ -114,7 +114,8 @@ class Step:
 
         def forward(part: Any) -> torch.Tensor:
             output = self._called(program, received, self._inputs[micro_batch], runner)
-            return engine._loss_in(output, engine._parted(part)[1])
+            with engine._autocast():
+                return engine._loss_in(output, engine._parted(part)[1])
 
         accumulation = engine._accumulation
         assert accumulation is not None

@@ -172,11 +172,6 @@ class Plan(BaseModel):
                     found.append((key, own, f"the schedule given is for {its}"))
         if self.branch > 1:
             found.append(("branch", self.branch, "branches go with pipe = 1: expected 1"))
-        if self.precision.autocast is not None:
-            wanted = (
-                "autocast decides dtypes as it goes, and stages agree on them before: bfloat16 or float16"
-            )
-            found.append(("precision", self.precision.compute, wanted))
         return found
 
     def _tensor_mistakes(self) -> list[tuple[str, Any, str]]:

@@ -164,7 +164,7 @@ def test_pipelines() -> None:
         ({"schedule": "gpipe", "stages_per_rank": 2}, "schedule = gpipe needs 1"),
         ({"cuts": ("a", "b")}, "2 stage(s) begin at 1 module(s)"),
         ({"pipe": 1, "stages_per_rank": 2}, "stages need pipe of 2 or more"),
-        ({"precision": "autocast-bfloat16", "cuts": ()}, "2 mistake(s)"),
+        ({"branch": 2, "cuts": ()}, "2 mistake(s)"),
         ({"pipe": 4, "accumulate": 2, "schedule": given}, "accumulate = 2: the schedule given is for 1"),
     ]
     for wrong, said in wrongs:

@@ -176,14 +176,41 @@ def low_precision(rank: int, world: int, plan: dict[str, Any], precision: dict[s
     [
         {"compute": "bfloat16", "reduce": "float32"},
         {"compute": "float16", "loss_scale": {"init_scale": 2.0**20}},
+        {"compute": "autocast-bfloat16"},
+        {"compute": "autocast-float16", "loss_scale": {"init_scale": 2.0**20}},
     ],
-    ids=["bfloat16", "float16"],
+    ids=lambda precision: precision["compute"],
 )
 def test_masters_and_loss_scales_are_those_of_one_process(ranks: Any, precision: dict[str, Any]) -> None:
     (alone,) = ranks(1, low_precision, {"accumulate": 4}, precision)
     for found in ranks(2, low_precision, TWO, precision):
         assert found[:3] == alone[:3] and found[3] == pytest.approx(alone[3]) and found[4] == alone[4]
-    assert 0 < alone[1] < 7 or precision["compute"] == "bfloat16", "some steps are skipped"
+    assert 0 < alone[1] < 7 or "bfloat16" in precision["compute"], "some steps are skipped"
+
+
+def casts(rank: int, world: int, plan: dict[str, Any]) -> Any:
+    """Stages that give 16 bits under autocast, and a loss that is made under it too."""
+    torch.manual_seed(3)
+    net = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, 8))
+    mix = torch.randn(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    plan = {**plan, "accumulate": 4, "precision": "autocast-bfloat16"}
+    engine = espalier.initialize(net, optimizer, plan, loss_fn=lambda out, y: F.mse_loss(out @ mix, y))
+    losses = [engine.train_step((torch.randn(8, 8), torch.ones(8, 8))).item() for _ in range(3)]
+    if world > 1:
+        wires = next(iter(engine.stages.agreement._known.values())).wires
+        assert {wire.dtype for of in wires for wire in of} == {torch.bfloat16}
+    return losses, {k: v.tolist() for k, v in engine.full_state_dict().items()}
+
+
+def test_autocast_is_that_of_one_process(ranks: Any) -> None:
+    (alone,) = ranks(1, casts, {})
+    two = {"schedule": "zbv", "stages_per_rank": 2, "cuts": ["2", "4", "6"]}
+    for plan in (two, {"schedule": "zb-h1", "cuts": ["3"]}, {"recompute": "full", "cuts": ["4"]}):
+        for found in ranks(2, casts, {"pipe": 2, **plan}):
+            assert found == alone
+    for losses, _ in ranks(4, casts, {"pipe": 2, "data": 2, "zero": 3}):
+        assert losses == pytest.approx(alone[0], rel=1e-2)
 
 
 def holds(rank: int, world: int) -> None:

@@ -351,10 +351,11 @@ def test_a_dry_run_is_as_the_real_one(ranks: Any, plan: dict[str, Any]) -> None:
         assert real == dry and held == told
 
 
-def test_autocast_over_tensor_axes_is_not_run_dry() -> None:
+@pytest.mark.parametrize("axis", ["tensor", "pipe"])
+def test_autocast_over_these_axes_is_not_run_dry(axis: str) -> None:
     with torch.device("meta"):
         net = model("gpt", layers=1)
-    plan = {"tensor": 2, "precision": "autocast-bfloat16"}
+    plan = {axis: 2, "precision": "autocast-bfloat16"}
     with pytest.raises(ValueError, match="cannot be run dry"):
         espalier.dry_run(net, plan, {k: v.to("meta") for k, v in batch(4).items()})
 

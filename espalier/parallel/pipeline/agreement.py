@@ -112,9 +112,12 @@ class Agreement:
                 if last:
                     break
                 tensors, rebuild = taken_apart(out)
-                wires.append(tuple(map(wire_of, tensors)))
+                bare = tuple(map(wire_of, tensors))
+                # autocast does nothing without data; the trace knows what it does
+                dtypes = (value.dtype for value in program.outputs)
+                wires.append(tuple(w._replace(dtype=d) for w, d in zip(bare, dtypes, strict=True)))
                 rebuilds.append(rebuild)
-                received = partial(_received, tensors, wires[-1], rebuild)
+                received = partial(_received, tensors, bare, rebuild)
         finally:
             torch.set_rng_state(before)
         return Agreed(tuple(wires), tuple(rebuilds), tuple(draws), alone)
