@@ -18,7 +18,7 @@ from espalier.parallel.expert.exchange import send_tokens
 from espalier.parallel.expert.modules import left_out, stacked
 from espalier.parallel.plan import Plan
 from espalier.parallel.tensor.automatic import Chosen, choose
-from espalier.parallel.tensor.boundary import cut_inputs, cut_sequences
+from espalier.parallel.tensor.boundary import cut_inputs, cut_sequences, norms
 from espalier.parallel.tensor.grids import Cuts, by_grid
 from espalier.parallel.tensor.infer import infer
 from espalier.parallel.tensor.tables import Table, kinds_from, kinds_of, table_for
@@ -55,9 +55,10 @@ def arrange(
     """The layout of every parameter of a model under a plan.
 
     On the data axes parameters are replicated and varied while the model computes with them: their
-    gradients are reduced chunk by chunk (``espalier.parallel.data``). On the tensor axes they are cut
-    by a table of name patterns (``table``, or the model's own), or, for a model nobody described, by
-    what a run on ``batch`` (of one row) and trials of its blocks (of ``rows``) show (1d), that run alone
+    gradients are reduced chunk by chunk (``espalier.parallel.data``). So are, on the tensor axis, those of
+    norms that meet shards of a sequence. On the tensor axes parameters are cut by a table of name patterns
+    (``table``, or the model's own), or, for a model nobody described, by what a run on ``batch`` (of one row)
+    and trials of its blocks (of ``rows``) show (1d), that run alone
     (3d), or all alike (2d, 2.5d). Experts (``espalier.parallel.expert``) are cut one from another, along the
     expert axis and the tensor axis of 1d. A pipeline's parameters lie on the meshes of their ``stages`` (by
     their ids).
@@ -104,7 +105,19 @@ def arrange(
         varied = [a for a in plan.data_axes if a not in order]
         home = homes.get(id(p), mesh)
         layouts[name] = Layout(home, places, tuple(p.shape), order=order, varied=varied)
+    if chosen.sequence:
+        _defer(model, layouts, mesh.axis("tensor"))
     return layouts
+
+
+def _defer(model: nn.Module, layouts: Arrangement, axis: int) -> None:
+    """Let the engine sum the gradients of norms that meet shards of the sequence (design, section 3.1)."""
+    met = norms(
+        blocks(model).values(), {id(p): layouts[name].axes[axis] for name, p in model.named_parameters()}
+    )
+    for name, p in model.named_parameters():
+        if id(p) in met:
+            layouts[name] = layouts[name].with_varied([axis])
 
 
 def _on_a_line(model: nn.Module, cut: Mapping[str, int]) -> dict[str, Cuts]:

@@ -101,7 +101,9 @@ class DataAxis:
                 for m in (m for chunk in self.masters.chunks for m in chunk.members):
                     m.p.grad_dtype = reduce  # several uses, and micro-batches, add up in it too
         on_sent = None if self.gathering is None else self.gathering.sent
-        summed = [[] if alone and self.stage.gradients == "R" else group for group in groups]
+        # along axes of one rank nothing is left to sum
+        done = alone and self.stage.gradients == "R"
+        summed = [[c for c in group if not done or _is_summed(c, mesh)] for group in groups]
         more: Any = {"dtype": reduce, "on_sent": on_sent, "shelf": self._shelf}
         self.gradients = AllGradients([Gradients(group, mesh, axes, self.stage, **more) for group in summed])
         moved = [chunk for chunk in self.chunks if chunk.places]
@@ -444,10 +446,18 @@ def _by_part(members: Sequence[Member], parts: Sequence[Collection[str]]) -> lis
 
 
 def _own(axes: tuple[int, ...], full: Layout, mesh: Mesh) -> tuple[tuple[int, ...], Lane]:
-    """The axes, among those of data, along which a parameter is the same: copies, and those that cut it."""
+    """Axes along which a parameter is the same, and its gradient is summed: copies, and those that cut it.
+
+    The latter are among those of data. Along others that it is varied along it is copied.
+    """
     own = [a for a in axes if not isinstance(full.axes[a], int)]
-    outer = tuple(a for a in own if mesh.names[a] == "replicate")
-    return outer, Lane.along(mesh, [a for a in own if a not in outer])
+    copies = [a for a in own if mesh.names[a] == "replicate"]
+    more = [a for a in full.varied if a not in axes and mesh.shape[a] > 1]
+    return (*copies, *more), Lane.along(mesh, [a for a in own if a not in copies])
+
+
+def _is_summed(chunk: Chunk, mesh: Mesh) -> bool:
+    return any(mesh.shape[a] > 1 for a in chunk.outer)
 
 
 def _alone(offload: Offload) -> int:

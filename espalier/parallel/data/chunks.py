@@ -77,7 +77,8 @@ class Member:
         p: the parameter.
         full: its layout while the model computes with it: whole along the data axis.
         shard: its layout cut along the data axis; equal to ``full`` for a parameter without dims.
-        outer: the mesh axes along which it is the same, and so is all that belongs to it.
+        outer: the mesh axes along which it is the same, and so is all that belongs to it, once the addends of
+            its gradient are summed.
         lane: those along which it is the same while the model computes with it, and is cut.
         dim: the dim that is cut; None for one without dims, which every rank holds.
         counts: whether no coordinate before this one, along any axis, holds the same piece.
@@ -169,7 +170,7 @@ class Views(NamedTuple):
 
 
 class Chunk:
-    """Members of one dtype, device and lane, and the flat buffers that they share.
+    """Members of one dtype and device, cut and summed alike, and the flat buffers that they share.
 
     Attributes:
         members: in the order of their slots.

@@ -30,6 +30,7 @@ from espalier.parallel.data.stages import Stage
 from espalier.tensor import plain, stamp
 
 _grad: Any = torch.Tensor.grad
+Over = tuple[Lane, tuple[int, ...]]
 _AT_ONCE = 2  # chunks on their way to their sums
 
 
@@ -64,13 +65,13 @@ class Gradients:
         self._flying: deque[tuple[Chunk, torch.Tensor, Summing | Pending]] = deque()
         self._spreading: deque[Pending] = deque()
         self._parts: dict[int, list[torch.Tensor]] = {}
-        # of the chunks of the same lane the last one's rows end with a flag for each of their parameters: has
-        # it a gradient anywhere?
-        self._last = {chunk.lane: chunk for chunk in self.chunks}
-        self._here: dict[Lane, list[float]] = {lane: [] for lane in self._last}
+        # of the chunks summed along the same axes the last one's rows end with a flag for each of their
+        # parameters: has it a gradient anywhere?
+        self._last = {_over(chunk): chunk for chunk in self.chunks}
+        self._here: dict[Over, list[float]] = {over: [] for over in self._last}
         self._flags = dict.fromkeys(self._last, 0)
         for chunk in self.chunks:
-            self._flags[chunk.lane] += len(chunk.members)
+            self._flags[_over(chunk)] += len(chunk.members)
         self._layouts: dict[int, Layout] = {}
         # the parameters as they became ready in the first backward pass; None once the order is known
         self._came: list[int] | None = []
@@ -94,7 +95,8 @@ class Gradients:
 
     def _extra(self, chunk: Chunk) -> int:
         """The flags that a chunk carries."""
-        return self._flags[chunk.lane] if chunk is self._last[chunk.lane] else 0
+        over = _over(chunk)
+        return self._flags[over] if chunk is self._last[over] else 0
 
     def hold(self) -> None:
         """Before the backward passes of a step: what gets gradients before :meth:`begin` waits for it."""
@@ -160,7 +162,7 @@ class Gradients:
             grads = [_grad.__get__(m.p) for m in chunk.members]
             dtype = self._dtype or chunk.dtype
             given = [None if g is None else plain(g) for g in grads]
-            here, extra = self._here[chunk.lane], self._extra(chunk)
+            here, extra = self._here[_over(chunk)], self._extra(chunk)
             here += [float(g is not None) for g in grads]
             if self.stage.gradients == "R":
                 rows, flags, self._parts[id(chunk)] = chunk.line_up(n, dtype, given, extra)
@@ -254,7 +256,8 @@ class Gradients:
         self.flush()
         while self._flying:
             self._land()
-        for chunk in self.chunks:
+        # in an order that hangs on no rank: the copies' ranks may have sent theirs in others
+        for chunk in sorted(self.chunks, key=lambda chunk: chunk.number):
             if not chunk.outer:
                 continue
             assert chunk.gradient is not None
@@ -309,11 +312,11 @@ class Gradients:
         if self.mesh.is_dry or not any(chunk.missing for chunk in self.chunks):
             return None
         found: dict[int, bool] = {}
-        for lane, last in self._last.items():
+        for over, last in self._last.items():
             assert last.gradient is not None
             start = last.elements if self.stage.gradients == "R" else last.size
-            flags = last.gradient[start : start + self._flags[lane]].tolist()
-            members = [m for chunk in self.chunks if chunk.lane == lane for m in chunk.members]
+            flags = last.gradient[start : start + self._flags[over]].tolist()
+            members = [m for chunk in self.chunks if _over(chunk) == over for m in chunk.members]
             found.update((id(m), n > 0) for m, n in zip(members, flags, strict=True))
         return found
 
@@ -326,7 +329,7 @@ class Gradients:
         if len(came) > 1:
             told = told_by_first(self.mesh, self.axes, json.dumps(came), "order")
             self.chunks = [self.chunks[i] for i in json.loads(told)]
-            self._last = {chunk.lane: chunk for chunk in self.chunks}
+            self._last = {_over(chunk): chunk for chunk in self.chunks}
         self._came = None
         self._listen({members[-1][1] for members in by_time})
 
@@ -392,6 +395,11 @@ def _call(method: weakref.WeakMethod[Any], number: int, p: torch.Tensor) -> None
     found = method()
     if found is not None:
         found(number, p)
+
+
+def _over(chunk: Chunk) -> Over:
+    """The axes along which the gradients of a chunk are summed."""
+    return chunk.lane, chunk.outer
 
 
 def _key(chunk: Chunk) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ from torch import nn
 from espalier.parallel.data.chunks import Chunk, Lane, Member
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+Kind = tuple[torch.dtype, torch.device, Lane, tuple[int, ...], bool]
 
 
 def units(model: nn.Module) -> list[nn.Module]:
@@ -80,7 +80,7 @@ def by_unit(members: Sequence[Member], model: nn.Module) -> list[tuple[list[nn.M
         fresh = [m for p in own if (m := by_id.pop(id(p), None)) is not None]
         parts += (([unit], alike) for alike in _alike(fresh).values())
     small = _small([sum(m.largest * m.dtype.itemsize for m in part) for _, part in parts])
-    pools: dict[Any, tuple[list[nn.Module], list[Member]]] = {}
+    pools: dict[Kind, tuple[list[nn.Module], list[Member]]] = {}
     together: list[tuple[list[nn.Module], list[Member]]] = []
     for i, (modules, part) in enumerate(parts):
         pool = pools.get(_kind(part[0])) if i in small else None
@@ -111,9 +111,9 @@ def by_size(members: Sequence[Member], megabytes: float) -> list[Chunk]:
     """Chunks of about that size; the first is a tenth, so that sending starts early."""
     groups: list[list[Member]] = []
     limit = megabytes * 1e5
-    open_: dict[Any, tuple[list[Member], float]] = {}
+    open_: dict[Kind, tuple[list[Member], float]] = {}
     for m in members:
-        kind, size = (m.dtype, m.p.device, m.lane), m.largest * m.dtype.itemsize
+        kind, size = _kind(m), m.largest * m.dtype.itemsize
         group, filled = open_.get(kind, ([], 0.0))
         if not group or filled + size > limit:
             limit = megabytes * (1e6 if groups else 1e5)
@@ -136,13 +136,13 @@ def _small(sizes: Sequence[int]) -> set[int]:
     return found
 
 
-def _kind(m: Member) -> tuple[torch.dtype, torch.device, Lane, bool]:
-    return m.dtype, m.p.device, m.lane, m.p.requires_grad
+def _kind(m: Member) -> Kind:
+    return m.dtype, m.p.device, m.lane, m.outer, m.p.requires_grad
 
 
-def _alike(members: Sequence[Member]) -> dict[Any, list[Member]]:
-    """Members apart by dtype, device, lane, and whether they are trained."""
-    groups: dict[Any, list[Member]] = {}
+def _alike(members: Sequence[Member]) -> dict[Kind, list[Member]]:
+    """Members apart by dtype, device, axes, and whether they are trained."""
+    groups: dict[Kind, list[Member]] = {}
     for m in members:
         groups.setdefault(_kind(m), []).append(m)
     return groups

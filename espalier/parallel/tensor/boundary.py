@@ -12,7 +12,8 @@ a matter of where a layout changes, and the rules carry it on from there:
 * the addends that a row layer gives are reduce-scattered.
 
 The all-reduces of 1D so become pairs of half their size, forward and backward; the one thing more is the
-gathering for the backward pass. A norm's parameters meet shards, so their gradients are summed (vary).
+gathering for the backward pass. A norm's parameters meet shards, so their gradients are summed: those of
+norms in blocks by the engine, in one message (the axis is deferred for them, design section 3.1).
 """
 
 from __future__ import annotations
@@ -52,15 +53,33 @@ def cut_sequences(
         blocks: the modules whose inputs are cut, if they hold a layer that is cut.
     """
     cut = {id(p): layouts[name].axes[axis] for name, p in model.named_parameters()}
-    met: set[int] = set()
     for module in model.modules():
         roles = _roles(module, cut)
         if roles:
-            met.add(id(module))
             _around(module, functools.partial(_layer, axis=axis, gathers="column" in roles))
         elif type(module).forward is nn.Embedding.forward:
             _around(module, functools.partial(_lookup, axis=axis))
-    cut_inputs([b for b in blocks if any(id(m) in met for m in b.modules() if m is not b)], axis)
+    cut_inputs(_with_cuts(blocks, cut), axis)
+
+
+def norms(blocks: Iterable[nn.Module], cut: Mapping[int, Any]) -> set[int]:
+    """The parameters, by ``id``, of norms in blocks: they meet shards of a sequence.
+
+    Args:
+        blocks: those whose inputs are cut, if they hold a layer that is cut.
+        cut: for parameters, by ``id``, the state along the axis.
+    """
+    found: set[int] = set()
+    for module in (m for block in _with_cuts(blocks, cut) for m in block.modules()):
+        own = list(module.parameters())
+        if "norm" in type(module).__name__.lower() and all(p.ndim < 2 and cut.get(id(p)) == R for p in own):
+            found.update(map(id, own))
+    return found
+
+
+def _with_cuts(blocks: Iterable[nn.Module], cut: Mapping[int, Any]) -> list[nn.Module]:
+    """The blocks that hold a layer that is cut."""
+    return [b for b in blocks if any(m is not b and _roles(m, cut) for m in b.modules())]
 
 
 def cut_inputs(blocks: Iterable[nn.Module], axis: int) -> None:
