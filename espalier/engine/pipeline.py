@@ -19,6 +19,7 @@ from espalier.engine.norm import Norm, scale_gradients, share_of
 from espalier.layout import Layout
 from espalier.parallel import Arrangement, arrange, everywhere
 from espalier.parallel.pipeline import Kind, Schedule, Timeline
+from espalier.parallel.pipeline.measure import measured_by_all
 from espalier.parallel.pipeline.stages import Stages
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.fallback import tree_map
@@ -46,7 +47,9 @@ class PipelineEngine(Engine):
         if batch is None:
             return None
         inputs = self._parted(dict(batch) if isinstance(batch, Mapping) else batch)[0]
-        self._stages = Stages(self.module, self.plan, self.mesh, tree_map(self._plain, inputs))
+        example = tree_map(self._plain, inputs)
+        costs = self._measured(example) if self.plan.balance == "measured" else None
+        self._stages = Stages(self.module, self.plan, self.mesh, example, costs)
         found = arrange(self.module, self.plan, self._here, batch=sample, stages=self.stages.meshes, **given)
         assert found is not None
         found.parts = self.stages.parts
@@ -58,6 +61,22 @@ class PipelineEngine(Engine):
         if not isinstance(x, torch.Tensor):
             return x
         return torch.zeros(x.shape, dtype=x.dtype) if self.mesh.is_dry else full_tensor(x)
+
+    def _measured(self, example: Any) -> Mapping[str, float]:
+        """The time that parts of the model take on so many rows as a rank computes."""
+        if self.mesh.is_dry:
+            raise ValueError(
+                'balance = "measured" needs the devices that will compute: a dry run has none. Say where '
+                "stages begin: Plan(cuts=engine.stages.split.cuts) of a real run."
+            )
+        rows, low = self._batches.share(example), self.plan.precision.parameters
+        dtype = None if low is None else getattr(torch, low)
+
+        def cut(x: Any) -> Any:
+            return self._cast(x[:rows] if isinstance(x, torch.Tensor) and x.ndim else x)
+
+        with self._autocast():
+            return measured_by_all(self.mesh, self.module, tree_map(cut, example), dtype=dtype)
 
     def lay_out(self, batch: Any = None) -> None:
         """Lay the parameters out; a batch is needed to split the model."""

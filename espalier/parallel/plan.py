@@ -59,6 +59,8 @@ class Plan(BaseModel):
             table of one. The results are the same.
         stages_per_rank: stages of each; ``"interleaved"`` takes 2 or more, ``"zbv"`` 2, the others 1.
         cuts: the modules at which the stages but the first begin; None: where stages are about equal.
+        balance: equal in operations and bytes (``"counted"``), or in the time that parts of the model take on
+            the ranks' devices before the first step (``"measured"``).
         data: ranks that share the batch, and what ``zero`` says of parameters, gradients and states.
         expert: ranks, among those that share the batch, that hold different experts of a model that has
             some: it divides ``data``. The mesh then has the axes ``data``, of size ``data / expert``, and
@@ -106,6 +108,7 @@ class Plan(BaseModel):
     schedule: Annotated[Any, PlainValidator(_schedule)] = "1f1b"
     stages_per_rank: Size = 1
     cuts: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] | None = None
+    balance: Literal["counted", "measured"] = "counted"
     data: Size = 1
     expert: Size = 1
     branch: Size = 1
@@ -153,6 +156,9 @@ class Plan(BaseModel):
         stages, several = self.pipe * self.stages_per_rank, self.stages_per_rank > 1
         if self.cuts is not None and len(self.cuts) != stages - 1:
             found.append(("cuts", self.cuts, f"{stages} stage(s) begin at {stages - 1} module(s)"))
+        if self.balance == "measured" and (self.cuts is not None or self.pipe == 1):
+            why = "cuts are given" if self.pipe > 1 else "there is one stage"
+            found.append(("balance", self.balance, f"{why}: there is nothing to balance"))
         if self.pipe == 1:
             if several:
                 found.append(("stages_per_rank", self.stages_per_rank, "stages need pipe of 2 or more"))

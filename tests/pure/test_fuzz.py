@@ -122,6 +122,7 @@ VALUES: dict[str, list[Any]] = {
     "pipe": [2, 3],
     "schedule": ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv"],
     "stages_per_rank": [2],
+    "balance": ["measured"],
     "clip": [0.5],
     "accumulate": [2, 3, 7],
     "chunk_megabytes": [1e-4],
@@ -143,6 +144,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "recompute_inputs": {"recompute": "selective"},
     "schedule": {"pipe": 2, "accumulate": 4},
     "stages_per_rank": {"pipe": 2, "accumulate": 4, "schedule": "interleaved"},
+    "balance": {"pipe": 2, "accumulate": 4},
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from espalier.models import build
+from espalier.parallel.pipeline.measure import measured
 from espalier.parallel.pipeline.split import Split, SplitError, split
 from espalier.parallel.pipeline.trees import leaves
 
@@ -90,6 +91,25 @@ def test_sequential_with_writes_in_place() -> None:
         found = split(model, 3, x, cuts)
         assert cuts is None or found.cuts == tuple(cuts)
         equal(model, x, found)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_parts_are_timed_one_by_one(dtype: torch.dtype | None) -> None:
+    """Without values, and without a trace of it left."""
+    model = build("gpt2", {**SIZES, "dropout": 0.1})
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    costs = measured(model, {"input_ids": IDS, "labels": IDS}, dtype=dtype, rounds=1)
+    assert list(costs) == [piece.name for piece in split(model, 2, IDS).pieces]
+    assert all(seconds > 0 for seconds in costs.values())
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+    assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), drawn)
+    with torch.device("meta"):
+        bare = build("gpt2", SIZES)
+    assert measured(bare, IDS, device=torch.device("cpu"), rounds=1).keys() == costs.keys()
+    slow = dict.fromkeys(costs, 1.0) | {"blocks.0": 20.0}
+    assert split(model, 2, IDS, costs=slow).cuts == ("blocks.1",)
 
 
 def test_wrong_cuts_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,42 @@ def test_of_four_ranks(ranks: Any, trial: int, tmp_path: Path) -> None:
         plan = {**plan, "schedule": str(tmp_path / "mine.csv")}
         (tmp_path / "mine.csv").write_text(to_csv(generate("zb-h1", 2, 4)))
     ranks(4, trains, [(plan, kind, changes)], timeout=240.0)
+
+
+class Slow(nn.Linear):
+    """Takes time of which no count tells, on some ranks."""
+
+    naps = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.naps)
+        return super().forward(x)
+
+
+def balances(rank: int, world: int) -> Any:
+    """Cuts by counts and by time; a step after the latter."""
+    found = []
+    for balance in ("counted", "measured"):
+        torch.manual_seed(4)
+        net = nn.Sequential(*(Slow(8, 8) for _ in range(6))).double()
+        net[0].naps = 0.02 * rank
+        before = [p.clone() for p in net.parameters()]
+        plain = copy.deepcopy(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        engine = espalier.initialize(net, optimizer, {**TWO, "balance": balance}, loss_fn=F.mse_loss)
+        data = torch.randn(8, 8).double(), torch.zeros(8, 8).double()
+        expected = F.mse_loss(plain(data[0]), data[1])
+        assert abs(engine.train_step(data).item() - expected.item()) < TOLERANCE
+        assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), before, strict=True))
+        found.append(engine.stages.split.cuts)
+    return found
+
+
+def test_stages_are_balanced_by_time(ranks: Any) -> None:
+    """Rank 1 alone is slow in the first part, and both cut after it."""
+    assert ranks(2, balances) == [[("3",), ("1",)]] * 2
+    with pytest.raises(ValueError, match="a dry run has none"):
+        dry({**TWO, "balance": "measured"}, "gpt2", {}, 4, None)
 
 
 # ---- what is drawn, held and met

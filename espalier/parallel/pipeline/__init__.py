@@ -3,6 +3,7 @@
 from espalier.parallel.pipeline.actions import Action, Kind, Schedule
 from espalier.parallel.pipeline.check import Report, ScheduleError, check, live
 from espalier.parallel.pipeline.generate import KINDS, generate
+from espalier.parallel.pipeline.measure import measured
 from espalier.parallel.pipeline.messages import with_messages, without_messages
 from espalier.parallel.pipeline.order import Costs, read_times
 from espalier.parallel.pipeline.simulate import Span, Timeline, simulate
@@ -38,6 +39,7 @@ __all__ = [
     "generate",
     "live",
     "load",
+    "measured",
     "read_times",
     "simulate",
     "split",

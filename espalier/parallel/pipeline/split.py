@@ -100,6 +100,20 @@ class StageProgram:
         for step in steps:
             step.run(env, modules, was, here)
 
+    @property
+    def begins(self) -> int:
+        """How many of the steps, at the beginning, make what each stage makes of the batch for itself."""
+        others = {source.number for source in self._body.sources if source.kind == "parameter"}
+        others.update(self._in)
+        own = (isinstance(s.func, str) or not others.isdisjoint(s.given) for s in self.steps)
+        return next((i for i, is_own in enumerate(own) if is_own), len(self.steps))
+
+    @property
+    def holders(self) -> list[nn.Module]:
+        """The modules whose own parameters and buffers it may use."""
+        owners = [self._modules[name.rpartition(".")[0]] for name in self.uses]
+        return list(dict.fromkeys([*self.inner, *owners]))
+
     def holds(self, step: Step) -> bool:
         """Whether a step uses parameters or buffers."""
         if isinstance(step.func, str) and _has_tensors(self._modules[step.func]):
@@ -264,9 +278,7 @@ def split(
         SplitError: listing what is wrong with the cuts; there are too few places for cuts; or the model does
             what stages cannot do (see ``docs/pipeline.md``).
     """
-    if device is None:
-        device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    family = _Family(model, Standing(model, device), device)
+    family = _family(model, device)
     found = family.trace(example)
     family.pieces = pieces(found, model, costs)
     if cuts is not None:
@@ -280,21 +292,43 @@ def split(
     return made
 
 
+def in_pieces(
+    model: nn.Module, example: Any, device: torch.device | None, dtype: torch.dtype | None
+) -> tuple[list[str], Sequence[StageProgram], Standing]:
+    """A model divided wherever it may be: the pieces' names, their programs, and what can stand in for it.
+
+    Args:
+        dtype: of its parameters, if they are floats; None: their own.
+
+    Raises:
+        SplitError: it cannot be divided so.
+    """
+    family = _family(model, device, dtype)
+    found = family.trace(example)
+    names = _begins(found, model)
+    return list(names), Split(family, found, list(names)[1:]).stages, family.standing
+
+
+def _family(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None = None) -> _Family:
+    if device is None:
+        device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    return _Family(model, Standing(model, device, dtype), device)
+
+
 def pieces(found: Trace, model: nn.Module, costs: Mapping[str, float] | None = None) -> list[Piece]:
     """What a model consists of between the places where it may be cut.
 
     Raises:
         SplitError: costs are given of modules that there are none of.
     """
-    starts = _candidates(found, model)
-    names = sorted(starts, key=lambda label: starts[label])
-    ends = [starts[n] for n in names[1:]] + [len(found.ops)]
+    starts = _begins(found, model)
+    ends = [*list(starts.values())[1:], len(found.ops)]
     sizes = {name: p.numel() * p.dtype.itemsize for name, p in model.named_parameters()}
     if costs is not None and (wrong := [n for n in costs if n not in starts]):
         raise SplitError(_near(wrong, list(starts), "costs"))
     result = []
     begin = 0
-    for name, end in zip(names, ends, strict=True):
+    for name, end in zip(starts, ends, strict=True):
         ops = [op for op in found.ops[begin:end] if not op.local]
         work = Work()
         for op in ops:
@@ -325,8 +359,8 @@ def _labels(found: Trace) -> dict[str, int]:
     return labels
 
 
-def _candidates(found: Trace, model: nn.Module) -> dict[str, int]:
-    """Where a stage may begin: at blocks of the outermost lists, and at what stands beside these."""
+def _begins(found: Trace, model: nn.Module) -> dict[str, int]:
+    """Where a stage may begin, in order: at blocks of the outermost lists, and beside these."""
     parts = {
         name for name, m in model.named_modules()
         if name and name not in found.containers and name.rpartition(".")[0] in found.containers
@@ -336,7 +370,7 @@ def _candidates(found: Trace, model: nn.Module) -> dict[str, int]:
         module = label.partition("@")[0]
         if module in parts and start not in result.values():
             result[label] = start
-    return result
+    return dict(sorted(result.items(), key=lambda item: item[1]))
 
 
 def _bounds(found: Trace, cuts: Sequence[str], model: nn.Module) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ class Stages:
     Args:
         mesh: with the axis ``pipe``.
         example: of the model's inputs.
+        costs: of modules, by which stages are balanced; by default what is counted.
 
     Attributes:
         split: the model as stages.
@@ -40,12 +42,14 @@ class Stages:
         runtime, agreement: what runs the stages, and knows what they tell one another.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, example: Any) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, mesh: Mesh, example: Any, costs: Mapping[str, float] | None = None
+    ) -> None:
         self._model, self._plan, self._mesh = model, plan, mesh
         self._schedules: dict[tuple[int, Kind | None], Schedule] = {}
         places = self.schedule(plan.accumulate).stage_to_rank
         device = torch.device("cpu") if mesh.is_dry else mesh.device()
-        self.split = split(model, len(places), example, plan.cuts, device=device)
+        self.split = split(model, len(places), example, plan.cuts, costs, device=device)
         here = mesh.coordinate[mesh.axis("pipe")]
         self.local = tuple(i for i, rank in enumerate(places) if rank == here)
         self.has_last = places[-1] == here

@@ -26,10 +26,11 @@ class Standing:
     Args:
         model: the model.
         device: on which stand-ins claim to be.
+        dtype: of parameters' stand-ins, if these are floats; None: their own.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model, self.device = model, device
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        self.model, self.device, self._dtype = model, device, dtype
         self._forwards = {id(m): vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
 
     def hooked(self, module: nn.Module) -> bool:
@@ -92,7 +93,8 @@ class Standing:
         for key, p in m._parameters.items():
             if p is not None:
                 if id(p) not in stood:
-                    like = self._fake(p, fake)
+                    cast = self._dtype is not None and p.is_floating_point()
+                    like = self._fake(p, fake, self._dtype if cast else None)
                     stood[id(p)] = nn.Parameter(like, requires_grad=p.requires_grad)
                 m._parameters[key] = stood[id(p)]
         for key, b in m._buffers.items():
@@ -101,9 +103,9 @@ class Standing:
                     stood[id(b)] = self._copied(b, fake)
                 m._buffers[key] = stood[id(b)]
 
-    def _fake(self, x: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
+    def _fake(self, x: torch.Tensor, fake: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.Tensor:
         with fake:
-            return torch.empty(tuple(x.shape), dtype=x.dtype, device=self.device)
+            return torch.empty(tuple(x.shape), dtype=dtype or x.dtype, device=self.device)
 
     def _copied(self, b: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
         if type(b) is DTensor and not b.is_meta:

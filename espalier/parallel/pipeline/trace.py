@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -226,9 +226,9 @@ class _Recorder(TorchFunctionMode):
         """A module that does what fakes cannot follow: run by itself on some values, for its shapes."""
         self._quiet += 1
         try:
-            with self.worked.as_one(), torch.no_grad(), stand_in_values(module):
-                some = mapped(_some, (args, kwargs))
-                out = module(*some[0], **some[1])
+            with self.worked.as_one(), torch.no_grad(), stand_in_values(module.modules()):
+                given_some = mapped(_valued, (args, kwargs))
+                out = module(*given_some[0], **given_some[1])
         except Exception as other:
             raise _Hidden(f"{error} in {name!r}, which could not be run by itself either: {other}") from error
         finally:
@@ -368,16 +368,19 @@ def _statistics(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def stand_in_values(module: nn.Module) -> Iterator[None]:
-    """While open, a module's fake parameters have some values."""
+def stand_in_values(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While open, the fake parameters of modules have some values."""
     kept: list[tuple[Any, str, torch.Tensor]] = []
     table: dict[str, Any]
-    for m in module.modules():
+    stood: dict[int, Any] = {}
+    for m in modules:
         for table in (m._parameters, m._buffers):
             for key, x in table.items():
                 if isinstance(x, FakeTensor):
                     kept.append((table, key, x))
-                    table[key] = _some(x)
+                    if id(x) not in stood:
+                        stood[id(x)] = _valued(x).requires_grad_(x.requires_grad)
+                    table[key] = stood[id(x)]
     try:
         yield
     finally:
@@ -385,9 +388,12 @@ def stand_in_values(module: nn.Module) -> Iterator[None]:
             table[key] = x
 
 
-def _some(x: Any) -> Any:
-    if not isinstance(x, FakeTensor):
-        return x
-    if x.is_floating_point():
-        return torch.randn(x.shape, dtype=x.dtype, device=x.device)
-    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+def _valued(x: Any) -> Any:
+    return some(x.shape, x.dtype, x.device) if isinstance(x, FakeTensor) else x
+
+
+def some(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of values that mean nothing."""
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)

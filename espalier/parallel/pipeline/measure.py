@@ -1,0 +1,104 @@
+"""How long the parts of a model take on a device: what ``split`` may balance by, in place of counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from espalier.comm.agreement import agree
+from espalier.comm.collectives import all_reduce_
+from espalier.mesh import Mesh
+from espalier.parallel.pipeline.actions import Action, Kind
+from espalier.parallel.pipeline.record import SplitError
+from espalier.parallel.pipeline.split import StageProgram, in_pieces
+from espalier.parallel.pipeline.steps import Env
+from espalier.parallel.pipeline.stopwatch import Stopwatch
+from espalier.parallel.pipeline.trace import some, stand_in_values
+from espalier.parallel.pipeline.trees import leaves, mapped
+
+
+def measured(
+    model: nn.Module,
+    example: Any,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    rounds: int = 5,
+) -> dict[str, float]:
+    """Seconds that the parts of a model take here, forward and backward: the ``costs`` of :func:`split`.
+
+    One part after another is run by itself, with random parameters, on random values where others would send
+    some. So the model is not changed, may lie on the meta device, and takes no more memory than its largest
+    part. What each stage computes of the batch for itself (masks, positions) is not timed. Autocast holds
+    if it is open.
+
+    Args:
+        example: a micro-batch, as plain tensors.
+        device: that computes; by default that of the parameters.
+        dtype: of parameters that are floats; None: their own.
+        rounds: the shortest time of so many is taken, after one that does not count.
+
+    Raises:
+        SplitError: a part cannot be run by itself.
+    """
+    names, programs, standing = in_pieces(model, example, device, dtype)
+    device = standing.device
+    batch = mapped(lambda x: x.detach().to(device) if isinstance(x, torch.Tensor) else x, example)
+    found = {}
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(standing.in_place(FakeTensorMode(allow_non_fake_inputs=True)))
+        for name, program in zip(names, programs, strict=True):
+            try:
+                found[name] = _seconds(program.on(model), batch, device, rounds)
+            except Exception as error:
+                raise SplitError(
+                    f"{name!r} cannot be run by itself on random values, to be measured ({error}). Let its "
+                    'operations be counted, balance = "counted", or name cuts: Plan(cuts=[...]).'
+                ) from error
+    return found
+
+
+def measured_by_all(mesh: Mesh, model: nn.Module, example: Any, **given: Any) -> Mapping[str, float]:
+    """:func:`measured` on every rank of a mesh; of each part the time of the slowest."""
+    found: dict[str, float] = {}
+    failure: Exception | None = None
+    try:
+        found = measured(model, example, device=mesh.device(), **given)
+    except Exception as error:
+        failure = error
+    agree(failure, mesh, range(mesh.ndim))
+    times = torch.tensor([*found.values()], dtype=torch.float64, device=mesh.device())
+    for axis in range(mesh.ndim):
+        all_reduce_(times, mesh, axis, "max").wait()
+    return dict(zip(found, times.tolist(), strict=True))
+
+
+def _seconds(program: StageProgram, batch: Any, device: torch.device, rounds: int) -> float:
+    watch, first = Stopwatch(device), program.begins
+
+    def timed(program: StageProgram, env: Env, here: torch.device) -> None:
+        program.do(program.steps[:first], env, here)
+        watch.start()
+        program.do(program.steps[first:], env, here)
+
+    with stand_in_values(program.holders):
+        for i in range(rounds + 1):
+            given = [some(v.shape, v.dtype, device).requires_grad_(v.grad) for v in program.inputs]
+            roots = [x for x in leaves(program(given, batch, timed), torch.Tensor) if x.requires_grad]
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
+            watch.stop(Action(Kind.F, program.number, i))
+            del roots
+    return min(span.end - span.start for span in watch.spans()[1:])
+
+
+__all__ = ["measured", "measured_by_all"]
