@@ -35,7 +35,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-MAX_RANKS = 8
+MAX_RANKS = 16
 TIMEOUT = 120.0
 # How long the other ranks may take to notice that one has failed before they are killed.
 GRACE = 5.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,36 @@ TRIALS: list[Trial] = [
 @pytest.mark.parametrize("trial", range(len(TRIALS)))
 def test_equals_one_process(ranks: Any, trial: int) -> None:
     ranks(8, trains, [TRIALS[trial]], timeout=240.0)
+
+
+OF_SIXTEEN: list[Trial] = [
+    ({**TWO, "accumulate": 2, "tensor": 8, "tensor_mode": "3d", "schedule": "zb-h1"}, "gpt2", TIED),
+    (
+        {
+            **TWO,
+            "accumulate": 2,
+            "tensor": 8,
+            "tensor_mode": "3d",
+            "schedule": "zbv",
+            "stages_per_rank": 2,
+            "zero": 1,
+        },
+        "gpt",
+        FOUR,
+    ),
+    (
+        {**TWO, "accumulate": 2, "tensor": 8, "tensor_mode": "2.5d", "depth": 2, "schedule": "zb-h1"},
+        "gpt2",
+        TIED,
+    ),
+]
+
+
+@pytest.mark.skipif(not os.environ.get("ESPALIER_SWEEP"), reason="ESPALIER_SWEEP=1 runs it: 16 ranks")
+@pytest.mark.world(16)
+@pytest.mark.parametrize("trial", range(len(OF_SIXTEEN)))
+def test_of_sixteen_ranks(ranks: Any, trial: int) -> None:
+    ranks(16, trains, [OF_SIXTEEN[trial]], timeout=500.0)
 
 
 OF_FOUR: list[Trial] = [

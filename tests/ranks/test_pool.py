@@ -115,8 +115,8 @@ def test_a_result_that_cannot_be_pickled_is_an_error(ranks):
 
 
 def test_too_many_ranks(ranks):
-    with pytest.raises(ValueError, match="1 to 8 ranks, asked for 9"):
-        ranks(9, pid)
+    with pytest.raises(ValueError, match="1 to 16 ranks, asked for 17"):
+        ranks(17, pid)
 
 
 def test_groups_left_behind_do_not_pile_up(ranks):
