@@ -89,9 +89,9 @@ class Work:
         return {name: x[rows].contiguous() for name, x in self.batch(number).items()}
 
 
-def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """As torch makes it by default."""
-    return torch.optim.AdamW(parameters, lr=RATE)
+def adamw(parameters: Iterable[torch.Tensor], fused: bool | None = None) -> torch.optim.Optimizer:
+    """As torch makes it by default, or with its fused kernel."""
+    return torch.optim.AdamW(parameters, lr=RATE, fused=fused)
 
 
 def plain(
@@ -156,10 +156,10 @@ def flat(work: Work) -> Step:
     return plain(model, _own(work), adamw(parameters), reduce)
 
 
-def ddp(work: Work) -> Step:
+def ddp(work: Work, fused: bool | None = None) -> Step:
     """torch's DistributedDataParallel."""
     model = DistributedDataParallel(work.model())
-    return plain(model, _own(work), adamw(model.parameters()))
+    return plain(model, _own(work), adamw(model.parameters(), fused))
 
 
 def redundancy(work: Work) -> Step:
@@ -178,14 +178,14 @@ def fsdp1(work: Work) -> Step:
     return plain(model, _own(work), adamw(model.parameters()))
 
 
-def fsdp2(work: Work, again: bool = True) -> Step:
+def fsdp2(work: Work, again: bool = True, fused: bool | None = None) -> Step:
     """torch's fully_shard on each block and the root; ``again`` sharded after forward, or not."""
     model = work.model()
     mesh = init_device_mesh("cpu", (work.ranks,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, reshard_after_forward=again)
-    return plain(model, _own(work), adamw(model.parameters()))
+    return plain(model, _own(work), adamw(model.parameters(), fused))
 
 
 def deepspeed(work: Work, stage: int) -> Step:
@@ -237,10 +237,12 @@ CONTESTANTS: dict[str, Callable[[Work], Step]] = {
     "alone, its share": lambda work: alone(work, work.ranks),
     "flat": flat,
     "ddp": ddp,
+    "ddp-fused": partial(ddp, fused=True),
     "redundancy": redundancy,
     "fsdp1": fsdp1,
     "fsdp2": fsdp2,
     "fsdp2-kept": partial(fsdp2, again=False),
+    "fsdp2-fused": partial(fsdp2, fused=True),
     **{f"deepspeed{stage}": partial(deepspeed, stage=stage) for stage in (1, 2, 3)},
     **{f"zero{stage}": partial(ours, stage=stage) for stage in range(4)},
 }

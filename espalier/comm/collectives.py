@@ -94,7 +94,7 @@ def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum", *, besi
     n = mesh.shape[axis]
     if n == 1:
         return Pending()
-    if tracers() and not mesh.is_dry:
+    if tracers() and not mesh.is_dry and type(x) is not torch.Tensor:  # traced, and not only watched
         x.copy_(all_reduce(x, mesh, axis, op))
         return Pending()
     if mesh.ledgers:

@@ -151,7 +151,7 @@ def dry_engine(
         )
     for group in () if optimizer is None else optimizer.param_groups:
         # kernels that need a device; without, it is the same update
-        group.update({key: False for key in ("fused", "capturable") if group.get(key)})
+        group.update({key: said for key, said in (("fused", None), ("capturable", False)) if group.get(key)})
     plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
     mesh = Mesh.dry(plan.axes, coordinate)
     return initialize(model, optimizer, plan, mesh=mesh, example=batch, **given)

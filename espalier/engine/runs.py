@@ -8,6 +8,7 @@ its view: what ``optimizer.state`` says of a parameter is what it would say anyw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_, itemgetter
@@ -15,14 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.optim import optimizer as _base
 
+from espalier.parallel.fused import may_fuse
 from espalier.tensor import plain, stamp
 
 State = dict[str, Any]
 
-_MOST = 2**18  # elements of a run: so what the update computes on the way stays in a cache, and small
-_OTHERWISE = ("foreach", "fused", "capturable", "differentiable")
+# elements of a run, if no fused kernel updates it: so what is computed on the way stays in a cache, and small
+_MOST = 2**18
+_OTHERWISE = ("foreach", "capturable", "differentiable")
 # the C functions themselves: the way of every step, and a gradient is a DTensor
 _address, _in_a_row = torch._C.TensorBase.data_ptr, torch._C.TensorBase.is_contiguous
 _grad = vars(torch._C.TensorBase)["grad"].__get__
@@ -30,17 +32,19 @@ _dtype = vars(torch._C.TensorBase)["dtype"].__get__
 
 
 class _Group(NamedTuple):
-    """What the parameters of a group are: in runs, in none, without gradients."""
+    """What the parameters of a group are: in runs of so many elements at most, in none, without gradients."""
 
     ids: list[int]
+    most: float
     runs: list[_Run]
     alone: list[torch.Tensor]
     idle: list[torch.Tensor]
 
-    def is_valid(self, params: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> bool:
+    def is_valid(self, params: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, most: float) -> bool:
         """Whether it would be the same again."""
         return (
             list(map(id, params)) == self.ids
+            and self.most == most
             and all(_grad(p) is None for p in self.idle)
             and not any(_grad(p) is None for p in self.alone)
             and all(run.is_valid(optimizer) for run in self.runs)
@@ -65,12 +69,12 @@ class Runs:
         others: list[torch.Tensor] = []
         for i, group in enumerate(optimizer.param_groups):
             params = group["params"]
-            if any(group.get(name) for name in _OTHERWISE) or _is_watched(optimizer):
+            if any(group.get(name) for name in _OTHERWISE):
                 others += params
                 continue
-            found = before.get(i)
-            if found is None or not found.is_valid(params, optimizer):
-                found = _joined(params, optimizer)
+            found, most = before.get(i), math.inf if may_fuse(optimizer, group) else _MOST
+            if found is None or not found.is_valid(params, optimizer, most):
+                found = _joined(params, optimizer, most)
             self._groups[i] = found
             others += found.alone
             group["params"] = [*[run.open(optimizer) for run in found.runs], *found.alone, *found.idle]
@@ -83,9 +87,9 @@ class Runs:
                 run.close(optimizer)
 
 
-def _joined(params: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> _Group:
-    found = _Group(list(map(id, params)), [], [], [p for p in params if p.grad is None])
-    for members in _adjacent([p for p in params if p.grad is not None]):
+def _joined(params: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, most: float) -> _Group:
+    found = _Group(list(map(id, params)), most, [], [], [p for p in params if p.grad is None])
+    for members in _adjacent([p for p in params if p.grad is not None], most):
         run = _Run.of(members, optimizer) if len(members) > 1 else None
         if run is None:
             found.alone.extend(members)
@@ -198,13 +202,6 @@ class _Run:
             given[name] = part
 
 
-def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody looks at its parameters in a step."""
-    of_all = (getattr(_base, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post"))
-    own = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
-    return any((*of_all, *own))
-
-
 def _steps(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How far each lies behind the first, in bytes."""
     start = _address(tensors[0])
@@ -217,10 +214,11 @@ def _in_one(first: torch.Tensor, last: torch.Tensor) -> bool:
     return _address(last) + plain(last).nbytes <= storage.data_ptr() + storage.nbytes()
 
 
-def _adjacent(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _adjacent(params: Sequence[torch.Tensor], most: float) -> list[list[torch.Tensor]]:
     """Parameters with gradients, by stretches in which both lie one after the other."""
     found: list[list[torch.Tensor]] = []
-    here = there = left = 0
+    here = there = 0
+    left = 0.0
     for address, _, p in sorted([(p.data_ptr(), i, p) for i, p in enumerate(params)]):
         grad, n = p.grad, p.numel()
         assert grad is not None
@@ -231,7 +229,7 @@ def _adjacent(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
             found[-1].append(p)
         else:
             found.append([p])
-            left = _MOST if joins else 0
+            left = most if joins else 0
         here, there, left = address + p.nbytes, at + p.nbytes, left - n
     return found
 

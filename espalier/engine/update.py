@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
+from torch.optim import optimizer as _base
 
 from espalier.engine.norm import scale_gradients
 from espalier.engine.runs import Runs
+from espalier.parallel.fused import fused
 from espalier.tensor import DTensor, lay_out, stamp
 from espalier.tensor.deferred import make_values_real
 
@@ -82,17 +85,28 @@ def update(
         optimizer.step()
         return
     outside = {id(p) for p in _held(optimizer)} - set(map(id, parameters))
+    alone: list[Any] = list(parameters)
+
+    @contextmanager
+    def prepared() -> Iterator[None]:
+        nonlocal alone
+        with nullcontext(alone) if runs is None else runs.joined(optimizer) as alone:
+            if factor is not None and not watched:
+                scale_gradients([p for p in _held(optimizer) if id(p) not in outside], factor)
+            with fused(optimizer):
+                yield
+
     with raw():
         # as plain parameters they are spared DTensor's Python getters, and on CUDA torch's choice of
         # the foreach implementation, which goes by class, falls as for any other model
         for p in parameters:
             p.__class__ = nn.Parameter  # type: ignore[assignment]
         try:
-            with nullcontext(parameters) if runs is None else runs.joined(optimizer) as alone:
-                if factor is not None:
-                    scale_gradients([p for p in _held(optimizer) if id(p) not in outside], factor)
-                with _lined_up(optimizer):
-                    optimizer.step()
+            watched = _is_watched(optimizer)
+            if watched and factor is not None:
+                scale_gradients(parameters, factor)
+            with _within_hooks(optimizer, prepared()) if watched else prepared():
+                optimizer.step()
         finally:
             for p in parameters:
                 p.__class__ = DTensor
@@ -117,27 +131,30 @@ def forget_gradients(optimizer: torch.optim.Optimizer) -> None:
             _set_grad(p, None)
 
 
-@contextmanager
-def _lined_up(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While open, what a fused kernel updates is contiguous: it goes through memory and asks for no strides.
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody looks at its parameters in a step."""
+    of_all = (getattr(_base, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post"))
+    own = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
+    return getattr(optimizer.step, "hooked", True) and any((*of_all, *own))
 
-    A piece of a parameter that is cut on another dim than the first is not.
-    """
-    kept = []
-    for p in (p for group in optimizer.param_groups if group.get("fused") for p in group["params"]):
-        grad = p.grad
-        if grad is None or (p.is_contiguous() and grad.is_contiguous()):
-            continue  # and so are states, made like it
-        state = {name: x for name, x in optimizer.state.get(p, {}).items() if isinstance(x, torch.Tensor)}
-        kept.append((p, p.data))
-        p.data, p.grad = p.data.contiguous(), grad.contiguous()
-        for name, x in state.items():
-            optimizer.state[p][name] = x.contiguous()
+
+@contextmanager
+def _within_hooks(optimizer: torch.optim.Optimizer, around: AbstractContextManager[None]) -> Iterator[None]:
+    """While open, a step enters ``around`` after all hooks before it, and leaves it before all after it."""
+    entered = ExitStack()
+
+    def enter(*_: Any) -> None:
+        entered.enter_context(around)
+
+    before = optimizer.register_step_pre_hook(enter)
+    after = optimizer.register_step_post_hook(lambda *_: entered.close())
+    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
     try:
-        yield
+        with entered:
+            yield
     finally:
-        for p, data in kept:
-            p.data = data.copy_(p.data)
+        before.remove()
+        after.remove()
 
 
 __all__ = ["ELEMENTWISE", "forget_gradients", "lay_out_states", "update"]

@@ -105,8 +105,6 @@ def verify(job: Job) -> Verification | None:
     notices = []
     if silenced:
         notices.append(f"dropout set to 0 ({', '.join(silenced)}): the reference draws other random numbers")
-    if job.optimizer.arguments.get("fused"):
-        notices.append("optimizer.fused kept: its rounding may differ with the shapes of the shards")
     job = replace(job, model=spec)
     model = build_model(spec, settings.seed, torch.float64)
     if job.weights is not None:

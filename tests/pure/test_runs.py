@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -130,7 +129,7 @@ def test_what_others_change_in_between_is_seen() -> None:
     pair.step()
 
 
-def test_groups_and_hooks_are_respected() -> None:
+def test_groups_are_respected() -> None:
     def two_groups(params: list[nn.Parameter]) -> Optimizer:
         groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.5}]
         return torch.optim.AdamW(groups, lr=0.1)
@@ -139,10 +138,6 @@ def test_groups_and_hooks_are_respected() -> None:
     pair.step()
     pair.step()
     assert pair.held == [2, 2]
-    seen: list[int] = []
-    pair.optimizer.register_step_pre_hook(lambda o, *_: seen.append(len(o.param_groups[0]["params"])))
-    pair.step()
-    assert seen == [3]  # whoever looks in finds the parameters themselves
 
 
 def test_autograd_sees_that_parameters_were_written_to() -> None:
@@ -159,8 +154,11 @@ def test_autograd_sees_that_parameters_were_written_to() -> None:
 def test_long_runs_are_cut() -> None:
     values = [torch.randn(2**17) for _ in range(5)]
     params = laid(values)
-    optimizer, runs = torch.optim.AdamW(params), Runs()
     give(params, [torch.randn(2**17) for _ in params])
-    with runs.joined(optimizer):
-        held = [p.numel() for p in optimizer.param_groups[0]["params"]]
-    assert sum(held) == 5 * 2**17 and max(held) == 2**18 and math.ceil(5 / 2) == len(held)
+
+    def held(optimizer: Optimizer) -> list[int]:
+        with Runs().joined(optimizer):
+            return [p.numel() for p in optimizer.param_groups[0]["params"]]
+
+    assert held(torch.optim.AdamW(params, fused=False)) == [2**18, 2**18, 2**17]
+    assert held(torch.optim.AdamW(params)) == [5 * 2**17]  # a fused kernel computes nothing on the way

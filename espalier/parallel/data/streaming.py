@@ -7,10 +7,10 @@ given its own part to do (Ren et al. 2021, ZeRO-Offload; Rajbhandari et al. 2021
 
 from __future__ import annotations
 
-import types
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import Chunk, show
 from espalier.parallel.data.disk import DiskError
 from espalier.parallel.data.residency import Shelf
+from espalier.parallel.fused import has_host_kernel
 from espalier.parallel.offload import Place
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
@@ -30,8 +31,6 @@ Step = Callable[[torch.optim.Optimizer], None]
 Turns = Callable[[Chunk, bool], AbstractContextManager[None]]
 
 _grad: Any = torch.Tensor.grad
-# those with a fused kernel for the CPU
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
 class _State(NamedTuple):
@@ -151,7 +150,7 @@ class Streaming:
     def _rest(self, shadows: Sequence[torch.optim.Optimizer], step: Step) -> None:
         try:
             for i, (a, shadow) in enumerate(zip(self.away, shadows, strict=True)):
-                on_host = a.place != "device" and _has_host_kernel(shadow)
+                on_host = a.place != "device" and has_host_kernel(shadow)
                 if a.place != "device":
                     what, shown = a.states(shadow)
                     a.set(shadow, what, self.shelf.take(a.key, shown, on_host=on_host))
@@ -226,11 +225,6 @@ class Streaming:
         return sum(x.numel() * x.element_size() + 64 for x in states if x.ndim) + master
 
 
-def _has_host_kernel(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it can update states in the host's memory there, by a fused kernel."""
-    return type(optimizer) in _FUSED
-
-
 def _shadow(optimizer: torch.optim.Optimizer, a: Away) -> torch.optim.Optimizer:
     """The optimizer again, with the parameters of one chunk, the same states, and no hooks."""
     shadow = object.__new__(type(optimizer))
@@ -238,18 +232,14 @@ def _shadow(optimizer: torch.optim.Optimizer, a: Away) -> torch.optim.Optimizer:
     step = type(optimizer).step
     if getattr(step, "hooked", False):  # by torch.optim.Optimizer: what is within runs no hooks
         step = step.__wrapped__  # type: ignore[attr-defined]
-    shadow.step = types.MethodType(step, shadow)  # type: ignore[method-assign]
+    shadow.step = partial(step, shadow)  # type: ignore
+    shadow.step.hooked = False  # type: ignore[attr-defined]
     own = {id(m.p) for m in a.chunk.members}
     shadow.param_groups = []
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if id(p) in own]
         if params:
             shadow.param_groups.append({**group, "params": params})
-    if a.place != "device" and _has_host_kernel(optimizer):
-        for group in shadow.param_groups:
-            floats = all(p.is_floating_point() and not p.is_meta for p in group["params"])
-            if floats and group["fused"] is None and not group["foreach"] and not group["differentiable"]:
-                group["fused"] = True
     return shadow
 
 
