@@ -14,9 +14,10 @@ from espalier.comm.collectives import broadcast
 from espalier.engine.accumulation import Number
 from espalier.engine.predict import entered, plain_output
 from espalier.layout import gradient_layout
-from espalier.parallel.pipeline.actions import Action
+from espalier.parallel.pipeline.actions import Action, Schedule
 from espalier.parallel.pipeline.agreement import taken_apart
 from espalier.parallel.pipeline.alone import Alone, as_plain
+from espalier.parallel.pipeline.later import Later
 from espalier.parallel.pipeline.runtime import Agreed, Trees
 from espalier.parallel.pipeline.split import StageProgram
 from espalier.parallel.pipeline.trees import leaves
@@ -49,7 +50,7 @@ class Step:
         of_parts = zip(self._splits, self._inputs, strict=True)
         self.agreed = [agreement(*of, self._called, self._followed) for of in of_parts]
         self._fit: dict[StageProgram, bool] = {}
-        self._is_plain = False
+        self._is_plain, self._later = False, Later()
         self._states, self._after = _random_states(self.agreed, self._stages.local)
 
     def at(self, action: Action) -> None:
@@ -86,7 +87,7 @@ class Step:
         return self._fit[program]
 
     @contextmanager
-    def open(self) -> Iterator[None]:
+    def open(self, schedule: Schedule) -> Iterator[None]:
         """While open, what can be done once is not done for each micro-batch."""
         last, local = len(self._splits[0].stages) - 1, self._stages.local
         alone = [of.alone[stage] for of in self.agreed for stage in local if stage in of.alone]
@@ -95,6 +96,7 @@ class Step:
         self._is_plain = whole and all(of.lasts for of in alone) and not any(map(_is_hooked, programs))
         with (
             as_plain(*programs) if self._is_plain else nullcontext(),
+            self._later.of(p for of in programs if _is_awaited(of, schedule) for p in of.parameters()),
             self._followed.open()
             if whole and last in local and self._followed is not None
             else nullcontext(),
@@ -139,6 +141,7 @@ class Step:
         self._part(stage).begin(last)
 
     def end_backward(self, stage: int) -> None:
+        self._later.do()
         self._part(stage).flush()
 
     def _part(self, stage: int) -> Any:
@@ -183,6 +186,13 @@ def _is_hooked(program: StageProgram) -> bool:
     """Whether somebody is told of its parameters in the backward pass, and expects DTensors."""
     with raw():
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in program.parameters())
+
+
+def _is_awaited(program: StageProgram, schedule: Schedule) -> bool:
+    """Whether another rank waits for the gradients of a stage's inputs, and not yet for no more than these."""
+    stage, places = program.number, schedule.stage_to_rank
+    beside = stage > 0 and places[stage - 1] != places[stage]
+    return beside and torch.is_grad_enabled() and not schedule.splits_backward
 
 
 def _random_states(

@@ -8,6 +8,7 @@ let go: of the graph only the edge that backward starts from is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -81,7 +82,7 @@ class Work(Protocol):
         """Before weights get gradients; ``last``: for the last time in this step."""
 
     def end_backward(self, stage: int) -> None:
-        """After it."""
+        """After it: they get what was put off while their inputs' gradients were on their way."""
 
 
 class _Live:
@@ -121,6 +122,7 @@ class Runtime:
         self._inbox: dict[Action, tuple[list[torch.Tensor], Pending]] = {}
         self._outbox: dict[Action, list[torch.Tensor]] = {}
         self._sending: dict[tuple[Kind, int], Pending] = {}
+        self._ending: Action | None = None
 
     def run(self, schedule: Schedule, agreed: Sequence[Agreed], work: Work) -> None:
         """Do this rank's row.
@@ -141,20 +143,25 @@ class Runtime:
                 work.at(action)
                 if not action.kind.computes:
                     self._message(action)
-                elif self.failure is None:
-                    try:
-                        self._watch.start()
-                        self._compute(action)
-                        self._watch.stop(action)
-                    except Exception as error:
-                        self.failure = error
-                        self.live.clear()
-                if action.kind.computes and self.failure is not None:
+                    continue
+                self._tried(self._end)
+                self._tried(partial(self._compute, action))
+                if self.failure is not None:
                     self._stand_in(action)
+            self._tried(self._end)
             for pending in self._sending.values():
                 pending.wait()
         finally:
             self._clear()
+
+    def _tried(self, do: Callable[[], None]) -> None:
+        """Compute something, unless something else went wrong already."""
+        if self.failure is None:
+            try:
+                do()
+            except Exception as error:
+                self.failure = error
+                self.live.clear()
 
     def _posted_early(self, row: Sequence[Action]) -> list[Action]:
         """The row, each receive before the computation that it stands behind.
@@ -234,18 +241,19 @@ class Runtime:
     # ---- computation
 
     def _compute(self, action: Action) -> None:
+        self._watch.start()
+        self._work.phase("forward" if action.kind is Kind.F else "backward")
         if action.kind is Kind.F:
-            self._work.phase("forward")
             self._f(action)
-            return
-        self._work.phase("backward")
-        if action.kind is Kind.W:
+        elif action.kind is Kind.W:
             self._w(action)
-            return
-        parted = action.kind is Kind.I and self._parts
-        self._backward(action, parted)
-        if not parted:
-            self._end(action)
+        else:
+            parted = action.kind is Kind.I and self._parts
+            self._backward(action, parted)
+            if not parted:
+                self._ending = action  # when what it has made is on its way
+                return
+        self._watch.stop(action)
 
     def _stand_in(self, action: Action) -> None:
         """What others wait for, without what it should be."""
@@ -297,7 +305,7 @@ class Runtime:
             assert later is not None, "I comes before W"
             self._begin(action)
             later()
-            self._end(action)
+            self._ended(action)
 
     def _backward(self, action: Action, parted: bool) -> None:
         _, stage, micro = action
@@ -322,7 +330,14 @@ class Runtime:
     def _begin(self, action: Action) -> None:
         self._work.begin_backward(action.stage, self._last[action.stage] == action)
 
-    def _end(self, action: Action) -> None:
+    def _end(self) -> None:
+        """The end of a backward pass, behind the messages that follow it."""
+        action, self._ending = self._ending, None
+        if action is not None:
+            self._ended(action)
+            self._watch.stop(action)
+
+    def _ended(self, action: Action) -> None:
         del self.live[action.stage, action.micro_batch]
         self._work.end_backward(action.stage)
 
