@@ -189,7 +189,7 @@ def _is_hooked(program: StageProgram) -> bool:
 
 
 def _is_awaited(program: StageProgram, schedule: Schedule) -> bool:
-    """Whether another rank waits for the gradients of a stage's inputs, and not yet for no more than these."""
+    """Whether another rank waits for the gradients of a stage's inputs, and a backward pass gives all."""
     stage, places = program.number, schedule.stage_to_rank
     beside = stage > 0 and places[stage - 1] != places[stage]
     return beside and torch.is_grad_enabled() and not schedule.splits_backward

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import espalier
-from espalier.parallel.pipeline import Kind
+from espalier.parallel.pipeline import Action, Kind
 from espalier.train.job import Job
 from espalier.train.trainer import train
 from espalier.train.verify import verify
@@ -29,21 +29,23 @@ def timelines(rank: int, world: int, plan: dict[str, Any]) -> None:
     engine.evaluate([batch(8, 2)])  # is no step
     timeline = engine.timeline()
     schedule = timeline.schedule
-    ends = {}
+    starts, ends = {}, {}
     for done, row in zip(timeline.spans, schedule.actions, strict=True):
         assert [span.action for span in done] == [action for action in row if action.kind.computes]
         moment = 0.0
         for action, start, end in done:
             assert moment <= start < end
             moment = end
-            ends[action.kind, action.stage, action.micro_batch] = end
+            starts[action], ends[action] = start, end
     # ranks of one machine have one clock: a stage does not begin before what it needs has been done
     for done in timeline.spans:
         for (kind, stage, micro), start, _ in done:
             if kind is Kind.F and stage:
-                assert ends[Kind.F, stage - 1, micro] <= start
-            if kind in (Kind.B, Kind.I) and stage + 1 < schedule.stages:
-                assert ends[kind, stage + 1, micro] <= start
+                assert ends[Action(Kind.F, stage - 1, micro)] <= start
+            if kind is Kind.I and stage + 1 < schedule.stages:
+                assert ends[Action(kind, stage + 1, micro)] <= start
+            if kind is Kind.B and stage + 1 < schedule.stages:  # inputs' gradients are sent before its end
+                assert starts[Action(kind, stage + 1, micro)] < start
     assert min(row[0].start for row in timeline.spans) == 0
     assert timeline.step_time == max(ends.values())
     predicted = timeline.predicted()
