@@ -318,7 +318,9 @@ def broadcast_(x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Pending:
     if n == 1:
         return Pending()
     if tracers() and not mesh.is_dry:
-        x.copy_(broadcast(x, mesh, axis, source))
+        sent = broadcast(x, mesh, axis, source)
+        if mesh.coordinate[axis] != source:  # whose own is not written to
+            x.copy_(sent)
         return Pending()
     ends = (mesh.coordinate[axis] - source) % n == n - 1
     _record(mesh, "broadcast", axis, 0 if ends else x.numel() * x.element_size(), x, x.shape)

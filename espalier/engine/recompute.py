@@ -12,7 +12,7 @@ import difflib
 import fnmatch
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import (
 )
 
 from espalier.comm.moves import carry_out
+from espalier.comm.traced import recorders
 from espalier.layout import Layout
 from espalier.layout.layout import R, V
 from espalier.parallel import Plan
@@ -155,11 +157,13 @@ class _Call:
     """A block's call, given its local tensors: the first time, and again for the backward pass.
 
     Both times the block sees new DTensors: what is remembered on one (its moved form) must not tell the two
-    apart. And what autograd keeps is plain, so that modes find local shapes only.
+    apart. And what autograd keeps is plain, so that modes find local shapes only. Function modes (a default
+    device, say) do not reach into a backward pass: those of the first time hold the second time too.
     """
 
     def __init__(self, own: Callable[..., Any], tree: Any, inputs: Sequence[torch.Tensor]) -> None:
         self._own, self._tree, self._layouts = own, tree, layouts_of(inputs)
+        self._modes = _get_current_function_mode_stack() if recorders() else ()
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         inputs = stamped(tensors, self._layouts)
@@ -170,7 +174,11 @@ class _Call:
             return x.take() if isinstance(x, _Cache) else x
 
         args, kwargs = tree_map(value, self._tree)
-        return self._own(*args, **kwargs)
+        with ExitStack() as stack:
+            if self._modes and not recorders():
+                for mode in self._modes:
+                    stack.enter_context(mode)
+            return self._own(*args, **kwargs)
 
 
 class _Cache:

@@ -444,7 +444,9 @@ def _moved(x: torch.Tensor, m: Move) -> torch.Tensor:
     So that Q, K and V share one gather and one backward all-reduce. A leaf lives longer than a
     step: its moved form would hold memory, and a reference cycle through its gradient accumulator.
     """
-    if not m.remember or type(x) is not DTensor or (_is_leaf(x) and _requires_grad(x)):
+    if not m.remember or type(x) is not DTensor:
+        return travel(x, m.way)
+    if _is_leaf(x) and (_requires_grad(x) or getattr(x, "_is_param", False)):
         return travel(x, m.way)
     if _is_inference(x) or _inference_mode():
         return travel(x, m.way)  # no versions are counted that would tell what is out of date

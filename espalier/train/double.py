@@ -23,18 +23,13 @@ class Double(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.kept = 0
-        self._forward = True
-
-    def phase(self, name: str) -> None:
-        """What is done now; only in a ``"forward"`` casts are changed."""
-        self._forward = name == "forward"
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
-        if self._forward and isinstance(first, torch.Tensor) and first.dtype == torch.float64:
+        if isinstance(first, torch.Tensor) and first.dtype == torch.float64:
             if func is torch.Tensor.float:
                 self.kept += 1
                 return first

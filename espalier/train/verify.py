@@ -132,7 +132,7 @@ def verify(job: Job) -> Verification | None:
             for rows, size in engine.micro_batches(batches.size)
         ]
         with Double() as double:
-            engine.accumulate(parts, double.phase)
+            engine.accumulate(parts)
         engine.finish_gradients()
         gradients = {n: g if g is None else g.clone() for n, g in engine.full_gradients().items()}
         assert engine.loss is not None

@@ -22,14 +22,20 @@ class Undescribed(GPT2):
 Trial = tuple[dict[str, Any], str, dict[str, Any]]
 
 
+def prepared(net: Any, described: bool, frozen: bool) -> Any:
+    if not described:
+        net.__class__ = Undescribed
+    for p in list(net.parameters())[1::3] if frozen else ():
+        p.requires_grad_(False)
+    return net
+
+
 def dry(
-    plan: dict[str, Any], kind: str, sizes: dict[str, Any], rows: int, coordinate: Any, described: bool
+    plan: dict[str, Any], kind: str, sizes: dict[str, Any], rows: int, coordinate: Any, *how: bool
 ) -> Any:
     with torch.device("meta"):
         twin = build(kind, sizes)
-    twin = twin.double()
-    if not described:
-        twin.__class__ = Undescribed
+    twin = prepared(twin.double(), *how)
     data = {k: torch.empty_like(v, device="meta") for k, v in batch(rows).items()}
     optimizer = torch.optim.AdamW(twin.parameters())
     given: dict[str, Any] = {"optimizer": optimizer, "max_grad_norm": 0.5, "coordinate": coordinate}
@@ -40,10 +46,8 @@ def trains(rank: int, world: int, trials: list[Trial]) -> None:
     """The same steps as one process, and the ledger that a dry run foretells."""
     for plan, kind, changes in trials:
         changes = dict(changes)
-        described = changes.pop("described", True)
-        net = model(kind, **changes)
-        if not described:
-            net.__class__ = Undescribed
+        how = changes.pop("described", True), changes.pop("frozen", False)
+        net = prepared(model(kind, **changes), *how)
         plain = copy.deepcopy(net)
         options = {"lr": 1e-2, "weight_decay": 0.1}
         ours, theirs = (torch.optim.AdamW(m.parameters(), **options) for m in (net, plain))
@@ -52,7 +56,7 @@ def trains(rank: int, world: int, trials: list[Trial]) -> None:
         with espalier.ledger(engine.mesh) as book:
             engine.train_step(batch(5))
         if rank in (0, world // 2 - 1, world - 1):
-            foretold = dry(plan, kind, {**SIZES[kind], **changes}, 5, engine.mesh.coordinate, described)
+            foretold = dry(plan, kind, {**SIZES[kind], **changes}, 5, engine.mesh.coordinate, *how)
             assert book.entries == foretold.ledger.entries, (plan, kind)
 
 
@@ -69,6 +73,7 @@ def test_a_grid_of_four(ranks: Any) -> None:
         [
             (GRID, "gpt", {"tied": True, "layers": 1}),
             (GRID, "gpt2", uneven),
+            ({**GRID, "recompute": "selective"}, "gpt2", {**uneven, "layers": 1, "frozen": True}),
             (GRID, "gpt", {"bias": True, "layers": 1}),
         ],
     )

@@ -40,7 +40,7 @@ def test_plan_equals_one_process(ranks: Any, name: str, plan: str) -> None:
 
 
 def accumulated(rank: int, world: int, name: str) -> Any:
-    plan = ("plan.data=2", "plan.tensor=2", "plan.zero=3", "plan.accumulate=3")
+    plan = ["plan.data=2", "plan.tensor=2", "plan.zero=3", "plan.accumulate=3", "plan.recompute=selective"]
     found = verify(Job.load(JOBS / f"{name}.toml", [*plan, "verify.batch_size=5"]))
     return None if found is None else (found.passed, found.worst)
 

@@ -136,6 +136,11 @@ class _Sum:
         return self._total.to(self._dtype)
 
 
+def _addend(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A product that is summed in place: no product that a policy of recomputation would keep."""
+    return torch.mm(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
+
+
 def _nn(a: torch.Tensor, b: torch.Tensor, grid: Grid) -> torch.Tensor:
     total = _Sum(a.shape[0], b.shape[1], a)
     for _, left, right in _coming(grid, a, b):
@@ -146,14 +151,14 @@ def _nn(a: torch.Tensor, b: torch.Tensor, grid: Grid) -> torch.Tensor:
 def _nt(a: torch.Tensor, b: torch.Tensor, grid: Grid) -> torch.Tensor:
     coming = _coming(grid, None, b)
     if grid.turned:
-        parts = ((p.column, p.in_column, right @ a.t()) for p, _, right in coming)
+        parts = ((p.column, p.in_column, _addend(right, a.t())) for p, _, right in coming)
         return _summed(parts, grid, grid.columns, 0).t()
-    parts = ((p.column, p.in_column, a @ right.t()) for p, _, right in coming)
+    parts = ((p.column, p.in_column, _addend(a, right.t())) for p, _, right in coming)
     return _summed(parts, grid, grid.columns, 1)
 
 
 def _tn(a: torch.Tensor, b: torch.Tensor, grid: Grid) -> torch.Tensor:
-    parts = ((p.row, p.in_row, left.t() @ b) for p, left, _ in _coming(grid, a, None))
+    parts = ((p.row, p.in_row, _addend(left.t(), b)) for p, left, _ in _coming(grid, a, None))
     return _summed(parts, grid, grid.rows, 0)
 
 
@@ -166,7 +171,7 @@ def _both_of_nt(
     def parts() -> Iterator[tuple[int, int, torch.Tensor]]:
         for p, left, right in _coming(grid, grad, b):
             of_a.add(left, right)
-            yield p.row, p.in_row, left.t() @ a
+            yield p.row, p.in_row, _addend(left.t(), a)
 
     of_b = _summed(parts(), grid, grid.rows, 0)
     return of_a.get(), of_b
