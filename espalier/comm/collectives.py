@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from espalier.comm.direct import Works, exchange, reduced, reduction
+from espalier.comm import batched, direct
+from espalier.comm.direct import Works
 from espalier.comm.ledger import Collective
 from espalier.comm.traced import collective, recorders, tracers
-from espalier.comm.wire import as_it_lies, as_wire, in_floats, in_order, pad_to, summable
+from espalier.comm.wire import as_wire, in_floats, in_order, pad_to, summable
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
 from espalier.mesh.process import first_line
-
-T = TypeVar("T")
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -42,10 +41,6 @@ def _all_reduce_options(op: Any) -> dist.AllreduceOptions:
 _ALL_REDUCE = {name: _all_reduce_options(op) for name, op in _OPS.items()}
 
 _SUM = _ALL_REDUCE["sum"]
-
-# torch 2.13 renamed both; 2.11 knows the old names only
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending:
@@ -102,9 +97,9 @@ def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum", *, besi
     if mesh.is_dry:
         return Pending()
     wire, op = summable(x, op)
-    direct = None if beside else reduction(wire, mesh, axis, op)
-    if direct is not None:
-        return Pending(*direct)
+    at_once = None if beside else direct.reduction(wire, mesh, axis, op)
+    if at_once is not None:
+        return Pending(*at_once)
     # the backend itself: dist.all_reduce costs several times as much in checks, on the hottest collective
     return Pending(mesh.backend(axis, wire.device).allreduce([wire], _ALL_REDUCE[op]))
 
@@ -140,42 +135,38 @@ def sum_here(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> None:
 @collective
 def all_gather(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> torch.Tensor:
     """Put together, along ``dim``, the pieces that the ranks hold of a dim of ``size``."""
+    return x if mesh.shape[axis] == 1 else _gathering(x, mesh, axis, dim, size)()
+
+
+def gathering(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Callable[[], torch.Tensor]:
+    """:func:`all_gather` begun: gives what waits for its result. Until then ``x`` must stay as it is."""
+    if mesh.shape[axis] == 1 or recorders() or (tracers() and not mesh.is_dry):
+        out = all_gather(x, mesh, axis, dim, size)
+        return lambda: out
+    return _gathering(x, mesh, axis, dim, size)
+
+
+def _gathering(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Callable[[], torch.Tensor]:
     n = mesh.shape[axis]
-    if n == 1:
-        return x
-    piece = -(-size // n)
-    shape = [*x.shape[:dim], piece, *x.shape[dim + 1 :]]
+    shape = [*x.shape[:dim], -(-size // n), *x.shape[dim + 1 :]]
     whole = [*x.shape[:dim], size, *x.shape[dim + 1 :]]
     _record(mesh, "all_gather", axis, (n - 1) * math.prod(shape) * x.element_size(), x, whole)
     if mesh.is_dry:
-        return x.new_empty(whole)
-    if not x.is_cuda:
-        return _gathered(as_it_lies(x), mesh, axis, dim, size)
-    x, order = pad_to(x, dim, piece), mesh.order(axis)
-    out = x.new_empty([n * shape[0], *shape[1:]])
-    _gather_into(as_wire(out), as_wire(x), group=mesh.group(axis))
-    if dim == 0 and size == n * piece and order is None:
-        return out
-    parts = _by_coordinate(out.view(n, *shape).unbind(0), order)
-    return torch.cat([p.narrow(dim, 0, chunk_bounds(size, n, i)[1]) for i, p in enumerate(parts)], dim)
-
-
-def _gathered(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> torch.Tensor:
-    n, here = mesh.shape[axis], mesh.coordinate[axis]
-    whole = [*x.shape[:dim], size, *x.shape[dim + 1 :]]
-    sizes = [chunk_bounds(size, n, i)[1] for i in range(n)]
-    if math.prod(x.shape[:dim]) == 1:
-        # one piece lies behind the other
         out = x.new_empty(whole)
-        parts = list(torch.split(out, sizes, dim))
-        parts[here].copy_(x)
-        exchange("all_gather", [x] * n, parts, mesh, axis).wait()
-        return out
-    parts = [
-        x if i == here else x.new_empty([*x.shape[:dim], k, *x.shape[dim + 1 :]]) for i, k in enumerate(sizes)
-    ]
-    exchange("all_gather", [x] * n, parts, mesh, axis).wait()
-    return torch.cat(parts, dim)
+        return lambda: out
+    work, together = _ways(x).gather(x, mesh, axis, dim, size)
+
+    def gathered() -> torch.Tensor:
+        work.wait()
+        found: torch.Tensor = together()
+        return found
+
+    return gathered
+
+
+def _ways(x: torch.Tensor) -> Any:
+    """How a tensor's backend does what the two do differently."""
+    return batched if x.is_cuda else direct
 
 
 def _sent_from(x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Any:
@@ -199,29 +190,8 @@ def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Te
     _record(mesh, "reduce_scatter", axis, (n - 1) * math.prod(shape) * x.element_size(), x, x.shape)
     if mesh.is_dry:
         return x.new_empty([*x.shape[:dim], own, *x.shape[dim + 1 :]])
-    if not x.is_cuda:
-        return _summed(x.resolve_conj().resolve_neg(), mesh, axis, dim)
-    if dim == 0:
-        wire = pad_to(x, 0, n * piece)
-    else:
-        wire = torch.cat([pad_to(x.narrow(dim, *chunk_bounds(size, n, i)), dim, piece) for i in range(n)])
-    order = mesh.order(axis)
-    if order is not None:
-        wire = torch.cat(_by_place(wire.view(n, *shape).unbind(0), order))
-    wire, op = summable(wire.resolve_conj(), "sum")
-    out = x.new_empty(shape)
-    _scatter_from(summable(out, "sum")[0], wire, _OPS[op], group=mesh.group(axis))
-    return out if own == piece else out.narrow(dim, 0, own).contiguous()
-
-
-def _summed(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:
-    """A reduce-scatter on gloo: its own would all-reduce, and send twice as much."""
-    n, here = mesh.shape[axis], mesh.coordinate[axis]
-    pieces = [x.narrow(dim, *chunk_bounds(x.shape[dim], n, i)) for i in range(n)]
-    gives = [p if i == here else as_it_lies(p) for i, p in enumerate(pieces)]
-    gets = [p if i == here else x.new_empty(pieces[here].shape) for i, p in enumerate(pieces)]
-    exchange("reduce_scatter", gives, gets, mesh, axis).wait()
-    return reduced(gets, "max" if x.dtype is torch.bool else "sum")
+    out: torch.Tensor = _ways(x).scatter_sum(x, mesh, axis, dim)
+    return out
 
 
 @collective
@@ -250,45 +220,7 @@ def all_to_all(
         whole = list(x.shape)
         whole[split_dim], whole[join_dim] = own, join_size
         return x.new_empty(whole)
-    if not x.is_cuda:
-        gives = [as_it_lies(p) for p in pieces]
-        parts = [gives[i] if i == here else x.new_empty(shape) for i, shape in enumerate(shapes)]
-        exchange("all_to_all", gives, parts, mesh, axis).wait()
-        return torch.cat(parts, join_dim)
-    counts = [math.prod(shape) for shape in shapes]
-    wire = torch.cat([p.reshape(-1) for p in pieces])
-    out = _exchanged(wire, mesh, axis, counts, [p.numel() for p in pieces])
-    parts = list(torch.split(out, counts))
-    return torch.cat([p.view(s) for p, s in zip(parts, shapes, strict=True)], join_dim)
-
-
-def _exchanged(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list[int]) -> torch.Tensor:
-    """What the ranks send this one of flat ``wire``, so many elements from and to each."""
-    order, wire = mesh.order(axis), wire.resolve_conj().resolve_neg()
-    if not wire.is_cuda:
-        out, here = wire.new_empty(sum(gets)), mesh.coordinate[axis]
-        parts, sent = torch.split(out, gets), torch.split(wire, gives)
-        parts[here].copy_(sent[here])
-        exchange("all_to_all", sent, parts, mesh, axis).wait()
-        return out
-    if order is not None:
-        wire = torch.cat(_by_place(torch.split(wire, gives), order))
-        gets, gives = _by_place(gets, order), _by_place(gives, order)
-    out = wire.new_empty(sum(gets))
-    scale = wire.element_size() // as_wire(wire).element_size()
-    into, outof = ([n * scale for n in given] for given in (gets, gives))
-    dist.all_to_all_single(as_wire(out), as_wire(wire), into, outof, group=mesh.group(axis))
-    return out if order is None else torch.cat(_by_coordinate(torch.split(out, gets), order))
-
-
-def _by_coordinate(of_places: Sequence[T], order: tuple[int, ...] | None) -> list[T]:
-    """What belongs to the places of a process group, in the order of the axis' coordinates."""
-    return list(of_places) if order is None else [of_places[place] for place in order]
-
-
-def _by_place(of_coordinates: Sequence[T], order: tuple[int, ...]) -> list[T]:
-    """What belongs to the coordinates of an axis, in the order of its process group's places."""
-    return [of_coordinates[order.index(place)] for place in range(len(order))]
+    return torch.cat(_ways(x).swap(pieces, shapes, mesh, axis), join_dim)
 
 
 @collective
@@ -296,7 +228,7 @@ def send(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list
     """What the ranks of the axis send this one, of flat buffers, so many elements from and to each."""
     here = mesh.coordinate[axis]
     _record(mesh, "all_to_all", axis, (sum(gives) - gives[here]) * wire.element_size())
-    return wire.new_empty(sum(gets)) if mesh.is_dry else _exchanged(wire, mesh, axis, gets, gives)
+    return wire.new_empty(sum(gets)) if mesh.is_dry else _ways(wire).send(wire, mesh, axis, gets, gives)
 
 
 @collective
@@ -381,7 +313,7 @@ def scatter(
     pieces, order = None, mesh.order(axis) or range(n)
     if here == source:
         cut = [as_wire(pad_to(x.narrow(dim, *chunk_bounds(size, n, i)), dim, piece)) for i in range(n)]
-        pieces = _by_place(cut, tuple(order))
+        pieces = [cut[order.index(place)] for place in range(n)]
     out = x.new_empty(padded)
     dist.scatter(as_wire(out), pieces, group_src=order[source], group=mesh.group(axis))
     return out if own == piece else out.narrow(dim, 0, own).contiguous()

@@ -9,6 +9,7 @@ the link with it. So it is for what is waited for at once; the rest is left to t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from espalier.comm.wire import as_wire
+from espalier.comm.wire import as_it_lies, as_wire
+from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
 
 _Gloo: Any = getattr(dist, "ProcessGroupGloo", ())
@@ -72,6 +74,55 @@ def exchange(
         if gets[source].numel():
             works.append(backend.recv([as_wire(gets[source])], order[source], tag(gets[source])))
     return Works(works)
+
+
+def gather(
+    x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int
+) -> tuple[Works, Callable[[], torch.Tensor]]:
+    """Start to gather a dim of ``size``: what to wait for, and what then gives the whole."""
+    n, here = mesh.shape[axis], mesh.coordinate[axis]
+    x = as_it_lies(x)
+    sizes = [chunk_bounds(size, n, i)[1] for i in range(n)]
+    if math.prod(x.shape[:dim]) == 1:
+        # one piece lies behind the other
+        out = x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
+        parts = list(torch.split(out, sizes, dim))
+        parts[here].copy_(x)
+        return exchange("all_gather", [x] * n, parts, mesh, axis), lambda: out
+    parts = [
+        x if i == here else x.new_empty([*x.shape[:dim], k, *x.shape[dim + 1 :]]) for i, k in enumerate(sizes)
+    ]
+    return exchange("all_gather", [x] * n, parts, mesh, axis), partial(torch.cat, parts, dim)
+
+
+def scatter_sum(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:
+    """This rank's piece, along ``dim``, of the sum of ``x``. gloo's own would send twice as much."""
+    n, here, x = mesh.shape[axis], mesh.coordinate[axis], x.resolve_conj().resolve_neg()
+    pieces = [x.narrow(dim, *chunk_bounds(x.shape[dim], n, i)) for i in range(n)]
+    gives = [p if i == here else as_it_lies(p) for i, p in enumerate(pieces)]
+    gets = [p if i == here else x.new_empty(pieces[here].shape) for i, p in enumerate(pieces)]
+    exchange("reduce_scatter", gives, gets, mesh, axis).wait()
+    return reduced(gets, "max" if x.dtype is torch.bool else "sum")
+
+
+def swap(
+    pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], mesh: Mesh, axis: int
+) -> list[torch.Tensor]:
+    """Give each coordinate its piece; what they give, of these shapes."""
+    here, gives = mesh.coordinate[axis], [as_it_lies(p) for p in pieces]
+    parts = [gives[i] if i == here else gives[i].new_empty(shape) for i, shape in enumerate(shapes)]
+    exchange("all_to_all", gives, parts, mesh, axis).wait()
+    return parts
+
+
+def send(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list[int]) -> torch.Tensor:
+    """What the ranks send this one of flat ``wire``, so many elements from and to each."""
+    here, wire = mesh.coordinate[axis], wire.resolve_conj().resolve_neg()
+    out = wire.new_empty(sum(gets))
+    parts, sent = torch.split(out, gets), torch.split(wire, gives)
+    parts[here].copy_(sent[here])
+    exchange("all_to_all", sent, parts, mesh, axis).wait()
+    return out
 
 
 def reduction(x: torch.Tensor, mesh: Mesh, axis: int, op: str) -> tuple[Works, Callable[[], object]] | None:

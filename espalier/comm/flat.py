@@ -12,14 +12,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from espalier.comm.collectives import (
-    Pending,
-    _gather_into,
-    _record,
-    _scatter_from,
-    _sent_from,
-    all_reduce_,
-)
+from espalier.comm.batched import gather_into, scatter_from
+from espalier.comm.collectives import Pending, _record, _sent_from, all_reduce_
 from espalier.comm.direct import Works
 from espalier.comm.wire import as_wire
 from espalier.mesh import Mesh
@@ -75,9 +69,9 @@ def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis:
     order = mesh.order(axis)
     own = as_wire(rows[here])
     if order is None:
-        return Pending(_gather_into(as_wire(rows.view(-1)), own, group=mesh.group(axis), async_op=True))
+        return Pending(gather_into(as_wire(rows.view(-1)), own, group=mesh.group(axis), async_op=True))
     swapped = torch.empty_like(rows)
-    work = _gather_into(as_wire(swapped.view(-1)), own, group=mesh.group(axis), async_op=True)
+    work = gather_into(as_wire(swapped.view(-1)), own, group=mesh.group(axis), async_op=True)
     return Pending(work, then=lambda: rows.copy_(swapped[list(order)]))
 
 
@@ -106,7 +100,7 @@ def start_sum(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
     group = mesh.group(axis)
     if rows.is_cuda:
         done = torch.empty_like(rows[:1])
-        return Summing(done, Pending(_scatter_from(done.view(-1), rows.view(-1), group=group, async_op=True)))
+        return Summing(done, Pending(scatter_from(done.view(-1), rows.view(-1), group=group, async_op=True)))
     # gloo has no reduce-scatter of its own: it would all-reduce, and send twice as much
     got = torch.empty_like(rows)
     work = dist.all_to_all_single(as_wire(got.view(-1)), as_wire(rows.view(-1)), group=group, async_op=True)

@@ -228,6 +228,26 @@ def carry_out(x: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
     return _carried(x if way.scale in (None, 1) else x * way.scale, way)
 
 
+def begin(x: torch.Tensor, src: Layout, dst: Layout) -> Callable[[], torch.Tensor] | None:
+    """:func:`carry_out` begun, if it is one gathering: what waits for it and gives the result."""
+    found = _gathering(src, dst)
+    return None if found is None else door.gathering(x, *found)
+
+
+@lru_cache(maxsize=65536)
+def _gathering(src: Layout, dst: Layout) -> tuple[Mesh, int, int, int] | None:
+    """Along which axis a dim of which size is gathered, if that is all."""
+    if src.mesh is not dst.mesh or itinerary(src, dst).scale is not None:
+        return None
+    steps = [step for step in route(src, dst).steps if not _idle(step)]
+    if [step.operation for step in steps] != [ALL_GATHER]:
+        return None
+    (step,) = steps
+    dim = step.src.axes[step.axis]
+    assert isinstance(dim, int)
+    return src.mesh, step.axis, dim, step.dst.local_shape[dim]
+
+
 def _carried(x: torch.Tensor, way: Itinerary) -> torch.Tensor:
     for step in way.forward:
         x = step(x)

@@ -50,6 +50,7 @@ class Mesh(TorchNames):
             ``built``: the running world, and its meshes (a cache).
         within: the mesh of which it is a coordinate's ranks (see ``espalier.mesh.parts.at``); None of others.
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
+        kept: what stands for the last gathered tensor that the backward pass wants again, weakly.
         words: by axis, what a rule is told that may go several ways along it (see :meth:`telling`).
     """
 
@@ -84,6 +85,7 @@ class Mesh(TorchNames):
         self._device_mesh = device_mesh
         Mesh.known.add(self)
         self.lately: Any = None
+        self.kept: Any = None
         self.within: Mesh | None = None
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
         self._backends: dict[tuple[int, torch.device], Any] = {}
@@ -250,7 +252,7 @@ class Mesh(TorchNames):
             return self
         if key not in self._telling:
             told = self._telling[key] = copy.copy(self)
-            told.words, told.lately, told._telling, told._parts = words, None, {}, {}
+            told.words, told.lately, told.kept, told._telling, told._parts = words, None, None, {}, {}
             Mesh.known.add(told)
         return self._telling[key]
 

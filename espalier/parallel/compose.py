@@ -18,7 +18,7 @@ from espalier.parallel.expert.exchange import send_tokens
 from espalier.parallel.expert.modules import left_out, stacked
 from espalier.parallel.plan import Plan
 from espalier.parallel.tensor.automatic import Chosen, choose
-from espalier.parallel.tensor.boundary import cut_inputs, cut_sequences, norms
+from espalier.parallel.tensor.boundary import cut_inputs, cut_sequences, is_norm
 from espalier.parallel.tensor.grids import Cuts, by_grid
 from espalier.parallel.tensor.infer import infer
 from espalier.parallel.tensor.tables import Table, kinds_from, kinds_of, table_for
@@ -111,10 +111,8 @@ def arrange(
 
 
 def _defer(model: nn.Module, layouts: Arrangement, axis: int) -> None:
-    """Let the engine sum the gradients of norms that meet shards of the sequence (design, section 3.1)."""
-    met = norms(
-        blocks(model).values(), {id(p): layouts[name].axes[axis] for name, p in model.named_parameters()}
-    )
+    """Let the engine sum the gradients of norms, which meet shards of the sequence (design, section 3.1)."""
+    met = {id(p) for module in model.modules() if is_norm(module) for p in module.parameters()}
     for name, p in model.named_parameters():
         if id(p) in met:
             layouts[name] = layouts[name].with_varied([axis])

@@ -8,10 +8,14 @@ When it is gathered again must not hang on what the local operation saved: on a 
 empty that may be nothing, and a collective that one rank leaves out stops them all. So the
 gathering is tied to the operation's place in the graph, which is the same on all ranks: a hook
 before the operation's node gathers, one before the node of the first gathering lets go.
+
+The backward pass comes by them in the reverse order of the forward pass. So when it lets one go it starts
+to gather the one before, if it will come by there.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,13 +23,14 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function
 
-from espalier.comm.moves import carry_out
+from espalier.comm.moves import begin, carry_out
 from espalier.comm.traced import recorders
 from espalier.layout import Layout
 from espalier.tensor.dtensor import plain
 
 outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
+_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 class Shard:
@@ -36,6 +41,7 @@ class Shard:
         self.storage = full.untyped_storage()._cdata
         self._version = shard._version
         self._full: torch.Tensor | None = None
+        self._coming: Callable[[], torch.Tensor] | None = None
         self._shard: Any = plain(shard.detach())
         self._outer: Callable[[Any], torch.Tensor] | None = None
         # checkpointing and offloading have the last word on what is kept
@@ -44,6 +50,9 @@ class Shard:
             self._shard, self._outer = outer[0](self._shard), outer[1]
         assert full.grad_fn is not None
         full.grad_fn.register_prehook(self._let_go)
+        self._node = weakref.ref(full.grad_fn)
+        self._before: weakref.ref[Shard] | None = src.mesh.kept
+        src.mesh.kept = weakref.ref(self)
 
     def gather(self, *grads: Any) -> None:
         """Have the gathered tensor at hand (as a hook before the operation's node)."""
@@ -67,7 +76,7 @@ class Shard:
                 f"{self.src!r}, is at version {shard._version}, expected version {self._version}."
             )
         with torch.no_grad():
-            return carry_out(shard, self.src, self.dst)
+            return carry_out(shard, self.src, self.dst) if self._coming is None else self._arrived()
 
     def _changed(self) -> bool:
         """Whether it was written to since: on all ranks, and no harm if nobody asks for it."""
@@ -75,8 +84,30 @@ class Shard:
 
     def _let_go(self, *grads: Any) -> None:
         self._full = None
+        if self._coming is not None:
+            self._arrived()
         if not _graph_is_kept():
             self._shard = None
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before._start()
+
+    def _arrived(self) -> torch.Tensor:
+        assert self._coming is not None
+        coming, self._coming = self._coming, None
+        return coming()
+
+    def __del__(self) -> None:
+        if self._coming is not None:  # a backward pass broke off: what is under way must arrive
+            self._arrived()
+
+    def _start(self) -> None:
+        """Start to gather, if this backward pass is sure to want it: on all ranks alike."""
+        node, waits = self._node(), self._full is None and self._coming is None and self._shard is not None
+        if node is None or not waits or self._outer is not None or self._changed() or not _will_run(node):
+            return
+        with torch.no_grad():
+            self._coming = begin(self._shard, self.src, self.dst)
 
 
 def hold(shard: torch.Tensor, full: torch.Tensor, src: Layout, dst: Layout) -> Shard:

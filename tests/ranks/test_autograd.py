@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -293,6 +294,60 @@ def shares_the_reduction(rank: int, world: int) -> None:
     assert [e.op for e in book.entries] == ["all_gather", "all_gather", "reduce_scatter"]
 
 
+def gathers_ahead(rank: int, world: int) -> None:
+    """What the backward pass needs next is gathered before the gradient of what it had is summed."""
+    mesh = line(world)
+    sizes = (8, 10, 12, 14)
+    x = distribute_tensor(values(64, 8), mesh, [S(0)])
+    weights = [
+        distribute_tensor(values(n, m, seed=n).requires_grad_(), mesh, [S(0)])
+        for m, n in itertools.pairwise(sizes)
+    ]
+    sent = {n * m * 4: n for m, n in itertools.pairwise(sizes)}
+
+    def forward() -> torch.Tensor:
+        y = x
+        for w in weights:
+            y = F.linear(y, w).tanh()
+        return y.square().sum()
+
+    loss = forward()
+    other = forward()  # its shards come last, and no backward pass by them
+    with espalier.ledger(mesh) as book:
+        loss.backward(retain_graph=True)
+    expected = [("g", 14), ("g", 12), ("s", 14), ("g", 10), ("s", 12), ("s", 10)]
+    names = {"all_gather": "g", "reduce_scatter": "s"}
+    assert [(names[e.op], sent[e.bytes]) for e in book.entries] == expected
+    y = x.full_tensor()
+    wholes = [w.detach().full_tensor().requires_grad_() for w in weights]
+    for w in wholes:
+        y = F.linear(y, w).tanh()
+    y.square().sum().backward()
+    for w, plain in zip(weights, wholes, strict=True):
+        torch.testing.assert_close(w.grad.full_tensor(), plain.grad)  # type: ignore[union-attr]
+    # of a pass that needs the last layers alone, and of one that breaks off while something is under way
+    with espalier.ledger(mesh) as book:
+        torch.autograd.grad(loss, weights[1:], retain_graph=True)
+    assert [(names[e.op], sent[e.bytes]) for e in book.entries] == [*expected[:3], ("s", 12)]
+
+    def stop(grad: torch.Tensor) -> None:
+        raise RuntimeError("enough")
+
+    y = F.linear(F.linear(x, weights[0]).tanh(), weights[1])
+    y = F.linear(y.tanh(), weights[2])
+    handle = weights[2].register_hook(stop)
+    with pytest.raises(RuntimeError, match="enough"):
+        y.square().sum().backward()
+    handle.remove()
+    del y
+    gc.collect()
+    for w in weights:
+        w.grad = None
+    other.backward()
+    for w, plain in zip(weights, wholes, strict=True):
+        torch.testing.assert_close(w.grad.full_tensor(), plain.grad)  # type: ignore[union-attr]
+
+
 def gathers_no_value_in_vain(rank: int, world: int) -> None:
     """The backward pass of what is linear needs no value, so nothing is gathered again for it."""
     mesh = line(world)
@@ -313,6 +368,7 @@ def gathers_no_value_in_vain(rank: int, world: int) -> None:
         custom_functions,
         keeps_shards,
         keeps_what_it_must,
+        gathers_ahead,
         gathers_no_value_in_vain,
         shares_the_reduction,
     ],

@@ -12,8 +12,8 @@ a matter of where a layout changes, and the rules carry it on from there:
 * the addends that a row layer gives are reduce-scattered.
 
 The all-reduces of 1D so become pairs of half their size, forward and backward; the one thing more is the
-gathering for the backward pass. A norm's parameters meet shards, so their gradients are summed: those of
-norms in blocks by the engine, in one message (the axis is deferred for them, design section 3.1).
+gathering for the backward pass. A norm's parameters meet shards, so their gradients are summed: by the
+engine, in one message (the axis is deferred for them, design section 3.1).
 """
 
 from __future__ import annotations
@@ -53,39 +53,28 @@ def cut_sequences(
         blocks: the modules whose inputs are cut, if they hold a layer that is cut.
     """
     cut = {id(p): layouts[name].axes[axis] for name, p in model.named_parameters()}
+    met: set[int] = set()
     for module in model.modules():
         roles = _roles(module, cut)
-        if roles:
+        if is_norm(module) and any(cut.get(id(p)) == V for p in module.parameters()):
+            _around(module, functools.partial(_norm, axis=axis))
+        elif roles:
+            met.add(id(module))
             _around(module, functools.partial(_layer, axis=axis, gathers="column" in roles))
         elif type(module).forward is nn.Embedding.forward:
             _around(module, functools.partial(_lookup, axis=axis))
-    cut_inputs(_with_cuts(blocks, cut), axis)
-
-
-def norms(blocks: Iterable[nn.Module], cut: Mapping[int, Any]) -> set[int]:
-    """The parameters, by ``id``, of norms in blocks: they meet shards of a sequence.
-
-    Args:
-        blocks: those whose inputs are cut, if they hold a layer that is cut.
-        cut: for parameters, by ``id``, the state along the axis.
-    """
-    found: set[int] = set()
-    for module in (m for block in _with_cuts(blocks, cut) for m in block.modules()):
-        own = list(module.parameters())
-        if "norm" in type(module).__name__.lower() and all(p.ndim < 2 and cut.get(id(p)) == R for p in own):
-            found.update(map(id, own))
-    return found
-
-
-def _with_cuts(blocks: Iterable[nn.Module], cut: Mapping[int, Any]) -> list[nn.Module]:
-    """The blocks that hold a layer that is cut."""
-    return [b for b in blocks if any(m is not b and _roles(m, cut) for m in b.modules())]
+    cut_inputs([b for b in blocks if any(id(m) in met for m in b.modules() if m is not b)], axis)
 
 
 def cut_inputs(blocks: Iterable[nn.Module], axis: int) -> None:
     """Cut the first input of blocks, where it is whole along an axis, over the sequence, in place."""
     for block in blocks:
         _around(block, functools.partial(_block, axis=axis))
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm of any library: its parameters are vectors."""
+    return "norm" in type(module).__name__.lower() and all(p.ndim < 2 for p in module.parameters())
 
 
 def _roles(module: nn.Module, cut: Mapping[int, Any]) -> set[str]:
@@ -130,6 +119,24 @@ def _layer(
         return _cut(x, axis) if partial and x._layout.ndim > 2 else x
 
     return tree_map(left, call_on_whole(own, args, kwargs, wanted) if gathers else own(*args, **kwargs))
+
+
+def _norm(module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, axis: int) -> Any:
+    """A norm for whose parameters the axis is deferred: of a whole input one rank gives their gradient."""
+    x = next(iter(tensors_in((args, kwargs))), None)
+    if type(x) is not DTensor or x._layout.axes[axis] == V or isinstance(x._layout.axes[axis], int):
+        return own(*args, **kwargs)
+    before = module._parameters
+    module._parameters = {name: p if p is None else _once(p, axis) for name, p in before.items()}
+    try:
+        return own(*args, **kwargs)
+    finally:
+        module._parameters = before
+
+
+def _once(p: Any, axis: int) -> Any:
+    layout = p._layout.own
+    return redistribute(p, layout.with_axis(axis, R)) if layout.axes[axis] == V else p
 
 
 def _lookup(module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, axis: int) -> Any:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -72,17 +72,20 @@ class Count:
         """Wait for what is under way."""
         self._pending.wait()
 
-    def wait(self, met: Exception | None) -> torch.Tensor:
-        """The count of all ranks; ``met``: what the loss failed by here, which it then does on all."""
+    def wait(self, met: Exception | None = None) -> torch.Tensor:
+        """The count of all ranks; where the loss failed on some it fails on all."""
         self.arrive()
         for axis in self._left:
             self._sum = door.all_reduce(self._sum, self._mesh, axis)
         self._left.clear()
         if self._asks and math.isnan(self._sum.item()):
             agree(met or self._met, self._mesh, self._axes)
-        if met is not None:
-            raise met
         return self._sum
+
+    def refuse(self, met: Exception) -> NoReturn:
+        """Fail on all ranks by what the loss failed by here."""
+        self.wait(met)
+        raise met
 
 
 def _look(target: torch.Tensor, kind: Kind, mesh: Mesh) -> None:

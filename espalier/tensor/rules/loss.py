@@ -193,9 +193,8 @@ def _mean(
     try:
         value = total()
     except REFUSALS as error:
-        count.wait(error)
-        raise
-    return _by(value, count.wait(None))
+        count.refuse(error)
+    return _by(value, count.wait())
 
 
 def _by(total: torch.Tensor, divisor: Any) -> torch.Tensor:
