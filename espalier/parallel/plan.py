@@ -176,8 +176,6 @@ class Plan(BaseModel):
             ):
                 if own != its:
                     found.append((key, own, f"the schedule given is for {its}"))
-        if self.branch > 1:
-            found.append(("branch", self.branch, "branches go with pipe = 1: expected 1"))
         return found
 
     def _tensor_mistakes(self) -> list[tuple[str, Any, str]]:

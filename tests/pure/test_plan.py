@@ -164,7 +164,6 @@ def test_pipelines() -> None:
         ({"schedule": "gpipe", "stages_per_rank": 2}, "schedule = gpipe needs 1"),
         ({"cuts": ("a", "b")}, "2 stage(s) begin at 1 module(s)"),
         ({"pipe": 1, "stages_per_rank": 2}, "stages need pipe of 2 or more"),
-        ({"branch": 2, "cuts": ()}, "2 mistake(s)"),
         ({"balance": "measured", "cuts": ("1",)}, "balance = 'measured': cuts are given"),
         ({"balance": "measured", "pipe": 1}, "balance = 'measured': there is one stage"),
         ({"pipe": 4, "accumulate": 2, "schedule": given}, "accumulate = 2: the schedule given is for 1"),

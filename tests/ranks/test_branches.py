@@ -169,24 +169,73 @@ def test_branches_meet_in_one_sum_and_divide_the_work(ranks: Any) -> None:
     assert first + second == whole + outside
 
 
-def random(rank: int, world: int) -> None:
+def piped(rank: int, world: int, plan: dict[str, Any]) -> None:
+    """Stages whose layers have branches, and the ledger that a dry run foretells."""
+    torch.manual_seed(2)
+    net = Parallel().double()
+    plain = copy.deepcopy(net)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (net, plain))
+    plan = {"pipe": 2, "branch": 2, "accumulate": 2, **plan}
+    engine = espalier.initialize(net, ours, plan, branches=TABLE, max_grad_norm=0.5)
+    for step in range(3):
+        ids = torch.randint(0, 37, (4, 12), generator=torch.Generator().manual_seed(step))
+        expected = plain(ids)
+        if step == 0:
+            assert abs(engine.evaluate([ids]).item() - expected.item()) < TOLERANCE
+        expected.backward()
+        engine.accumulate(engine.cut(ids))
+        engine.finish_gradients()
+        assert engine.loss is not None and abs(engine.loss.item() - expected.item()) < TOLERANCE
+        found = engine.full_gradients()
+        for name, q in plain.named_parameters():
+            assert (found[name] - q.grad).abs().max() < TOLERANCE, name
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        theirs.step()
+        theirs.zero_grad()
+        engine.step()
+        assert engine.grad_norm is not None and abs(engine.grad_norm.item() - norm.item()) < TOLERANCE
+    for name, x in engine.full_state_dict().items():
+        assert (x - plain.state_dict()[name]).abs().max() < TOLERANCE, name
+    with espalier.ledger(engine.mesh) as book:
+        engine.train_step(ids)
+    with torch.device("meta"):
+        dry = Parallel().double()
+    given: dict[str, Any] = {"optimizer": torch.optim.AdamW(dry.parameters()), "max_grad_norm": 0.5}
+    at = engine.mesh.coordinate
+    report = espalier.dry_run(dry, plan, ids.to("meta"), branches=TABLE, coordinate=at, **given)
+    assert report.ledger.entries == book.entries
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_stages_with_branches(ranks: Any, schedule: str) -> None:
+    ranks(4, piped, {"schedule": schedule})
+
+
+@pytest.mark.world(8)
+def test_stages_with_branches_and_shards(ranks: Any) -> None:
+    ranks(8, piped, {"data": 2, "zero": 3})
+
+
+def random(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
     """Dropout in a branch draws what it draws without branches."""
     found = []
-    for plan in ({"branch": 2}, {"tensor": 2}):
+    for plan in plans:
         torch.manual_seed(2)
         net = Parallel().double()
         for block in net.blocks:
             block.attention.dropout, block.dropout.p = 0.3, 0.3
             block.mlp.down_proj = nn.Sequential(block.mlp.down_proj, nn.Dropout(0.3))
         table = {"branches": TABLE} if "branch" in plan else {"layouts": {"head": "column"}}
-        engine = espalier.initialize(net, None, plan, **table)
+        engine = espalier.initialize(net, torch.optim.SGD(net.parameters(), lr=0.0), plan, **table)
         torch.manual_seed(5)
-        found.append(engine(torch.arange(48).view(4, 12) % 37).item())
+        found.append(engine.train_step(torch.arange(48).view(4, 12) % 37).item())
     assert abs(found[0] - found[1]) < TOLERANCE
 
 
 def test_random_values_are_those_without_branches(ranks: Any) -> None:
-    ranks(2, random)
+    ranks(2, random, [{"branch": 2}, {"tensor": 2}])
+    two = {"accumulate": 2}
+    ranks(4, random, [{"pipe": 2, "branch": 2, **two}, {"data": 2, "tensor": 2, **two}])
 
 
 def test_what_cannot_be() -> None:

@@ -76,9 +76,12 @@ class Stages:
         shape = dict(zip(mesh.names, mesh.shape, strict=True))
         dry = Mesh.dry(shape, mesh.coordinate).telling(**mesh.words)
         twin = twin_of(self._model)
-        lies = Arrangement(
-            (name, Layout.of(dry, lay.axes, lay.cuts, lay.shape)) for name, lay in arrangement.items()
-        )
+        branches = arrangement.branches.items()
+        lies = Arrangement()
+        for name, lay in arrangement.items():
+            number = next((k for branch, k in branches if name.startswith(f"{branch}.")), None)
+            on = dry if number is None else at(dry, "branch", number)
+            lies[name] = Layout.of(on, lay.axes, lay.cuts, lay.shape)
         lies.chosen, lies.branches = arrangement.chosen, arrangement.branches
         plan = self._plan
         lay_out_model(twin, lies, dry, plan.model_copy(update={"zero": 0, "offload": Offload()}))
