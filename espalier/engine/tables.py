@@ -97,7 +97,9 @@ def memory(module: nn.Module, optimizer: torch.optim.Optimizer | None, data: Dat
     trained = [m for chunk in data.chunks for m in chunk.members]
     formula = {
         "parameters": sum(_whole(m) / _share(m, stage.parameters) for m in data.members),
-        "gradients": sum(_whole(m) / _share(m, stage.addends) for m in trained),
+        "gradients": sum(
+            _whole(m) / _share(m, stage.addends) for c in data.chunks if not c.in_place for m in c.members
+        ),
         "states": _states(optimizer, trained, stage.states),
         "masters": sum(
             4 * m.size / _share(m, stage.states)
@@ -117,6 +119,8 @@ def memory(module: nn.Module, optimizer: torch.optim.Optimizer | None, data: Dat
 
 
 def _gradients(chunk: Chunk) -> int:
+    if chunk.lent:  # where the parameters are that were counted
+        return 0
     if chunk.gradient is not None:
         return local_bytes(chunk.gradient)
     grads = (p.__dict__.get("_reduced", _grad.__get__(p)) for p in (m.p for m in chunk.members))

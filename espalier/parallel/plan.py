@@ -95,6 +95,10 @@ class Plan(BaseModel):
         offload: where parameters, gradients and states lie between their uses, a table of the arguments of
             :class:`~espalier.parallel.offload.Offload`: ``{states = "host"}``, say. Parameters off the device
             need ``zero=3``, gradients ``zero`` of 1 or more; a data axis of 1 needs neither.
+        gradients: where finished gradients are until the step: ``"beside"`` the parameters, or ``"in-place"``
+            of them, which spares 2 of 16 bytes a parameter: the backward pass has used those of 16 bits for
+            the last time, and the step makes them anew from their float32 masters. It needs these, and
+            ``accumulate`` of 1; the results are the same.
         recompute: what blocks computed and the backward pass computes again, to spare memory: ``"none"``,
             ``"full"`` (all but a block's inputs), ``"selective"`` (all but matrix products and outputs of
             attention), or a table of name patterns of blocks to these (the first that matches holds).
@@ -126,6 +130,7 @@ class Plan(BaseModel):
     prefetch_megabytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
     precision: Annotated[Precision, BeforeValidator(as_precision)] = Precision()
     offload: Offload = Offload()
+    gradients: Literal["beside", "in-place"] = "beside"
     recompute: Annotated[str | dict[str, str], PlainValidator(_recompute)] = "none"
     recompute_inputs: Literal["whole", "sharded", "host"] = "whole"
 
@@ -135,7 +140,7 @@ class Plan(BaseModel):
         except ValidationError as error:
             found = [_mistake(dict(item), type(self)) for item in error.errors(include_url=False)]
             raise PlanError(found) from None
-        found = [*self._pipe_mistakes(), *self._tensor_mistakes()]
+        found = [*self._pipe_mistakes(), *self._tensor_mistakes(), *self._gradient_mistakes()]
         if self.data % self.expert:
             found.append(("expert", self.expert, f"it divides data = {self.data}, whose ranks share experts"))
         if self.expert > 1 and self.replicate > 1:
@@ -177,6 +182,21 @@ class Plan(BaseModel):
                 if own != its:
                     found.append((key, own, f"the schedule given is for {its}"))
         return found
+
+    def _gradient_mistakes(self) -> list[tuple[str, Any, str]]:
+        """What keeps gradients from taking the place of parameters."""
+        if self.gradients == "beside":
+            return []
+        low, reduce = self.precision.parameters, self.precision.reduce
+        away = self.offload.gradients.place, self.offload.parameters.place
+        reasons = (
+            (low is None, "parameters need masters: expected precision = bfloat16 or float16"),
+            (low and reduce not in (None, low), f"they need the parameters' size: expected reduce = {low}"),
+            (self.accumulate > 1, "a second micro-batch needs the parameters: expected accumulate = 1"),
+            (self.pipe > 1, "a pipeline's later micro-batches need the parameters: expected pipe = 1"),
+            (away != ("device", "device"), "both are on the device: expected no other place in offload"),
+        )
+        return [("gradients", self.gradients, told) for wrong, told in reasons if wrong]
 
     def _tensor_mistakes(self) -> list[tuple[str, Any, str]]:
         if self.tensor_mode == "2.5d" and self.tensor > 1 and self.depth == 1:
@@ -261,7 +281,8 @@ class Plan(BaseModel):
         sequence = {True: ", sequence parallel", "auto": ", sequence parallel if cheaper"}
         precision = "" if self.precision == Precision() else f", {self.precision}"
         away = f", {self.offload}" if str(self.offload) else ""
-        return f"{axes}{pipe}{sequence.get(self.sequence_parallel, '')}{zero}{precision}{away}"
+        place = ", gradients in place" if self.gradients == "in-place" else ""
+        return f"{axes}{pipe}{sequence.get(self.sequence_parallel, '')}{zero}{precision}{place}{away}"
 
 
 class PlanError(ValueError):

@@ -50,7 +50,11 @@ class Elsewhere(ABC):
 
     @abstractmethod
     def stand_in(self, func: Call | None) -> DTensor:
-        """What a call of ``func``, which doesn't write to it, is to compute with: no loan."""
+        """What a call of ``func`` is to compute with in its place: no loan."""
+
+    def takes(self, func: Call) -> bool:
+        """Whether its stand-in is to be written to, too, where ``func`` writes to it."""
+        return False
 
 
 def is_view(func: Call, args: Sequence[Any]) -> bool:
@@ -125,13 +129,17 @@ def call(
     for x in loans:
         if not isinstance(x._source, Elsewhere):  # type: ignore[attr-defined]
             refresh(x)
-        elif not (one and x is args[0]):
+        elif not (one and x is args[0]) or x._source.takes(func):
             stand[id(x)] = x._source.stand_in(func)  # type: ignore[attr-defined]
+    first = args[0] if args else None
     if stand:
         from espalier.tensor.fallback import tree_map
 
         args, kwargs = tree_map(lambda a: stand.get(id(a), a), (args, kwargs))
         loans = [x for x in loans if id(x) not in stand]
+        if one and args[0] is not first:
+            out = dispatch(DTensor, func, (), args, kwargs)
+            return first if out is args[0] else out
     before = [(x, x._layout, x._layout.own, version(x)) for x in loans]
     for x, _, own, _ in before:
         x._layout = own

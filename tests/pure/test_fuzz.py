@@ -134,6 +134,7 @@ VALUES: dict[str, list[Any]] = {
         {"states": "disk", "directory": "away"},
         {"states": "auto", "budget_gigabytes": 1e-6},
     ],
+    "gradients": ["in-place"],
     "recompute": ["full", "selective", {"blocks.0": "full"}],
     "recompute_inputs": ["sharded", "host"],
 }
@@ -141,6 +142,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "depth": {"tensor_mode": "2.5d", "tensor": 8},
     "tensor_mode": {"tensor": 8},
     "expert": {"data": 8},
+    "gradients": {"precision": "bfloat16"},
     "recompute_inputs": {"recompute": "selective"},
     "schedule": {"pipe": 2, "accumulate": 4},
     "stages_per_rank": {"pipe": 2, "accumulate": 4, "schedule": "interleaved"},

@@ -20,11 +20,12 @@ from espalier.parallel.data.chunks import Chunk, Lane, Member, show
 from espalier.parallel.data.gathered import home_of, show_pieces
 from espalier.parallel.data.gathering import Gathering
 from espalier.parallel.data.gradients import AllGradients, Gradients
+from espalier.parallel.data.inplace import InPlace, take_over
 from espalier.parallel.data.masters import Masters, cast
 from espalier.parallel.data.residency import Shelf, choose
 from espalier.parallel.data.stages import STAGES
 from espalier.parallel.data.streaming import Step, Streaming
-from espalier.parallel.data.units import by_size, by_unit
+from espalier.parallel.data.units import by_part, by_size, by_unit, smallest
 from espalier.parallel.offload import Offload
 from espalier.parallel.plan import Plan
 from espalier.tensor import DTensor, plain, stamp
@@ -70,7 +71,7 @@ class DataAxis:
         lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members])
         used: list[tuple[list[nn.Module], Chunk]] = []
         groups: list[list[Chunk]] = []
-        for members in _by_part(self.members, parts):
+        for members in by_part(self.members, parts):
             if cut:
                 users = by_unit(members, model)
                 used += users
@@ -81,6 +82,7 @@ class DataAxis:
         self.chunks = [chunk for group in groups for chunk in group]
         self._shelf = self._place([chunk for _, chunk in used] if cut else self.chunks, plan.offload)
         self.masters = Masters(self.chunks, pieces=self.stage.states == "S")
+        self._in_place = InPlace(self.masters) if plan.gradients == "in-place" else None
         for m in self.members:
             cast(m)
         self._copied = self._lined_up(plan.chunk_megabytes * 1e6)
@@ -102,17 +104,17 @@ class DataAxis:
                     m.p.grad_dtype = reduce  # several uses, and micro-batches, add up in it too
         on_sent = None if self.gathering is None else self.gathering.sent
         # along axes of one rank nothing is left to sum
-        done = alone and self.stage.gradients == "R"
+        done = alone and self.stage.gradients == "R" and self._in_place is None
         summed = [[c for c in group if not done or _is_summed(c, mesh)] for group in groups]
-        more: Any = {"dtype": reduce, "on_sent": on_sent, "shelf": self._shelf}
+        more: Any = {"dtype": reduce, "on_sent": on_sent, "shelf": self._shelf, "in_place": self._in_place}
         self.gradients = AllGradients([Gradients(group, mesh, axes, self.stage, **more) for group in summed])
-        moved = [chunk for chunk in self.chunks if chunk.places]
+        moved = [chunk for chunk in self.chunks if chunk.has_turn]
         self.streaming: Streaming | None = None
         self.budget: Budget | None = None
         if moved:
-            assert self._shelf is not None
+            shelf = self._shelf or Shelf(mesh.device(), None, dry=mesh.is_dry)
             pieces = self.stage.states == "S"
-            self.streaming = Streaming(moved, self._shelf, mesh, pieces, self._turn)
+            self.streaming = Streaming(moved, shelf, mesh, pieces, self._turn)
             if plan.offload.budget_gigabytes is not None:
                 homes = [chunk for _, chunk in used] if cut else []
                 kinds = {"states": self.chunks, "gradients": self.chunks, "parameters": homes}
@@ -130,7 +132,7 @@ class DataAxis:
                 _line_up(chunk)
         if self.stage.states == "R" or self.stage.parameters == "S":
             return set()
-        return _smallest(plainly, most)
+        return smallest(plainly, most)
 
     def _place(self, chunks: Sequence[Chunk], offload: Offload) -> Shelf | None:
         """Give each chunk its places; gives where to put what is off the device."""
@@ -180,7 +182,10 @@ class DataAxis:
 
         Raises:
             ValueError: a parameter that was frozen when this was made needs a gradient now.
+            RuntimeError: gradients stand where the parameters stood, and others are wanted.
         """
+        if self._in_place is not None and torch.is_grad_enabled():
+            self._in_place.check("Another forward pass is possible under torch.no_grad()")
         thawed = [m.name for m in self._frozen if m.p.requires_grad]
         if thawed:
             named = ", ".join(thawed[:3]) + (", ..." if len(thawed) > 3 else "")
@@ -190,6 +195,8 @@ class DataAxis:
             )
         if self.gathering is not None:
             self.gathering.begin()
+            if self._in_place is not None:
+                self.masters.follow()
 
     def end_backward(self) -> None:
         """After a backward pass."""
@@ -280,7 +287,7 @@ class DataAxis:
                 step(optimizer)
             return
         self._settle()
-        with self._opened([chunk for chunk in self.chunks if not chunk.places]):
+        with self._opened([chunk for chunk in self.chunks if not chunk.has_turn]):
             self.streaming.update(optimizer, step)
         self._exchange()
         self.streaming.agree()
@@ -293,11 +300,15 @@ class DataAxis:
             assert self._shelf is not None
             (chunk.home,) = self._shelf.take(f"parameters-{chunk.number}", home_of(chunk), on_host=on_host)
             show_pieces(chunk, chunk.home)
+        take_over(chunk)
         with self._opened([chunk]):
             yield
         if "gradients" in chunk.places:
             chunk.gradient = None
-        if chunk.master is not None:
+        if chunk.lent:
+            assert self._in_place is not None
+            self._in_place.restore(chunk)
+        elif chunk.master is not None:
             self.masters.write(chunk)
         self._leave_home(chunk)
 
@@ -405,7 +416,7 @@ class DataAxis:
     def _exchange(self) -> None:
         """Let all ranks compute with what each has updated."""
         for chunk in self.masters.chunks:
-            if not chunk.places:
+            if not chunk.has_turn:
                 self.masters.write(chunk)
         if self.stage.states == "S" and self.stage.parameters == "R":
             with raw():
@@ -434,15 +445,6 @@ class DataAxis:
                 land()
         while under_way:
             land()
-
-
-def _by_part(members: Sequence[Member], parts: Sequence[Collection[str]]) -> list[list[Member]]:
-    """The members of each part alone, and, last, the others."""
-    found: list[list[Member]] = [[] for _ in (*parts, None)]
-    for m in members:
-        own = [i for i, names in enumerate(parts) if m.name in names]
-        found[own[0] if len(own) == 1 else -1].append(m)
-    return found
 
 
 def _own(axes: tuple[int, ...], full: Layout, mesh: Mesh) -> tuple[tuple[int, ...], Lane]:
@@ -474,17 +476,6 @@ def _line_up(chunk: Chunk) -> None:
         for m, part in zip(chunk.members, chunk.wholes(flat), strict=True):
             part.copy_(plain(m.p.detach()))
             show(m.p, part, m.full)
-
-
-def _smallest(chunks: Sequence[Chunk], most: float) -> set[int]:
-    """The members whose pieces are the smallest, so many that their bytes are at most these."""
-    found: set[int] = set()
-    for m in sorted((m for chunk in chunks for m in chunk.members), key=lambda m: m.slot):
-        most -= m.slot * m.dtype.itemsize
-        if most < 0:
-            break
-        found.add(id(m))
-    return found
 
 
 def _bring_home(chunk: Chunk) -> None:

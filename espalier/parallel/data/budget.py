@@ -82,7 +82,7 @@ class Budget:
         if not self._kept:
             self.is_settled = True
         self._tried = True
-        self._streaming.away = [Away(c) for c in self._chunks["states"] if c.places]
+        self._streaming.away = [Away(c) for c in self._chunks["states"] if c.has_turn]
 
     def _keep(self, chunk: Chunk, kind: str, optimizer: torch.optim.Optimizer) -> None:
         shelf, key = self._streaming.shelf, f"{kind}-{chunk.number}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from espalier.mesh import Mesh
 from espalier.mesh.parts import joined
 from espalier.parallel.offload import Place
 from espalier.tensor import plain, stamp
+
+if TYPE_CHECKING:
+    from espalier.parallel.data.inplace import Lent
 
 _address = torch._C.TensorBase.data_ptr
 _set_data = vars(torch._C.TensorBase)["data"].__set__
@@ -192,6 +195,8 @@ class Chunk:
         is_written: whether somebody has written to what they show, which is no longer what is in the file.
         stays: whether, once gathered in a pass of training, it stays so to its end.
         came: the members whose gradient this backward pass has brought, as parameters.
+        in_place: whether finished gradients take the place of the parameters.
+        lent: what stands in for the parameters while they do.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
@@ -210,8 +215,15 @@ class Chunk:
         self.is_written = False
         self.stays = False
         self.came: list[torch.Tensor] = []
+        self.in_place = False
+        self.lent: list[Lent] = []
         self._cut: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._views: tuple[list[int], Views] | None = None
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether the optimizer updates it by itself, not with the others."""
+        return self.in_place or bool(self.places)
 
     @property
     def missing(self) -> bool:

@@ -10,6 +10,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 from espalier.comm import Pending
 from espalier.comm.flat import start_gather
 from espalier.parallel.data.chunks import Chunk, show
+from espalier.parallel.data.inplace import values_of
 from espalier.parallel.data.residency import Shelf
 from espalier.tensor import plain
 
@@ -85,6 +86,8 @@ class Gathered:
             if self.is_away:
                 assert self._shelf is not None
                 (own,) = self._shelf.take(self._key, home_of(self.chunk))
+            if self.chunk.lent:
+                own = values_of(self.chunk)
             lane = self.chunk.lane
             self._arriving.resize_(self._arriving_bytes)
             self.pending = start_gather(self.rows, own, lane.mesh, lane.axis)

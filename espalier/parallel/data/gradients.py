@@ -25,6 +25,7 @@ from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import R, is_partial
 from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import Chunk, Lane, Member
+from espalier.parallel.data.inplace import InPlace
 from espalier.parallel.data.residency import Shelf
 from espalier.parallel.data.stages import Stage
 from espalier.tensor import plain, stamp
@@ -44,6 +45,7 @@ class Gradients:
         dtype: in which they are sent and summed; None for their own.
         on_sent: called with a chunk whose gradients have been taken.
         shelf: where finished gradients go that are to be off the device.
+        in_place: puts those of some chunks in the place of the parameters.
     """
 
     def __init__(
@@ -55,21 +57,23 @@ class Gradients:
         dtype: torch.dtype | None = None,
         on_sent: Callable[[Chunk], None] | None = None,
         shelf: Shelf | None = None,
+        in_place: InPlace | None = None,
     ) -> None:
         self.mesh, self.axes, self.stage = mesh, tuple(axes), stage
         self.chunks = list(chunks)
         self.reduced = False
-        self._dtype, self._on_sent, self._shelf = dtype, on_sent, shelf
+        self._dtype, self._on_sent, self._shelf, self._in_place = dtype, on_sent, shelf, in_place
         self._sending = True
         self._next = 0
         self._flying: deque[tuple[Chunk, torch.Tensor, Summing | Pending]] = deque()
-        self._spreading: deque[Pending] = deque()
+        self._spreading: deque[tuple[Chunk, Pending]] = deque()
         self._parts: dict[int, list[torch.Tensor]] = {}
         # of the chunks summed along the same axes the last one's rows end with a flag for each of their
         # parameters: has it a gradient anywhere?
         self._last = {_over(chunk): chunk for chunk in self.chunks}
         self._here: dict[Over, list[float]] = {over: [] for over in self._last}
         self._flags = dict.fromkeys(self._last, 0)
+        self._told: dict[Over, torch.Tensor] = {}  # these, when they have come
         for chunk in self.chunks:
             self._flags[_over(chunk)] += len(chunk.members)
         self._layouts: dict[int, Layout] = {}
@@ -103,7 +107,13 @@ class Gradients:
         self._sending = False
 
     def begin(self, last: bool) -> None:
-        """Before a backward pass; ``last`` of those that make one gradient."""
+        """Before a backward pass; ``last`` of those that make one gradient.
+
+        Raises:
+            RuntimeError: gradients that are finished stand where it would need parameters.
+        """
+        if self._in_place is not None:
+            self._in_place.check("Call one of them before the next backward pass")
         if self.reduced:
             for chunk in self.chunks:
                 for i, m in enumerate(chunk.members):
@@ -191,7 +201,12 @@ class Gradients:
                 summing.wait()
                 return
             summing.wait(self._own_row(chunk))
-            if not chunk.outer:
+            if self._is_summed_early(chunk):
+                self._sum_outer(chunk)
+                while len(self._spreading) == _AT_ONCE:
+                    self._arrive()
+                self._spread(chunk)
+            elif not chunk.outer:
                 self._spread(chunk)
             return
         assert isinstance(summing, Summing)
@@ -203,7 +218,34 @@ class Gradients:
             return
         chunk.gradient = chunk.flat(self._dtype or chunk.dtype, self._extra(chunk))
         summing.wait(chunk.gradient)
+        if self._is_summed_early(chunk):
+            self._sum_outer(chunk)
+            self._put_in_place(chunk)
         self._leave(chunk)
+
+    def _is_summed_early(self, chunk: Chunk) -> bool:
+        """Whether a chunk's gradients go to their place before the backward pass is over.
+
+        Its copies' ranks must sum in this rank's order: those along the axes that have agreed on it do.
+        """
+        return chunk.in_place and all(axis in self.axes for axis in chunk.outer)
+
+    def _sum_outer(self, chunk: Chunk) -> None:
+        """Sum what is this rank's over the axes along which others have the same."""
+        assert chunk.gradient is not None
+        own = self._own_row(chunk) if self.stage.gradients == "R" else chunk.gradient
+        for axis in chunk.outer:
+            sum_everywhere(own, self.mesh, axis)
+
+    def _put_in_place(self, chunk: Chunk) -> None:
+        """Let a chunk's gradients, which are finished, take the place of its parameters."""
+        assert chunk.gradient is not None and self._in_place is not None
+        if self._extra(chunk):
+            self._told[_over(chunk)] = self._flags_of(chunk).clone()
+        with raw():
+            given = self._parts.pop(id(chunk), None) or chunk.pieces(chunk.gradient)
+            self._parts[id(chunk)] = self._in_place.lend(chunk, given)
+        chunk.gradient = None
 
     def bring(self, chunk: Chunk, *, on_host: bool = False) -> None:
         """Let what a chunk has of its gradients be on the device, or in the host's memory."""
@@ -240,7 +282,14 @@ class Gradients:
     def _spread(self, chunk: Chunk) -> None:
         """Start to give all ranks the sums of a chunk."""
         lane = chunk.lane
-        self._spreading.append(start_gather(self._rows(chunk), None, lane.mesh, lane.axis))
+        self._spreading.append((chunk, start_gather(self._rows(chunk), None, lane.mesh, lane.axis)))
+
+    def _arrive(self) -> None:
+        """Wait until the oldest of them is everywhere."""
+        chunk, pending = self._spreading.popleft()
+        pending.wait()
+        if chunk.in_place:
+            self._put_in_place(chunk)
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over the axes, and lies as the stage says.
@@ -258,20 +307,20 @@ class Gradients:
             self._land()
         # in an order that hangs on no rank: the copies' ranks may have sent theirs in others
         for chunk in sorted(self.chunks, key=lambda chunk: chunk.number):
-            if not chunk.outer:
+            if not chunk.outer or self._is_summed_early(chunk):
                 continue
-            assert chunk.gradient is not None
             whole = self.stage.gradients == "R"
             if not whole:
                 self.bring(chunk)
-            for axis in chunk.outer:
-                sum_everywhere(self._own_row(chunk) if whole else chunk.gradient, self.mesh, axis)
+            self._sum_outer(chunk)
             if whole:
                 self._spread(chunk)
+            elif chunk.in_place:
+                self._put_in_place(chunk)
             else:
                 self._leave(chunk)
         while self._spreading:
-            self._spreading.popleft().wait()
+            self._arrive()
         if self._shelf is not None:
             self._shelf.settle()
         with raw():
@@ -280,10 +329,13 @@ class Gradients:
 
     def _hand_out(self) -> None:
         used = self._used()
+        whole = self.stage.gradients == "R"
         for chunk in self.chunks:
-            assert chunk.gradient is not None
-            whole = self.stage.gradients == "R"
-            parts = self._parts.pop(id(chunk)) if whole else chunk.pieces(chunk.gradient)
+            if whole or chunk.in_place:
+                parts = self._parts.pop(id(chunk))
+            else:
+                assert chunk.gradient is not None
+                parts = chunk.pieces(chunk.gradient)
             for m, part in zip(chunk.members, parts, strict=True):
                 layout = self._finished(m)
                 if used is not None and not used[id(m)]:
@@ -313,12 +365,16 @@ class Gradients:
             return None
         found: dict[int, bool] = {}
         for over, last in self._last.items():
-            assert last.gradient is not None
-            start = last.elements if self.stage.gradients == "R" else last.size
-            flags = last.gradient[start : start + self._flags[over]].tolist()
+            flags = (self._told[over] if last.in_place else self._flags_of(last)).tolist()
             members = [m for chunk in self.chunks if _over(chunk) == over for m in chunk.members]
             found.update((id(m), n > 0) for m, n in zip(members, flags, strict=True))
         return found
+
+    def _flags_of(self, last: Chunk) -> torch.Tensor:
+        """What stands behind the gradients of a chunk."""
+        assert last.gradient is not None
+        start = last.elements if self.stage.gradients == "R" else last.size
+        return last.gradient[start : start + self._flags[_over(last)]]
 
     def _settle_order(self) -> None:
         """From now on chunks are sent as they became ready; those that did not, last."""
@@ -338,15 +394,18 @@ class Gradients:
         while self._flying:
             self._land()
         while self._spreading:
-            self._spreading.popleft().wait()
+            self._arrive()
         if self._shelf is not None:
             self._shelf.settle()
         self._parts.clear()
+        self._told.clear()
         if self._came:
             self._settle_order()
         for chunk in self.chunks:
             chunk.gradient = None
             chunk.came.clear()
+            if self._in_place is not None:
+                self._in_place.restore(chunk)
         self.reduced = False
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
+from espalier.layout import Layout
 from espalier.parallel.data.chunks import Chunk, Member, show
 from espalier.tensor import plain
 
@@ -43,17 +44,26 @@ class Masters:
         assert chunk.master is not None
         return chunk.pieces(chunk.master) if self._pieces else chunk.wholes(chunk.master)
 
-    def _part(self, m: Member) -> torch.Tensor:
-        """What a parameter holds of that of which the master is here."""
-        here = plain(m.p.detach())
-        return m.piece(here) if self._pieces and m.p._layout is m.full else here  # type: ignore[attr-defined]
+    def part(self, m: Member, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Of a parameter's values here, which lie so, those of which the master is here."""
+        return m.piece(x) if self._pieces and layout is m.full else x
 
-    def follow(self) -> None:
+    def _part(self, m: Member) -> torch.Tensor:
+        return self.part(m, plain(m.p.detach()), m.p._layout)  # type: ignore[attr-defined]
+
+    def places(self, chunk: Chunk) -> list[torch.Tensor]:
+        """Where the parameters have what the masters are of."""
+        if chunk.home is not None:
+            return chunk.pieces(chunk.home)
+        views = chunk.views()
+        return views.pieces if self._pieces else views.wholes
+
+    def follow(self, chunks: Sequence[Chunk] | None = None) -> None:
         """Where a parameter was changed by others (``load_state_dict``), its master takes the values over."""
         with raw():
-            for chunk in self.chunks:
+            for chunk in self.chunks if chunks is None else chunks:
                 for m, master in zip(chunk.members, self.of(chunk), strict=True):
-                    if self._seen[id(m)] != _mark(m):
+                    if self._seen[id(m)] != _mark(m) and not chunk.lent:
                         master.copy_(self._part(m))
 
     def write(self, chunk: Chunk) -> None:
@@ -65,10 +75,10 @@ class Masters:
             elif not self._pieces:
                 torch._foreach_copy_([plain(m.p.detach()) for m in chunk.members], self.of(chunk))
 
-    def remember(self) -> None:
+    def remember(self, chunks: Sequence[Chunk] | None = None) -> None:
         """Parameters hold what their masters say: a change from now on is by others."""
         with raw():
-            for chunk in self.chunks:
+            for chunk in self.chunks if chunks is None else chunks:
                 for m in chunk.members:
                     self._seen[id(m)] = _mark(m)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -122,6 +122,26 @@ def by_size(members: Sequence[Member], megabytes: float) -> list[Chunk]:
         group.append(m)
         open_[kind] = group, filled + size
     return [Chunk(group) for group in groups]
+
+
+def by_part(members: Sequence[Member], parts: Sequence[Collection[str]]) -> list[list[Member]]:
+    """The members of each part alone, and, last, the others."""
+    found: list[list[Member]] = [[] for _ in (*parts, None)]
+    for m in members:
+        own = [i for i, names in enumerate(parts) if m.name in names]
+        found[own[0] if len(own) == 1 else -1].append(m)
+    return found
+
+
+def smallest(chunks: Sequence[Chunk], most: float) -> set[int]:
+    """The members whose pieces are the smallest, so many that their bytes are at most these."""
+    found: set[int] = set()
+    for m in sorted((m for chunk in chunks for m in chunk.members), key=lambda m: m.slot):
+        most -= m.slot * m.dtype.itemsize
+        if most < 0:
+            break
+        found.add(id(m))
+    return found
 
 
 def _small(sizes: Sequence[int]) -> set[int]:

@@ -40,9 +40,9 @@ def same(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A tensor over the same data, in the same layout."""
-    x = args[0]
+    x = written(args[0], func)
     with raw():
-        out = stamp(func(*args, **kwargs), x._layout.own)
+        out = stamp(func(x, *args[1:], **kwargs), x._layout.own)
     if x._layout.own is not x._layout:
         from espalier.tensor.loans import share
 
@@ -50,11 +50,21 @@ def same(
     return out
 
 
+def written(x: torch.Tensor, func: Callable[..., Any]) -> Any:
+    """Where the data of a tensor is, for who may write to it."""
+    if type(x) is not DTensor or x._layout.own is x._layout:
+        return x
+    from espalier.tensor.loans import Elsewhere
+
+    source = x.__dict__["_source"]
+    return source.stand_in(func) if isinstance(source, Elsewhere) and source.takes(func) else x
+
+
 def set_data(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """x.data = y: the data of y; x stays as it lies, unless its global shape changes."""
-    x, y = args
+    x, y = written(args[0], func), args[1]
     if type(x) is DTensor and type(y) is not DTensor and tuple(y.shape) != x._layout.local_shape:
         raise ValueError(
             f"x.data = y: x is a DTensor whose local shape is {list(x._layout.local_shape)}, y a plain "
