@@ -109,18 +109,21 @@ def sum_whole(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     if mesh.size() == 1:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
-    sum_whole_(out, mesh).wait()
+    sum_whole_(out, mesh, beside=False).wait()
     return out
 
 
-def sum_whole_(x: torch.Tensor, mesh: Mesh) -> Pending:
-    """Start such a sum of contiguous ``x`` in place."""
+def sum_whole_(x: torch.Tensor, mesh: Mesh, *, beside: bool = True) -> Pending:
+    """Start such a sum of contiguous ``x``, in place; ``beside``: as of :func:`all_reduce_`."""
     n = mesh.size()
     if n == 1:
         return Pending()
     axis = mesh.shape.index(n) if n in mesh.shape else -1
     _record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size(), x, x.shape)
-    return Pending() if mesh.is_dry else Pending(dist.all_reduce(x, group=mesh.whole_group(), async_op=True))
+    if mesh.is_dry:
+        return Pending()
+    begun = None if beside else direct.whole_sum(x, mesh)
+    return Pending(*(begun or (dist.all_reduce(x, group=mesh.whole_group(), async_op=True),)))
 
 
 def sum_here(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> None:

@@ -29,6 +29,8 @@ _KINDS = ("", "all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 _BITS = 28
 # bytes of a tensor up to which its reduction goes so: beyond, a ring that adds while it receives is as fast
 _MOST = 1 << 21
+# ranks, and bytes of what is summed over all of a mesh, up to which each sends all to each other
+_FEW, _LITTLE = 8, 1 << 10
 
 _TWO: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -60,8 +62,19 @@ def exchange(
         gives, gets: contiguous, one for each coordinate; what is given must stay as it is until the wait.
     """
     here, n = mesh.coordinate[axis], mesh.shape[axis]
-    backend, order = mesh.backend(axis, gets[here].device), mesh.order(axis) or range(n)
-    works = []
+    backend = mesh.backend(axis, gets[here].device)
+    return _exchange(kind, gives, gets, backend, here, mesh.order(axis) or range(n))
+
+
+def _exchange(
+    kind: str,
+    gives: Sequence[torch.Tensor],
+    gets: Sequence[torch.Tensor],
+    backend: Any,
+    here: int,
+    order: Sequence[int],
+) -> Works:
+    n, works = len(order), []
 
     def tag(x: torch.Tensor) -> int:
         return _KINDS.index(kind) << _BITS | x.nbytes % (1 << _BITS)
@@ -145,6 +158,21 @@ def reduction(x: torch.Tensor, mesh: Mesh, axis: int, op: str) -> tuple[Works, C
         exchange("all_reduce", [parts[here]] * n, parts, mesh, axis).wait()
 
     return exchange("all_reduce", parts, gets, mesh, axis), rest
+
+
+def whole_sum(x: torch.Tensor, mesh: Mesh) -> tuple[Works, Callable[[], object]] | None:
+    """Start to sum a few numbers ``x`` over all ranks of a mesh, in place, as :func:`reduction` does.
+
+    All ranks add in the same order. None where there are many of them, or of ranks.
+    """
+    group, n = mesh.whole_group(), mesh.size()
+    backend = group._get_backend(x.device)
+    if n > _FEW or x.nbytes > _LITTLE or not isinstance(backend, _Gloo):
+        return None
+    here, gets = dist.get_rank(group), list(torch.empty(n, *x.shape, dtype=x.dtype).unbind())
+    gets[here] = x
+    works = _exchange("all_reduce", [x] * n, gets, backend, here, range(n))
+    return works, lambda: x.copy_(reduced(gets, "sum"))
 
 
 def _split(flat: torch.Tensor, n: int) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ class Norm:
         counted: of the gradients what this rank alone is responsible for, as plain tensors, whatever their
             layouts.
         loss: of the batch, where it may still be a sum over ranks.
-        more: plain numbers to be summed along with them.
+        more: plain numbers to be summed along with them, and waited for at once.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Norm:
             told = [*([] if addend is None else [addend]), *more]
             self._sums = torch.stack([total, *(x.to(total) for x in told)])
             self._more = len(more)
-            self._pending = sum_whole_(self._sums, mesh)
+            self._pending = sum_whole_(self._sums, mesh, beside=not more)
 
     def more(self) -> tuple[torch.Tensor, ...]:
         """The sums of the numbers given, on every rank."""

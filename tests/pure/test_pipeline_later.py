@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -36,11 +37,16 @@ def test_gradients_put_off_are_the_same() -> None:
 
 def test_what_does_not_fit_is_not_put_off() -> None:
     net, later = nn.Linear(4, 4), Later()
-    x = torch.randn(2, 4)
+    x = torch.randn(2, 4, requires_grad=True)
     with later.of(net.parameters()), torch.autocast("cpu", torch.bfloat16):
         net(x).float().sum().backward()
     assert net.weight.grad is not None
     with later.of(net.parameters()), torch.no_grad():
         assert not net(x).requires_grad
+    with pytest.raises(RuntimeError, match="written to"), later.of(net.parameters()):
+        entered = x * 1
+        net(entered).sum().backward()
+        entered.zero_()
+        later.do()
     given = nn.functional.linear(input=x, weight=net.weight)
     assert torch.equal(given, x @ net.weight.t())

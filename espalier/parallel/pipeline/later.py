@@ -1,13 +1,16 @@
 """Gradients of linear layers' weights that are put off until a stage's inputs have theirs.
 
-The stage before waits for the latter alone: they are sent first. The same products are computed and added up
-in the same order as by ``torch.nn.functional.linear``, so nothing is computed twice and no bit differs.
+The stage before waits for the latter alone: they are sent first. Products are those of
+``torch.nn.functional.linear``, each computed once; of a weight that is used several times they are added up
+in another order.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +20,12 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 
 class _Product(NamedTuple):
-    """A linear layer's weights, what entered it, and the gradient of what it gave; as matrices."""
+    """A linear layer's weights, what entered it (and its version then), and the gradient of what it gave."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     x: torch.Tensor
+    version: int
     grad: torch.Tensor
 
 
@@ -29,47 +33,61 @@ class Later:
     """What was put off."""
 
     def __init__(self) -> None:
-        self._products: list[_Product] = []
+        self._products: deque[_Product] = deque()
 
-    def add(self, product: _Product) -> None:
+    def add(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, version: int, grads: Any
+    ) -> None:
         """One more."""
-        self._products.append(product)
+        self._products.append(_Product(weight, bias, x, version, grads[0]))
 
     def forget(self) -> None:
         """Nothing is to be done any more."""
         self._products.clear()
 
     def do(self) -> None:
-        """Add to the gradients of the weights."""
+        """Add to the gradients of the weights.
+
+        Raises:
+            RuntimeError: what entered a layer was written to.
+        """
         with torch.no_grad(), raw():
-            for weight, bias, x, grad in self._products:
-                _add(weight, grad.t().mm(x))
+            while self._products:
+                weight, bias, x, version, grad = self._products.popleft()
+                if x._version != version:
+                    raise RuntimeError(
+                        f"A tensor of the shape {list(x.shape)} that entered a linear layer has been written "
+                        "to since, and the gradient of the layer's weight needs it as it was."
+                    )
+                _add(weight, grad.t().mm(x.reshape(-1, x.shape[-1])))
                 if bias is not None:
                     _add(bias, grad.sum(0))
-        self.forget()
 
     @contextmanager
     def of(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         """While open, gradients of plain parameters are put off to here."""
         chosen: list[Any] = [p for p in dict.fromkeys(parameters) if _fits(p)]
         for p in chosen:
-            p.__class__, p.later = _Weight, self
+            p.bare, p.later = p.detach(), self
+            p.__class__ = _Weight
         try:
             yield
         finally:
             self.forget()
             for p in chosen:
-                del p.later
                 p.__class__ = nn.Parameter
+                del p.bare, p.later
 
 
 class _Weight(nn.Parameter):
     """A parameter of which ``F.linear`` puts the gradient off.
 
     Attributes:
+        bare: itself, of which autograd does not know.
         later: to when.
     """
 
+    bare: torch.Tensor
     later: Later
 
     @classmethod
@@ -78,29 +96,25 @@ class _Weight(nn.Parameter):
             if func is F.linear and not kwargs and len(args) == 3 and torch.is_grad_enabled():
                 x, weight, bias = args
                 weighs = type(weight) is _Weight and (bias is None or type(bias) is _Weight)
-                if weighs and x.dtype is weight.dtype and not torch.is_autocast_enabled(x.device.type):
-                    return _apply(x, weight, bias)
+                if weighs and x.requires_grad and x.dtype is weight.dtype:
+                    out = F.linear(x, weight.bare, None if bias is None else bias.bare)
+                    node = _product_of(out)
+                    if node is not None and out.dtype is x.dtype:  # no autocast
+                        node.register_prehook(partial(weight.later.add, weight, bias, x, x._version))
+                        return out
             return func(*args, **(kwargs or {}))
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: _Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.bias = bias
-        return F.linear(x, weight, bias).data  # to a view nobody could write
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        with raw():
-            rows = grad.reshape(-1, grad.shape[-1])
-            weight.later.add(_Product(weight, ctx.bias, x.reshape(-1, x.shape[-1]), rows))
-            return rows.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None, None, None
+def _product_of(out: torch.Tensor) -> Any:
+    """The node of the graph that is a linear layer's product, behind that of a view."""
+    node: Any = out.grad_fn
+    if type(node).__name__ in _VIEWS:
+        node = node.next_functions[0][0]
+    return node if type(node).__name__ in _PRODUCTS else None
 
 
-# past what autograd does for functions within transforms, and for DTensors
-_apply = super(torch.autograd.Function, _Linear).apply
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
+_PRODUCTS = ("AddmmBackward0", "MmBackward0")
 
 
 def _fits(p: torch.Tensor) -> bool:
