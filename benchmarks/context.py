@@ -4,8 +4,8 @@ On dry meshes, any machine:
 
 * the peak of a rank as a sequence and the ranks that share it grow together (bar: eight times the sequence
   on eight ranks at 1.1 times the peak of one), ring, Ulysses and gathered keys and values side by side;
-* the work of the ranks on a causal sequence, in stretches and in zigzag order (bar: the busiest does at most
-  1.03 times the mean);
+* the work of the ranks on a causal sequence, if each does its own and if they help each other (bar: the
+  busiest does at most 1.03 times the mean);
 * a BERT under one memory cap: the largest batch and the longest sequence by 1D tensor parallelism, with and
   without sequence parallelism, and by the bidirectional ring (Li et al., 2021), with and without ZeRO 3 along
   its axis (bar: on 16 ranks and more the ring's sequence is at least as long; on few its whole head weighs).
@@ -34,7 +34,7 @@ import espalier
 from espalier import Mesh, Shard
 from espalier.comm.spans import pieces
 from espalier.models import build
-from espalier.tensor.rules.ring import calls, zigzag
+from espalier.tensor.rules.helping import job
 
 MIB = 2**20
 GPT = {"vocab_size": 256, "max_positions": 2**18, "hidden": 256, "heads": 8, "layers": 4, "ffn": 1024}
@@ -86,27 +86,28 @@ def balance() -> Section:
     found = Section(
         "Work on a causal sequence",
         "Scores that the busiest rank computes and the idlest, over the mean.",
-        [("ranks", "tokens", "stretches: most", "least", "zigzag: most", "least")],
+        [("ranks", "tokens", "each its own: most", "least", "helping: most", "least")],
     )
     for n, tokens in ((4, 16384), (8, 16384), (8, 10001), (64, 2**18)):
         have = pieces(espalier.Layout(Mesh.dry({"context": n}), [Shard(0)], [tokens]), 0)
+        sizes = [end - start for ((start, end),) in have]
         row = []
-        for keys in (have, zigzag(have)):
-            work = [sum(scores(rows, other) for other in keys) for rows in keys]
+        for helping in (False, True):
+            work = [scores(sizes, rank, helping) for rank in range(n)]
             mean = sum(work) / n
             row += [max(work) / mean, min(work) / mean]
         found.rows.append((str(n), f"{tokens:,}", *(f"{x:.3f}" for x in row)))
-        found.bar(f"busiest of {n} ranks in zigzag order, {tokens:,} tokens", row[2], 1.03)
+        found.bar(f"busiest of {n} ranks that help, {tokens:,} tokens", row[2], 1.03)
     return found
 
 
-def scores(rows: Any, keys: Any) -> int:
-    """Scores of a block that count."""
-    total = 0
-    for call in calls(rows, keys, True):
-        height, width = call.q[1] - call.q[0], call.k[1] - call.k[0]
-        total += height * (height + 1) // 2 if call.cut == "same" else height * width
-    return total
+def scores(sizes: list[int], rank: int, helping: bool) -> int:
+    """Scores that a rank computes, of stretches of these sizes."""
+    own = sizes[rank] * (sizes[rank] + 1) // 2
+    if not helping:
+        return own + sizes[rank] * sum(sizes[:rank])
+    jobs = (job(sizes, rank, step) for step in range(1, len(sizes) // 2 + 1))
+    return own + sum((of.rows[1] - of.rows[0]) * sizes[of.early] for of in jobs)
 
 
 def largest(peak_of: Callable[[int], int]) -> int:

@@ -323,24 +323,24 @@ def scatter(
 
 
 @collective
-def pass_on(x: torch.Tensor, mesh: Mesh, axis: int, gets: int) -> torch.Tensor:
-    """What the rank before this one on the axis gives, a flat buffer of ``gets``, for flat ``x`` to the next.
+def pass_on(x: torch.Tensor, mesh: Mesh, axis: int, gets: int, step: int = 1) -> torch.Tensor:
+    """Flat ``x`` to the rank so many steps on; gives the flat buffer, of ``gets``, of the one so many back.
 
     The last is followed by the first.
     """
-    out, under_way = _passing(x, mesh, axis, gets)
+    out, under_way = _passing(x, mesh, axis, gets, step)
     under_way.wait()
     return out
 
 
-def passing(x: torch.Tensor, mesh: Mesh, axis: int, gets: int) -> tuple[torch.Tensor, Pending]:
+def passing(x: torch.Tensor, mesh: Mesh, axis: int, gets: int, step: int = 1) -> tuple[torch.Tensor, Pending]:
     """:func:`pass_on` begun: the buffer, filled after the wait; until then ``x`` must stay as it is."""
     if recorders() or (tracers() and not mesh.is_dry):
-        return pass_on(x, mesh, axis, gets), Pending()
-    return _passing(x, mesh, axis, gets)
+        return pass_on(x, mesh, axis, gets, step), Pending()
+    return _passing(x, mesh, axis, gets, step)
 
 
-def _passing(x: torch.Tensor, mesh: Mesh, axis: int, gets: int) -> tuple[torch.Tensor, Pending]:
+def _passing(x: torch.Tensor, mesh: Mesh, axis: int, gets: int, step: int) -> tuple[torch.Tensor, Pending]:
     n, here = mesh.shape[axis], mesh.coordinate[axis]
     if n == 1:
         return x, Pending()
@@ -352,9 +352,9 @@ def _passing(x: torch.Tensor, mesh: Mesh, axis: int, gets: int) -> tuple[torch.T
     # both sides know which messages are empty, and leave them out
     ops = []
     if x.numel():
-        ops.append(dist.P2POp(dist.isend, as_wire(x), group=group, group_peer=order[(here + 1) % n]))
+        ops.append(dist.P2POp(dist.isend, as_wire(x), group=group, group_peer=order[(here + step) % n]))
     if gets:
-        ops.append(dist.P2POp(dist.irecv, as_wire(out), group=group, group_peer=order[(here - 1) % n]))
+        ops.append(dist.P2POp(dist.irecv, as_wire(out), group=group, group_peer=order[(here - step) % n]))
     return out, Pending(Works(dist.batch_isend_irecv(ops)) if ops else None)
 
 

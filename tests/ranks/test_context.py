@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import espalier
 from espalier import DTensor, Mesh, Replicate, Shard
 from espalier.comm.spans import pieces
-from espalier.tensor.rules.ring import calls, zigzag
+from espalier.tensor.rules.helping import job, sends
 from tests.peers.zoo import compared
 from tests.ranks.test_engine import (
     TOLERANCE,
@@ -152,6 +153,14 @@ def bytes_sent(rank: int, world: int) -> None:
     # two blocks forward, four backward, to each of the other ranks
     assert sum(e.bytes for e in book.entries if e.op == "pass_on") == 6 * (world - 1) * block
     assert {e.op for e in book.entries} == {"pass_on"}
+    with espalier.ledger(mesh) as book:
+        F.scaled_dot_product_attention(*laid, is_causal=True).sum().backward()
+    assert {e.op for e in book.entries} == {"pass_on"}
+    sent = torch.tensor(float(sum(e.bytes for e in book.entries)))
+    torch.distributed.all_reduce(sent)
+    # in three ranks there is one round, and in it one rank helps: rows of two heads, lse both ways
+    rows, elements = s // world, 2 * block / 4
+    assert sent.item() == 4 * (world * sends(world, elements, elements) + 2 * 2 * rows)
 
 
 def test_orders_precisions_and_bytes(ranks: Any) -> None:
@@ -163,20 +172,18 @@ def test_causal_work_is_balanced() -> None:
     for n, s in ((4, 1024), (7, 1000), (8, 4096)):
         mesh = Mesh.dry({"context": n})
         have = pieces(espalier.Layout(mesh, [Shard(0)], [s]), 0)
-        for keys, spread in ((have, 1.5), (zigzag(have), 1.03)):
-            work = [sum(scores(keys[i], other) for other in keys) for i in range(n)]
-            assert sum(work) == s * (s + 1) // 2
-            assert (max(work) / min(work) < spread) == (spread < 1.1), (n, s, work)
-
-
-def scores(rows: Any, keys: Any) -> int:
-    """How many of the scores that are computed count."""
-    total = 0
-    for call in calls(rows, keys, True):
-        height, width = call.q[1] - call.q[0], call.k[1] - call.k[0]
-        assert call.cut != "masked"
-        total += height * (height + 1) // 2 if call.cut == "same" else height * width
-    return total
+        sizes = [end - start for ((start, end),) in have]
+        work, met = [size * (size + 1) // 2 for size in sizes], Counter()
+        for rank in range(n):
+            for step in range(1, n // 2 + 1):
+                of = job(sizes, rank, step)
+                assert of.early < of.late and rank in of[:2]
+                work[rank] += (of.rows[1] - of.rows[0]) * sizes[of.early]
+                met.update((of.late, row, of.early) for row in range(*of.rows))
+        assert sum(work) == s * (s + 1) // 2
+        assert max(work) / min(work) < 1.03, (n, s, work)
+        assert set(met.values()) == {1}
+        assert len(met) == sum(size * i for i, size in enumerate(sizes))
 
 
 def same_training(rank: int, world: int, kind: str, plans: list[dict[str, Any]]) -> None:

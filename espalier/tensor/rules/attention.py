@@ -9,16 +9,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from espalier.comm import exchange, move
+from espalier.comm import move
 from espalier.comm.spans import Spans, pieces
 from espalier.layout import Layout, local_box, same_cuts
 from espalier.layout.layout import AxisState, R, V
-from espalier.mesh import Mesh
 from espalier.tensor.random import draw_key
 from espalier.tensor.rules.blocks import Block, fused
+from espalier.tensor.rules.helping import sends
 from espalier.tensor.rules.randomness import dropped
-from espalier.tensor.rules.ring import Way, ring, zigzag
+from espalier.tensor.rules.ring import ring
 from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, bound_to, of_nothing
+from espalier.tensor.rules.way import Way
 
 _NAMES = "query key value attn_mask dropout_p is_causal"
 
@@ -124,7 +125,7 @@ def _heads_are_cut(placed: Placed, axis: int, causal: bool) -> bool:
 
     Counted are the elements that a rank sends, forward and backward: of queries, keys, values and output
     n - 1 parts of n each way; by the ring the n - 1 other blocks of keys and values forward, with their
-    gradients backward, and, for causal ones, half of what the rank has, to balance the work.
+    gradients backward, or, of causal ones, what :func:`sends` says.
 
     Raises:
         ValueError: the mesh says so, and there are too few heads.
@@ -147,9 +148,8 @@ def _heads_are_cut(placed: Placed, axis: int, causal: bool) -> bool:
     if word == "ulysses" or not enough or g % math.prod(sizes):
         return word == "ulysses"
     q, k, v, out = (math.prod(x.padded_shape) for x in (*placed.ins[:3], placed.outs[0]))
-    everything = q + k + v + out
-    around = 3 * (n - 1) * (k + v) + (everything if causal else 0)
-    return 2 * everything * (n - 1) / n <= around
+    around = sends(n, k + v, q + out) if causal else 3 * (n - 1) * (k + v)
+    return 2 * (q + k + v + out) * (n - 1) / n <= around
 
 
 def _by_heads(func: Callable[..., Any], bound: dict[str, Any], placed: Placed, axis: int) -> torch.Tensor:
@@ -192,30 +192,15 @@ def _over_sequence(
     box = local_box(lay_q)
     queries: Spans = ((box.offsets[rows], box.offsets[rows] + box.sizes[rows]),)
     keys = pieces(lay_k, rows) if cut else (((0, lay_k.shape[rows]),),)
-    have = keys
-    if causal and around is not None and have == pieces(lay_q, rows):
-        keys = zigzag(have)
-        queries = keys[mesh.coordinate[around]]
-        q, k, v = _exchanged((q, k, v), mesh, around, rows, have, keys)
+    helping = causal and around is not None and keys == pieces(lay_q, rows)
     out = placed.outs[0]
     weights = Layout.of(mesh, out.axes, out.cuts, (*out.shape[:-1], lay_k.shape[rows]))
     scale = bound.get("scale")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    way = Way(mesh, around, queries, keys, weights, scale, causal, rate)
+    way = Way(mesh, around, queries, keys, weights, scale, causal, rate, helping)
     key = draw_key() if rate > 0 else None
     found = ring(_four(q), _four(k), _four(v), _bias(mask, q), key, way)
-    found = found.view(*q.shape[:-1], found.shape[-1])
-    return found if around is None else exchange(found, mesh, (around,), rows, keys, have)
-
-
-def _exchanged(
-    parts: tuple[torch.Tensor, ...], mesh: Mesh, axis: int, rows: int, have: Any, want: Any
-) -> tuple[torch.Tensor, ...]:
-    """Rows of several tensors in one message, if they are alike."""
-    if len({x.shape[-1] for x in parts}) > 1:
-        return tuple(exchange(x, mesh, (axis,), rows, have, want) for x in parts)
-    joined = exchange(torch.cat(parts, rows - 1), mesh, (axis,), rows, have, want)
-    return joined.split([x.shape[rows - 1] for x in parts], rows - 1)
+    return found.view(*q.shape[:-1], found.shape[-1])
 
 
 def _gathered(x: torch.Tensor, layout: Layout, axis: int) -> torch.Tensor:

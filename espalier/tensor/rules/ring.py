@@ -4,15 +4,13 @@ Ring attention (Liu, Zaharia, Abbeel, 2023). Each rank computes its own queries 
 with it, while the next one is on its way. In the backward pass the blocks travel again, and their gradients
 go with them and end at home. A rank holds its own block and two more, whatever the number of ranks.
 
-A causal sequence cut into stretches would leave the first ranks idle. So for the time of the attention rank
-i of N takes the stretches i and 2N - 1 - i of 2N (*zigzag*): then each rank sees as much in each round.
+A causal sequence cut into stretches would leave the first ranks idle: see ``helping`` for what is done there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,40 +20,10 @@ from torch.overrides import handle_torch_function
 from espalier.comm import collectives as door
 from espalier.comm.spans import Spans, exchange
 from espalier.comm.traced import recorders
-from espalier.layout import Layout, local_box
-from espalier.mesh import Mesh
-from espalier.tensor.random import Key, uniform_at
-from espalier.tensor.rules import blocks
+from espalier.tensor.random import Key
+from espalier.tensor.rules import blocks, helping
 from espalier.tensor.rules.blocks import Block
-
-
-@dataclass(frozen=True)
-class Way:
-    """How one call goes.
-
-    Attributes:
-        axis: that the blocks travel along; None: all keys are here.
-        queries: the rows that this rank has.
-        keys: those that each rank of the axis has.
-        weights: the layout of the scores [..., h, s, t], whose last two dims are taken from the spans.
-        scale: of the scores.
-        causal: row i sees the keys up to i.
-        dropout: probability that a weight is dropped.
-    """
-
-    mesh: Mesh
-    axis: int | None
-    queries: Spans
-    keys: tuple[Spans, ...]
-    weights: Layout
-    scale: float
-    causal: bool
-    dropout: float
-
-    @property
-    def here(self) -> int:
-        """This rank's place in the ring."""
-        return 0 if self.axis is None else self.mesh.coordinate[self.axis]
+from espalier.tensor.rules.way import Way, keep, nothing, numbers, size_of
 
 
 class Call(NamedTuple):
@@ -71,40 +39,18 @@ class Call(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def calls(queries: Spans, keys: Spans, causal: bool) -> tuple[Call, ...]:
-    """What is to be computed of some rows against a block of keys, in few calls."""
-    rows, columns = _size(queries), _size(keys)
+    """What is to be computed of a stretch of rows against a block of keys, in few calls."""
+    rows, columns = size_of(queries), size_of(keys)
     if not causal:
         return (Call((0, rows), (0, columns), ""),) if rows and columns else ()
     if queries == keys:
         return (Call((0, rows), (0, rows), "same"),) if rows else ()
-    found: list[Call] = []
-    at = 0
-    for start, end in queries:
-        if end <= start:
-            continue
-        below, upto = (_size(tuple((s, min(e, stop)) for s, e in keys)) for stop in (start, end))
-        row, at = (at, at + end - start), at + end - start
-        last = found[-1] if found else None
-        if below and last is not None and last.k == (0, below) and last.q[1] == row[0] and not last.cut:
-            found[-1] = last._replace(q=(last.q[0], row[1]))
-        elif below:
-            found.append(Call(row, (0, below), ""))
-        if upto > below:
-            found.append(Call(row, (below, upto), "same" if upto - below == end - start else "masked"))
+    ((start, end),), ((first, _),) = queries, keys
+    below, upto = (min(max(stop - first, 0), columns) for stop in (start, end))
+    found = [Call((0, rows), (0, below), "")] if rows and below else []
+    if rows and upto > below:
+        found.append(Call((0, rows), (below, upto), "same" if upto - below == rows else "masked"))
     return tuple(found)
-
-
-def _size(spans: Spans) -> int:
-    return sum(max(end - start, 0) for start, end in spans)
-
-
-def zigzag(spans: tuple[Spans, ...]) -> tuple[Spans, ...]:
-    """The rows that each rank takes, of ranks that have one stretch each."""
-    halves = []
-    for ((start, end),) in spans:
-        middle = (start + end + 1) // 2
-        halves += [(start, middle), (middle, end)]
-    return tuple((halves[i], halves[-1 - i]) for i in range(len(spans)))
 
 
 def ring(
@@ -143,23 +89,7 @@ class _Ring(torch.autograd.Function):
         way: Way,
     ) -> torch.Tensor:
         ctx.way, ctx.key = way, key
-        plainly = bias is not None and bias.requires_grad
-        acc = blocks.wide(q.dtype)
-        sofar: tuple[torch.Tensor, torch.Tensor] | None = None
-        for place, kb, vb in _rounds(k, v, way):
-            for call in calls(way.queries, way.keys[place], way.causal):
-                block = _block(q, kb, vb, bias, key, way, place, call, plainly)
-                if block.unseen:
-                    continue
-                found, sums = blocks.forward(block)
-                if sofar is None and block.q.shape == q.shape:
-                    # copied, for it will be written to: who recomputes may have kept what the kernel gave
-                    sofar = found.to(acc, copy=True), sums.to(acc, copy=True)
-                    continue
-                sofar = _nothing(q, v, acc) if sofar is None else sofar
-                rows = slice(*call.q)
-                blocks.merge(sofar[0][:, :, rows], sofar[1][:, :, rows], found, sums)
-        out, lse = _nothing(q, v, acc) if sofar is None else sofar
+        out, lse = helping.forward(q, k, v, key, way) if way.helping else _round(q, k, v, bias, key, way)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, bias, out, lse.masked_fill_(lse == -math.inf, 0.0))
         return out
@@ -173,14 +103,32 @@ class _Ring(torch.autograd.Function):
             again = _plainly(q, k, v, bias, ctx.key, ctx.way)
             got = iter(torch.autograd.grad(again, wanted, grad, create_graph=True))
             return *(next(got) if needed else None for needed in ctx.needs_input_grad[:4]), None, None
+        if ctx.way.helping:
+            found = helping.backward(q, k, v, out, lse, grad, ctx.key, ctx.way)
+            return *(x.to(q.dtype) for x in found), None, None, None
         dq, dk, dv, db = _backward(q, k, v, bias, out, lse, grad, ctx.key, ctx.way, ctx.needs_input_grad[3])
         return dq, dk, dv, db, None, None
 
 
-def _nothing(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse of no keys."""
-    out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device)
-    return out, torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
+def _round(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, key: Key | None, way: Way
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of this rank's queries, as the keys come by."""
+    plainly = bias is not None and bias.requires_grad
+    acc = blocks.wide(q.dtype)
+    sofar: tuple[torch.Tensor, torch.Tensor] | None = None
+    for place, kb, vb in _rounds(k, v, way):
+        for call in calls(way.queries, way.keys[place], way.causal):
+            block = _block(q, kb, vb, bias, key, way, place, call, plainly)
+            if block.unseen:
+                continue
+            found, sums = blocks.forward(block)
+            if sofar is None:
+                # copied, for it will be written to: who recomputes may have kept what the kernel gave
+                sofar = found.to(acc, copy=True), sums.to(acc, copy=True)
+            else:
+                blocks.merge(*sofar, found, sums)
+    return nothing(q, v, acc) if sofar is None else sofar
 
 
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Ring).apply
@@ -217,7 +165,7 @@ def _backward(
             parts += coming[0]
         # the gradients of this block go on with it; what the rank before has is of the next one here
         assert way.axis is not None
-        ahead = _size(way.keys[(here - i - 1) % n])
+        ahead = size_of(way.keys[(here - i - 1) % n])
         coming = door.passing(parts, way.mesh, way.axis, ahead * _width(k, v))
     assert own is not None
     if coming is not None:
@@ -235,7 +183,7 @@ def _rounds(k: torch.Tensor, v: torch.Tensor, way: Way) -> Iterator[tuple[int, t
         if i + 1 < n:
             assert way.axis is not None
             wire = torch.cat([k.reshape(-1), v.reshape(-1)]) if wire is None else wire
-            rows = _size(way.keys[(place - 1) % n])
+            rows = size_of(way.keys[(place - 1) % n])
             coming = door.passing(wire, way.mesh, way.axis, rows * _width(k, v))
         yield place, k, v
         if coming is not None:
@@ -261,13 +209,13 @@ def _block(
     rows, columns = slice(*call.q), slice(*call.k)
     part = None if bias is None else _of_bias(bias, way.keys[place], call)
     if call.cut == "masked":
-        row, column = (_numbers(s, q.device) for s in (way.queries, way.keys[place]))
+        row, column = (numbers(s, q.device) for s in (way.queries, way.keys[place]))
         part = row[rows].unsqueeze(-1) >= column[columns]
-    keep = None
+    kept = None
     if key is not None:
-        keep = _keep(way, way.keys[place], key, q)[..., rows, columns]
+        kept = keep(way, way.queries, way.keys[place], key, q)[..., rows, columns]
     return Block(
-        q[:, :, rows], k[:, :, columns], v[:, :, columns], way.scale, part, call.cut == "same", keep, plainly
+        q[:, :, rows], k[:, :, columns], v[:, :, columns], way.scale, part, call.cut == "same", kept, plainly
     )
 
 
@@ -281,27 +229,6 @@ def _of_bias(bias: torch.Tensor, keys: Spans, call: Call) -> torch.Tensor:
     return bias[..., start + call.k[0] : start + call.k[1]]
 
 
-def _numbers(spans: Spans, device: torch.device) -> torch.Tensor:
-    """The global numbers of rows."""
-    parts = [torch.arange(start, end, device=device) for start, end in spans]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _keep(way: Way, keys: Spans, key: Key, like: torch.Tensor) -> torch.Tensor:
-    """What the weights are multiplied by, a value for each global element."""
-    box, device = local_box(way.weights), like.device
-    numbers = [
-        torch.arange(o, o + n, device=device) for o, n in zip(box.offsets[:-2], box.sizes[:-2], strict=True)
-    ]
-    numbers += [_numbers(way.queries, device), _numbers(keys, device)]
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for d, (along, step) in enumerate(zip(numbers, way.weights.stride, strict=True)):
-        index = index + (along * step).view([-1 if i == d else 1 for i in range(len(numbers))])
-    kept = uniform_at(index.contiguous(), key, torch.float32) >= way.dropout
-    scale = 0.0 if way.dropout == 1 else 1 / (1 - way.dropout)
-    return (kept.to(blocks.wide(like.dtype)) * scale).reshape(like.shape[0], like.shape[1], *kept.shape[-2:])
-
-
 def _plainly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, key: Key | None, way: Way
 ) -> torch.Tensor:
@@ -313,6 +240,6 @@ def _plainly(
         k, v = (exchange(x, way.mesh, (way.axis,), 2, way.keys, whole) for x in (k, v))
         spans = everything
     if way.causal:
-        bias = _numbers(way.queries, q.device).unsqueeze(-1) >= _numbers(spans, q.device)
-    keep = None if key is None else _keep(way, spans, key, q)
-    return blocks.forward(Block(q, k, v, way.scale, bias, False, keep, True))[0].to(q.dtype)
+        bias = numbers(way.queries, q.device).unsqueeze(-1) >= numbers(spans, q.device)
+    kept = None if key is None else keep(way, way.queries, spans, key, q)
+    return blocks.forward(Block(q, k, v, way.scale, bias, False, kept, True))[0].to(q.dtype)
