@@ -14,7 +14,7 @@ from espalier.comm.collectives import broadcast
 from espalier.engine.accumulation import Number
 from espalier.engine.predict import entered, plain_output
 from espalier.layout import gradient_layout
-from espalier.parallel.pipeline.actions import Action, Schedule
+from espalier.parallel.pipeline.actions import Action, Kind, Schedule
 from espalier.parallel.pipeline.agreement import taken_apart
 from espalier.parallel.pipeline.alone import Alone, as_plain
 from espalier.parallel.pipeline.later import Later
@@ -51,6 +51,7 @@ class Step:
         self.agreed = [agreement(*of, self._called, self._followed) for of in of_parts]
         self._fit: dict[StageProgram, bool] = {}
         self._is_plain, self._later = False, Later()
+        self._put_off: set[tuple[int, int]] = set()
         self._states, self._after = _random_states(self.agreed, self._stages.local)
 
     def at(self, action: Action) -> None:
@@ -93,10 +94,11 @@ class Step:
         alone = [of.alone[stage] for of in self.agreed for stage in local if stage in of.alone]
         programs = dict.fromkeys(of.stages[stage] for of in self._splits for stage in local)
         whole = len(alone) == len(self.agreed) * len(local) and all(map(self._fits, programs))
+        rank = self._engine.mesh.coordinate[self._engine._axis]
+        self._put_off = _awaited_last(schedule, rank) if torch.is_grad_enabled() else set()
         self._is_plain = whole and all(of.lasts for of in alone) and not any(map(_is_hooked, programs))
         with (
             as_plain(*programs) if self._is_plain else nullcontext(),
-            self._later.of(p for of in programs if _is_awaited(of, schedule) for p in of.parameters()),
             self._followed.open()
             if whole and last in local and self._followed is not None
             else nullcontext(),
@@ -107,9 +109,13 @@ class Step:
         if (stage, micro_batch) in self._states:
             torch.set_rng_state(self._states[stage, micro_batch])
         programs, runner = self._splits[micro_batch].stages, self._runner(stage, micro_batch)
-        if stage + 1 < len(programs):
-            return taken_apart(self._called(programs[stage], received, self._inputs[micro_batch], runner))[0]
-        return self._last(micro_batch, programs[stage], received, runner)
+        put_off = (stage, micro_batch) in self._put_off
+        with self._later.of(programs[stage].parameters()) if put_off else nullcontext():
+            if stage + 1 < len(programs):
+                return taken_apart(
+                    self._called(programs[stage], received, self._inputs[micro_batch], runner)
+                )[0]
+            return self._last(micro_batch, programs[stage], received, runner)
 
     def _last(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Sequence[torch.Tensor]:
         engine, part = self._engine, self._parts[micro_batch]
@@ -188,11 +194,15 @@ def _is_hooked(program: StageProgram) -> bool:
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in program.parameters())
 
 
-def _is_awaited(program: StageProgram, schedule: Schedule) -> bool:
-    """Whether another rank waits for the gradients of a stage's inputs, and a backward pass gives all."""
-    stage, places = program.number, schedule.stage_to_rank
-    beside = stage > 0 and places[stage - 1] != places[stage]
-    return beside and torch.is_grad_enabled() and not schedule.splits_backward
+def _awaited_last(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
+    """Stages of a rank, and the last micro-batch of each, whose gradients another rank waits for to end.
+
+    Of others too it could have inputs' gradients sooner; but each call of a layer takes longer then, and most
+    of the time the other rank has something else to do.
+    """
+    places = schedule.stage_to_rank
+    last = {stage: micro for kind, stage, micro in schedule.actions[rank] if kind is Kind.B}
+    return {(stage, micro) for stage, micro in last.items() if stage and places[stage - 1] != rank}
 
 
 def _random_states(

@@ -41,10 +41,6 @@ class Later:
         """One more."""
         self._products.append(_Product(weight, bias, x, version, grads[0]))
 
-    def forget(self) -> None:
-        """Nothing is to be done any more."""
-        self._products.clear()
-
     def do(self) -> None:
         """Add to the gradients of the weights.
 
@@ -65,7 +61,7 @@ class Later:
 
     @contextmanager
     def of(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """While open, gradients of plain parameters are put off to here."""
+        """While open, what plain parameters compute has their gradients put off to here."""
         chosen: list[Any] = [p for p in dict.fromkeys(parameters) if _fits(p)]
         for p in chosen:
             p.bare, p.later = p.detach(), self
@@ -73,14 +69,13 @@ class Later:
         try:
             yield
         finally:
-            self.forget()
             for p in chosen:
                 p.__class__ = nn.Parameter
                 del p.bare, p.later
 
 
 class _Weight(nn.Parameter):
-    """A parameter of which ``F.linear`` puts the gradient off.
+    """A parameter of which ``F.linear`` puts the gradient off: its class in a forward pass.
 
     Attributes:
         bare: itself, of which autograd does not know.
