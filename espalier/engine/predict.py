@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from espalier.layout import Layout
+from espalier.models.caches import keepers
 from espalier.models.generate import generate as continued
 from espalier.parallel.pipeline.trees import leaves, mapped
 from espalier.tensor import DTensor, full_tensor, stamp
@@ -48,9 +49,21 @@ def plain_output(output: Any) -> Any:
 
 def generate(engine: Engine, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
     """See :meth:`Engine.generate`."""
+    inputs = {"input_ids": ids}
+    engine.lay_out(inputs if engine._loss_fn is None else (inputs, None))
+    options["cache"] = options.get("cache", True) and _may_keep(engine)
     # on the host, whose generator of random numbers is in the same state on all ranks
     model = cast(Any, _Asked(engine))
     return continued(model, ids.cpu(), max_new_tokens, **options).to(ids.device)
+
+
+def _may_keep(engine: Engine) -> bool:
+    """Whether attention has each sequence whole, and is not divided among stages."""
+    if engine.plan.context > 1:
+        return False
+    stages = getattr(engine, "_stages", None)
+    whole = None if stages is None else {m for program in stages.split.stages for m in program.inner}
+    return whole is None or whole.issuperset(keepers(engine.module))
 
 
 class _Asked:
@@ -59,16 +72,9 @@ class _Asked:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    @property
-    def training(self) -> bool:
-        return self._engine.module.training
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine.module, name)
 
-    def train(self, mode: bool) -> None:
-        self._engine.module.train(mode)
-
-    def eval(self) -> None:
-        self._engine.module.eval()
-
-    def __call__(self, ids: torch.Tensor) -> Any:
-        output = self._engine.predict({"input_ids": ids})
+    def __call__(self, ids: torch.Tensor, **more: torch.Tensor) -> Any:
+        output = self._engine.predict({"input_ids": ids, **more})
         return mapped(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, output)

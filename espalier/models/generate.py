@@ -1,7 +1,14 @@
 """Sampling text from any model that maps token ids to logits."""
 
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
 import torch
 from torch import nn
+
+from espalier.models.caches import keepers, keeping
 
 
 @torch.no_grad()
@@ -14,6 +21,7 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
     max_positions: int | None = None,
+    cache: bool = True,
 ) -> torch.Tensor:
     """Continue ``ids`` token by token.
 
@@ -25,6 +33,8 @@ def generate(
         top_k: draw among the ``top_k`` likeliest tokens only.
         generator: source of the random draws.
         max_positions: longest context to show the model; earlier tokens are dropped.
+        cache: whether attention keeps keys and values of earlier tokens, in models that are known to allow
+            it (see ``caches``), as long as no tokens are dropped; else all are computed anew for each token.
 
     Returns:
         [batch, sequence + max_new_tokens], the prompt included.
@@ -42,14 +52,52 @@ def generate(
         raise ValueError(f"top_k must be at least 1, or None for no limit, got {top_k}")
     was_training = model.training
     model.eval()
+    caches = ExitStack()
     try:
+        found = keepers(model) if cache else []
+        caches.enter_context(keeping(found))
+        seen = 0  # tokens whose keys and values are kept
         for _ in range(max_new_tokens):
             context = ids if max_positions is None else ids[:, -max_positions:]
-            logits = model(context).logits[:, -1, :]
+            if found and context.shape == ids.shape:
+                positions = torch.arange(seen, ids.shape[1], device=ids.device).repeat(len(ids), 1)
+                logits = model(ids[:, seen:], position_ids=positions).logits[:, -1, :]
+                seen = ids.shape[1]
+            else:
+                caches.close()
+                logits = model(context).logits[:, -1, :]
             ids = torch.cat((ids, _pick(logits, temperature, top_k, generator)), dim=1)
     finally:
+        caches.close()
         model.train(was_training)
     return ids
+
+
+class Generates(nn.Module):
+    """A model that maps token ids to logits, of at most ``config.max_positions`` tokens."""
+
+    config: Any
+
+    def generate(
+        self,
+        ids: torch.Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+        cache: bool = True,
+    ) -> torch.Tensor:
+        """Continue ``ids`` [batch, sequence] by ``max_new_tokens``; see `espalier.models.generate`."""
+        return generate(
+            self,
+            ids,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            generator=generator,
+            max_positions=self.config.max_positions,
+            cache=cache,
+        )
 
 
 def _pick(

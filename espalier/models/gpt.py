@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from espalier.models.caches import Past
 from espalier.models.config import below_one, no_probability, positions_in, raise_if
-from espalier.models.generate import generate
+from espalier.models.generate import Generates
 from espalier.models.initialize import initialize_weights
 from espalier.models.output import LanguageModelOutput, token_loss
 
@@ -89,6 +90,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.is_causal = True
         self.head_dim = config.size_of_head
         self.grouped = config.size_of_kv != config.heads
         self.dropout = config.dropout
@@ -98,17 +100,22 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden, kv, bias=config.bias)
         self.o_proj = nn.Linear(q, config.hidden, bias=config.bias)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, past_key_values: Past | None = None
+    ) -> torch.Tensor:
         b, s, _ = x.shape
         q = self.q_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v)
         y = F.scaled_dot_product_attention(
-            rotate(q, cos, sin),
-            rotate(k, cos, sin),
+            q,
+            k,
             v,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
+            is_causal=past_key_values is None or s > 1,
             enable_gqa=self.grouped,
         )
         return self.o_proj(y.transpose(1, 2).reshape(b, s, -1))
@@ -144,13 +151,13 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-class GPT(nn.Module):
+class GPT(Generates):
     """A decoder-only language model for one device.
 
-    Called as ``model(input_ids, labels=None)``: ``input_ids`` [batch, sequence]
+    Called as ``model(input_ids, labels=None, position_ids=None)``: ``input_ids`` [batch, sequence]
     integers below ``vocab_size``; ``labels`` [batch, sequence] are already
-    shifted (``labels[:, t]`` follows position t), -100 where none counts.
-    Returns a `LanguageModelOutput`.
+    shifted (``labels[:, t]`` follows position t), -100 where none counts;
+    ``position_ids`` [batch, sequence], by default from 0 on. Returns a `LanguageModelOutput`.
     """
 
     cos: torch.Tensor
@@ -172,36 +179,28 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         initialize_weights(self, residual=("o_proj", "down_proj"), additions=2 * config.layers)
 
-    def embedded(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def embedded(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The first block's input [b, s, hidden], and the cosines and sines of its positions."""
         s = positions_in(input_ids, self.config.max_positions)
-        return self.dropout(self.embed(input_ids)), self.cos[:s], self.sin[:s]
+        x = self.dropout(self.embed(input_ids))
+        if position_ids is None:
+            return x, self.cos[:s], self.sin[:s]
+        cos, sin = (F.embedding(position_ids, table).unsqueeze(1) for table in (self.cos, self.sin))
+        return x, cos, sin
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> LanguageModelOutput:
-        x, cos, sin = self.embedded(input_ids)
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> LanguageModelOutput:
+        x, cos, sin = self.embedded(input_ids, position_ids)
         for block in self.blocks:
             x = block(x, cos, sin)
         logits = self.head(self.norm(x))
         return LanguageModelOutput(logits, None if labels is None else token_loss(logits, labels))
-
-    def generate(
-        self,
-        ids: torch.Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """Continue ``ids`` [batch, sequence] by ``max_new_tokens``; see `espalier.models.generate`."""
-        return generate(
-            self,
-            ids,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            generator=generator,
-            max_positions=self.config.max_positions,
-        )
 
 
 def rotary_tables(positions: int, head_dim: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,6 +212,6 @@ def rotary_tables(positions: int, head_dim: int, base: float) -> tuple[torch.Ten
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn x [b, heads, s, head_dim] by the angles of its positions, cos and sin [s, head_dim]."""
+    """Turn x [b, heads, s, head_dim] by the angles of positions, cos and sin: [s, ...] or [b, 1, s, ...]."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

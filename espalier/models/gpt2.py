@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from espalier.models.caches import Past
 from espalier.models.config import below_one, no_probability, positions_in, raise_if
-from espalier.models.generate import generate
+from espalier.models.generate import Generates
 from espalier.models.initialize import initialize_weights
 from espalier.models.output import LanguageModelOutput, token_loss
 
@@ -81,7 +82,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: Sizes, causal: bool = True) -> None:
         super().__init__()
-        self.causal = causal
+        self.is_causal = causal
         self.head_dim = config.hidden // config.heads
         self.dropout = config.dropout
         self.q_proj = nn.Linear(config.hidden, config.hidden, bias=config.bias)
@@ -89,13 +90,16 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden, config.hidden, bias=config.bias)
         self.o_proj = nn.Linear(config.hidden, config.hidden, bias=config.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, past_key_values: Past | None = None) -> torch.Tensor:
         b, s, _ = x.shape
         q = self.q_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v)
+        is_causal = self.is_causal and (past_key_values is None or s > 1)
         y = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=self.causal
+            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=is_causal
         )
         return self.o_proj(y.transpose(1, 2).reshape(b, s, -1))
 
@@ -128,13 +132,13 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-class GPT2(nn.Module):
+class GPT2(Generates):
     """A decoder-only language model for one device.
 
-    Called as ``model(input_ids, labels=None)``: ``input_ids`` [batch, sequence]
+    Called as ``model(input_ids, labels=None, position_ids=None)``: ``input_ids`` [batch, sequence]
     integers below ``vocab_size``; ``labels`` [batch, sequence] are already
-    shifted (``labels[:, t]`` follows position t), -100 where none counts.
-    Returns a `LanguageModelOutput`.
+    shifted (``labels[:, t]`` follows position t), -100 where none counts;
+    ``position_ids`` [batch, sequence], by default from 0 on. Returns a `LanguageModelOutput`.
     """
 
     def __init__(self, config: GPT2Config) -> None:
@@ -150,30 +154,16 @@ class GPT2(nn.Module):
             self.head.weight = self.embed.weight
         initialize_weights(self, residual=("o_proj", "down_proj"), additions=2 * config.layers)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> LanguageModelOutput:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> LanguageModelOutput:
         s = positions_in(input_ids, self.config.max_positions)
-        positions = torch.arange(s, device=input_ids.device)
+        positions = torch.arange(s, device=input_ids.device) if position_ids is None else position_ids
         x = self.dropout(self.embed(input_ids) + self.position(positions))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
         return LanguageModelOutput(logits, None if labels is None else token_loss(logits, labels))
-
-    def generate(
-        self,
-        ids: torch.Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """Continue ``ids`` [batch, sequence] by ``max_new_tokens``; see `espalier.models.generate`."""
-        return generate(
-            self,
-            ids,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            generator=generator,
-            max_positions=self.config.max_positions,
-        )

@@ -11,6 +11,7 @@ from torch import nn
 
 import espalier
 from espalier.models import generate
+from espalier.models.caches import KNOWN, keepers
 from espalier.parallel.pipeline.trees import leaves
 from espalier.train.double import Double
 from tests.peers.test_split import made
@@ -62,9 +63,40 @@ def writes(engine: Any, plain: nn.Module) -> None:
     for rows, given in ((1, {"temperature": 0.0}), (3, {"top_k": 5})):
         prompt = torch.arange(rows * 4).reshape(rows, 4) % 50 + 3
         texts = []
-        for continued in (engine.generate, lambda *a, **k: generate(plain, *a, **k)):
+        for continued in (engine.generate, lambda *a, **k: generate(plain, *a, cache=False, **k)):
             texts.append(continued(prompt, 3, generator=torch.Generator().manual_seed(1), **given))
         assert torch.equal(*texts) and texts[0].shape == (rows, 7)
+
+
+# of which transformers' models attention keeps keys and values: sizes as each calls them
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "n_embd": 32, "n_layer": 2, "n_head": 4, "head_dim": 8,
+    "rotary_dim": 4, "sliding_window": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+CLASSES = "GPT2LMHeadModel GPTNeoXForCausalLM GPTJForCausalLM LlamaForCausalLM MistralForCausalLM"
+CLASSES += " PhiForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize("name", CLASSES.split())
+def test_tokens_are_those_without_what_is_kept(name: str) -> None:
+    torch.manual_seed(1)
+    kind = getattr(pytest.importorskip("transformers"), name)
+    net = kind(kind.config_class(**SIZES)).double()
+    for p in net.parameters():
+        nn.init.normal_(p, std=0.3)
+    assert len(keepers(net)) == 2 and net.config.model_type in KNOWN
+    lengths: list[int] = []
+    net.register_forward_pre_hook(lambda m, args, kwargs: lengths.append(args[0].shape[1]), with_kwargs=True)
+    prompt = torch.randint(0, 64, (3, 5))
+    texts = [generate(net, prompt, 8, temperature=0.0, cache=cache) for cache in (True, False)]
+    assert torch.equal(*texts) and lengths == [5, *[1] * 7, *range(5, 13)]
+    net.config.sliding_window, net.config.use_sliding_window = 4, True
+    assert not keepers(net)
+
+
+def test_what_is_kept_is_known_of_each() -> None:
+    assert len(KNOWN) == len(CLASSES.split())
 
 
 @pytest.mark.parametrize(

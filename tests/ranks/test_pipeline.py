@@ -359,6 +359,37 @@ def test_a_failure_in_a_stage_is_met_by_all(ranks: Any) -> None:
     ranks(4, fails)
 
 
+def writes(rank: int, world: int, trials: list[tuple[dict[str, Any], str]]) -> None:
+    """Text as of one process that computes all tokens anew; each token travels once."""
+    prompt = torch.arange(10).reshape(2, 5) * 3
+    for plan, kind in trials:
+        net = model(kind, layers=2)
+        plain = copy.deepcopy(net)
+        engine = espalier.initialize(net, None, plan)
+        given: dict[str, Any] = {"temperature": 0.0, "max_positions": 7}  # the last tokens: of a part
+        expected = espalier.models.generate(plain, prompt, 4, cache=False, **given)
+        assert torch.equal(engine.generate(prompt, 4, **given), expected), (plan, kind)
+        sent = []
+        for cache in (True, False):
+            given = {"top_k": 5, "generator": torch.Generator().manual_seed(1), "cache": cache}
+            with espalier.ledger(engine.mesh) as book:
+                drawn = engine.generate(prompt, 3, **given)
+            sent.append(sum(e.bytes for e in book.entries if (e.op, e.axis) == ("send", "pipe")))
+            given = {"top_k": 5, "generator": torch.Generator().manual_seed(1)}
+            assert torch.equal(drawn, espalier.models.generate(plain, prompt, 3, **given))
+        if "pipe" in plan and "cuts" not in plan:
+            assert sent[0] * (5 + 6 + 7) == sent[1] * (5 + 1 + 1)
+        else:
+            assert sent[0] == sent[1]
+
+
+def test_each_token_is_computed_once(ranks: Any) -> None:
+    within = {"pipe": 2, "cuts": ["blocks.1.attention.o_proj"]}  # attention is divided: nothing is kept
+    twice = {"pipe": 2, "stages_per_rank": 2, "schedule": "zbv"}
+    ranks(2, writes, [({"pipe": 2}, "gpt"), (twice, "gpt2"), (within, "gpt2"), ({"context": 2}, "gpt")])
+    ranks(4, writes, [({"pipe": 2, "tensor": 2}, "gpt"), ({"data": 2, "tensor": 2, "zero": 3}, "gpt2")])
+
+
 def changing(rank: int, world: int) -> None:
     """Shapes, numbers of micro-batches and modes change from step to step."""
     net = model("gpt2", layers=2)
