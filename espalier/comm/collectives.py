@@ -123,6 +123,8 @@ def sum_whole_(x: torch.Tensor, mesh: Mesh, *, beside: bool = True) -> Pending:
     if mesh.is_dry:
         return Pending()
     begun = None if beside else direct.whole_sum(x, mesh)
+    if begun is None and axis >= 0:
+        return Pending(mesh.backend(axis, x.device).allreduce([x], _SUM))
     return Pending(*(begun or (dist.all_reduce(x, group=mesh.whole_group(), async_op=True),)))
 
 

@@ -20,15 +20,22 @@ from espalier.mesh import Mesh
 
 
 class Summing:
-    """A sum over the axis under way, of which this rank gets its row."""
+    """A sum over the axis under way, of which this rank gets its row.
 
-    def __init__(self, rows: torch.Tensor, pending: Pending, sent: torch.Tensor | None = None) -> None:
+    Attributes:
+        everywhere: whether every rank gets all of it, in place of what was sent; then ``rows`` are None.
+    """
+
+    def __init__(self, rows: torch.Tensor | None, pending: Pending, sent: torch.Tensor | None = None) -> None:
         self._rows, self._pending, self._sent = rows, pending, sent
+        self.everywhere = rows is None
 
     def wait(self, out: torch.Tensor, *, add: bool = False) -> None:
         """Put the sum into flat ``out``, or add it to what is there. 16-bit rows are added up in float32."""
         self._pending.wait()
         self._sent = None
+        if self._rows is None:
+            return
         rows = self._rows.unbind(0)
         narrow = len(rows) > 1 and self._rows.element_size() == 2
         wide = torch.float32 if narrow else self._rows.dtype
@@ -43,14 +50,14 @@ class Summing:
         (out.add_ if add else out.copy_)(total)
 
 
-def start_total(rows: torch.Tensor, mesh: Mesh, axis: int) -> Pending | None:
+def start_total(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing | None:
     """Start to sum ``rows`` over the axis, in place, on every rank, as the backend does it.
 
     None where that would not be the bits of the order above: of two addends either order gives them.
     """
     if mesh.shape[axis] != 2 or rows.element_size() < 4:
         return None
-    return all_reduce_(rows, mesh, axis, beside=True)
+    return Summing(None, all_reduce_(rows, mesh, axis, beside=True))
 
 
 def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis: int) -> Pending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -108,10 +109,10 @@ def _norms(grads: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _alike_norms(grads: list[torch.Tensor]) -> torch.Tensor:
-    if grads[0].device.type == "cpu" and all(g.dtype is torch.float32 for g in grads):
+    if grads[0].device.type == "cpu" and {g.dtype for g in grads} == {torch.float32}:
         # ten times as fast there as a sum in float64, which is left for squares that overflow
         norms = torch.stack(torch._foreach_norm(grads, 2))
-        if norms.isfinite().all():
+        if math.isfinite(norms.sum(dtype=torch.float64)):
             return norms
     return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64))
 

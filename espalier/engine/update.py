@@ -78,13 +78,14 @@ def update(
     Args:
         runs: joins parameters that lie one after the other.
     """
-    parameters = [p for p in _held(optimizer) if type(p) is DTensor]
+    held = _held(optimizer)
+    parameters = [p for p in held if type(p) is DTensor]
     if type(optimizer) not in ELEMENTWISE:
         if factor is not None:
             scale_gradients(parameters, factor)
         optimizer.step()
         return
-    outside = {id(p) for p in _held(optimizer)} - set(map(id, parameters))
+    outside = {id(p) for p in held if type(p) is not DTensor}
     alone: list[Any] = list(parameters)
 
     @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from espalier.tensor import plain, stamp
 if TYPE_CHECKING:
     from espalier.parallel.data.inplace import Lent
 
-_address = torch._C.TensorBase.data_ptr
+_address, _as_strided = torch._C.TensorBase.data_ptr, torch._C.TensorBase.as_strided
 _set_data = vars(torch._C.TensorBase)["data"].__set__
 
 
@@ -121,8 +122,6 @@ class Member:
             self._bounds = lane.piece(shape[self.dim], lane.here)
         self.even = self.dim == 0 and shape[0] % self._n == 0
         self.size, self.largest = math.prod(shape), math.prod(full.padded_shape)
-        self._own = self.shard.local_shape
-        self._own_size = math.prod(self._own)
 
     def piece(self, full: torch.Tensor, coordinate: int | None = None) -> torch.Tensor:
         """The view, of a local tensor that is whole along the axis, that a coordinate holds."""
@@ -131,10 +130,6 @@ class Member:
         if coordinate is None:
             return full.narrow(self.dim, *self._bounds)
         return full.narrow(self.dim, *self.lane.piece(full.shape[self.dim], coordinate))
-
-    def own(self, row: torch.Tensor) -> torch.Tensor:
-        """This coordinate's piece in a row of its slot, in its own shape."""
-        return (row if self._own_size == self.slot else row[: self._own_size]).view(self._own)
 
     def in_whole(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Views of a tensor whole along the axis: the elements of those that ``in_rows`` gives."""
@@ -170,6 +165,29 @@ class Views(NamedTuple):
     wholes: list[torch.Tensor]
     pieces: list[torch.Tensor]
     places: list[list[torch.Tensor]]
+
+
+class Places(NamedTuple):
+    """Of tensors one after the other in a flat buffer: their shapes, their strides, where each begins."""
+
+    shapes: list[tuple[int, ...]]
+    strides: list[tuple[int, ...]]
+    starts: list[int]
+
+    @staticmethod
+    def of_sizes(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> Places:
+        """Of tensors that take so many elements each."""
+        strides = [tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))) for shape in shapes]
+        return Places(list(shapes), strides, [0, *accumulate(sizes)][:-1])
+
+    def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Them, as views."""
+        if flat.stride() != (1,):  # one element for all, where there are no values
+            parts = zip(self.shapes, self.starts, strict=True)
+            return [flat[start : start + math.prod(shape)].view(shape) for shape, start in parts]
+        first = flat.storage_offset()
+        starts = [first + start for start in self.starts] if first else self.starts
+        return list(map(_as_strided, repeat(flat), self.shapes, self.strides, starts))
 
 
 class Chunk:
@@ -219,6 +237,8 @@ class Chunk:
         self.lent: list[Lent] = []
         self._cut: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._views: tuple[list[int], Views] | None = None
+        self._in_row = Places.of_sizes([m.shard.local_shape for m in members], [m.slot for m in members])
+        self._in_line = Places.of_sizes([m.full.local_shape for m in members], [m.size for m in members])
 
     @property
     def has_turn(self) -> bool:
@@ -247,15 +267,14 @@ class Chunk:
         """This rank's piece of each member in a flat [size], in its own shape."""
         if self._cut is not None and self._cut[0] is flat:
             return self._cut[1]
-        found = [m.own(part) for m, part in zip(self.members, self.slots(flat), strict=True)]
+        found = self._in_row.of(flat)
         if flat is self.home and not self.places:
             self._cut = flat, found  # it stays where it is
         return found
 
     def wholes(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The members one after the other in a flat buffer, each whole along the axis, in its own shape."""
-        parts = flat[: self.elements].split([m.size for m in self.members])
-        return [part.view(m.full.local_shape) for part, m in zip(parts, self.members, strict=True)]
+        return self._in_line.of(flat)
 
     def line_up(
         self, n: int, dtype: torch.dtype, given: Sequence[torch.Tensor | None], extra: int

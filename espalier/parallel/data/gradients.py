@@ -65,7 +65,7 @@ class Gradients:
         self._dtype, self._on_sent, self._shelf, self._in_place = dtype, on_sent, shelf, in_place
         self._sending = True
         self._next = 0
-        self._flying: deque[tuple[Chunk, torch.Tensor, Summing | Pending]] = deque()
+        self._flying: deque[tuple[Chunk, torch.Tensor, Summing]] = deque()
         self._spreading: deque[tuple[Chunk, Pending]] = deque()
         self._parts: dict[int, list[torch.Tensor]] = {}
         # of the chunks summed along the same axes the last one's rows end with a flag for each of their
@@ -197,10 +197,9 @@ class Gradients:
         chunk, rows, summing = self._flying.popleft()
         if self.stage.gradients == "R":
             chunk.gradient = rows.view(-1)
-            if isinstance(summing, Pending):
-                summing.wait()
-                return
             summing.wait(self._own_row(chunk))
+            if summing.everywhere:
+                return
             if self._is_summed_early(chunk):
                 self._sum_outer(chunk)
                 while len(self._spreading) == _AT_ONCE:
@@ -209,7 +208,6 @@ class Gradients:
             elif not chunk.outer:
                 self._spread(chunk)
             return
-        assert isinstance(summing, Summing)
         del rows
         if chunk.gradient is not None:
             self.bring(chunk)
