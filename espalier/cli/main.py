@@ -1,6 +1,7 @@
 """The commands. They read their arguments, call `espalier.train`, and tell what came of it."""
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -284,8 +285,17 @@ def load(path: Path, overrides: list[str], ranks: int | None) -> Any:
 @contextmanager
 def one_clear_message(debug: bool) -> Iterator[None]:
     """Turn every error into a message and exit code 2; with ``debug``, let it through."""
+    told: set[str] = set()
+
+    def tell(message: Warning | str, *_: Any) -> None:
+        if str(message) not in told:
+            told.add(str(message))
+            _complain(f"note: {message}")
+
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = tell  # type: ignore[assignment]
+            yield
     except typer.Exit:
         raise
     except KeyboardInterrupt:

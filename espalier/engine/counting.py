@@ -139,7 +139,11 @@ class Counting(Watcher):
         if not out._layout.shape:
             apart = all(m is None or m.apart for m in before)  # type: ignore[union-attr]
             return _reduced(func, name, args, kwargs, given, out, apart) or Mixture(name)
-        if any(is_partial(out._layout.axes[a]) for a in self._axes):
+        # on a grid the axes that share rows cut features, too: addends of a linear layer are of one row
+        summed = [a for a in self._axes if is_partial(out._layout.axes[a])]
+        if name not in _BY_ROWS and any(
+            all(not is_partial(x._layout.axes[a]) for x in given) for a in summed
+        ):
             return Mixture(name)
         return _of_rows(func, name, args, kwargs, out)
 

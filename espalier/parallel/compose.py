@@ -76,7 +76,7 @@ def arrange(
             chosen = choose(model, plan.tensor, blocks(model), **given)
         cuts = None if chosen is None else _on_a_line(model, chosen.cut)
     else:
-        chosen = Chosen({}, False)
+        chosen = Chosen({}, False, f"{plan.tensor_mode}: matrices both ways, vectors with their features")
         cuts = _on_a_grid(model, plan, table, batch)
     if chosen is None or cuts is None:
         return None
@@ -94,6 +94,8 @@ def arrange(
     apart = tuple(axis for axis in ("expert", "tensor") if axis in mesh.names)
     layouts = Arrangement()
     layouts.chosen, layouts.branches = chosen, found_branches(model, branches, plan.branch)
+    if apart:
+        chosen.why.update(dict.fromkeys(experts, "experts, one from another"))
     homes = homes_of(model, layouts.branches, mesh, stages or {})
     for name, p in model.named_parameters():
         places: list[Placement] = [Replicate()] * mesh.ndim

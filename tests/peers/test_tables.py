@@ -52,6 +52,23 @@ def test_trials_find_the_tables_or_better(name: str, sequence: bool) -> None:
     assert found.peak_bytes <= written.peak_bytes
 
 
+@pytest.mark.parametrize(("heads", "groups", "ranks"), [(8, 2, 4), (6, 2, 4), (6, 3, 2), (32, 8, 16)])
+def test_heads_that_ranks_do_not_divide(heads: int, groups: int, ranks: int) -> None:
+    """Keys and values travel then: attention is cut where what is freed is more."""
+    kind, sizes, table = MODELS["llama"]
+    shapes = {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": 32 * heads}
+    whole = {name: kind for name, kind in table.items() if not name.endswith(("v]_proj", ".o_proj"))}
+    costs = []
+    for layouts in (None, table, whole):
+        with torch.device("meta"):
+            net = hugging_face(kind, **{**SIZES, **sizes, **shapes})
+            ids = torch.zeros(8, 64, dtype=torch.int64)
+        batch, optimizer = {"input_ids": ids, "labels": ids}, torch.optim.AdamW(net.parameters())
+        report = espalier.dry_run(net, {"tensor": ranks}, batch, optimizer=optimizer, layouts=layouts)
+        costs.append(sum(report.ledger.by_axis().values()) + report.peak_bytes)
+    assert costs[0] == min(costs)
+
+
 def kept(name: str, layers: int, **plan: Any) -> int:
     """Bytes that the forward pass keeps for the backward pass."""
     kind, sizes, _ = MODELS[name]

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+import espalier
 from tests.peers.zoo import MODELS, compared
 
 TOLERANCE = 1e-9
@@ -29,3 +31,15 @@ def test_on_a_grid(ranks: Any, name: str) -> None:
     for worst, gathered in ranks(4, compared, name, False, {"tensor": 4, "tensor_mode": "2d"}, timeout=300):
         assert max(worst.values()) < TOLERANCE, worst
         assert not gathered
+
+
+def test_rows_are_told_from_features_on_a_grid() -> None:
+    """The grid's rows share the batch, and cut features of layers too: addends of these are of one row."""
+    build, draw = MODELS["t5"]
+    given = draw(torch.Generator())
+    batch = {key: given[key][:3].to("meta") for key in ("input_ids", "labels")}
+    with torch.device("meta"):
+        net = build()
+    plan = espalier.Plan(tensor=4, tensor_mode="2d")
+    engine = espalier.initialize(net, None, plan, mesh=espalier.Mesh.dry(plan.axes), example=batch)
+    assert engine.evaluate([batch]).shape == ()

@@ -232,6 +232,24 @@ def test_explain_prints_the_table_of_layouts(job):
     assert ["blocks.*.mlp.down_proj", "weight", "tensor:S(1)"] in [row[:3] for row in rows]
 
 
+def test_explain_tells_what_each_stage_of_a_pipeline_sends(job):
+    pipe = ["plan.pipe=2", "plan.accumulate=2", "plan.tensor=2", "train.batch_size=4"]
+    code, out, err = call("explain", job, *(word for pair in pipe for word in ("--set", pair)))
+    assert code == 0, err
+    rows = {line.split("  ")[0]: line.split() for line in out.splitlines() if line}
+    assert "(outside), rank 1 of the pipe" in rows
+    # each on a rank of its own: the embedding forward, the head backward
+    assert rows["embed"][3] != "0" != rows["head"][4]
+
+
+@pytest.mark.filterwarnings("default:A global batch of")
+def test_a_warning_is_a_note(job):
+    code, _, err = call("explain", job, "--set", "plan.data=4", "--set", "train.batch_size=3")
+    assert code == 0
+    assert err.startswith("espalier: note: A global batch of 3 rows leaves 1 of the 4 ranks")
+    assert err.count("\n") == 1
+
+
 def test_what_needs_a_device_runs_dry(job):
     plain, fused = (call("dry", job, *more) for more in ([], ["--set", "optimizer.fused=true"]))
     assert plain[0] == fused[0] == 0 and plain[1] == fused[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,9 +10,9 @@ from typing import Any, Literal
 from torch import nn
 
 from espalier.mesh import Mesh
-from espalier.parallel.tensor.infer import infer, run_once
+from espalier.parallel.tensor.infer import Group, infer, run_once
 from espalier.parallel.tensor.tables import Table, by_table
-from espalier.parallel.tensor.trial import Calls, Groups, Kind, kinds_of, try_out
+from espalier.parallel.tensor.trial import Calls, Kind, kinds_of, try_out
 
 _TABLE = "the table"
 
@@ -60,7 +60,7 @@ def choose(
         None if a batch is needed and missing.
     """
     if ranks == 1:
-        return Chosen({}, False)
+        return Chosen({}, False, "no tensor axis")
     described = None if table is None else by_table(model, table)
     if described is not None and sequence != "auto":
         return Chosen(described, sequence, _TABLE)
@@ -71,39 +71,51 @@ def choose(
         if described is None:
             groups = infer(model, batch, ranks)
         else:
-            groups = [{p: d for p, d in described.items() if p.startswith(f"{name}.")} for name in blocks]
+            groups = [
+                Group({p: d for p, d in described.items() if p.startswith(f"{name}.")}) for name in blocks
+            ]
             with suppress(Exception):  # then nothing is tried
                 run_once(model, batch, nullcontext())
     boundaries = (False, True) if sequence == "auto" else (sequence,)
-    kinds, mesh = kinds_of(blocks, [group for group in groups if group]), Mesh.dry({"tensor": ranks})
+    kinds, mesh = kinds_of(blocks, groups), Mesh.dry({"tensor": ranks})
     for kind in kinds:
         if kind.names[0] in calls.of and (kind.groups or len(boundaries) > 1):
             try_out(kind, calls.of[kind.names[0]], mesh, rows, boundaries, free=described is None)
     tried = [kind for kind in kinds if kind.costs]
     totals = {s: sum(len(k.names) * k.costs[k.best(s), s].total for k in tried) for s in boundaries}
     cuts = min(totals, key=lambda s: (totals[s], s))
-    chosen = Chosen(described or {}, cuts, "no cut of it goes through" if described is None else _TABLE)
+    chosen = Chosen(
+        described or {}, cuts, "a cut of it would be undone at once" if described is None else _TABLE
+    )
     chosen.why[""] = _of_boundary(cuts, totals, bool(tried))
     if described is None:
         _take(chosen, groups, kinds)
     return chosen
 
 
-def _take(chosen: Chosen, groups: Groups, kinds: list[Kind]) -> None:
-    """Cut the groups whose trial says so, and those that were not tried."""
+def _take(chosen: Chosen, groups: Sequence[Group], kinds: list[Kind]) -> None:
+    """Cut the groups whose trial says so; of those that were not tried the even ones."""
     for group in groups:
-        chosen.cut.update(group)
-        chosen.why.update(dict.fromkeys(group, "it can be cut; it is in no one block to be tried"))
+        if not group.uneven:
+            chosen.cut.update(group)
+        chosen.why.update(dict.fromkeys(group, f"{_untried(group)} (it is in no block to be tried)"))
     for kind in kinds:
-        best = kind.best(chosen.sequence) if kind.costs else tuple(range(len(kind.groups)))
+        best = kind.best(chosen.sequence)
         for i, group in enumerate(kind.groups):
-            why = f"it can be cut; its block was not tried ({kind.untried})"
+            why = f"{_untried(group)} (its block was not tried: {kind.untried})"
             if kind.costs:
                 why = _of_group(kind, i, best, chosen.sequence)
-            for name in (f"{block}.{p}" for block in kind.names for p in group):
-                chosen.why[name] = why
-                if i not in best:
-                    del chosen.cut[name]
+            for block in kind.names:
+                for p, dim in group.items():
+                    name = f"{block}.{p}"
+                    chosen.why[name] = why
+                    chosen.cut.pop(name, None)
+                    if i in best:
+                        chosen.cut[name] = dim
+
+
+def _untried(group: Group) -> str:
+    return "cutting it would move data inside" if group.uneven else "cut, for it can be"
 
 
 def _of_group(kind: Kind, i: int, best: tuple[int, ...], sequence: bool) -> str:

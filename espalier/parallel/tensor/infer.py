@@ -10,8 +10,10 @@ through pointwise functions, views, attention heads, until
 * it *leaks*: into a norm, a residual sum, a slice, something that needs it whole.
 
 Every closed stream that does not leak may be cut on the tensor axis, in all parameters it meets;
-trials decide (``espalier.parallel.tensor.trial``). Embeddings are cut over the vocabulary, and heads
-over classes, where that saves a real share of the model; a table of positions is not.
+trials decide (``espalier.parallel.tensor.trial``). So may an *uneven* one, whose heads (of keys and values,
+say) the ranks do not divide: its pieces lie elsewhere before and after a view, something travels there, and
+it is cut if a trial shows that this pays. Embeddings are cut over the vocabulary, and heads over classes,
+where that saves a real share of the model; a table of positions is not.
 """
 
 from __future__ import annotations
@@ -39,20 +41,33 @@ Stream = int
 Cut = tuple[str, int]  # a parameter's name and the dim
 
 
+class Group(dict[str, int]):
+    """Parameters that are cut together, or not at all, by name, and of each the dim.
+
+    Attributes:
+        uneven: cutting them moves data inside.
+    """
+
+    uneven = False
+
+    def within(self, prefix: str) -> Group:
+        """The same, by their names in a module."""
+        group = Group({name.removeprefix(prefix): dim for name, dim in self.items()})
+        group.uneven = self.uneven
+        return group
+
+
 class InferenceWarning(UserWarning):
     """A model's tensor-parallel layouts could not be inferred; its parameters stay whole."""
 
 
-def infer(model: nn.Module, batch: Any, ranks: int) -> list[dict[str, int]]:
-    """What a tensor axis of ``ranks`` may cut: groups of parameters that are cut together, or not at all.
+def infer(model: nn.Module, batch: Any, ranks: int) -> list[Group]:
+    """What a tensor axis of ``ranks`` may cut.
 
     Args:
         model: a plain module; it is run forward once on ``batch``, without gradients, and its
             random state, buffers and modes are left as they were.
         batch: arguments of the model: a dict, tuple or tensor.
-
-    Returns:
-        for each group the parameters' names, and of each the dim.
     """
     watch = _Watch(model, ranks)
     try:
@@ -101,6 +116,7 @@ class _Watch(TorchFunctionMode):
         self.closed: set[Stream] = set()
         self.contracted: set[Stream] = set()  # those that are closed by another parameter
         self.leaked: set[Stream] = set()
+        self.uneven: set[Stream] = set()
         self.tables: dict[Cut, int] = {}  # and the rows looked up for one row of the batch
         # tensors are kept alive so that an id never names two of them
         self.tags: dict[int, tuple[torch.Tensor, dict[int, Stream]]] = {}
@@ -195,7 +211,7 @@ class _Watch(TorchFunctionMode):
         if any(self._tags(t).get(dim) is None and not _small(t, members) for t, dim in others):
             self.leaked.add(stream)  # met by something whole, as in a residual sum
         if not all(same_cuts(size, factor, (self.ranks,)) for size, factor in spec.factors.get(letter, ())):
-            self.leaked.add(stream)
+            self.uneven.add(stream)
         if kept and letter in spec.sends:
             self.leaked.add(stream)  # a norm over it can be, but for a message of its own
         if not kept:
@@ -227,22 +243,24 @@ class _Watch(TorchFunctionMode):
         first = min(streams)
         for s in streams:
             self.parent[s] = first
-        for group in (self.closed, self.contracted, self.leaked):
+        for group in (self.closed, self.contracted, self.leaked, self.uneven):
             if group & streams:
                 group.add(first)
         return first
 
-    def result(self) -> list[dict[str, int]]:
+    def result(self) -> list[Group]:
+        uneven = {self._root(s) for s in self.uneven}
         leaked = {self._root(s) for s in self.leaked}
         closed = {self._root(s) for s in self.closed} - leaked
         contracted = {self._root(s) for s in self.contracted}
-        groups: dict[Any, dict[str, int]] = {}
+        groups: dict[Any, Group] = {}
         found: set[str] = set()
 
         def cut(name: str, dim: int, group: Any) -> None:
             if name not in found:
                 found.add(name)
-                groups.setdefault(group, {})[name] = dim
+                groups.setdefault(group, Group())[name] = dim
+                groups[group].uneven = group in uneven
 
         for (name, dim), stream in self.cuts.items():
             root = self._root(stream)

@@ -24,6 +24,7 @@ from espalier.comm import ledger
 from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.mesh import Mesh
 from espalier.parallel.tensor.boundary import SEQUENCE, cut_sequences
+from espalier.parallel.tensor.infer import Group
 from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import DTensor, plain, redistribute, stamp
 from espalier.tensor.fallback import tree_map
@@ -33,8 +34,6 @@ from espalier.tensor.modules import lay_out_parameter
 # a trained parameter's bytes: itself, its gradient, two states
 _COPIES = 4
 _MOST = 4  # groups of which all subsets are tried
-
-Groups = Sequence[Mapping[str, int]]
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,14 @@ class Kind:
 
     names: list[str]
     block: nn.Module
-    groups: list[dict[str, int]]
+    groups: list[Group]
     costs: dict[tuple[tuple[int, ...], bool], Cost] = field(default_factory=dict)
     untried: str = "it was not called"
 
     def best(self, sequence: bool) -> tuple[int, ...]:
         """The groups to cut."""
+        if not self.costs:
+            return tuple(i for i, group in enumerate(self.groups) if not group.uneven)
         tried = [cut for cut, s in self.costs if s == sequence]
         # of equals the one that cuts most
         return min(tried, key=lambda cut: (self.costs[cut, sequence].total, -len(cut)))
@@ -115,16 +116,12 @@ def _shape_of(x: Any) -> Any:
     return torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x
 
 
-def kinds_of(blocks: Mapping[str, nn.Module], groups: Groups) -> list[Kind]:
+def kinds_of(blocks: Mapping[str, nn.Module], groups: Sequence[Group]) -> list[Kind]:
     """Blocks that are alike in type, parameters and groups."""
     found: dict[Any, Kind] = {}
     for name, block in blocks.items():
         prefix = f"{name}."
-        own = [
-            {p.removeprefix(prefix): dim for p, dim in group.items()}
-            for group in groups
-            if all(p.startswith(prefix) for p in group)
-        ]
+        own = [group.within(prefix) for group in groups if group and all(p.startswith(prefix) for p in group)]
         shapes = tuple((key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in block.named_parameters())
         key = type(block), shapes, tuple(tuple(sorted(group.items())) for group in own)
         found.setdefault(key, Kind([], block, own)).names.append(name)
