@@ -107,14 +107,14 @@ class Engine(Lasting):
         sample = None if batch is None else tree_map(self._sample, self._parted(batch)[0])
         if (found := self._arrange(batch, sample, **self._arranged, rows=self._batches.share(batch))) is None:
             return
-        self.arrangement, self._data = found, lay_out_model(self.module, found, self._here, self.plan)
+        self.arrangement = found
+        self._data = lay_out_model(self.module, found, self._here, self.plan, self.optimizer)
         recompute(self.module, self._recomputed, self.plan.recompute_inputs, self._policy)
         if self.optimizer is not None:
             with self._data.updating(exchange=False):
                 lay_out_states(self.optimizer)
             self._data.place(self.optimizer)
-            if self._data.budget is not None:
-                self._watch = self.watch()
+            self._watch = None if self._data.budget is None else self.watch()
 
     def _arrange(self, batch: Any, sample: Any, **given: Any) -> Arrangement | None:
         return arrange(self.module, self.plan, self.mesh, batch=sample, **given)

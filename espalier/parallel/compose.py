@@ -144,7 +144,13 @@ def _on_a_grid(model: nn.Module, plan: Plan, table: Table | None, batch: Any) ->
     return by_grid(model, plan.tensor_mode, kinds, plan.tensor_axes)
 
 
-def lay_out_model(model: nn.Module, layouts: Arrangement, mesh: Mesh, plan: Plan) -> DataAxis:
+def lay_out_model(
+    model: nn.Module,
+    layouts: Arrangement,
+    mesh: Mesh,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> DataAxis:
     """Make every parameter a DTensor, in place: who holds it (an optimizer, a tie) goes on holding it.
 
     Rank 0's values are sent to all, so ranks that were seeded differently train one model all the
@@ -152,9 +158,11 @@ def lay_out_model(model: nn.Module, layouts: Arrangement, mesh: Mesh, plan: Plan
 
     Args:
         layouts: of the parameters while the model computes with them.
+        optimizer: whose states will need space on disk, where the plan puts them there.
 
     Raises:
         ValueError: a parameter was laid out already.
+        DiskError: there is no space for the states.
     """
     for name, p in model.named_parameters():
         if isinstance(p, DTensor):
@@ -163,7 +171,7 @@ def lay_out_model(model: nn.Module, layouts: Arrangement, mesh: Mesh, plan: Plan
             )
     low = plan.precision.parameters
     leave_out(model, layouts, None if low is None else getattr(torch, low))
-    data = DataAxis(model, layouts, mesh, plan, layouts.parts)
+    data = DataAxis(model, layouts, mesh, plan, layouts.parts, optimizer)
     send_tokens(model)
     place_branches(model, layouts.branches, mesh)
     for module in model.modules():

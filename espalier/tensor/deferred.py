@@ -326,8 +326,13 @@ def tape_of(x: torch.Tensor) -> Tape | None:
     return tape
 
 
-def lay_out_parameters(parameters: Sequence[tuple[nn.Parameter, Layout]]) -> None:
+def lay_out_parameters(
+    parameters: Sequence[tuple[nn.Parameter, Layout]], then: Callable[[nn.Parameter], None]
+) -> None:
     """Make parameters DTensors in place; of those that have no memory yet, each rank makes its part alone.
+
+    Args:
+        then: is called with each when it is one, before the next is.
 
     Raises:
         ValueError: see :func:`tape_of` and :func:`~espalier.tensor.modules.lay_out_parameter`.
@@ -337,11 +342,12 @@ def lay_out_parameters(parameters: Sequence[tuple[nn.Parameter, Layout]]) -> Non
         tape = None if layout.mesh.is_dry else tape_of(p)
         if tape is None:
             lay_out_parameter(p, layout)
+            then(p)
         else:
             on_tape.setdefault(tape, []).append((p, layout))
     for tape, found in on_tape.items():
         start = _agreed(tape, found[0][1].mesh)
-        tape.replay([(p, partial(_become, p, layout)) for p, layout in found], start)
+        tape.replay([(p, partial(_become, p, layout, then)) for p, layout in found], start)
 
 
 def _agreed(tape: Tape, mesh: Mesh) -> torch.Tensor | None:
@@ -365,12 +371,16 @@ def _agreed(tape: Tape, mesh: Mesh) -> torch.Tensor | None:
     return start
 
 
-def _become(p: nn.Parameter, layout: Layout, whole: torch.Tensor) -> None:
+def _become(
+    p: nn.Parameter, layout: Layout, then: Callable[[nn.Parameter], None], whole: torch.Tensor
+) -> None:
     """Let a parameter without memory be this rank's part of its value: who holds it goes on holding it."""
     local = plain(lay_out(whole, layout, source=None))
     p.__dict__.pop("_deferred_version", None)
     torch.utils.swap_tensors(p, nn.Parameter(local, requires_grad=p.requires_grad))
     stamp(p, layout)._is_param = True
+    del whole, local
+    then(p)
 
 
 def make_the_rest_real(module: nn.Module) -> None:

@@ -119,7 +119,14 @@ class Schedule:
     # ---- running
 
     def run(self) -> None:
-        """Do all: draws in their order, what follows from a draw right after it, the rest at the end."""
+        """Do all: draws in their order, what follows from a draw right after it.
+
+        What no draw is in comes first, so that the tensors of a layer are ready at about the same time.
+        """
+        drawn = {s for i in self._needed if self._draw[i] >= 0 for s in self._touched(i)}
+        for i in sorted(self._needed):
+            if any(s in self._targets and s not in drawn for s in self._touched(i)):
+                self._demand(i)
         for i, op in enumerate(self._ops):
             if op.random and i in self._needed:
                 self._demand(i)
@@ -171,6 +178,9 @@ class Schedule:
                 for at, take in self._targets.get(s, ()):
                     take(_real(at, self._sizes, self._memory))
                 self._memory.pop(s, None)
+
+    def _touched(self, i: int) -> set[int]:
+        return self._ops[i].reads | self._ops[i].changes
 
     @staticmethod
     def draw(op: Op, sizes: Sequence[int]) -> None:

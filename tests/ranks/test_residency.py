@@ -6,13 +6,20 @@ import copy
 import errno
 import gc
 import os
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch._C import DisableTorchFunctionSubclass as raw
 
 import espalier
+from espalier.models import build
+from espalier.parallel.data.disk import Disk
+from espalier.tensor.live import LiveMemory
 from tests.ranks.test_engine import TOLERANCE, apart, batch, model, same_backward
 
 
@@ -320,3 +327,66 @@ def same_bits(rank: int, world: int, folder: str, zero: int) -> None:
 @pytest.mark.parametrize(("world", "zero"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
 def test_what_is_off_the_device_changes_no_bit(ranks: Any, tmp_path: Path, world: int, zero: int) -> None:
     ranks(world, same_bits, str(tmp_path), zero)
+
+
+class Present(LiveMemory):
+    """What lives in memory: storages count as large as they are now, files that are mapped do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._here: Any = weakref.WeakValueDictionary()
+        self.files: set[int] = set()
+
+    @property
+    def now(self) -> int:
+        return sum(storage.nbytes() for key, storage in self._here.items() if key not in self.files)
+
+    def hold(self, x: torch.Tensor) -> None:
+        with raw():
+            storage = x.untyped_storage()
+        if not x.is_meta:
+            self._here[storage._cdata] = storage
+
+
+def builds(rank: int, world: int, zero: int, deferred: bool, precision: str, away: str) -> None:
+    sizes = {"vocab_size": 64, "hidden": 64, "heads": 4, "layers": 16, "max_positions": 16}
+    torch.manual_seed(0)
+    expected = build("gpt", sizes).state_dict()
+    whole = sum(x.nbytes for x in expected.values())
+    block = sum(x.nbytes for name, x in expected.items() if name.startswith("blocks.0."))
+    memory, mapped = Present(), Disk.mapped
+
+    def unseen(disk: Disk, key: str) -> list[torch.Tensor]:
+        found = mapped(disk, key)
+        memory.files.update(x.untyped_storage()._cdata for x in found)
+        return found
+
+    torch.manual_seed(0)
+    with espalier.deferred() if deferred else nullcontext():
+        net = build("gpt", sizes)
+        optimizer = torch.optim.AdamW(net.parameters())
+    offload = {"states": "disk", "directory": away, **({"parameters": "disk"} if zero == 3 else {})}
+    plan = {"data": world, "zero": zero, "precision": precision, "offload": offload, "chunk_megabytes": 0.2}
+    with patch.object(Disk, "mapped", unseen), memory:
+        for x in net.parameters() if not deferred else ():
+            memory.hold(x)
+        memory.peak = 0
+        engine = espalier.initialize(net, optimizer, plan)
+        left = memory.now
+    stays = whole // 2 if zero < 3 else 0  # parameters of 16 bits
+    begun = stays if deferred else whole
+    # of a block its pieces, their copies and masters, and what is gathered into, before it is let go of
+    assert memory.peak < begun + 3 * block < begun + whole / 4, (memory.peak, begun, block)
+    assert left < stays + block / 4
+    for name, value in engine.full_state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("world", "zero", "deferred", "precision"),
+    [(1, 3, True, "float32"), (2, 3, False, "bfloat16"), (2, 3, True, "bfloat16"), (2, 1, True, "bfloat16")],
+)
+def test_a_model_is_built_straight_onto_the_disk(
+    ranks: Any, tmp_path: Path, world: int, zero: int, deferred: bool, precision: str
+) -> None:
+    ranks(world, builds, zero, deferred, precision, str(tmp_path))

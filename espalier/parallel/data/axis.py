@@ -16,8 +16,8 @@ from espalier.comm.flat import start_gather
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.data.budget import Budget
-from espalier.parallel.data.chunks import Chunk, Lane, Member, show
-from espalier.parallel.data.gathered import home_of, show_pieces
+from espalier.parallel.data.chunks import Chunk, Lane, Member, line_up, show
+from espalier.parallel.data.gathered import bring_home, home_of, show_pieces
 from espalier.parallel.data.gathering import Gathering
 from espalier.parallel.data.gradients import AllGradients, Gradients
 from espalier.parallel.data.inplace import InPlace, take_over
@@ -53,6 +53,7 @@ class DataAxis:
         mesh: Mesh,
         plan: Plan,
         parts: Sequence[Collection[str]] = (),
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.mesh, self.stage = mesh, STAGES[plan.zero]
         axes = tuple(mesh.axis(name) for name in plan.data_axes)
@@ -68,7 +69,6 @@ class DataAxis:
         ]
         self._frozen = [m for m in self.members if not m.p.requires_grad]
         cut = self.stage.parameters == "S"
-        lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members])
         used: list[tuple[list[nn.Module], Chunk]] = []
         groups: list[list[Chunk]] = []
         for members in by_part(self.members, parts):
@@ -80,22 +80,18 @@ class DataAxis:
                 trained = [m for m in members if m.p.requires_grad]
                 groups.append(by_size(trained[::-1], plan.chunk_megabytes))
         self.chunks = [chunk for group in groups for chunk in group]
-        self._shelf = self._place([chunk for _, chunk in used] if cut else self.chunks, plan.offload)
+        chunks = [chunk for _, chunk in used] if cut else self.chunks
+        self._shelf = self._place(chunks, plan.offload)
         self.masters = Masters(self.chunks, pieces=self.stage.states == "S")
         self._in_place = InPlace(self.masters) if plan.gradients == "in-place" else None
-        for m in self.members:
-            cast(m)
+        self.streaming = self._streamed()
+        if self.streaming is not None and optimizer is not None:
+            self.streaming.reserve(optimizer)
+        self._lay_out(chunks)
         self._copied = self._lined_up(plan.chunk_megabytes * 1e6)
         self.gathering = None
         if cut:
-            for _, chunk in used:
-                _bring_home(chunk)
-                self._leave_home(chunk)
-                if self._shelf is not None:
-                    self._shelf.settle(keep=1)
             self.gathering = Gathering(used, mesh, plan.prefetch_megabytes * 1e6, self._shelf)
-            if self._shelf is not None:
-                self._shelf.settle()
         self.masters.remember()
         reduce = None if plan.precision.reduce is None else getattr(torch, plan.precision.reduce)
         if reduce is torch.float32:
@@ -108,17 +104,48 @@ class DataAxis:
         summed = [[c for c in group if not done or _is_summed(c, mesh)] for group in groups]
         more: Any = {"dtype": reduce, "on_sent": on_sent, "shelf": self._shelf, "in_place": self._in_place}
         self.gradients = AllGradients([Gradients(group, mesh, axes, self.stage, **more) for group in summed])
-        moved = [chunk for chunk in self.chunks if chunk.has_turn]
-        self.streaming: Streaming | None = None
         self.budget: Budget | None = None
-        if moved:
-            shelf = self._shelf or Shelf(mesh.device(), None, dry=mesh.is_dry)
-            pieces = self.stage.states == "S"
-            self.streaming = Streaming(moved, shelf, mesh, pieces, self._turn)
-            if plan.offload.budget_gigabytes is not None:
-                homes = [chunk for _, chunk in used] if cut else []
-                kinds = {"states": self.chunks, "gradients": self.chunks, "parameters": homes}
-                self.budget = Budget(plan.offload, kinds, self.streaming, mesh)
+        if self.streaming is not None and plan.offload.budget_gigabytes is not None:
+            kinds = {"states": self.chunks, "gradients": self.chunks, "parameters": chunks if cut else []}
+            self.budget = Budget(plan.offload, kinds, self.streaming, mesh)
+
+    def _streamed(self) -> Streaming | None:
+        """Updates the chunks that have a turn of their own, if any have."""
+        moved = [chunk for chunk in self.chunks if chunk.has_turn]
+        shelf = self._shelf or Shelf(self.mesh.device(), None, dry=self.mesh.is_dry)
+        return Streaming(moved, shelf, self.mesh, self.stage.states == "S", self._turn) if moved else None
+
+    def _lay_out(self, chunks: Sequence[Chunk]) -> None:
+        """Lay the parameters out; each chunk goes where it lies as soon as it has all of them."""
+        cut = self.stage.parameters == "S"
+        by_id = {id(m.p): m for m in self.members}
+        chunk_of = {id(m.p): chunk for chunk in chunks for m in chunk.members}
+        missing = {id(chunk): len(chunk.members) for chunk in chunks}
+
+        def come(p: nn.Parameter) -> None:
+            chunk = chunk_of.get(id(p))
+            if chunk is None:
+                cast(by_id[id(p)])
+                return
+            missing[id(chunk)] -= 1
+            if missing[id(chunk)] == 0:
+                self._move_in(chunk)
+
+        lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members], come)
+
+    def _move_in(self, chunk: Chunk) -> None:
+        """Let a chunk's parameters, which are laid out, go where they lie between their uses."""
+        if chunk.has_master:
+            self.masters.make(chunk)
+        for m in chunk.members:
+            cast(m)
+        if self.streaming is not None:
+            self.streaming.leave_master(chunk)
+        if self.stage.parameters == "S":
+            bring_home(chunk)
+            self._leave_home(chunk)
+        if self._shelf is not None:
+            self._shelf.settle()
 
     def _lined_up(self, most: float) -> set[int]:
         """Let whole parameters that the optimizer updates lie one after the other.
@@ -129,7 +156,7 @@ class DataAxis:
         plainly = [chunk for chunk in self.chunks if chunk.master is None and not chunk.places]
         if self.stage.states == "R":
             for chunk in plainly:
-                _line_up(chunk)
+                line_up(chunk)
         if self.stage.states == "R" or self.stage.parameters == "S":
             return set()
         return smallest(plainly, most)
@@ -467,21 +494,3 @@ def _alone(offload: Offload) -> int:
     if offload.parameters.place != "device":
         return 3
     return 2 if offload.gradients.place != "device" else 0
-
-
-def _line_up(chunk: Chunk) -> None:
-    """Put a chunk's parameters, whole, into one buffer."""
-    with raw():
-        flat = torch.empty(chunk.elements, dtype=chunk.dtype, device=chunk.device)
-        for m, part in zip(chunk.members, chunk.wholes(flat), strict=True):
-            part.copy_(plain(m.p.detach()))
-            show(m.p, part, m.full)
-
-
-def _bring_home(chunk: Chunk) -> None:
-    """Put the pieces of a chunk's parameters into one buffer."""
-    with raw():
-        chunk.home = chunk.flat(chunk.dtype)
-        for m, piece in zip(chunk.members, chunk.pieces(chunk.home), strict=True):
-            piece.copy_(plain(m.p.detach()))
-            show(m.p, piece, m.shard)

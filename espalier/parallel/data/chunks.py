@@ -220,7 +220,7 @@ class Chunk:
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = list(members)
         self.outer, self.lane = members[0].outer, members[0].lane
-        self.dtype, self.device = members[0].dtype, members[0].p.device
+        self.dtype, self.device = members[0].dtype, members[0].full.mesh.device()
         self.size = sum(m.slot for m in members)
         self.elements, self.largest = sum(m.size for m in members), sum(m.largest for m in members)
         self.gradient: torch.Tensor | None = None
@@ -239,6 +239,11 @@ class Chunk:
         self._views: tuple[list[int], Views] | None = None
         self._in_row = Places.of_sizes([m.shard.local_shape for m in members], [m.slot for m in members])
         self._in_line = Places.of_sizes([m.full.local_shape for m in members], [m.size for m in members])
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates masters of it."""
+        return self.members[0].is_cast and self.members[0].p.requires_grad
 
     @property
     def has_turn(self) -> bool:
@@ -346,3 +351,12 @@ def show(p: torch.Tensor, data: torch.Tensor, layout: Layout) -> None:
     """Let a parameter hold other data, and say how it lies (called with torch functions left alone)."""
     _set_data(p, data)
     stamp(p, layout)
+
+
+def line_up(chunk: Chunk) -> None:
+    """Put a chunk's parameters, whole, into one buffer."""
+    with raw():
+        flat = torch.empty(chunk.elements, dtype=chunk.dtype, device=chunk.device)
+        for m, part in zip(chunk.members, chunk.wholes(flat), strict=True):
+            part.copy_(plain(m.p.detach()))
+            show(m.p, part, m.full)

@@ -173,6 +173,15 @@ class Gathered:
             _set_versions(self._cut, tuple([_version(p) + by for p in self._cut]))
 
 
+def bring_home(chunk: Chunk) -> None:
+    """Put the pieces of a chunk's parameters into one buffer."""
+    with raw():
+        chunk.home = chunk.flat(chunk.dtype)
+        for m, piece in zip(chunk.members, chunk.pieces(chunk.home), strict=True):
+            piece.copy_(plain(m.p.detach()))
+            show(m.p, piece, m.shard)
+
+
 def show_pieces(chunk: Chunk, home: torch.Tensor) -> None:
     """Let the parameters of a chunk be this rank's pieces, as they stand in a flat ``home``."""
     chunk.home = home

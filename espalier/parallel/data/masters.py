@@ -19,8 +19,6 @@ from espalier.tensor import plain
 class Masters:
     """The masters of chunks whose members compute in a lower precision.
 
-    Parameters hold their values in full precision when this is made, and are cast then.
-
     Args:
         chunks: of trained parameters.
         pieces: whether a master is this rank's pieces of its parameters (the stage cuts states).
@@ -30,14 +28,15 @@ class Masters:
         self._pieces = pieces
         self._seen: dict[int, tuple[int, int]] = {}
         self.chunks = [c for c in chunks if c.members[0].is_cast]
+
+    def make(self, chunk: Chunk) -> None:
+        """Take the values of parameters, which are in full precision and are cast then."""
+        elements = chunk.size if self._pieces else chunk.elements
         with raw():
-            for chunk in self.chunks:
-                elements = chunk.size if pieces else chunk.elements
-                chunk.master = torch.empty(elements, dtype=torch.float32, device=chunk.device)
-                for m, master in zip(chunk.members, self.of(chunk), strict=True):
-                    master.copy_(self._part(m))
-                    cast(m)
-                    self._seen[id(m)] = _mark(m)
+            chunk.master = torch.empty(elements, dtype=torch.float32, device=chunk.device)
+            for m, master in zip(chunk.members, self.of(chunk), strict=True):
+                master.copy_(self._part(m))
+                cast(m)
 
     def of(self, chunk: Chunk) -> list[torch.Tensor]:
         """The members' parts of a chunk's master, each in its own shape."""

@@ -98,8 +98,8 @@ class Streaming:
         self.away = [Away(chunk) for chunk in chunks]
         self.shelf, self._mesh, self._pieces, self._turns = shelf, mesh, pieces, turns
 
-    def place(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take away what states there are before the first step (masters, say), and take the space for all.
+    def reserve(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the space for all states, before there are any (a collective, if any are on disk).
 
         Raises:
             DiskError: there is not enough of it, on some rank.
@@ -116,9 +116,27 @@ class Streaming:
         except DiskError as error:
             self.shelf.errors.append(error)
         self.agree()
+
+    def leave_master(self, chunk: Chunk) -> None:
+        """Start to take a chunk's master away, which is all that there is of its states yet."""
+        if chunk.master is not None and "states" in chunk.places:
+            master, chunk.master = chunk.master, None
+
+            def away(shown: list[torch.Tensor]) -> None:
+                (chunk.master,) = shown
+
+            self.shelf.put(Away(chunk).key, [master], chunk.places["states"], away)
+
+    def place(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take away what states there are before the first step, beside masters.
+
+        Raises:
+            DiskError: something could not be written, on some rank.
+        """
         for a in self.away:
-            self.shelf.settle()
-            self.leave(optimizer, a)
+            if any(state.p is not None for state in a.states(optimizer)[0]):
+                self.shelf.settle()
+                self.leave(optimizer, a)
         self.shelf.settle()
         self.agree()
 
@@ -209,14 +227,14 @@ class Streaming:
         with raw():
             shapes = {id(m.p): (m.shard if self._pieces else m.full).local_shape for m in a.chunk.members}
             for group in shadow.param_groups:
-                dtype = a.chunk.dtype if a.chunk.master is None else a.chunk.master.dtype
+                dtype = torch.float32 if a.chunk.has_master else a.chunk.dtype
                 like = [torch.empty(shapes[id(p)], dtype=dtype, device="meta") for p in group["params"]]
                 for x in like:
                     x.grad = torch.empty_like(x)
                 elements += sum(x.numel() * x.element_size() for x in like)
                 group["params"] = like
                 group.update({key: False for key in ("fused", "foreach") if key in group})
-        master = 0 if a.chunk.master is None else a.chunk.master.numel() * a.chunk.master.element_size()
+        master = 4 * (a.chunk.size if self._pieces else a.chunk.elements) if a.chunk.has_master else 0
         try:
             shadow.step()
         except Exception:  # one that does not run without values: two states a parameter, as most have

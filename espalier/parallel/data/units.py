@@ -157,7 +157,7 @@ def _small(sizes: Sequence[int]) -> set[int]:
 
 
 def _kind(m: Member) -> Kind:
-    return m.dtype, m.p.device, m.lane, m.outer, m.p.requires_grad
+    return m.dtype, m.full.mesh.device(), m.lane, m.outer, m.p.requires_grad
 
 
 def _alike(members: Sequence[Member]) -> dict[Kind, list[Member]]:
