@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -138,3 +139,16 @@ def test_products_by_panels(ranks: Any) -> None:
     ranks(4, products, {"row": 2, "col": 2}, (4, 8, 12))
     ranks(6, products, {"row": 2, "col": 3}, (5, 7, 11))
     ranks(6, products, {"row": 3, "col": 2}, (2, 2, 4))  # the last row of ranks has nothing
+
+
+def with_copies(rank: int, world: int, stages: list[int]) -> None:
+    kinds = ({"tensor_mode": "2.5d", "depth": 2}, {"tensor_mode": "3d"})
+    plans = [{"data": 2, "tensor": 8, "zero": zero, **kind} for kind in kinds for zero in stages]
+    trains(rank, world, [(plan, "gpt", {"layers": 1}) for plan in plans])
+
+
+@pytest.mark.skipif(not os.environ.get("ESPALIER_SWEEP"), reason="ESPALIER_SWEEP=1 runs it: 16 ranks")
+@pytest.mark.world(16)
+@pytest.mark.filterwarnings("ignore:A global batch of")  # some ranks have no rows
+def test_cubes_and_stacks_of_grids_with_a_data_axis(ranks: Any) -> None:
+    ranks(16, with_copies, [0, 1, 2, 3], timeout=500)
