@@ -210,7 +210,7 @@ def by_espalier(batch: tuple[torch.Tensor, torch.Tensor], **plan: Any) -> Step:
     layouts = {"embed": "vocab", "head": "column"}
     layouts |= {f"blocks.*.{name}": "column" for name in COLUMN}
     layouts |= {f"blocks.*.{name}": "row" for name in ROW}
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), RATE)
     engine = espalier.initialize(model, optimizer, {"tensor": RANKS, **plan}, layouts=layouts)
     ids, labels = batch
     return lambda: engine.train_step({"ids": ids, "labels": labels})
