@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 import espalier
 from espalier.models import generate
+from espalier.parallel.pipeline.backward import backward_for_inputs
 from tests.ranks.test_engine import batch, model
 
 
@@ -130,3 +132,14 @@ def shares(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
 def test_parameters_that_all_stages_use(ranks: Any) -> None:
     pipe = {"pipe": 2, "data": 2, "accumulate": 2}
     ranks(4, shares, [{**pipe, "zero": 3}, {**pipe, "zero": 2, "recompute": "full"}])
+
+
+def test_what_weights_alone_give_out_counts() -> None:
+    """As T5's position biases, which later stages use too: an output that no input of the stage leads to."""
+    x, w = (torch.arange(1.0, 4.0, requires_grad=True) for _ in range(2))
+    bias = w * 2
+    outs = (x * 3 + bias, bias)
+    later = backward_for_inputs([get_gradient_edge(y) for y in outs], [torch.ones(3)] * 2, [x])
+    later()
+    assert x.grad is not None and x.grad.tolist() == [3.0] * 3
+    assert w.grad is not None and w.grad.tolist() == [4.0] * 3

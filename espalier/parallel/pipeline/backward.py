@@ -43,7 +43,8 @@ def backward_for_inputs(
     if not leaves:
         return lambda: torch.autograd.backward(tuple(roots), tuple(grads))
     way, weights = _explored((edge.node for edge in roots), {get_gradient_edge(x).node for x in leaves})
-    parted, at_once = _parted(way, weights)
+    beside = [weights[edge.node] for edge in roots if not way[edge.node]]  # outputs of weights alone
+    parted, at_once = _parted(way, weights, set().union(*beside))
     handles = [part.node.register_prehook(_keeper(part.came)) for part in parted]
     try:
         inputs: Any = [*leaves, *(node.variable for node in at_once)]  # type: ignore[attr-defined]
@@ -96,8 +97,10 @@ def _explored(
     return way, weights
 
 
-def _parted(way: dict[Node, bool], weights: dict[Node, frozenset[Node]]) -> tuple[list[_Parted], set[Node]]:
-    """Which nodes run again for which edges, and the weights that are not put off."""
+def _parted(
+    way: dict[Node, bool], weights: dict[Node, frozenset[Node]], at_once: set[Node]
+) -> tuple[list[_Parted], set[Node]]:
+    """Which nodes run again for which edges, and the weights that are not put off: those given, and more."""
     edges: dict[Node, list[_Edge]] = {}
     reached: dict[Node, set[Node]] = {}  # for each node off the way, the nodes of the way that lead to it
     for node, on in way.items():
@@ -113,7 +116,6 @@ def _parted(way: dict[Node, bool], weights: dict[Node, frozenset[Node]]) -> tupl
                 if node not in reached.setdefault(here, set()):
                     reached[here].add(node)
                     stack += [beyond for beyond, _ in here.next_functions if beyond is not None]
-    at_once: set[Node] = set()
     for node, beside in edges.items():
         for to, _ in beside:
             # a custom function may do all its work both times; a hook of a weight would run twice
