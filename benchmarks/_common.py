@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import sys
 import time
@@ -154,8 +155,9 @@ def in_turns(
 ) -> dict[str, Times]:
     """Seconds a call, for each contender and round.
 
-    In each round every contender makes ``calls`` calls under one clock; who begins moves on by one
-    from round to round. Garbage is collected between the timings and not during them.
+    In each round every contender makes ``calls`` calls under one clock, in an order drawn anew, alike on
+    all ranks: what one leaves behind (caches, memory, threads that go to sleep) falls to all of the others.
+    Garbage is collected between the timings and not during them.
 
     Args:
         rounds: how many times all have their turn.
@@ -178,8 +180,7 @@ def in_turns(
         for i in range(rounds):
             if i % 10 == 0:
                 gc.collect()
-            for k in range(len(names)):
-                name = names[(i + k) % len(names)]
+            for name in random.Random(i).sample(names, len(names)):
                 times[name].append(_timed(contenders[name], calls, clock))
     finally:
         gc.unfreeze()
