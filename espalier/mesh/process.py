@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import re
 import socket
@@ -129,6 +130,7 @@ def finish() -> None:
             Exits.tell(error)
     finally:
         dist.destroy_process_group()
+        gc.collect()  # what nobody reaches any more may hold groups of its own
         _flush()
 
 

@@ -6,6 +6,7 @@ every parameter on both axes: those no one would choose, and the results must be
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -31,6 +32,15 @@ def test_on_a_grid(ranks: Any, name: str) -> None:
     for worst, gathered in ranks(4, compared, name, False, {"tensor": 4, "tensor_mode": "2d"}, timeout=300):
         assert max(worst.values()) < TOLERANCE, worst
         assert not gathered
+
+
+@pytest.mark.world(8)
+@pytest.mark.parametrize("plan", [{"tensor_mode": "2.5d", "depth": 2}, {"tensor_mode": "3d"}], ids=str)
+def test_on_a_stack_and_a_cube(ranks: Any, plan: dict[str, Any]) -> None:
+    if "depth" in plan and not os.environ.get("ESPALIER_SWEEP"):
+        pytest.skip("ESPALIER_SWEEP=1 runs it")
+    for worst, _ in ranks(8, compared, "t5", False, {"tensor": 8, **plan}, timeout=300):
+        assert max(worst.values()) < TOLERANCE, worst
 
 
 def test_rows_are_told_from_features_on_a_grid() -> None:

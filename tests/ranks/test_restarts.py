@@ -87,11 +87,12 @@ def rank_of(number: int) -> int:
     return 0
 
 
-def send(number: signal.Signals, rank: int, folder: Path, after: int, times: int) -> None:
+def send(number: signal.Signals, rank: int, folder: Path, after: int, times: int, saved: bool) -> None:
     path, killed = folder / "out/metrics.jsonl", 0
     for _ in range(times):
         while (
             not path.exists()
+            or (saved and Keeper.newest(job(folder)) is None)
             or path.read_text().count("\n") < after
             or (found := rank_of(rank)) in (0, killed)
         ):
@@ -101,11 +102,15 @@ def send(number: signal.Signals, rank: int, folder: Path, after: int, times: int
 
 
 def signalled(
-    number: signal.Signals, folder: Path, *, times: int = 1, **changes: Any
+    number: signal.Signals, folder: Path, *, times: int = 1, saved: bool = False, **changes: Any
 ) -> tuple[Any, list[str]]:
-    """A run on two ranks, the second of which gets a signal in mid-run; its result and reports."""
+    """A run on two ranks, the second of which gets a signal in mid-run; its result and reports.
+
+    Args:
+        saved: the signal waits for a checkpoint, which is written beside the steps.
+    """
     said: list[str] = []
-    thread = threading.Thread(target=send, args=(number, 1, folder, 8, times), daemon=True)
+    thread = threading.Thread(target=send, args=(number, 1, folder, 8, times, saved), daemon=True)
     thread.start()
     result = run("train", job(folder, plan_data=2, **changes), report=said.append)
     thread.join()
@@ -114,7 +119,7 @@ def signalled(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds its ranks by /proc")
 def test_a_killed_rank_is_started_again_from_the_last_checkpoint(tmp_path, alone):
-    result, said = signalled(signal.SIGKILL, tmp_path, elastic_restarts=1)
+    result, said = signalled(signal.SIGKILL, tmp_path, saved=True, elastic_restarts=1)
     assert result.steps == STEPS and len(said) == 1
     assert "rank 1 of 2 failed: killed by SIGKILL" in said[0]
     assert "rank 1 of 2 is gone" in said[0] and "Noticed" in said[0]

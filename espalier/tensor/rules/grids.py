@@ -113,13 +113,20 @@ def lay_on_grid(
 
 
 def _kinds(x: Operand, weight: Operand, n: int) -> tuple[int, dict[str, list[int]]] | None:
-    """The dim of the rows, and the axes of each kind; None where rows are cut along several dims or none."""
+    """The dim of the rows, and the axes of each kind.
+
+    None where rows are cut along several dims or none, or what is multiplied along an axis of its own.
+    """
     if x.ndim < 2 or weight.ndim != 2:
         return None
     found: dict[str, list[int]] = {}
     rows: set[int] = set()
     for axis, (s, t) in enumerate(zip(x.layout.axes, weight.layout.axes, strict=True)):
-        if x.layout.mesh.shape[axis] > 1 and isinstance(s, int) and isinstance(t, int):
+        if x.layout.mesh.shape[axis] == 1:
+            continue
+        if isinstance(t, int) != isinstance(s, int) and (isinstance(t, int) or s == x.ndim - 1):
+            return None
+        if isinstance(s, int) and isinstance(t, int):
             if s < x.ndim - 1:
                 rows.add(s)
                 found.setdefault("B" if t == n else "K", []).append(axis)
