@@ -55,9 +55,14 @@ def start_total(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing | None:
 
     None where that would not be the bits of the order above: of two addends either order gives them.
     """
-    if mesh.shape[axis] != 2 or rows.element_size() < 4:
+    if not _either_order(rows, mesh, axis):
         return None
     return Summing(None, all_reduce_(rows, mesh, axis, beside=True))
+
+
+def _either_order(x: torch.Tensor, mesh: Mesh, axis: int) -> bool:
+    """Whether any order of addition gives the same bits: of two addends, if the backend rounds them once."""
+    return mesh.shape[axis] == 2 and x.element_size() >= 4
 
 
 def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis: int) -> Pending:
@@ -117,17 +122,17 @@ def start_sum(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
     return Summing(swapped, Pending(work, then=lambda: swapped.copy_(got[list(order)])))
 
 
-def sum_everywhere(flat: torch.Tensor, mesh: Mesh, axis: int) -> None:
-    """Sum flat ``flat`` over the axis, in place, on every coordinate (an all-reduce in the order above)."""
+def sum_everywhere(x: torch.Tensor, mesh: Mesh, axis: int) -> None:
+    """Sum flat ``x`` over the axis, in place, on every coordinate (an all-reduce in the order above)."""
     n = mesh.shape[axis]
     if n == 1:
         return
-    if n == 2 and flat.element_size() >= 4:  # of two addends either order gives the same bits
-        all_reduce_(flat, mesh, axis).wait()
+    if _either_order(x, mesh, axis):
+        all_reduce_(x, mesh, axis).wait()
         return
-    size = -(-flat.numel() // n)
-    rows = flat.new_zeros(n, size)
-    rows.view(-1)[: flat.numel()].copy_(flat)
+    size = -(-x.numel() // n)
+    rows = x.new_zeros(n, size)
+    rows.view(-1)[: x.numel()].copy_(x)
     start_sum(rows, mesh, axis).wait(rows[mesh.coordinate[axis]])
     start_gather(rows, None, mesh, axis).wait()
-    flat.copy_(rows.view(-1)[: flat.numel()])
+    x.copy_(rows.view(-1)[: x.numel()])
