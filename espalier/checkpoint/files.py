@@ -97,7 +97,7 @@ def read(folder: Path, name: str, entry: Boxes, stored: Stored) -> torch.Tensor:
 
 
 def check(folder: Path, name: str, entry: Boxes, stored: Stored) -> None:
-    """See that a box stands in its file as it was written, its frame too.
+    """See that a box stands in its file as it was written, its frame and what follows that, too.
 
     Raises:
         CheckpointError: it does not.
@@ -111,7 +111,9 @@ def check(folder: Path, name: str, entry: Boxes, stored: Stored) -> None:
         file.seek(stored.start)
         found = file.read(len(head))
         file.seek(size, os.SEEK_CUR)
-        if found != head or file.read(len(tail)) != tail:
+        intact = found == head and file.read(len(tail)) == tail
+        # up to where the next one would begin
+        if not intact or any(file.read(-file.tell() % ALIGN)):
             raise CheckpointError(damaged(path, f"the frame of {name} is not the one that was written"))
 
 

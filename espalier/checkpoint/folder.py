@@ -56,14 +56,18 @@ class Seal(NamedTuple):
         """That of a checkpoint; None if it has none that can be read."""
         try:
             given = json.loads((path / SEAL).read_bytes())
-            crc, size, serial = (int(given[key]) for key in ("index", "bytes", "serial"))
+            found = Seal(*(int(given[key]) for key in ("index", "bytes", "serial")))
+            return found if given["check"] == found._check() else None
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
-        return Seal(crc, size, serial)
 
     def to_json(self) -> bytes:
         """The content of its file."""
-        return json.dumps({"index": self.crc, "bytes": self.size, "serial": self.serial}).encode()
+        given = {"index": self.crc, "bytes": self.size, "serial": self.serial, "check": self._check()}
+        return json.dumps(given).encode()
+
+    def _check(self) -> int:
+        return zlib.crc32(repr(tuple(self)).encode())
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
