@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
-from espalier.engine.counting import Counting, Mean, Sum, mark_of
+from espalier.engine.counting import Counting, Mean, Sum, mark_of, mean_on_one_rank
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.alone import Followed
@@ -96,7 +96,7 @@ class Accumulation:
     @property
     def followed(self) -> Followed | None:
         """The values of a forward pass that :meth:`counted` looks at."""
-        return Followed(self._watcher, _is_marked) if self._count is None else None
+        return Followed(self._watcher, _is_marked, mean_on_one_rank) if self._count is None else None
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add a micro-batch's gradients.

@@ -20,7 +20,7 @@ from espalier.layout import Layout
 from espalier.layout.layout import is_partial
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.rules import RULES
-from espalier.tensor.rules.loss import divisors
+from espalier.tensor.rules.loss import divisors, mean_alone
 from espalier.tensor.rules.spec import bound_to
 from espalier.tensor.watch import Go, Watcher
 
@@ -52,6 +52,7 @@ class Mixture(NamedTuple):
 Mark = Mean | Sum | Rows | Mixture
 
 _CLASSES = "input target weight size_average ignore_index reduce reduction label_smoothing"
+_OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _ELEMENTS = frozenset(
     {
         F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss, F.binary_cross_entropy,
@@ -106,7 +107,7 @@ class Counting(Watcher):
         before = [x.__dict__.get("_mark") for x in given]
         marked = any(before)
         mixed = next((m for m in before if type(m) is Mixture), None) if marked else None
-        if mixed is None and func in (F.cross_entropy, F.nll_loss):
+        if mixed is None and func in _OF_CLASSES:
             out = _of_classes(args, kwargs, go)
         else:
             out = go()
@@ -207,6 +208,23 @@ def _of_classes(args: Any, kwargs: Any, go: Go) -> Any:
     return out
 
 
+def mean_on_one_rank(func: Callable[..., Any], made: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """What does, on plain tensors, what a call did that made a mean over tokens, and marks what it makes.
+
+    None if it has made something else.
+    """
+    mark = mark_of(made)
+    if func not in _OF_CLASSES or type(mark) is not Mean or not isinstance(mark.counts[0], torch.Tensor):
+        return None
+
+    def mean(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out, divisor = mean_alone(func, args, kwargs)
+        out.__dict__["_mark"] = Mean((divisor,))
+        return out
+
+    return mean
+
+
 def _reduced(
     func: Any, name: str, args: Any, kwargs: Any, given: list[DTensor], out: DTensor, apart: bool
 ) -> Mark | None:
@@ -270,4 +288,4 @@ def _bounds(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return kwargs.get("min", low), kwargs.get("max", high)
 
 
-__all__ = ["Counting", "Mark", "Mean", "Mixture", "Sum", "mark_of"]
+__all__ = ["Counting", "Mark", "Mean", "Mixture", "Sum", "mark_of", "mean_on_one_rank"]

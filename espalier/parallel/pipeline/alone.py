@@ -32,11 +32,20 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _Facts = tuple[tuple[int, ...], torch.dtype, bool]
 
 
+_Instead = Callable[..., torch.Tensor]
+
+
 class Followed(NamedTuple):
-    """Who follows values through a forward pass, and whether one is followed."""
+    """Who follows values through a forward pass, and whether one is followed.
+
+    Attributes:
+        instead: of a function and what it has made, what makes the same of plain tensors, to be followed from
+            there on, whatever it is given; None if there is no such thing.
+    """
 
     watcher: Watcher
     is_followed: Callable[[torch.Tensor], bool]
+    instead: Callable[[Callable[..., Any], torch.Tensor], _Instead | None]
 
     def open(self) -> AbstractContextManager[None]:
         """While open, values are followed."""
@@ -50,10 +59,18 @@ class Alone:
         typed: for each step, whether it is done on DTensors.
         layouts: by their numbers, those of values that are DTensors.
         lasts: whether none of the former uses parameters or buffers.
+        instead: what other steps do in place of what they say, by their places.
     """
 
-    def __init__(self, typed: Sequence[bool], layouts: Mapping[int, Layout], lasts: bool) -> None:
-        self.typed, self._layouts, self.lasts = typed, layouts, lasts
+    def __init__(
+        self,
+        typed: Sequence[bool],
+        layouts: Mapping[int, Layout],
+        lasts: bool,
+        instead: Mapping[int, _Instead],
+    ) -> None:
+        self.typed, self._layouts, self.lasts, self._instead = typed, layouts, lasts, instead
+        self._steps: dict[StageProgram, list[Step]] = {}
         places = groupby(range(len(typed)), typed.__getitem__)
         stretches = [(kind, tuple(some)) for kind, some in places]
         self._stretches = [(kind, slice(some[0], some[-1] + 1)) for kind, some in stretches]
@@ -61,7 +78,7 @@ class Alone:
     def on(self, mesh: Mesh) -> Alone:
         """The same on another mesh of one rank."""
         found = {n: Layout.of(mesh, lay.axes, lay.cuts, lay.shape) for n, lay in self._layouts.items()}
-        return Alone(self.typed, found, self.lasts)
+        return Alone(self.typed, found, self.lasts, self._instead)
 
     @staticmethod
     def fits(program: StageProgram, followed: Followed | None) -> bool:
@@ -80,14 +97,19 @@ class Alone:
             plain: what the program holds is plain meanwhile, by :func:`as_plain`; it must be one that
                 :attr:`lasts`.
         """
+        steps = self._steps.get(program)
+        if steps is None:
+            steps = self._steps[program] = list(program.steps)
+            for i, func in self._instead.items():
+                steps[i] = steps[i].by(func)
         for typed, some in self._stretches:
             if typed:
-                self.do(program.steps[some], program, env, here)
+                self.do(steps[some], program, env, here)
                 continue
             with nullcontext() if plain else as_plain(program):
                 try:
                     _untype(env, program.given)
-                    self.do(program.steps[some], program, env, here)
+                    self.do(steps[some], program, env, here)
                 finally:
                     for n, x in env.items():
                         if type(x) is torch.Tensor and n in self._layouts:
@@ -134,11 +156,13 @@ class Study(Alone):
     """Does the steps of a program without data, on DTensors, to find how it can be run on one rank."""
 
     def __init__(self, program: StageProgram, followed: Followed | None) -> None:
-        super().__init__([True] * len(program.steps), {}, False)
+        super().__init__([True] * len(program.steps), {}, False, {})
         self._program, self._followed = program, followed
         self._facts: dict[int, _Facts] = {}
         self._seen: dict[int, Layout] = {}
-        self._needs: list[bool] = []
+        self._draws: list[bool] = []
+        self._marks: set[int] = set()  # values that are followed
+        self._other: dict[int, _Instead] = {}
 
     def __call__(self, program: StageProgram, env: Env, here: torch.device, plain: bool = False) -> None:
         """Do them, and take down what they give."""
@@ -154,11 +178,36 @@ class Study(Alone):
             program.do([step], env, here)
             made = [n for n in step.made if n in env]
             self._note(env, made)
-            followed = any(map(self._is_followed, [*given, *(env[n] for n in made)]))
-            self._needs.append(followed or not torch.equal(torch.get_rng_state(), before))
+            self._marks.update(n for n, x in zip(step.given, given, strict=True) if self._is_followed(x))
+            self._marks.update(n for n in made if self._is_followed(env[n]))
+            if self._followed is not None and len(made) == 1 and not isinstance(step.func, str):
+                other = self._followed.instead(step.func, env[made[0]])
+                if other is not None:
+                    self._other[len(self._draws)] = other
+            self._draws.append(not torch.equal(torch.get_rng_state(), before))
 
     def _is_followed(self, x: torch.Tensor) -> bool:
         return self._followed is not None and self._followed.is_followed(x)
+
+    def _needs(self) -> list[bool]:
+        """Which steps need DTensors: those that draw, or that make or use what is followed.
+
+        Not if they only make it for a step that has its own way to do without.
+        """
+        steps = self._program.steps
+        users: dict[int, set[int]] = {}
+        for i, step in enumerate(steps):
+            for n in step.given:
+                users.setdefault(n, set()).add(i)
+        ended = {n for step in steps for n in step.free}
+        found = []
+        for i, step in enumerate(steps):
+            marked = self._marks.intersection((*step.given, *step.made))
+            others = set().union(*(users.get(n, ()) for n in marked)) - {i}
+            feeds = marked <= ended and marked.isdisjoint(step.given) and others <= self._other.keys()
+            does_without = i in self._other or feeds
+            found.append(self._draws[i] or (bool(marked) and not does_without))
+        return found
 
     def _note(self, env: Env, numbers: Iterable[int]) -> None:
         for n in numbers:
@@ -172,27 +221,31 @@ class Study(Alone):
         Args:
             run: does it once more without data, so.
         """
-        if all(self._needs):
+        needs = self._needs()
+        if all(needs):
             return None
         program = self._program
-        lasts = not any(
-            need and program.holds(step) for need, step in zip(self._needs, program.steps, strict=True)
-        )
+        lasts = not any(need and program.holds(step) for need, step in zip(needs, program.steps, strict=True))
         try:
             with _NothingSaved():
-                run(_Trial(self._needs, self._seen, lasts, self._facts))
+                run(_Trial(needs, self._seen, lasts, self._other, self._facts))
         except Exception:
             return None
-        return Alone(self._needs, self._seen, lasts)
+        return Alone(needs, self._seen, lasts, self._other)
 
 
 class _Trial(Alone):
     """Sees whether plain tensors give the same."""
 
     def __init__(
-        self, typed: Sequence[bool], layouts: Mapping[int, Layout], lasts: bool, facts: Mapping[int, _Facts]
+        self,
+        typed: Sequence[bool],
+        layouts: Mapping[int, Layout],
+        lasts: bool,
+        instead: Mapping[int, _Instead],
+        facts: Mapping[int, _Facts],
     ) -> None:
-        super().__init__(typed, layouts, lasts)
+        super().__init__(typed, layouts, lasts, instead)
         self._facts = facts
 
     def do(self, steps: Sequence[Step], program: StageProgram, env: Env, here: torch.device) -> None:

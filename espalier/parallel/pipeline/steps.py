@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,12 @@ class Step:
         self.given = tuple(ref.number for ref in leaves((args, kwargs), Ref))
         self.made = tuple(ref.number for ref in leaves(out, Ref))
         self.free: tuple[int, ...] = ()
+
+    def by(self, func: Callable[..., Any]) -> Step:
+        """The step that calls something else in place of what this one does."""
+        step = Step(func, self.name, self._args, self._kwargs, self._out, self._state, self.reads)
+        step.free = self.free
+        return step
 
     def run(self, env: Env, modules: Mapping[str, nn.Module], was: torch.device, here: torch.device) -> Any:
         """Call it on what is in ``env``, and put there what it gives.

@@ -56,9 +56,7 @@ class Count:
         try:
             if self._asks:
                 _look(target, kind, mesh)
-            valid = target != kind.ignored
-            counts = valid if weight is None else weight.detach()[target.masked_fill(~valid, 0)] * valid
-            self._sum = counts.sum(dtype=kind.dtype)
+            self._sum = counted(target, kind.ignored, kind.dtype, weight)
         except REFUSALS as error:
             if not self._asks:
                 raise
@@ -86,6 +84,15 @@ class Count:
         """Fail on all ranks by what the loss failed by here."""
         self.wait(met)
         raise met
+
+
+def counted(
+    target: torch.Tensor, ignored: int, dtype: torch.dtype, weight: torch.Tensor | None
+) -> torch.Tensor:
+    """The number, or weights, of the targets that count here."""
+    valid = target != ignored
+    counts = valid if weight is None else weight.detach()[target.masked_fill(~valid, 0)] * valid
+    return counts.sum(dtype=dtype)
 
 
 def _look(target: torch.Tensor, kind: Kind, mesh: Mesh) -> None:
@@ -172,4 +179,4 @@ def _cuts(layout: Layout) -> set[int]:
     return {a for cut in layout.cuts for a in cut if layout.mesh.shape[a] > 1}
 
 
-__all__ = ["Ahead", "Count", "Kind", "ahead", "alike", "is_alike"]
+__all__ = ["Ahead", "Count", "Kind", "ahead", "alike", "counted", "is_alike"]

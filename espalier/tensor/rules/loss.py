@@ -15,7 +15,7 @@ from espalier.comm.agreement import REFUSALS, agree, looks
 from espalier.comm.moves import summed, varied
 from espalier.comm.traced import recorders
 from espalier.layout import Layout, local_box
-from espalier.tensor.rules.counts import Count, Kind, ahead
+from espalier.tensor.rules.counts import Count, Kind, ahead, counted
 from espalier.tensor.rules.pointwise import found, letters
 from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
 from espalier.tensor.rules.together import within
@@ -184,8 +184,7 @@ def _mean(
     """
     logits, lay = placed.ins[:2]
     axes = placed.axes_of(lay, range(lay.ndim))
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    kind = Kind(ignored, logits.shape[0 if logits.ndim == 1 else 1], exact, axes)
+    kind = Kind(ignored, logits.shape[0 if logits.ndim == 1 else 1], _exact(dtype), axes)
     known = ahead.get()
     count = known.find(target, kind) if known is not None and weight is None else None
     if count is None:
@@ -197,12 +196,37 @@ def _mean(
     return _by(value, count.wait())
 
 
+def mean_alone(
+    func: Callable[..., torch.Tensor], args: Any, kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean that ``cross_entropy`` or ``nll_loss`` gives of classes, and what it divides by.
+
+    Of plain tensors, to the bit as of DTensors on one rank.
+    """
+    bound = bound_to(_NAMES, args, kwargs)
+    input, target, weight = bound["input"], bound["target"], bound.get("weight")
+    ignored = bound.get("ignore_index", -100)
+    divisor = counted(target, ignored, _exact(input.dtype), weight)
+    more = {k: v for k, v in bound.items() if k == "label_smoothing"}
+    total = func(input, target, weight, ignore_index=ignored, reduction="sum", **more)
+    return total / _of_some(divisor), divisor
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _by(total: torch.Tensor, divisor: Any) -> torch.Tensor:
     told = divisors.get()
     if told is None or not isinstance(divisor, torch.Tensor):
         return total / divisor
     told.append(divisor)
-    return total / torch.where(divisor == 0, 1, divisor)
+    return total / _of_some(divisor)
+
+
+def _of_some(divisor: torch.Tensor) -> torch.Tensor:
+    """A divisor under which the mean of nothing is zero, and no NaN."""
+    return torch.where(divisor == 0, 1, divisor)
 
 
 def _in_range(target: torch.Tensor, ignored: int, lay: Layout, at: int) -> bool:
