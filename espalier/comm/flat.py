@@ -93,9 +93,39 @@ def share_rows(rows: torch.Tensor, mesh: Mesh, axis: int) -> Pending:
     return Pending(Works([_sent_from(row, mesh, axis, coordinate) for coordinate, row in each]))
 
 
+class Fetching:
+    """Gathers into the same ``rows`` again and again, without a copy of what is here.
+
+    Args:
+        rows: their storage may be emptied between the times.
+    """
+
+    def __init__(self, rows: torch.Tensor, mesh: Mesh, axis: int) -> None:
+        self._rows, self._mesh, self._axis = rows, mesh, axis
+        self._wires = [as_wire(row) for row in (rows.unbind(0) if rows.numel() else ())]
+
+    @staticmethod
+    def serves(mesh: Mesh, axis: int, device: torch.device) -> bool:
+        """Whether there is something to fetch, by a backend that sends from anywhere (gloo)."""
+        return mesh.shape[axis] > 1 and not mesh.is_dry and device.type == "cpu"
+
+    def start(self, own: torch.Tensor) -> Pending:
+        """Start to send flat ``own`` to all, and to fill the others' rows; its own row is left as it is."""
+        mesh, axis, wires = self._mesh, self._axis, self._wires
+        _record_gather(self._rows, mesh, axis)
+        here, own = mesh.coordinate[axis], as_wire(own)
+        if len(wires) == 2:  # one message each way: one work
+            place, sizes = (mesh.order(axis) or (0, 1))[1 - here], [0, 0]
+            sizes[place] = own.numel()
+            backend = mesh.backend(axis, own.device)
+            return Pending(backend.alltoall_base(wires[1 - here], own, sizes, sizes, dist.AllToAllOptions()))
+        each = (own if i == here else wire for i, wire in enumerate(wires))
+        return Pending(Works([_sent_from(wire, mesh, axis, i) for i, wire in enumerate(each)]))
+
+
 def _record_gather(rows: torch.Tensor, mesh: Mesh, axis: int) -> None:
-    row = rows[0]
-    _record(mesh, "all_gather", axis, (len(rows) - 1) * row.numel() * row.element_size(), row, rows.shape)
+    n, size = rows.shape
+    _record(mesh, "all_gather", axis, (n - 1) * size * rows.element_size(), rows, rows.shape)
 
 
 def start_sum(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
@@ -109,13 +139,13 @@ def start_sum(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
     order = mesh.order(axis)
     if order is not None:
         rows = rows[[order.index(place) for place in range(n)]]
-    group = mesh.group(axis)
     if rows.is_cuda:
-        done = torch.empty_like(rows[:1])
+        group, done = mesh.group(axis), torch.empty_like(rows[:1])
         return Summing(done, Pending(scatter_from(done.view(-1), rows.view(-1), group=group, async_op=True)))
     # gloo has no reduce-scatter of its own: it would all-reduce, and send twice as much
     got = torch.empty_like(rows)
-    work = dist.all_to_all_single(as_wire(got.view(-1)), as_wire(rows.view(-1)), group=group, async_op=True)
+    backend, options = mesh.backend(axis, rows.device), dist.AllToAllOptions()
+    work = backend.alltoall_base(as_wire(got.view(-1)), as_wire(rows.view(-1)), [], [], options)
     if order is None:
         return Summing(got, Pending(work))
     swapped = torch.empty_like(got)

@@ -159,7 +159,7 @@ class _Run:
                     return False
         except KeyError:
             return False
-        return all(self._state[name].eq(numbers).all() for name, numbers in self._numbers.items())
+        return all(x.equal(self._state[name].expand_as(x)) for name, x in self._numbers.items())
 
     def open(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """The flat tensor that is all its members, with its gradient and state."""

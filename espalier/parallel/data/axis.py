@@ -19,7 +19,7 @@ from espalier.parallel.data.budget import Budget
 from espalier.parallel.data.chunks import Chunk, Lane, Member, line_up, show
 from espalier.parallel.data.gathered import bring_home, home_of, show_pieces
 from espalier.parallel.data.gathering import Gathering
-from espalier.parallel.data.gradients import AllGradients, Gradients
+from espalier.parallel.data.gradients import AllGradients, Gradients, gradient_of
 from espalier.parallel.data.inplace import InPlace, take_over
 from espalier.parallel.data.masters import Masters, cast
 from espalier.parallel.data.residency import Shelf, choose
@@ -28,7 +28,7 @@ from espalier.parallel.data.streaming import Step, Streaming
 from espalier.parallel.data.units import by_part, by_size, by_unit, smallest
 from espalier.parallel.offload import Offload
 from espalier.parallel.plan import Plan
-from espalier.tensor import DTensor, plain, stamp
+from espalier.tensor import plain, stamp
 from espalier.tensor.deferred import lay_out_parameters
 
 _grad: Any = torch.Tensor.grad
@@ -247,13 +247,11 @@ class DataAxis:
             for m in self.members:
                 if not m.counts:
                     continue
-                grad: Any = _grad.__get__(m.p)
-                if alone and grad is not None:  # however it lies, it is all of it
+                grad: Any = _grad.__get__(m.p) if alone else None
+                if grad is not None:  # however it lies, it is all of it
                     found[m.name] = plain(grad).contiguous()
                     continue
-                if type(grad) is not DTensor:
-                    grad = m.p.grad  # in pieces, or not looked at yet
-                if grad is None:
+                if (grad := gradient_of(m.p)) is None:
                     continue
                 here, layout = plain(grad), grad._layout
                 assert layout.is_firm or all(self.mesh.shape[a] == 1 for a in layout.partial), "to reduce"
@@ -419,11 +417,11 @@ class DataAxis:
         dtype = chunk.dtype if chunk.master is None else chunk.master.dtype
         with raw():
             for m in chunk.members:
-                grad = m.p.grad
+                grad = gradient_of(m.p)
                 if grad is not None and chunk.places:
                     grad = self._beside(chunk, grad)
                 if grad is not None and grad.dtype is not dtype:
-                    layout = grad._layout  # type: ignore[attr-defined]
+                    layout = grad._layout
                     grad = stamp(plain(grad).to(dtype), layout)
                 m.p.__dict__.pop("_reduced", None)
                 _grad.__set__(m.p, None)

@@ -131,17 +131,20 @@ class Member:
             return full.narrow(self.dim, *self._bounds)
         return full.narrow(self.dim, *self.lane.piece(full.shape[self.dim], coordinate))
 
-    def in_whole(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a tensor whole along the axis: the elements of those that ``in_rows`` gives."""
+    def in_whole(self, full: torch.Tensor, but: int | None = None) -> list[torch.Tensor]:
+        """Views of a tensor whole along the axis, of all coordinates or all ``but`` one: as ``in_rows``."""
         if self.even and full.is_contiguous():
-            return [full.view(self._n, self.slot)]
-        return [self.piece(full, i) for i in self._filled()]
+            return _without(full.view(self._n, self.slot), but)
+        return [self.piece(full, i) for i in self._filled() if i != but]
 
-    def in_rows(self, rows: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def in_rows(
+        self, rows: torch.Tensor, like: Sequence[torch.Tensor], but: int | None = None
+    ) -> list[torch.Tensor]:
         """Views of rows [n, slot] in the shapes of what ``in_whole`` gave."""
-        if len(like) == 1 and like[0].shape == rows.shape:
-            return [rows]
-        both = zip(self._filled(), like, strict=True)
+        parts = _without(rows, but)
+        if [part.shape for part in parts] == [x.shape for x in like]:
+            return parts
+        both = zip((i for i in self._filled() if i != but), like, strict=True)
         return [rows[i, : piece.numel()].view(piece.shape) for i, piece in both]
 
     def _filled(self) -> list[int]:
@@ -150,6 +153,13 @@ class Member:
             return list(range(self._n)) if self.size else []
         size = self.full.local_shape[self.dim]
         return [i for i in range(self._n) if self.lane.piece(size, i)[1]]
+
+
+def _without(rows: torch.Tensor, but: int | None) -> list[torch.Tensor]:
+    """Rows as they are, or what stands before and after one of them."""
+    if but is None:
+        return [rows]
+    return [part for part in (rows[:but], rows[but + 1 :]) if len(part)]
 
 
 def cut_dim(shape: Sequence[int], n: int) -> int | None:
@@ -329,15 +339,17 @@ class Chunk:
                 self._views = where, Views(wholes, pieces, self.in_wholes(wholes))
             return self._views[1]
 
-    def in_wholes(self, wholes: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    def in_wholes(self, wholes: Sequence[torch.Tensor], but: int | None = None) -> list[list[torch.Tensor]]:
         """Where ``unpack`` is to put each member, in tensors that are whole along the axis."""
-        return [m.in_whole(whole) for m, whole in zip(self.members, wholes, strict=True)]
+        return [m.in_whole(whole, but) for m, whole in zip(self.members, wholes, strict=True)]
 
-    def in_rows(self, rows: torch.Tensor, places: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+    def in_rows(
+        self, rows: torch.Tensor, places: Sequence[list[torch.Tensor]], but: int | None = None
+    ) -> list[torch.Tensor]:
         """Where rows have what belongs to the places that ``in_wholes`` gave."""
         found: list[torch.Tensor] = []
         for m, part, there in zip(self.members, self.slots(rows), places, strict=True):
-            found += m.in_rows(part, there)
+            found += m.in_rows(part, there, but)
         return found
 
     def unpack(self, rows: torch.Tensor, places: Sequence[list[torch.Tensor]]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm import Pending
-from espalier.comm.flat import start_gather
+from espalier.comm.flat import Fetching, start_gather
 from espalier.parallel.data.chunks import Chunk, show
 from espalier.parallel.data.inplace import values_of
 from espalier.parallel.data.residency import Shelf
@@ -38,12 +38,19 @@ class Gathered:
             self.wholes = chunk.wholes(self._flat)
             self.storage = self._flat.untyped_storage()
             self._bytes = self.storage.nbytes()
-            places = chunk.in_wholes(self.wholes)
+            lane = chunk.lane
+            fetches = Fetching.serves(lane.mesh, lane.axis, chunk.device)
+            own = [m.piece(whole) for m, whole in zip(chunk.members, self.wholes, strict=True)]
+            but = lane.here if fetches else None
+            places = chunk.in_wholes(self.wholes, but)
             self.storage.resize_(0)
             # views last, though what they look at comes and goes
-            self.rows = chunk.rows(chunk.lane.n, chunk.dtype)
-            self._into = [view for there in places for view in there]
-            self._outof = chunk.in_rows(self.rows, places)
+            self.rows = chunk.rows(lane.n, chunk.dtype)
+            # what is fetched from others comes after what is here
+            self._into = [*(own if fetches else ()), *(view for there in places for view in there)]
+            self._outof = chunk.in_rows(self.rows, places, but)
+            self._fetching = Fetching(self.rows, lane.mesh, lane.axis) if fetches else None
+            self._own: torch.Tensor | None = None
             self._arriving = self.rows.untyped_storage()
             self._arriving_bytes = self._arriving.nbytes()
             self._arriving.resize_(0)
@@ -90,7 +97,10 @@ class Gathered:
                 own = values_of(self.chunk)
             lane = self.chunk.lane
             self._arriving.resize_(self._arriving_bytes)
-            self.pending = start_gather(self.rows, own, lane.mesh, lane.axis)
+            if self._fetching is None:
+                self.pending = start_gather(self.rows, own, lane.mesh, lane.axis)
+            else:
+                self.pending, self._own = self._fetching.start(own), own
 
     def fill(self) -> None:
         """Wait for what is under way, and let the parameters be whole."""
@@ -100,8 +110,9 @@ class Gathered:
         self.pending.wait()
         with raw():
             self.storage.resize_(self._bytes)
+            outof = self._outof if self._own is None else [*self.chunk.pieces(self._own), *self._outof]
             if self._into:
-                torch._foreach_copy_(self._into, self._outof)
+                torch._foreach_copy_(self._into, outof)
             self._count_versions(-1)
             for m, whole in zip(self.chunk.members, self.wholes, strict=True):
                 show(m.p, whole, m.full)
@@ -109,7 +120,7 @@ class Gathered:
         self.is_whole = True
 
     def _let_go(self) -> None:
-        self.pending = None
+        self.pending = self._own = None
         self._arriving.resize_(0)
 
     def release(self) -> None:

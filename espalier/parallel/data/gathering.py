@@ -186,8 +186,9 @@ class Gathering:
 
     def _need(self, g: Gathered) -> None:
         use = Use("backward" if _in_backward() else "forward", g.number)
-        if not (self._seen and self._seen[-1] == use and g.is_whole):
-            self._seen.append(use)
+        if g.is_whole and self._seen and self._seen[-1] == use:
+            return  # what comes next is under way
+        self._seen.append(use)
         g.start()
         at, order = len(self._seen), self.order
         if order[at - 1 : at] == [use]:

@@ -28,7 +28,7 @@ from espalier.parallel.data.chunks import Chunk, Lane, Member
 from espalier.parallel.data.inplace import InPlace
 from espalier.parallel.data.residency import Shelf
 from espalier.parallel.data.stages import Stage
-from espalier.tensor import plain, stamp
+from espalier.tensor import DTensor, plain, stamp
 
 _grad: Any = torch.Tensor.grad
 Over = tuple[Lane, tuple[int, ...]]
@@ -446,6 +446,14 @@ class AllGradients:
         """See :meth:`Gradients.bring`."""
         if self.parts:
             self.parts[0].bring(chunk, on_host=on_host)
+
+
+def gradient_of(p: torch.Tensor) -> Any:
+    """``p.grad``, past DTensor's Python getter where it would say the same."""
+    grad = _grad.__get__(p)
+    if grad is None:
+        return p.__dict__.get("_reduced")
+    return grad if type(grad) is DTensor else p.grad
 
 
 def _call(method: weakref.WeakMethod[Any], number: int, p: torch.Tensor) -> None:
