@@ -9,6 +9,9 @@ NCCL, whose rings add in an order of their own, the order depends on the owner o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -24,10 +27,17 @@ class Summing:
 
     Attributes:
         everywhere: whether every rank gets all of it, in place of what was sent; then ``rows`` are None.
+        place: memory that may hold the sum; None where there is none that nothing else stands in.
     """
 
-    def __init__(self, rows: torch.Tensor | None, pending: Pending, sent: torch.Tensor | None = None) -> None:
-        self._rows, self._pending, self._sent = rows, pending, sent
+    def __init__(
+        self,
+        rows: Sequence[torch.Tensor] | None,
+        pending: Pending,
+        sent: torch.Tensor | None = None,
+        place: torch.Tensor | None = None,
+    ) -> None:
+        self._rows, self._pending, self._sent, self.place = rows, pending, sent, place
         self.everywhere = rows is None
 
     def wait(self, out: torch.Tensor, *, add: bool = False) -> None:
@@ -36,9 +46,9 @@ class Summing:
         self._sent = None
         if self._rows is None:
             return
-        rows = self._rows.unbind(0)
-        narrow = len(rows) > 1 and self._rows.element_size() == 2
-        wide = torch.float32 if narrow else self._rows.dtype
+        rows = self._rows
+        narrow = len(rows) > 1 and rows[0].element_size() == 2
+        wide = torch.float32 if narrow else rows[0].dtype
         if not add and len(rows) > 1 and out.dtype == rows[0].dtype == wide:
             torch.add(rows[0], rows[1], out=out)
             for row in rows[2:]:
@@ -89,6 +99,9 @@ def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis:
 
 def share_rows(rows: torch.Tensor, mesh: Mesh, axis: int) -> Pending:
     """Start to send each coordinate's row to all, in place, on gloo: its all-gather works on copies."""
+    if len(rows) == 2 and rows.numel():
+        here = mesh.coordinate[axis]
+        return Pending(_swap(rows[here], rows[1 - here], mesh, axis))
     each = enumerate(rows.unbind(0) if rows.numel() else ())
     return Pending(Works([_sent_from(row, mesh, axis, coordinate) for coordinate, row in each]))
 
@@ -114,11 +127,8 @@ class Fetching:
         mesh, axis, wires = self._mesh, self._axis, self._wires
         _record_gather(self._rows, mesh, axis)
         here, own = mesh.coordinate[axis], as_wire(own)
-        if len(wires) == 2:  # one message each way: one work
-            place, sizes = (mesh.order(axis) or (0, 1))[1 - here], [0, 0]
-            sizes[place] = own.numel()
-            backend = mesh.backend(axis, own.device)
-            return Pending(backend.alltoall_base(wires[1 - here], own, sizes, sizes, dist.AllToAllOptions()))
+        if len(wires) == 2:
+            return Pending(_swap(own, wires[1 - here], mesh, axis))
         each = (own if i == here else wire for i, wire in enumerate(wires))
         return Pending(Works([_sent_from(wire, mesh, axis, i) for i, wire in enumerate(each)]))
 
@@ -132,24 +142,36 @@ def start_sum(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
     """Start to sum ``rows`` over the axis; each coordinate gets its own row (a reduce-scatter)."""
     n = mesh.shape[axis]
     if n == 1:
-        return Summing(rows, Pending())
+        return Summing(rows.unbind(0), Pending())
     _record(mesh, "reduce_scatter", axis, (n - 1) * rows[0].numel() * rows.element_size(), rows, rows.shape)
+    if n == 2 and not rows.is_cuda:
+        here, got = mesh.coordinate[axis], torch.empty_like(rows[0])
+        work = None if mesh.is_dry or not rows.numel() else _swap(rows[1 - here], got, mesh, axis)
+        return Summing((rows[0], got) if here == 0 else (got, rows[1]), Pending(work), place=got)
     if mesh.is_dry:
-        return Summing(torch.empty_like(rows), Pending(), rows)  # what gloo takes; NCCL one row
+        return Summing(torch.empty_like(rows).unbind(0), Pending(), rows)  # what gloo takes; NCCL one row
     order = mesh.order(axis)
     if order is not None:
         rows = rows[[order.index(place) for place in range(n)]]
     if rows.is_cuda:
         group, done = mesh.group(axis), torch.empty_like(rows[:1])
-        return Summing(done, Pending(scatter_from(done.view(-1), rows.view(-1), group=group, async_op=True)))
+        scattered = scatter_from(done.view(-1), rows.view(-1), group=group, async_op=True)
+        return Summing(done.unbind(0), Pending(scattered))
     # gloo has no reduce-scatter of its own: it would all-reduce, and send twice as much
     got = torch.empty_like(rows)
     backend, options = mesh.backend(axis, rows.device), dist.AllToAllOptions()
     work = backend.alltoall_base(as_wire(got.view(-1)), as_wire(rows.view(-1)), [], [], options)
     if order is None:
-        return Summing(got, Pending(work))
+        return Summing(got.unbind(0), Pending(work))
     swapped = torch.empty_like(got)
-    return Summing(swapped, Pending(work, then=lambda: swapped.copy_(got[list(order)])))
+    return Summing(swapped.unbind(0), Pending(work, then=lambda: swapped.copy_(got[list(order)])))
+
+
+def _swap(own: torch.Tensor, other: torch.Tensor, mesh: Mesh, axis: int) -> Any:
+    """Start to send contiguous ``own`` to the other of two ranks and to get ``other``: one work of gloo."""
+    own, other, sizes = as_wire(own), as_wire(other), [0, 0]
+    sizes[(mesh.order(axis) or (0, 1))[1 - mesh.coordinate[axis]]] = own.numel()
+    return mesh.backend(axis, own.device).alltoall_base(other, own, sizes, sizes, dist.AllToAllOptions())
 
 
 def sum_everywhere(x: torch.Tensor, mesh: Mesh, axis: int) -> None:

@@ -79,7 +79,7 @@ def broken(rank: int, world: int) -> Any:
 
 def _forgetful(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
     """A sum of what is here alone."""
-    return Summing(rows[mesh.coordinate[axis]].unsqueeze(0), Pending())
+    return Summing([rows[mesh.coordinate[axis]]], Pending())
 
 
 def test_verify_can_fail(ranks: Any) -> None:

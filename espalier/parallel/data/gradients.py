@@ -214,7 +214,9 @@ class Gradients:
             summing.wait(chunk.gradient, add=True)
             self._leave(chunk)
             return
-        chunk.gradient = chunk.flat(self._dtype or chunk.dtype, self._extra(chunk))
+        chunk.gradient = summing.place
+        if chunk.gradient is None:
+            chunk.gradient = chunk.flat(self._dtype or chunk.dtype, self._extra(chunk))
         summing.wait(chunk.gradient)
         if self._is_summed_early(chunk):
             self._sum_outer(chunk)
