@@ -30,6 +30,12 @@ from espalier.tensor.dtensor import layout_of
 
 Trees = tuple[Any, ...]
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+_OTHER = {
+    Kind.SEND_F: Kind.RECV_F,
+    Kind.SEND_B: Kind.RECV_B,
+    Kind.RECV_F: Kind.SEND_F,
+    Kind.RECV_B: Kind.SEND_B,
+}
 
 
 class Wire(NamedTuple):
@@ -115,13 +121,16 @@ class Runtime:
         self.failure: Exception | None = None
         self.most = 0
         self._trained: tuple[Schedule, Stopwatch] | None = None
+        self._row: Sequence[Action] = ()
+        self._early: list[Action] = []
+        self._there: dict[Action, tuple[int, int]] = {}
         self._clear()
 
     def _clear(self) -> None:
         self.live.clear()
         self._inbox: dict[Action, tuple[list[torch.Tensor], Pending]] = {}
         self._outbox: dict[Action, list[torch.Tensor]] = {}
-        self._sending: dict[tuple[Kind, int], Pending] = {}
+        self._sending: dict[tuple[Kind, int], tuple[Action, Pending]] = {}
         self._ending: Action | None = None
 
     def run(self, schedule: Schedule, agreed: Sequence[Agreed], work: Work) -> None:
@@ -137,19 +146,23 @@ class Runtime:
         if torch.is_grad_enabled():
             self._trained = schedule, self._watch
         row = schedule.actions[self._mesh.coordinate[self._axis]]
+        if row is not self._row:
+            self._row, self._early = row, self._posted_early(row)
+            self._there = self._matched(row)
         self._last = {a.stage: a for a in row if a.kind in (Kind.B, Kind.W if self._parts else Kind.I)}
         try:
-            for action in self._posted_early(row):
+            for action in self._early:
                 work.at(action)
                 if not action.kind.computes:
                     self._message(action)
                     continue
-                self._tried(self._end)
+                if self._ending is not None:
+                    self._tried(self._end)
                 self._tried(partial(self._compute, action))
                 if self.failure is not None:
                     self._stand_in(action)
             self._tried(self._end)
-            for pending in self._sending.values():
+            for _, pending in self._sending.values():
                 pending.wait()
         finally:
             self._clear()
@@ -180,6 +193,22 @@ class Runtime:
             found.append(action)
         return found
 
+    def _matched(self, row: Sequence[Action]) -> dict[Action, tuple[int, int]]:
+        """For each message of a row, with whom it is, and the place of its other end in that one's row."""
+        rows: dict[int, dict[Action, int]] = {}
+        found = {}
+        for action in row:
+            if action.kind.computes:
+                continue
+            peer = self._schedule.peer(action)
+            if peer not in rows:
+                early = self._posted_early(self._schedule.actions[peer])
+                rows[peer] = {other: place for place, other in enumerate(early)}
+            kind, stage, micro = action
+            to = stage + (1 if kind in (Kind.SEND_F, Kind.RECV_B) else -1)
+            found[action] = peer, rows[peer][Action(_OTHER[kind], to, micro)]
+        return found
+
     # ---- messages
 
     def _wires(self, action: Action) -> list[Wire]:
@@ -200,9 +229,9 @@ class Runtime:
     def _send(self, action: Action) -> None:
         way = action.kind, action.stage
         if way in self._sending:  # no more than one on the way, so that what was sent is let go
-            self._sending[way].wait()
-        xs = self._outbox.pop(action)
-        self._sending[way] = send_to(xs, self._mesh, self._axis, self._schedule.peer(action), _tag(action))
+            self._sending[way][1].wait()
+        xs, peer = self._outbox.pop(action), self._schedule.peer(action)
+        self._sending[way] = action, send_to(xs, self._mesh, self._axis, peer, _tag(action))
 
     def _receive(self, action: Action) -> None:
         like = [(wire.shape, wire.dtype) for wire in self._wires(action)]
@@ -220,10 +249,21 @@ class Runtime:
             self._outbox[send] = xs
 
     def _take(self, kind: Kind, stage: int, micro: int) -> list[torch.Tensor]:
-        xs, pending = self._inbox.pop(Action(kind, stage, micro))
+        action = Action(kind, stage, micro)
+        xs, pending = self._inbox.pop(action)
         pending.wait()
+        self._let_go(action)
         self._watch.start()
         return xs
+
+    def _let_go(self, came: Action) -> None:
+        """Let go what was sent to where a message came from, if that was sent after it was awaited there."""
+        peer, place = self._there.get(came, (-1, -1))
+        for way, (sent, pending) in [*self._sending.items()]:
+            to, received = self._there[sent]
+            if to == peer and received < place:
+                pending.wait()
+                del self._sending[way]
 
     def timeline(self) -> Timeline:
         """When all ranks along the axis ``pipe``, which all call this, did what in the last step.
@@ -279,7 +319,7 @@ class Runtime:
                 for x, wire in zip(self._take(Kind.RECV_F, stage, micro), wires, strict=True):
                     if wire.has_gradient:
                         leaves.append(x.requires_grad_())
-                        x = _Enter.apply(x)
+                        x = x.view_as(x)  # no leaf, on which a mark or another class would stay
                     lies = None if wire.lies is None else Layout.of(self._stage_mesh, *wire.lies)
                     entered.append(x if lies is None else stamp(x, lies))
             received = self._agreed[micro].rebuild[stage - 1](entered)
@@ -340,18 +380,6 @@ class Runtime:
     def _ended(self, action: Action) -> None:
         del self.live[action.stage, action.micro_batch]
         self._work.end_backward(action.stage)
-
-
-class _Enter(torch.autograd.Function):
-    """What a stage receives: no leaf, so that the stage may write to it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
 
 
 def _check(outs: Sequence[torch.Tensor], wires: Sequence[Wire], stage: int) -> None:
