@@ -27,7 +27,8 @@ def send_to(xs: Sequence[torch.Tensor], mesh: Mesh, axis: int, to: int, tag: int
         return Pending()
     place = (mesh.order(axis) or range(mesh.shape[axis]))[to]
     wires = [as_wire(x) for x in xs]
-    return Pending(Works([mesh.backend(axis, w.device).send([w], place, tag) for w in wires]), lambda: wires)
+    works = [mesh.backend(axis, w.device).send([w], place, tag) for w in wires]
+    return Pending(works[0] if len(works) == 1 else Works(works), lambda: wires)
 
 
 def receive_from(
@@ -47,7 +48,7 @@ def receive_from(
         return outs, Pending()
     place = (mesh.order(axis) or range(mesh.shape[axis]))[source]
     works = [mesh.backend(axis, x.device).recv([as_wire(x)], place, tag) for x in filled]
-    return outs, Pending(Works(works))
+    return outs, Pending(works[0] if len(works) == 1 else Works(works))
 
 
 __all__ = ["receive_from", "send_to"]

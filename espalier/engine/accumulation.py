@@ -130,7 +130,7 @@ class Accumulation:
         """
         if self.done and (number is None) != (self._first is None):
             raise ValueError("Of the micro-batches of a step, some losses are means and some are sums.")
-        weight, value = None, loss.detach()
+        weight, value = None, loss.detach() if loss.requires_grad else loss
         if isinstance(value, DTensor) and self._like[1] not in (None, value._layout):
             # one is a sum over ranks yet, the other is not
             whole = Layout.replicated(self._mesh, value.shape)

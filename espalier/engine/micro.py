@@ -21,7 +21,7 @@ from espalier.parallel.pipeline.later import Later
 from espalier.parallel.pipeline.runtime import Agreed, Trees
 from espalier.parallel.pipeline.split import StageProgram
 from espalier.parallel.pipeline.trees import leaves
-from espalier.tensor import DTensor, plain
+from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.fallback import tree_map
 from espalier.tensor.random import draw_key
 
@@ -37,8 +37,8 @@ class Step:
     ) -> None:
         self._engine, self.phase, self._counts = engine, phase, counts
         self.losses: dict[int, tuple[torch.Tensor, Number]] = {}
-        self._parts = [self._typed(part) for part in parts]
         self._stages = engine.stages
+        self._parts = [self._typed(part) for part in parts]
         self._inputs = [self._entered(part) for part in self._parts]
         known = [tree_map(engine._plain, x) if engine.mesh.is_dry else x for x in self._inputs]
         with engine._autocast():
@@ -128,7 +128,9 @@ class Step:
         accumulation = engine._accumulation
         assert accumulation is not None
         loss, number = accumulation.counted(part, forward) if self._counts else (forward(part), None)
-        self.losses[micro_batch] = loss.detach(), number
+        with raw():
+            kept = plain(loss).detach()
+        self.losses[micro_batch] = stamp(kept, loss._layout) if type(loss) is DTensor else kept, number
         return [loss]
 
     def weight(self, micro_batch: int) -> torch.Tensor:
@@ -140,7 +142,10 @@ class Step:
             # where the gradient is a sum over ranks, one of them gives it
             summed = gradient_layout(loss._layout).partial if type(loss) is DTensor else ()
             given = not any(self._engine._here.coordinate[a] for a in summed)
-            one = torch.full_like(plain(loss), self._engine.scale if given else 0.0)
+            scale, bare = self._engine.scale if given else 0.0, plain(loss)
+            if weight is not None and scale == 1:
+                return weight.to(bare.dtype).view(bare.shape)
+            one = torch.full_like(bare, scale)
             return one if weight is None else one * weight.to(one)
 
     def begin_backward(self, stage: int, last: bool) -> None:

@@ -125,6 +125,8 @@ class Agreement:
 
 def taken_apart(out: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Trees]]:
     """The tensors in what a stage gives, and what puts it together again from others."""
+    if type(out) is tuple and all(isinstance(x, torch.Tensor) for x in out):
+        return list(out), tuple
     leaves, form = pytree.tree_flatten(out)
     places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     rest = [None if isinstance(x, torch.Tensor) else x for x in leaves]

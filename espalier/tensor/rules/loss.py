@@ -196,20 +196,12 @@ def _mean(
     return _by(value, count.wait())
 
 
-def mean_alone(
-    func: Callable[..., torch.Tensor], args: Any, kwargs: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean that ``cross_entropy`` or ``nll_loss`` gives of classes, and what it divides by.
-
-    Of plain tensors, to the bit as of DTensors on one rank.
-    """
-    bound = bound_to(_NAMES, args, kwargs)
-    input, target, weight = bound["input"], bound["target"], bound.get("weight")
-    ignored = bound.get("ignore_index", -100)
-    divisor = counted(target, ignored, _exact(input.dtype), weight)
-    more = {k: v for k, v in bound.items() if k == "label_smoothing"}
-    total = func(input, target, weight, ignore_index=ignored, reduction="sum", **more)
-    return total / _of_some(divisor), divisor
+def mean_alone(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mean of cross_entropy or nll_loss of classes, as of DTensors on one rank, and what it divides by."""
+    bound = {**bound_to(_NAMES, args, kwargs), "reduction": "sum"}
+    input, target, ignored = bound["input"], bound["target"], bound.get("ignore_index", -100)
+    divisor = counted(target, ignored, _exact(input.dtype), bound.get("weight"))
+    return func(**bound) / _of_some(divisor), divisor
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
