@@ -2,23 +2,25 @@
 
 A plain GPT (4 layers of width 128, 128 tokens, vocabulary 2,048), a batch of 8 rows in 4 or 8
 micro-batches, float32, ``torch.optim.AdamW`` as it is by default, one thread a rank. Interleaved 1F1B on 4
-ranks has 8 stages, and for it the GPT has 8 layers. All cut the model at the same blocks, do the same
-schedule (two stages a rank when interleaved), and take turns step by step in the same processes on the same
-batches; the losses of all steps are compared with those of one process that has the whole batch.
+ranks has 8 stages, and for it the GPT has 8 layers. All do the same schedule (two stages a rank when
+interleaved), and take turns step by step in the same processes on the same batches; the losses of all steps
+are compared with those of one process that has the whole batch. By hand stages begin at every so many blocks;
+Espalier, left to itself, finds its own cuts.
 
 * *single*: that process.
 * *hand*: the schedule's rows in a plain loop over plain modules, with isend and irecv: about what there is to
-  reach.
+  reach with those cuts.
 * *torch*: ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B``.
-* *espalier*: ``espalier.initialize(model, optimizer, {"pipe": n, "schedule": ..., "accumulate": m})``.
-* *within*: that, with two stages cut within a block (``cuts=["blocks.2.mlp_norm"]``), which evens out what
-  the head and the loss take. For information: the others can't cut there without another model.
+* *espalier*: ``espalier.initialize(model, optimizer, {"pipe": n, "schedule": ..., "accumulate": m})``, which
+  counts what the head and the loss take, and cuts within blocks where that evens it out.
+* *same cuts*: that, with ``cuts`` where the others have them.
 
 A timing begins when all ranks are ready and is that of the slowest. Ratios are medians over the rounds of
-ratios within a round. *Held* is what a step has made and still holds, gradients apart, after the forward
-pass of a micro-batch, at its most; as a part of what the schedule promises: its live micro-batches, each as
-large as what the graph of the stage's forward pass alone keeps. It is that of the rank where this part is
-largest. Buffers of messages on the way are among what is held, and not promised.
+ratios within a round. The bars of time are those of *espalier*. *Held* is what a step has made and still
+holds, gradients apart, after the forward pass of a micro-batch, at its most; as a part of what the schedule
+promises: its live micro-batches, each as large as what the graph of the stage's forward pass alone keeps, on
+the rank where this part is largest. Buffers of messages on the way are among what is held, and not
+promised.
 
     python benchmarks/pipeline.py [--world 2] [--micro 4] [--only 1f1b] [--rounds 30]
 """
@@ -61,8 +63,7 @@ BARS = {"gpipe": 0.92, "1f1b": 1.0, "interleaved": 0.9}
 THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 HELD = 1.1  # of the promise; buffers of messages are the rest
 
-WITHIN = ("blocks.2.mlp_norm",)
-WHO = ("hand", "torch", "espalier")
+WHO = ("hand", "torch", "same cuts")
 
 Step = Callable[[int], torch.Tensor]
 
@@ -266,8 +267,8 @@ def theirs(work: Work, kind: str) -> Contestant:
     )
 
 
-def ours(work: Work, kind: str, mesh: espalier.Mesh, cuts: Sequence[str] = ()) -> Contestant:
-    """Espalier's engine; ``cuts``: other ones than all have."""
+def ours(work: Work, kind: str, mesh: espalier.Mesh, same: bool = False) -> Contestant:
+    """Espalier's engine; with the ``same`` cuts as the others, or its own."""
     schedule = work.schedule(kind)
     model = work.model()
     plan = {
@@ -275,7 +276,7 @@ def ours(work: Work, kind: str, mesh: espalier.Mesh, cuts: Sequence[str] = ()) -
         "schedule": kind,
         "stages_per_rank": schedule.stages // work.ranks,
         "accumulate": work.micro_batches,
-        "cuts": cuts or [f"blocks.{block}" for block in work.cuts(schedule.stages)[1:]],
+        "cuts": [f"blocks.{block}" for block in work.cuts(schedule.stages)[1:]] if same else None,
     }
     engine = espalier.initialize(model, torch.optim.AdamW(model.parameters(), lr=RATE), plan, mesh=mesh)
     batches = [work.batch(i) for i in range(BATCHES)]
@@ -385,9 +386,8 @@ def measure(
         ways[f"hand {kind}"] = partial(hand, work, kind)
         ways[f"torch {kind}"] = partial(theirs, work, kind)
         ways[f"espalier {kind}"] = partial(ours, work, kind, mesh)
+        ways[f"same cuts {kind}"] = partial(ours, work, kind, mesh, same=True)
         promises.update(dict.fromkeys([f"{who} {kind}" for who in WHO], promised(work, kind)))
-        if work.schedule(kind).stages == 2:
-            ways[f"within {kind}"] = partial(ours, work, kind, mesh, WITHIN)
     contestants = {}
     most = {}
     for name, way in ways.items():
@@ -428,7 +428,7 @@ def compared(ranks: int, micro_batches: int, layers: int, kinds: Sequence[str], 
             raise ValueError(
                 f"{name}: a loss is {off:.1e} away from that of one process; at most {TOLERANCE:g}"
             )
-        who, _, kind = name.partition(" ")
+        who, _, kind = name.rpartition(" ") if " " in name else (name, "", "")
         section.rows.append(
             (
                 name,
@@ -440,6 +440,7 @@ def compared(ranks: int, micro_batches: int, layers: int, kinds: Sequence[str], 
         )
         if who == "espalier":
             section.bar(f"time of {kind} over torch's", ratio_of(seconds, name, f"torch {kind}"), BARS[kind])
+        if who == "same cuts":
             section.bar(f"{kind} holds over what it promises", result.held, HELD)
     return section
 

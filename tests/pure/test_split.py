@@ -108,8 +108,51 @@ def test_parts_are_timed_one_by_one(dtype: torch.dtype | None) -> None:
     with torch.device("meta"):
         bare = build("gpt2", SIZES)
     assert measured(bare, IDS, device=torch.device("cpu"), rounds=1).keys() == costs.keys()
-    slow = dict.fromkeys(costs, 1.0) | {"blocks.0": 20.0}
+    slow = dict.fromkeys(costs, 1.0) | {"blocks.0": 100.0}
     assert split(model, 2, IDS, costs=slow).cuts == ("blocks.1",)
+    slow |= {"blocks.2": 60.0, "blocks.2.mlp_norm": 150.0}
+    assert split(model, 2, IDS, costs=slow).cuts == ("blocks.2.mlp_norm",)
+
+
+class Layer(nn.Module):
+    """Of a stack; what it does may keep a stage from beginning within it."""
+
+    def __init__(self, odd: str) -> None:
+        super().__init__()
+        self.odd = odd
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+        if odd == "parameter":
+            self.scale = nn.Parameter(torch.ones(8))
+        if odd == "hook":
+            self.register_forward_hook(lambda *_: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.odd == "attribute":
+            self.last = len(getattr(self, "last", "")) * "x" + "x"
+        if self.odd == "buffer":
+            self.calls += 1
+        x = x + self.first(x).tanh()
+        if self.odd == "beside":
+            return x + self.second(x).tanh() + self.first.weight.sum()
+        y = self.second(x * self.scale if self.odd == "parameter" else x)
+        return x + y.tanh()
+
+
+@pytest.mark.parametrize("odd", ["", "hook", "attribute", "buffer", "parameter", "forward"])
+def test_a_block_is_divided_where_that_loses_nothing(odd: str) -> None:
+    """The stack has an odd number of layers, so that two stages are even where one is cut in two."""
+    model = nn.Sequential(*(Layer(odd) for _ in range(3)))
+    if odd == "forward":  # as recomputation leaves it
+        model[1].forward = model[1].forward  # type: ignore[method-assign]
+    x = torch.randn(4, 8)
+    found = split(model, 2, x)
+    assert found.cuts == (("1.second",) if not odd else ("1",) if odd == "forward" else found.cuts)
+    assert (found.cuts[0].count(".") == 1) == (not odd)
+    assert split(model, 2, x, divide=False).cuts[0] in ("1", "2")
+    equal(model, x, found)
+    # three parts that are even anyway are left whole
+    assert split(model, 3, x).cuts == ("1", "2")
 
 
 def test_wrong_cuts_are_named() -> None:
@@ -121,5 +164,7 @@ def test_wrong_cuts_are_named() -> None:
         split(model, 3, batch, ["blocks.2", "blocks.1"])
     with pytest.raises(SplitError, match=r"3 stages begin at 2 cuts, got 1"):
         split(model, 3, batch, ["blocks.2"])
+    with pytest.raises(SplitError, match="13 stages, but only 12 places"):
+        split(model, 13, batch)
     with pytest.raises(SplitError, match="9 stages, but only 8 places"):
-        split(model, 9, batch)
+        split(model, 9, batch, divide=False)

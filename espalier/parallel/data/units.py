@@ -68,11 +68,13 @@ def by_unit(members: Sequence[Member], model: nn.Module) -> list[tuple[list[nn.M
 
     A parameter that several units share belongs to the first, and all that hold it use its chunk. What is
     small beside the others (a last norm, say) shares a chunk that stays whole for a pass: less to wait for.
+    Of a unit that has but some of its parameters here, the others being on another stage, the modules in it
+    are units: it is never called itself.
     """
     by_id = {id(m.p): m for m in members}
     taken: dict[int, Chunk] = {}
     parts: list[tuple[list[nn.Module], list[Member]]] = []
-    within = units(model)
+    within = [part for unit in units(model) for part in _called(unit, by_id.keys())]
     known = {id(unit) for unit in within}
     for unit in within:
         divided = any(id(m) in known for m in unit.modules() if m is not unit)
@@ -105,6 +107,14 @@ def by_unit(members: Sequence[Member], model: nn.Module) -> list[tuple[list[nn.M
                 users[id(shared)].append(module)
                 inside[id(shared)].add(id(module))
     return chunks
+
+
+def _called(unit: nn.Module, here: Collection[int]) -> list[nn.Module]:
+    """A unit, or if only some of its parameters are here, itself and the units within it."""
+    held = [id(p) in here for p in unit.parameters()]
+    if all(held) or not any(held):
+        return [unit]
+    return [unit, *(part for child in unit.children() for part in _called(child, here))]
 
 
 def by_size(members: Sequence[Member], megabytes: float) -> list[Chunk]:

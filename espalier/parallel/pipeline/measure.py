@@ -30,6 +30,7 @@ def measured(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     rounds: int = 5,
+    divide: bool = True,
 ) -> dict[str, float]:
     """Seconds that the parts of a model take here, forward and backward: the ``costs`` of :func:`split`.
 
@@ -43,11 +44,12 @@ def measured(
         device: that computes; by default that of the parameters.
         dtype: of parameters that are floats; None: their own.
         rounds: the shortest time of so many is taken, after one that does not count.
+        divide: whether blocks are taken apart, where a stage may begin within one.
 
     Raises:
         SplitError: a part cannot be run by itself.
     """
-    names, programs, standing = in_pieces(model, example, device, dtype)
+    names, programs, standing = in_pieces(model, example, device, dtype, divide)
     device = standing.device
     batch = mapped(lambda x: x.detach().to(device) if isinstance(x, torch.Tensor) else x, example)
     found = {}
@@ -67,15 +69,25 @@ def measured(
     return found
 
 
-def measured_by_all(mesh: Mesh, model: nn.Module, example: Any, **given: Any) -> Mapping[str, float]:
-    """:func:`measured` on every rank of a mesh; of each part the time of the slowest."""
+def measured_by_all(
+    mesh: Mesh, model: nn.Module, example: Any, *, divide: bool = True, **given: Any
+) -> Mapping[str, float]:
+    """:func:`measured` on every rank of a mesh; of each part the time of the slowest.
+
+    Blocks are measured whole where one of their parts cannot be run by itself.
+    """
     found: dict[str, float] = {}
     failure: Exception | None = None
     try:
-        found = measured(model, example, device=mesh.device(), **given)
+        found = measured(model, example, device=mesh.device(), divide=divide, **given)
     except Exception as error:
         failure = error
-    agree(failure, mesh, range(mesh.ndim))
+    try:
+        agree(failure, mesh, range(mesh.ndim))
+    except Exception:
+        if not divide:
+            raise
+        return measured_by_all(mesh, model, example, divide=False, **given)
     times = torch.tensor([*found.values()], dtype=torch.float64, device=mesh.device())
     for axis in range(mesh.ndim):
         all_reduce_(times, mesh, axis, "max").wait()

@@ -11,15 +11,16 @@ import copy
 import difflib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 
-from espalier.parallel.pipeline.balance import Piece, balance
+from espalier.parallel.pipeline.balance import Piece, balance, whole_blocks
 from espalier.parallel.pipeline.programs import Body, Divided, Value
-from espalier.parallel.pipeline.record import SplitError, State, Trace
+from espalier.parallel.pipeline.record import Call, SplitError, State, Trace
 from espalier.parallel.pipeline.standing import Standing
 from espalier.parallel.pipeline.steps import Env, Step
 from espalier.parallel.pipeline.trace import trace
@@ -261,6 +262,7 @@ def split(
     *,
     device: torch.device | None = None,
     memory: float | None = None,
+    divide: bool = True,
 ) -> Split:
     """Divide a model into stages.
 
@@ -273,6 +275,7 @@ def split(
         costs: of modules, by name, in any unit; by default their operations and bytes, counted.
         device: on which it will run; by default that of its parameters.
         memory: bytes of parameters that a stage may hold at most.
+        divide: whether a stage may begin within a block if that is much better, without being told to.
 
     Raises:
         SplitError: listing what is wrong with the cuts; there are too few places for cuts; or the model does
@@ -280,33 +283,48 @@ def split(
     """
     family = _family(model, device)
     found = family.trace(example)
-    family.pieces = pieces(found, model, costs)
-    if cuts is not None:
-        if len(cuts) != number - 1:
-            raise SplitError(f"{number} stages begin at {number - 1} cuts, got {len(cuts)}: {list(cuts)}.")
-        family.cuts = tuple(cuts)
+    family.pieces = pieces(found, family, costs)
+    if not divide:
+        family.pieces = whole_blocks(family.pieces)
+    if cuts is None:
+        made = _balanced(family, found, number, memory)
+    elif len(cuts) == number - 1:
+        made = Split(family, found, cuts)
     else:
-        family.cuts = tuple(balance(family.pieces, number, memory))
-    made = Split(family, found, family.cuts)
+        raise SplitError(f"{number} stages begin at {number - 1} cuts, got {len(cuts)}: {list(cuts)}.")
+    family.cuts = made.cuts
     family.known[(*family.key(example), *family.state())] = [made]
     return made
 
 
+def _balanced(family: _Family, found: Trace, number: int, memory: float | None) -> Split:
+    cuts = balance(family.pieces, number, memory)
+    try:
+        return Split(family, found, cuts)
+    except SplitError:
+        whole = whole_blocks(family.pieces)
+        if {piece.name for piece in whole}.issuperset(cuts):
+            raise
+        family.pieces = whole  # what it does within a block cannot be divided
+        return _balanced(family, found, number, memory)
+
+
 def in_pieces(
-    model: nn.Module, example: Any, device: torch.device | None, dtype: torch.dtype | None
+    model: nn.Module, example: Any, device: torch.device | None, dtype: torch.dtype | None, divide: bool
 ) -> tuple[list[str], Sequence[StageProgram], Standing]:
     """A model divided wherever it may be: the pieces' names, their programs, and what can stand in for it.
 
     Args:
         dtype: of its parameters, if they are floats; None: their own.
+        divide: whether blocks are divided, too.
 
     Raises:
         SplitError: it cannot be divided so.
     """
     family = _family(model, device, dtype)
     found = family.trace(example)
-    names = _begins(found, model)
-    return list(names), Split(family, found, list(names)[1:]).stages, family.standing
+    names = [p.name for p in pieces(found, family) if divide or not p.within]
+    return names, Split(family, found, names[1:]).stages, family.standing
 
 
 def _family(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None = None) -> _Family:
@@ -315,20 +333,23 @@ def _family(model: nn.Module, device: torch.device | None, dtype: torch.dtype | 
     return _Family(model, Standing(model, device, dtype), device)
 
 
-def pieces(found: Trace, model: nn.Module, costs: Mapping[str, float] | None = None) -> list[Piece]:
+def pieces(found: Trace, family: _Family, costs: Mapping[str, float] | None = None) -> list[Piece]:
     """What a model consists of between the places where it may be cut.
 
     Raises:
         SplitError: costs are given of modules that there are none of.
     """
-    starts = _begins(found, model)
-    ends = [*list(starts.values())[1:], len(found.ops)]
-    sizes = {name: p.numel() * p.dtype.itemsize for name, p in model.named_parameters()}
-    if costs is not None and (wrong := [n for n in costs if n not in starts]):
-        raise SplitError(_near(wrong, list(starts), "costs"))
+    passing = _passing(found)
+    starts = _begins(found, family.model)
+    inner = _within(found, family, starts, passing)
+    every = sorted({**starts, **inner}.items(), key=lambda item: item[1])
+    ends = [*(start for _, start in every[1:]), len(found.ops)]
+    sizes = {name: p.numel() * p.dtype.itemsize for name, p in family.model.named_parameters()}
+    if costs is not None and (wrong := [n for n in costs if n not in starts and n not in inner]):
+        raise SplitError(_near(wrong, [name for name, _ in every], "costs"))
     result = []
     begin = 0
-    for name, end in zip(starts, ends, strict=True):
+    for (name, _), end in zip(every, ends, strict=True):
         ops = [op for op in found.ops[begin:end] if not op.local]
         work = Work()
         for op in ops:
@@ -336,26 +357,33 @@ def pieces(found: Trace, model: nn.Module, costs: Mapping[str, float] | None = N
         used = {n for op in ops for n in op.reads if found.values[n].source[0] == "parameter"}
         held = frozenset(found.values[n].source[1] for n in used)
         cost = float(max(work.flops, 0) + _INTENSITY * work.moved) if costs is None else costs.get(name, 0.0)
-        result.append(Piece(name, cost, {n: sizes[n] for n in held}, work, _passing(found, begin)))
+        result.append(Piece(name, cost, {n: sizes[n] for n in held}, work, passing[begin], name in inner))
         begin = end
     return result
 
 
-def _passing(found: Trace, at: int) -> int:
-    """Bytes of what is not local, made before an operation and used at it or later."""
-    used = {n for op in found.ops[at:] for n in op.reads} | {r.number for r in leaves(found.out, Ref)}
-    made = (found.values[n] for n in used)
-    return sum(v.tensor.nbytes for v in made if v.source[0] == "op" and v.source[1] < at and not v.local)
+def _passing(found: Trace) -> list[int]:
+    """For each operation, the bytes of what is not local, made before and used at it or later."""
+    last = {r.number: len(found.ops) for r in leaves(found.out, Ref)}
+    for i, op in enumerate(found.ops):
+        last.update((n, i) for n in op.reads if last.get(n, 0) < i)
+    change = [0] * (len(found.ops) + 2)
+    for n, end in last.items():
+        value = found.values[n]
+        if value.source[0] == "op" and not value.local:
+            change[value.source[1] + 1] += value.tensor.nbytes
+            change[end + 1] -= value.tensor.nbytes
+    return list(accumulate(change))
 
 
-def _labels(found: Trace) -> dict[str, int]:
-    """The first operation of each module call, by the module's name; ``name@k`` for the k-th."""
-    labels: dict[str, int] = {}
+def _labels(found: Trace) -> dict[str, Call]:
+    """The calls of modules, by the module's name; ``name@k`` for the k-th."""
+    labels: dict[str, Call] = {}
     count: dict[str, int] = {}
     for call in found.calls:
         k = count[call.name] = count.get(call.name, 0) + 1
         if call.name:
-            labels[call.name if k == 1 else f"{call.name}@{k}"] = call.start
+            labels[call.name if k == 1 else f"{call.name}@{k}"] = call
     return labels
 
 
@@ -366,15 +394,35 @@ def _begins(found: Trace, model: nn.Module) -> dict[str, int]:
         if name and name not in found.containers and name.rpartition(".")[0] in found.containers
     }  # fmt: skip
     result: dict[str, int] = {}
-    for label, start in _labels(found).items():
-        module = label.partition("@")[0]
-        if module in parts and start not in result.values():
-            result[label] = start
+    for label, call in _labels(found).items():
+        if call.name in parts and call.start not in result.values():
+            result[label] = call.start
     return dict(sorted(result.items(), key=lambda item: item[1]))
 
 
+def _within(
+    found: Trace, family: _Family, starts: Mapping[str, int], passing: Sequence[int]
+) -> dict[str, int]:
+    """Where a stage may begin within such a part: at modules that it calls, where no more is sent than at
+    its own beginning (of the residual stream, not beside it), if nothing is lost when it is divided."""
+    labels, modules = _labels(found), dict(family.model.named_modules())
+    parts = {labels[label].number: labels[label] for label in starts}
+    taken = set(starts.values())
+    result: dict[str, int] = {}
+    for label, call in labels.items():
+        part = parts.get(call.parent)
+        if part is None or call.start in taken or not passing[call.start] <= passing[part.start]:
+            continue
+        divided = modules[part.name]
+        lost = part.name in found.changed or family.standing.hooked(divided) or "forward" in vars(divided)
+        if not lost and not divided._parameters:
+            result[label] = call.start
+            taken.add(call.start)
+    return result
+
+
 def _bounds(found: Trace, cuts: Sequence[str], model: nn.Module) -> list[int]:
-    labels = _labels(found)
+    labels = {label: call.start for label, call in _labels(found).items()}
     if wrong := [c for c in cuts if c not in labels]:
         raise SplitError(_near(wrong, list(labels), "cuts"))
     bounds = [labels[c] for c in cuts]

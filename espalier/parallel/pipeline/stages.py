@@ -49,7 +49,8 @@ class Stages:
         self._schedules: dict[tuple[int, Kind | None], Schedule] = {}
         places = self.schedule(plan.accumulate).stage_to_rank
         device = torch.device("cpu") if mesh.is_dry else mesh.device()
-        self.split = split(model, len(places), example, plan.cuts, costs, device=device)
+        whole = plan.recompute != "none"  # what is computed again are whole blocks
+        self.split = split(model, len(places), example, plan.cuts, costs, device=device, divide=not whole)
         here = mesh.coordinate[mesh.axis("pipe")]
         self.local = tuple(i for i, rank in enumerate(places) if rank == here)
         self.has_last = places[-1] == here
