@@ -76,8 +76,9 @@ class PipelineEngine(Engine):
             return self._cast(x[:rows] if isinstance(x, torch.Tensor) and x.ndim else x)
 
         with self._autocast():
-            given = {"dtype": dtype, "divide": self.plan.recompute == "none"}
-            return measured_by_all(self.mesh, self.module, tree_map(cut, example), **given)
+            whole = self.plan.recompute != "none"
+            part = tree_map(cut, example)
+            return measured_by_all(self.mesh, self.module, part, divide=not whole, dtype=dtype)
 
     def lay_out(self, batch: Any = None) -> None:
         """Lay the parameters out; a batch is needed to split the model."""
