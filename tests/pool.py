@@ -103,6 +103,8 @@ def worker_main(rank: int, conn: Connection, dump: str) -> None:
     os.environ["ESPALIER_FAULTS"] = "off"  # the pool watches over its workers itself
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # Who is woken waits for a core: gloo's threads would spin for a lock that the one they displace has.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with open(dump, "w") as stacks:
         faulthandler.enable()
