@@ -99,11 +99,20 @@ def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis:
 
 def share_rows(rows: torch.Tensor, mesh: Mesh, axis: int) -> Pending:
     """Start to send each coordinate's row to all, in place, on gloo: its all-gather works on copies."""
-    if len(rows) == 2 and rows.numel():
-        here = mesh.coordinate[axis]
-        return Pending(_swap(rows[here], rows[1 - here], mesh, axis))
-    each = enumerate(rows.unbind(0) if rows.numel() else ())
-    return Pending(Works([_sent_from(row, mesh, axis, coordinate) for coordinate, row in each]))
+    return _shared(rows[mesh.coordinate[axis]], _wires(rows), mesh, axis)
+
+
+def _wires(rows: torch.Tensor) -> list[torch.Tensor]:
+    return [as_wire(row) for row in (rows.unbind(0) if rows.numel() else ())]
+
+
+def _shared(own: torch.Tensor, wires: Sequence[torch.Tensor], mesh: Mesh, axis: int) -> Pending:
+    """Start to send ``own`` to all, and to fill the others' wires."""
+    here, own = mesh.coordinate[axis], as_wire(own)
+    if len(wires) == 2:
+        return Pending(_swap(own, wires[1 - here], mesh, axis))
+    each = (own if i == here else wire for i, wire in enumerate(wires))
+    return Pending(Works([_sent_from(wire, mesh, axis, i) for i, wire in enumerate(each)]))
 
 
 class Fetching:
@@ -115,7 +124,7 @@ class Fetching:
 
     def __init__(self, rows: torch.Tensor, mesh: Mesh, axis: int) -> None:
         self._rows, self._mesh, self._axis = rows, mesh, axis
-        self._wires = [as_wire(row) for row in (rows.unbind(0) if rows.numel() else ())]
+        self._wires = _wires(rows)
 
     @staticmethod
     def serves(mesh: Mesh, axis: int, device: torch.device) -> bool:
@@ -124,13 +133,8 @@ class Fetching:
 
     def start(self, own: torch.Tensor) -> Pending:
         """Start to send flat ``own`` to all, and to fill the others' rows; its own row is left as it is."""
-        mesh, axis, wires = self._mesh, self._axis, self._wires
-        _record_gather(self._rows, mesh, axis)
-        here, own = mesh.coordinate[axis], as_wire(own)
-        if len(wires) == 2:
-            return Pending(_swap(own, wires[1 - here], mesh, axis))
-        each = (own if i == here else wire for i, wire in enumerate(wires))
-        return Pending(Works([_sent_from(wire, mesh, axis, i) for i, wire in enumerate(each)]))
+        _record_gather(self._rows, self._mesh, self._axis)
+        return _shared(own, self._wires, self._mesh, self._axis)
 
 
 def _record_gather(rows: torch.Tensor, mesh: Mesh, axis: int) -> None:

@@ -226,26 +226,20 @@ class Study(Alone):
             return None
         program = self._program
         lasts = not any(need and program.holds(step) for need, step in zip(needs, program.steps, strict=True))
+        alone = Alone(needs, self._seen, lasts, self._other)
         try:
             with _NothingSaved():
-                run(_Trial(needs, self._seen, lasts, self._other, self._facts))
+                run(_Trial(alone, self._facts))
         except Exception:
             return None
-        return Alone(needs, self._seen, lasts, self._other)
+        return alone
 
 
 class _Trial(Alone):
     """Sees whether plain tensors give the same."""
 
-    def __init__(
-        self,
-        typed: Sequence[bool],
-        layouts: Mapping[int, Layout],
-        lasts: bool,
-        instead: Mapping[int, _Instead],
-        facts: Mapping[int, _Facts],
-    ) -> None:
-        super().__init__(typed, layouts, lasts, instead)
+    def __init__(self, tried: Alone, facts: Mapping[int, _Facts]) -> None:
+        super().__init__(tried.typed, tried._layouts, tried.lasts, tried._instead)
         self._facts = facts
 
     def do(self, steps: Sequence[Step], program: StageProgram, env: Env, here: torch.device) -> None:
