@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -113,6 +114,7 @@ def worker_main(rank: int, conn: Connection, dump: str) -> None:
         import torch
 
         torch.set_num_threads(1)
+        gc.freeze()  # what is imported stays: no collection looks through it
         _serve(rank, conn)
         _leave()
         sys.stdout.flush()

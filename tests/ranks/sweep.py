@@ -296,6 +296,8 @@ class Sweep:
     def __init__(self, kind: Kind, rank: int, world: int, notes: Path | None = None) -> None:
         self.kind, self.rank, self.world = kind, rank, world
         self.note = None if notes is None else notes / f"rank {rank}"
+        if self.note is not None:
+            self.note.touch()
         self.meeting = Meeting(rank, world)
         self.meeting.rejoin()
         self.mesh = kind.mesh(world)
@@ -312,7 +314,9 @@ class Sweep:
     def attempt(self, trial: Trial) -> Finding | None:
         """One call; None if the plain one cannot be made."""
         if self.note is not None:
-            self.note.write_text(f"{trial.name} ({trial.form}) on {trial.layouts}")
+            # over what stood there: a file system may write out at once what was cut and written again
+            with self.note.open("r+") as note:
+                note.write(f"{trial.name} ({trial.form}) on {trial.layouts}".ljust(500))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             values = values_of(trial, self.world)

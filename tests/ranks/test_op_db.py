@@ -46,7 +46,7 @@ def test_op_db(ranks: Any, world: int, index: int, tmp_path: Path) -> None:
     try:
         findings = ranks(world, swept, index, FEW, tmp_path, timeout=600)[0]
     except RankError as error:
-        at = "\n".join(f"{note.name} was at {note.read_text()}" for note in sorted(tmp_path.iterdir()))
+        at = "\n".join(f"{p.name} was at {p.read_text().rstrip()}" for p in sorted(tmp_path.iterdir()))
         raise AssertionError(f"{error}\n{at}") from error
     bad = [
         f
