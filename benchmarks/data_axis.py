@@ -27,7 +27,8 @@ as rank 0 saw them: the median over the steps.
 *To the limit* is the step's time over that of *alone* (from ZeRO-1 on: *its share*) and the bytes at the
 rate that gloo reaches here with large buffers.
 
-    python benchmarks/data_axis.py [--world 2] [--model small] [--only zero3 fsdp2] [--write PAGE]
+    python benchmarks/data_axis.py [--world 2] [--model small] [--only zero3 fsdp2] [--seconds 240]
+        [--write PAGE]
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from torch.utils._pytree import tree_leaves
 
 import espalier
 
-SECONDS = 40.0  # of timing, for each model and number of ranks
+SECONDS = 40.0  # of timing, for each model and number of ranks, if not said otherwise
 MOST, FEWEST = 30, 3  # rounds
 WARM = 3  # steps before
 TOLERANCE = 1e-3
@@ -91,8 +92,10 @@ class Result(NamedTuple):
 # ---- on the ranks
 
 
-def measure(mesh: espalier.Mesh, model: str, names: Sequence[str]) -> tuple[dict[str, Result], float]:
-    """Build the contestants and let them run in turns; with gloo's bytes a second."""
+def measure(
+    mesh: espalier.Mesh, model: str, names: Sequence[str], most: float
+) -> tuple[dict[str, Result], float]:
+    """Build the contestants and let them run in turns, ``most`` seconds; with gloo's bytes a second."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     work = Work(SIZES[model], mesh)
@@ -105,14 +108,14 @@ def measure(mesh: espalier.Mesh, model: str, names: Sequence[str]) -> tuple[dict
     start = time.perf_counter()
     times = in_turns(turns, rounds=FEWEST, warmup=0)
     each = (time.perf_counter() - start) / FEWEST
-    more = torch.tensor(min(MOST, int(SECONDS / each)) - FEWEST)
+    more = torch.tensor(min(MOST, int(most / each)) - FEWEST)
     dist.broadcast(more, 0)
     if more > 0:
         for name, seconds in in_turns(turns, rounds=int(more), warmup=0).items():
             times[name] += seconds
     times = slowest_rank(times)
-    most = torch.tensor([peaks[name] for name in names])
-    dist.all_reduce(most, dist.ReduceOp.MAX)
+    highest = torch.tensor([peaks[name] for name in names])
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
     return {
         name: Result(
             times[name],
@@ -120,7 +123,7 @@ def measure(mesh: espalier.Mesh, model: str, names: Sequence[str]) -> tuple[dict
             statistics.median(steps[name].sent[WARM:]) / work.ranks,
             mean_losses(name, steps[name]),
         )
-        for name, peak in zip(names, most.tolist(), strict=True)
+        for name, peak in zip(names, highest.tolist(), strict=True)
     }, speed
 
 
@@ -206,9 +209,9 @@ def mean_losses(name: str, step: Counting) -> list[float]:
 # ---- the table
 
 
-def compared(model: str, ranks: int, names: Sequence[str]) -> Section:
-    """Measure one model on so many ranks."""
-    results, speed = espalier.spawn(measure, {"data": ranks, "tensor": 1}, model, names)[0]
+def compared(model: str, ranks: int, names: Sequence[str], most: float) -> Section:
+    """Measure one model on so many ranks, for ``most`` seconds or a few rounds."""
+    results, speed = espalier.spawn(measure, {"data": ranks, "tensor": 1}, model, names, most)[0]
     size = SIZES[model]
     section = Section(
         f"{size.layers} layers of {size.hidden}, {ranks} ranks",
@@ -260,6 +263,7 @@ def main() -> int:
     parser.add_argument("--world", nargs="*", type=int, default=[2, 4], metavar="RANKS")
     parser.add_argument("--model", nargs="*", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--only", nargs="*", metavar="CONTESTANT", help="of: " + ", ".join(CONTESTANTS))
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of timing, for each table")
     parser.add_argument("--write", metavar="FILE", help="a Markdown page of the tables")
     asked = parser.parse_args()
     wanted = ["single", "alone", "alone, its share", *(asked.only or CONTESTANTS)]
@@ -269,7 +273,7 @@ def main() -> int:
     before, sections = os.getloadavg()[0], []
     for model in asked.model:
         for ranks in asked.world:
-            sections.append(compared(model, ranks, names))
+            sections.append(compared(model, ranks, names, asked.seconds))
             print(sections[-1].text(), flush=True)
     missed = sum(s.missed for s in sections)
     print(f"{sum(len(s.bars) for s in sections) - missed} of {sum(len(s.bars) for s in sections)} bars hold")

@@ -1,133 +1,27 @@
-"""Espalier: write the model for one device; it is laid on a mesh of devices and trained there."""
+"""Espalier: write the model for one device; it is laid on a mesh of devices and trained there.
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+What the package holds is imported when the first of its names is used: that takes seconds, for which
+``espalier --help`` need not wait.
+"""
 
-from espalier.comm import Ledger, ledger
-from espalier.comm.verdict import Faults
-from espalier.engine import (
-    DryReport,
-    Engine,
-    LayoutTable,
-    SpikeError,
-    Spikes,
-    dry_run,
-    explain_layouts,
-    initialize,
-)
-from espalier.layout import Layout, Partial, Placement, Replicate, Shard
-from espalier.mesh import Mesh, spawn
-from espalier.parallel import Plan
-from espalier.parallel.tensor.styles import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
-from espalier.tensor import (
-    DTensor,
-    Explanation,
-    GatherWarning,
-    Operand,
-    SanitizeError,
-    Spec,
-    arange,
-    compile,
-    deferred,
-    distribute_module,
-    distribute_tensor,
-    empty,
-    explain,
-    explaining,
-    eye,
-    full,
-    full_tensor,
-    implicit_replication,
-    layout_of,
-    linspace,
-    local_map,
-    logspace,
-    ones,
-    rand,
-    randint,
-    randn,
-    randperm,
-    register_rule,
-    register_sharding,
-    sanitize,
-    strict,
-    visualize_sharding,
-    zeros,
-)
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from espalier.api import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ColwiseParallel",
-    "DTensor",
-    "DeviceMesh",
-    "DryReport",
-    "Engine",
-    "Explanation",
-    "Faults",
-    "GatherWarning",
-    "Layout",
-    "LayoutTable",
-    "Ledger",
-    "Mesh",
-    "Operand",
-    "ParallelStyle",
-    "Partial",
-    "Placement",
-    "Plan",
-    "PrepareModuleInput",
-    "PrepareModuleInputOutput",
-    "PrepareModuleOutput",
-    "Replicate",
-    "RowwiseParallel",
-    "SanitizeError",
-    "SequenceParallel",
-    "Shard",
-    "Spec",
-    "SpikeError",
-    "Spikes",
-    "arange",
-    "compile",
-    "deferred",
-    "distribute_module",
-    "distribute_tensor",
-    "dry_run",
-    "empty",
-    "explain",
-    "explain_layouts",
-    "explaining",
-    "eye",
-    "full",
-    "full_tensor",
-    "implicit_replication",
-    "init_device_mesh",
-    "initialize",
-    "layout_of",
-    "ledger",
-    "linspace",
-    "local_map",
-    "logspace",
-    "loss_parallel",
-    "ones",
-    "parallelize_module",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "register_rule",
-    "register_sharding",
-    "sanitize",
-    "spawn",
-    "strict",
-    "visualize_sharding",
-    "zeros",
-]
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if not name.startswith("__") or name == "__all__":
+        api = import_module("espalier.api")
+        globals().update({key: getattr(api, key) for key in api.__all__}, __all__=api.__all__)
+        if name in globals():
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -417,7 +417,7 @@ def _context(rank: int) -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # optimizers import dynamo at their first step
-    context.set_forkserver_preload(["torch._dynamo", "espalier"])
+    context.set_forkserver_preload(["torch._dynamo", "espalier.api"])
     return context
 
 

@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+import espalier
 from espalier.cli import app
 from espalier.cli.doctor import Finding, tell
 from espalier.cli.tell import tell_schedule
@@ -339,6 +342,14 @@ def test_schedule(tmp_path):
         code, again, err = call("schedule", "--kind", written)
         assert code == 0, err
         assert again.splitlines()[1:] == lines[1 : len(again.splitlines())]
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, espalier.cli.main; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert set(espalier.__all__) <= set(dir(espalier)) and "initialize" in espalier.__all__
+    with pytest.raises(AttributeError, match="'espalier' has no attribute 'initialise'"):
+        _ = espalier.initialise
 
 
 def test_schedule_in_colours():
