@@ -6,22 +6,21 @@ What the package holds is imported when the first of its names is used: that tak
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from espalier.api import *  # noqa: F403
-
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:
+    from espalier.api import *  # noqa: F403
+else:  # a type checker would take it that every name is there
 
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
+    def __getattr__(name: str) -> Any:
+        from importlib import import_module
 
-    if not name.startswith("__") or name == "__all__":
-        api = import_module("espalier.api")
-        globals().update({key: getattr(api, key) for key in api.__all__}, __all__=api.__all__)
-        if name in globals():
-            return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if not name.startswith("__") or name == "__all__":
+            api = import_module("espalier.api")
+            globals().update({key: getattr(api, key) for key in api.__all__}, __all__=api.__all__)
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})
