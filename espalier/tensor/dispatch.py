@@ -7,10 +7,9 @@ the inputs where they must be, call, stamp the outputs.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -332,9 +331,6 @@ def _build(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return None if placed is None else Entry(spec, placed, operands, loans.is_view(func, args))
 
 
-_signature = cache(inspect.signature)
-
-
 def ask(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Spec, list[Operand], Mesh] | None:
@@ -352,10 +348,10 @@ def ask(
         for other, name in _ALIASES.items():
             if other in seen_kwargs:
                 seen_kwargs[name] = seen_kwargs.pop(other)
-        if "input" in seen_kwargs and "input" not in _signature(rule).parameters:
+        if "input" in seen_kwargs and "input" not in RULES.signature(func).parameters:
             seen_args = (seen_kwargs.pop("input"), *seen_args)
         try:
-            bound = _signature(rule).bind(*seen_args, **seen_kwargs)
+            bound = RULES.signature(func).bind(*seen_args, **seen_kwargs)
         except TypeError:
             return None  # an overload that the rule does not know
         operands = _renumbered(bound.arguments)

@@ -9,6 +9,7 @@ letters ``espalier.tensor.rules.solve`` derives every legal layout.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -196,6 +197,7 @@ class Rules:
 
     def __init__(self) -> None:
         self._rules: dict[Any, RuleFunction] = {}
+        self._signatures: dict[Any, inspect.Signature] = {}
         self._specials: dict[Any, Special] = {}
         self._bodies: dict[Any, Callable[..., Any]] = {}
         self.loose: set[Any] = set()
@@ -207,11 +209,18 @@ class Rules:
         is zero. So a call with another float, a rate that falls from step to step, finds the old answer.
         """
         self._rules[function] = rule
+        self._signatures.pop(function, None)
         (self.loose.add if loose else self.loose.discard)(function)
 
     def get(self, function: Any) -> RuleFunction | None:
         """The rule for a function, if there is one."""
         return self._rules.get(function)
+
+    def signature(self, function: Any) -> inspect.Signature:
+        """The signature of the rule for a function that has one."""
+        if function not in self._signatures:
+            self._signatures[function] = inspect.signature(self._rules[function])
+        return self._signatures[function]
 
     def add_special(self, function: Any, handler: Special) -> None:
         """Let ``handler(func, types, args, kwargs)`` take the whole call."""
