@@ -93,9 +93,9 @@ class Result(NamedTuple):
 
 
 def measure(
-    mesh: espalier.Mesh, model: str, names: Sequence[str], most: float
+    mesh: espalier.Mesh, model: str, names: Sequence[str], budget: float
 ) -> tuple[dict[str, Result], float]:
-    """Build the contestants and let them run in turns, ``most`` seconds; with gloo's bytes a second."""
+    """Build the contestants and let them run in turns, ``budget`` seconds; with gloo's bytes a second."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     work = Work(SIZES[model], mesh)
@@ -108,14 +108,14 @@ def measure(
     start = time.perf_counter()
     times = in_turns(turns, rounds=FEWEST, warmup=0)
     each = (time.perf_counter() - start) / FEWEST
-    more = torch.tensor(min(MOST, int(most / each)) - FEWEST)
+    more = torch.tensor(min(MOST, int(budget / each)) - FEWEST)
     dist.broadcast(more, 0)
     if more > 0:
         for name, seconds in in_turns(turns, rounds=int(more), warmup=0).items():
             times[name] += seconds
     times = slowest_rank(times)
-    highest = torch.tensor([peaks[name] for name in names])
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    most = torch.tensor([peaks[name] for name in names])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
     return {
         name: Result(
             times[name],
@@ -123,7 +123,7 @@ def measure(
             statistics.median(steps[name].sent[WARM:]) / work.ranks,
             mean_losses(name, steps[name]),
         )
-        for name, peak in zip(names, highest.tolist(), strict=True)
+        for name, peak in zip(names, most.tolist(), strict=True)
     }, speed
 
 
@@ -209,9 +209,9 @@ def mean_losses(name: str, step: Counting) -> list[float]:
 # ---- the table
 
 
-def compared(model: str, ranks: int, names: Sequence[str], most: float) -> Section:
-    """Measure one model on so many ranks, for ``most`` seconds or a few rounds."""
-    results, speed = espalier.spawn(measure, {"data": ranks, "tensor": 1}, model, names, most)[0]
+def compared(model: str, ranks: int, names: Sequence[str], budget: float) -> Section:
+    """Measure one model on so many ranks, for ``budget`` seconds or a few rounds."""
+    results, speed = espalier.spawn(measure, {"data": ranks, "tensor": 1}, model, names, budget)[0]
     size = SIZES[model]
     section = Section(
         f"{size.layers} layers of {size.hidden}, {ranks} ranks",

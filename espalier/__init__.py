@@ -17,7 +17,7 @@ else:  # a type checker would take it that every name is there
 
         if not name.startswith("__") or name == "__all__":
             api = import_module("espalier.api")
-            globals().update({key: getattr(api, key) for key in api.__all__}, __all__=api.__all__)
+            globals().update({key: getattr(api, key) for key in ("__all__", *api.__all__)})
             if name in globals():
                 return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -316,7 +316,7 @@ class Sweep:
         if self.note is not None:
             # over what stood there: a file system may write out at once what was cut and written again
             with self.note.open("r+") as note:
-                note.write(f"{trial.name} ({trial.form}) on {trial.layouts}".ljust(500))
+                note.write(f"{trial.name} ({trial.form}) on {trial.layouts}\n")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             values = values_of(trial, self.world)

@@ -46,7 +46,9 @@ def test_op_db(ranks: Any, world: int, index: int, tmp_path: Path) -> None:
     try:
         findings = ranks(world, swept, index, FEW, tmp_path, timeout=600)[0]
     except RankError as error:
-        at = "\n".join(f"{p.name} was at {p.read_text().rstrip()}" for p in sorted(tmp_path.iterdir()))
+        # of a note the first line: behind it may stand what is left of a longer one
+        notes = [(note.name, note.read_text().partition("\n")[0]) for note in sorted(tmp_path.iterdir())]
+        at = "\n".join(f"{name} was at {note}" for name, note in notes)
         raise AssertionError(f"{error}\n{at}") from error
     bad = [
         f
