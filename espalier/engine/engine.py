@@ -34,6 +34,7 @@ from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, full_tensor, redistribute
 from espalier.tensor.deferred import share_random_state
 from espalier.tensor.dispatch import tensors_in
+from espalier.tensor.dry_autocast import DryAutocast
 from espalier.tensor.fallback import tree_map
 from espalier.tensor.rules.counts import Ahead
 
@@ -87,12 +88,7 @@ class Engine(Lasting):
         self._accumulation = self._evaluation if plan.accumulate > 1 else None
         precision = plan.precision
         self.scaler = LossScaler(precision.loss_scale) if precision.scales else None
-        told = [f"{axis} = {n}" for axis, n in (("pipe", plan.pipe), ("tensor", plan.tensor)) if n > 1]
-        if mesh.is_dry and precision.autocast and told:
-            raise ValueError(
-                f"precision = {precision.compute!r} cannot be run dry with {', '.join(told)}: torch has no "
-                "autocast for tensors without data, so their dtypes are unknown. Use bfloat16 or float16."
-            )
+        self._casts = DryAutocast() if mesh.is_dry and precision.autocast else None
         self._traffic, self._counts = Traffic(mesh), Ahead()
         self.pulse = Pulse(Faults())
         self._runs = Runs()
@@ -185,10 +181,10 @@ class Engine(Lasting):
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """What the forward pass runs under."""
-        dtype = self.plan.precision.autocast
-        if dtype is None or self.mesh.is_dry:
+        if (name := self.plan.precision.autocast) is None:
             return nullcontext()
-        return torch.autocast(self.mesh.device_type, getattr(torch, dtype))
+        dtype = getattr(torch, name)
+        return self._casts.autocast(dtype) if self._casts else torch.autocast(self.mesh.device_type, dtype)
 
     @property
     def scale(self) -> float:
@@ -289,7 +285,7 @@ class Engine(Lasting):
         assert self._data is not None, "call the engine on a batch first"
         of_step, self._has_gradients = self._accumulation, True
         self._data.gradients.begin(self._syncing and (of_step is None or of_step.done == of_step.size - 1))
-        with self._watch or nullcontext():
+        with self._watch or nullcontext(), self._casts or nullcontext():
             if self.scaler is not None:
                 self.scaler.scaled(loss)
             if of_step is None:

@@ -127,7 +127,7 @@ class PipelineEngine(Engine):
     def _run(self, work: Step, schedule: Schedule) -> None:
         assert self._data is not None
         self._data.begin_forward()
-        with self._watch or nullcontext(), work.open(schedule):
+        with self._watch or nullcontext(), self._casts or nullcontext(), work.open(schedule):
             self.stages.runtime.run(schedule, work.agreed, work)
         work.leave()
         if self.mesh.is_dry and self._failure is not None:

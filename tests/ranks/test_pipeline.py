@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,38 @@ def test_autocast_is_that_of_one_process(ranks: Any) -> None:
             assert found == alone
     for losses, _ in ranks(4, casts, {"pipe": 2, "data": 2, "zero": 3}):
         assert losses == pytest.approx(alone[0], rel=1e-2)
+
+
+def casts_dry(rank: int, world: int, plan: dict[str, Any]) -> Any:
+    """A step's ledger, and how far its memory rises, of the real one and of a dry one."""
+    found, coordinate = [], None
+    for dry in (False, True):
+        with torch.device("meta" if dry else "cpu"):
+            parts = [part for _ in range(4) for part in (nn.Linear(64, 64), nn.Tanh())]
+            net, data = nn.Sequential(*parts), (torch.ones(256, 64), torch.ones(256, 64))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if dry:
+            made = partial(espalier.engine.dry.dry_engine, batch=data, coordinate=coordinate)
+        else:
+            made = espalier.initialize
+        engine = made(net, optimizer=optimizer, plan=plan, loss_fn=F.mse_loss)
+        coordinate = engine.mesh.coordinate
+        engine.train_step(data)
+        watch = engine.watch()
+        begun = watch.live.now
+        with espalier.ledger(engine.mesh) as book, watch:
+            engine.train_step(data)
+        found.append((book.entries, watch.peak - begun))
+    return found
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_dry_run_knows_what_autocast_casts(ranks: Any, recompute: str) -> None:
+    plan = {"pipe": 2, "cuts": ["4"], "accumulate": 4, "schedule": "gpipe", "recompute": recompute}
+    for found in ranks(2, casts_dry, {**plan, "precision": "autocast-bfloat16"}):
+        (entries, rise), (foretold, told) = found
+        assert entries == foretold
+        assert abs(rise - told) < 512, "some numbers; in float32 it would be 30 KiB more"
 
 
 def holds(rank: int, world: int) -> None:

@@ -13,6 +13,7 @@ from espalier.comm import move
 from espalier.comm.spans import Spans, pieces
 from espalier.layout import Layout, local_box, same_cuts
 from espalier.layout.layout import AxisState, R, V
+from espalier.tensor.dry_autocast import autocast_dtype
 from espalier.tensor.random import draw_key
 from espalier.tensor.rules.blocks import Block, fused
 from espalier.tensor.rules.helping import sends
@@ -113,6 +114,10 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
 def _dry(func: Callable[..., Any], bound: dict[str, Any]) -> torch.Tensor:
     """On tensors without data torch would compute the plain formula, which keeps all scores; ranks do not."""
     q, k, v, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
+    if (low := autocast_dtype(q.device.type)) is not None:
+        q, k, v = (x if x.dtype is torch.float64 else x.to(low) for x in (q, k, v))
+        mask = mask if mask is None or not mask.is_floating_point() else mask.to(low)
+        bound |= {"query": q, "key": k, "value": v, "attn_mask": mask}
     learnt = mask is not None and mask.requires_grad
     block = Block(
         _four(q), _four(k), _four(v), 1.0, _bias(mask, q), bool(bound.get("is_causal")), None, learnt

@@ -31,6 +31,7 @@ import torch
 
 from espalier.comm.traced import recording
 from espalier.layout.layout import AxisState, R
+from espalier.tensor.dry_autocast import autocast_dtype
 from espalier.tensor.rules.spec import Operand, Placed, Runner, Spec, bound_to
 from espalier.tensor.rules.summa import Grid, multiply
 
@@ -171,8 +172,7 @@ def _operands(
     """The local tensors, plain for the backward pass, in the dtype that autocast would give them."""
     given = bound_to(product.names, args, kwargs)
     x, weight = (given[name].as_subclass(torch.Tensor) for name in (product.x, product.weight))
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(x.device.type)
+    if dtype is not None:
         x, weight = (t if t.dtype is torch.float64 else t.to(dtype) for t in (x, weight))
     return x, weight, None if product.bias is None else given.get(product.bias)

@@ -20,6 +20,7 @@ from torch.overrides import handle_torch_function
 from espalier.comm import collectives as door
 from espalier.comm.spans import Spans, exchange
 from espalier.comm.traced import recorders
+from espalier.tensor.dry_autocast import autocast_dtype, without_autocast
 from espalier.tensor.random import Key
 from espalier.tensor.rules import blocks, helping
 from espalier.tensor.rules.blocks import Block
@@ -65,13 +66,12 @@ def ring(
     """
     if recorders():
         return handle_torch_function(ring, (), q, k, v, bias, key, way)
-    device = q.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    low = autocast_dtype(q.device.type)
+    if low is None:
         return _apply(q, k, v, bias, key, way)
     # as of torch's own function: the inputs are cast, and what is computed of them is left alone
-    low = torch.get_autocast_dtype(device)
     q, k, v = (x if x.dtype is torch.float64 else x.to(low) for x in (q, k, v))
-    with torch.autocast(device, enabled=False):
+    with without_autocast(q.device.type):
         return _apply(q, k, v, bias, key, way)
 
 
