@@ -176,11 +176,14 @@ def test_of_four_ranks(ranks: Any, trial: int, tmp_path: Path) -> None:
 
 
 class Slow(nn.Linear):
-    """Takes time of which no count tells, on some ranks."""
+    """Takes time of which no count tells, on some ranks: computing, or while others compute."""
 
-    naps = 0.0
+    works = naps = 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        end = time.thread_time() + self.works
+        while time.thread_time() < end:
+            pass
         time.sleep(self.naps)
         return super().forward(x)
 
@@ -191,7 +194,7 @@ def balances(rank: int, world: int) -> Any:
     for balance in ("counted", "measured"):
         torch.manual_seed(4)
         net = nn.Sequential(*(Slow(8, 8) for _ in range(6))).double()
-        net[0].naps = 0.02 * rank
+        net[0].works, net[5].naps = 0.02 * rank, 0.05 * rank
         before = [p.clone() for p in net.parameters()]
         plain = copy.deepcopy(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -38,6 +39,11 @@ def measured(
     some. So the model is not changed, may lie on the meta device, and takes no more memory than its largest
     part. What each stage computes of the batch for itself (masks, positions) is not timed. Autocast holds
     if it is open.
+
+    On an accelerator its own clock tells, by events. On a CPU it is the processor's time of the thread that
+    computes: what other programs take of a busy machine does not count, nor do waits. Of several threads in
+    an operation (``torch.set_num_threads``) that thread is one, so its time is about the operation's; that of
+    the whole process would count an operation as often as threads share it.
 
     Args:
         example: a micro-batch, as plain tensors.
@@ -95,7 +101,7 @@ def measured_by_all(
 
 
 def _seconds(program: StageProgram, batch: Any, device: torch.device, rounds: int) -> float:
-    watch, first = Stopwatch(device), program.begins
+    watch, first = Stopwatch(device, time.thread_time), program.begins
 
     def timed(program: StageProgram, env: Env, here: torch.device) -> None:
         program.do(program.steps[:first], env, here)
