@@ -175,6 +175,28 @@ def test_of_four_ranks(ranks: Any, trial: int, tmp_path: Path) -> None:
     ranks(4, trains, [(plan, kind, changes)], timeout=240.0)
 
 
+def goes_on_after_evaluations(rank: int, world: int, plan: dict[str, Any]) -> None:
+    net = model("gpt2", layers=4)
+    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan, max_grad_norm=0.5)
+    engine.train_step(batch(8))
+    foretold = dry(plan, "gpt2", {"layers": 4}, 8, engine.mesh.coordinate)
+    for n in (1, 2):
+        engine.evaluate([batch(8, 7)] * n)
+        with espalier.ledger(engine.mesh) as book:
+            engine.train_step(batch(8))
+        assert book.entries == foretold.ledger.entries, n
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_evaluations_do_not_change_what_a_step_gathers(ranks: Any, schedule: str) -> None:
+    v = 2 if schedule == "interleaved" else 1
+    ranks(
+        4,
+        goes_on_after_evaluations,
+        {**TWO, "data": 2, "zero": 3, "schedule": schedule, "stages_per_rank": v},
+    )
+
+
 class Slow(nn.Linear):
     """Takes time of which no count tells, on some ranks: computing, or while others compute."""
 

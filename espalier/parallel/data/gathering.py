@@ -61,7 +61,7 @@ class Gathering:
         # as last seen, with and without gradients
         self.orders: dict[bool, list[Use]] = {}
         self._seen: list[Use] = []
-        self._again: set[int] = set()  # chunks that a forward pass uses more than once
+        self._again: dict[bool, set[int]] = {}  # chunks that its forward uses more than once
         by_module: dict[nn.Module, list[Gathered]] = {}
         for (modules, _), g in zip(chunks, self.held, strict=True):
             for module in modules:
@@ -150,9 +150,10 @@ class Gathering:
     def begin(self) -> None:
         """A new pass over the model begins: remember what the last one used."""
         if self._seen:
-            self.orders[self._seen[-1].phase == "backward"] = self._seen
+            trained = self._seen[-1].phase == "backward"
+            self.orders[trained] = self._seen
             times = Counter(use.chunk for use in self._seen if use.phase == "forward")
-            self._again = {chunk for chunk, n in times.items() if n > 1}
+            self._again[trained] = {chunk for chunk, n in times.items() if n > 1}
         self._seen = []
         for g in self.held:
             g.users = 0
@@ -176,7 +177,7 @@ class Gathering:
     @property
     def order(self) -> list[Use]:
         """What is expected of this pass."""
-        return self.orders.get(torch.is_grad_enabled() or _in_backward(), [])
+        return self.orders.get(_trains(), [])
 
     @property
     def recorded(self) -> list[Use]:
@@ -231,7 +232,7 @@ class Gathering:
             if use.chunk == g.number:
                 break
             if not self.held[use.chunk].is_whole:
-                again = g.number in self._again and Use("forward", g.number) in order[at:]
+                again = g.number in self._again.get(_trains(), ()) and Use("forward", g.number) in order[at:]
                 if not again:
                     return False
                 break
@@ -270,6 +271,10 @@ def _all_tensors(tree: Any, depth: int = 3) -> list[torch.Tensor]:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _trains() -> bool:
+    return torch.is_grad_enabled() or _in_backward()
 
 
 class _Mark(torch.autograd.Function):
