@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -122,6 +123,32 @@ def test_a_full_disk_leaves_what_was_there(disk: Disk, monkeypatch: pytest.Monke
     assert same(read(disk, "a"), some(2, 2000))
 
 
+def test_what_is_reserved_is_kept_until_it_is_written(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk where nothing can be had beyond it: first some of the tensors, then all, again and again."""
+    size = sum(t.numel() * t.element_size() + 128 for t in some(1, 500))
+    disk.reserve("a", size)
+
+    def full(file: int, start: int, nbytes: int) -> None:
+        if nbytes > 512 * os.fstat(file).st_blocks + reserved_elsewhere():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        os.posix_fallocate(file, start, nbytes)
+
+    def reserved_elsewhere() -> int:
+        """What was given back, and can be had again."""
+        return held - sum(512 * path.stat().st_blocks for path in disk.folder.iterdir())
+
+    held = sum(512 * path.stat().st_blocks for path in disk.folder.iterdir())
+    monkeypatch.setattr(module, "_take_space", full)
+    disk.write("a", some(1, 500)[:2], keep=True).result()
+    assert same(read(disk, "a"), some(1, 500)[:2])
+    for seed in range(3):
+        disk.write("a", some(seed, 500)).result()
+        assert same(read(disk, "a"), some(seed, 500))
+    with pytest.raises(DiskError, match="No space left"):
+        disk.write("b", some(1, 1000)).result()
+    assert same(read(disk, "a"), some(2, 500))
+
+
 def test_a_small_file_system(tmp_path: Path) -> None:
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True
@@ -136,6 +163,14 @@ def test_a_small_file_system(tmp_path: Path) -> None:
         with pytest.raises(DiskError, match="No space left"):
             disk.write("a", some(2, 200)).result()
         assert same(read(disk, "a"), some(1, 50))
+        disk.reserve("c", 250_000)
+        with contextlib.suppress(OSError), open(tmp_path / "other", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        disk.write("c", some(1, 20)[:3], keep=True).result()
+        for seed in range(3):
+            disk.write("c", some(seed, 25)).result()
+            assert same(read(disk, "c"), some(seed, 25))
         disk.close()
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

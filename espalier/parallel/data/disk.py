@@ -6,6 +6,7 @@ wrong leaves the one before. Data stands in pieces, and behind it a table with a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -30,6 +31,7 @@ _ALIGN = 64
 _TAIL = struct.Struct("<8sQQII")  # magic, bytes of data, generation, pieces, checksum of table and these
 _MAGIC = b"ESPALIER"
 _PREFIX = "espalier-"
+_SPARE = "spare"
 # macOS has no such call: there a full disk shows while data is written
 _take_space = getattr(os, "posix_fallocate", lambda file, start, size: os.ftruncate(file, size))
 
@@ -50,6 +52,7 @@ class _Record(NamedTuple):
     generation: int
     size: int
     parts: list[_Part]
+    tail: int  # bytes of what stands behind the data; there may be more, which is kept free
 
 
 class Disk:
@@ -66,6 +69,8 @@ class Disk:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self._records: dict[str, _Record] = {}
+        self._reserved: dict[str, int] = {}
+        self._spare = 0
         self._generation = 0
         name = f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}"
         self.folder, hidden = self.directory / name, self.directory / f".{name}"
@@ -94,7 +99,7 @@ class Disk:
         return s.f_bavail * s.f_frsize
 
     def reserve(self, key: str, nbytes: int) -> None:
-        """Take the space for a file that will be written later.
+        """Take the space for a file that will be written later, and for one beside those that are replaced.
 
         Raises:
             DiskError: there is not enough.
@@ -102,22 +107,32 @@ class Disk:
         path = self.folder / key
         try:
             self._allocate(path, nbytes)
+            self._spare = max(self._spare, nbytes)
+            self._allocate(self.folder / _SPARE, self._spare)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise self._failed("reserved", path, nbytes, error) from error
+        self._reserved[key] = nbytes
 
     def release(self, key: str) -> None:
         """Give the space of a file back."""
         self._records.pop(key, None)
+        self._reserved.pop(key, None)
         (self.folder / key).unlink(missing_ok=True)
 
     def write(
-        self, key: str, tensors: Sequence[torch.Tensor], *, after: Callable[[], object] | None = None
+        self,
+        key: str,
+        tensors: Sequence[torch.Tensor],
+        *,
+        after: Callable[[], object] | None = None,
+        keep: bool = False,
     ) -> Future[None]:
         """Start to write contiguous CPU tensors, which must stay as they are until that is done.
 
         Args:
             after: is called first, by the thread: waits until the tensors are filled.
+            keep: the space that was reserved beyond that of these tensors, for more of them later.
 
         Returns:
             whose ``result()`` raises :class:`DiskError`; what was there before is there still, then.
@@ -126,7 +141,7 @@ class Disk:
         def run() -> None:
             if after is not None:
                 after()
-            self._write(key, tensors)
+            self._write(key, tensors, keep)
 
         return self._thread.submit(run)
 
@@ -171,10 +186,10 @@ class Disk:
 
     def _allocate(self, path: Path, nbytes: int, tensors: int = 1) -> None:
         pieces = -(-nbytes // PIECE) + tensors
-        with open(path, "wb") as file:
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
             _take_space(file.fileno(), 0, nbytes + 4 * pieces + _TAIL.size)
 
-    def _write(self, key: str, tensors: Sequence[torch.Tensor]) -> None:
+    def _write(self, key: str, tensors: Sequence[torch.Tensor], keep: bool) -> None:
         parts, size = [], 0
         for t in tensors:
             parts.append(_Part(size, t.shape, t.dtype))
@@ -182,9 +197,11 @@ class Disk:
         path = self.folder / f"{key}.new"
         self._generation += 1
         table = bytearray()
+        room = max(size, self._reserved.get(key, 0)) if keep else size
         try:
+            self._begin(key, path)
             # all space is taken before the first byte is written
-            self._allocate(path, size, len(parts))
+            self._allocate(path, room, len(parts))
             with open(path, "r+b", buffering=0) as file:
                 for part, t in zip(parts, tensors, strict=True):
                     for start, piece in pieces_of(memory_of(t)):
@@ -193,12 +210,28 @@ class Disk:
                 head = _TAIL.pack(_MAGIC, size, self._generation, len(table) // 4, 0)
                 tail = _TAIL.pack(*_TAIL.unpack(head)[:-1], zlib.crc32(bytes(table) + head))
                 put(file.fileno(), memoryview(bytes(table) + tail), size)
-                file.truncate(size + len(table) + len(tail))
+                file.truncate(room + len(table) + len(tail))
             path.replace(self.folder / key)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise self._failed("written", self.folder / key, size, error) from error
-        self._records[key] = _Record(self._generation, size, parts)
+        finally:
+            self._keep_spare()
+        self._records[key] = _Record(self._generation, size, parts, len(table) + len(tail))
+        if not keep:
+            self._reserved.pop(key, None)
+
+    def _begin(self, key: str, path: Path) -> None:
+        """Let a file begin with space that was reserved for it: nobody has seen what is in there."""
+        reserved = self.folder / (_SPARE if key in self._records else key)
+        if reserved.exists():
+            reserved.replace(path)
+
+    def _keep_spare(self) -> None:
+        """Reserve anew what the next file begins with, if there is space: else it shows when that is written."""
+        if self._spare:
+            with contextlib.suppress(OSError):
+                self._allocate(self.folder / _SPARE, self._spare)
 
     def _failed(self, done: str, path: Path, nbytes: int, error: OSError) -> DiskError:
         remedy = "Look at the disk"
@@ -213,7 +246,7 @@ class Disk:
         record, path = self._records[key], self.folder / key
         try:
             with open(path, "rb", buffering=0) as file:
-                tail = os.pread(file.fileno(), 1 << 24, record.size)
+                tail = os.pread(file.fileno(), record.tail, record.size)
                 table, tail = tail[: -_TAIL.size], tail[-_TAIL.size :]
                 found = _TAIL.unpack(tail) if len(tail) == _TAIL.size else None
                 head = b"" if found is None else _TAIL.pack(*found[:-1], 0)

@@ -71,12 +71,19 @@ class Shelf:
         self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def put(
-        self, key: str, tensors: Sequence[torch.Tensor], place: Place, then: Callable[[Tensors], object]
+        self,
+        key: str,
+        tensors: Sequence[torch.Tensor],
+        place: Place,
+        then: Callable[[Tensors], object],
+        *,
+        keep: bool = False,
     ) -> None:
         """Start to take tensors away; the caller lets go of them.
 
         Args:
             then: is called with their stand-ins when they are away, by :meth:`settle`.
+            keep: the space on disk that was reserved for more.
         """
         item = self._items.setdefault(key, _Item())
         with raw(), torch.no_grad():
@@ -92,9 +99,8 @@ class Shelf:
                 item.host = given if all(t.device.type == "cpu" for t in given) else None
                 item.host = self._onto_host(item, given)
                 event, item.event = item.event, None
-                item.going = self.disk.write(
-                    key, item.host, after=None if event is None else event.synchronize
-                )
+                wait = None if event is None else event.synchronize
+                item.going = self.disk.write(key, item.host, after=wait, keep=keep)
         self._leaving.append((key, then))
 
     def nbytes(self, key: str) -> int:

@@ -111,8 +111,6 @@ class Streaming:
             if disk is not None and sizes:
                 for a, size in zip(on_disk, sizes, strict=True):
                     disk.reserve(a.key, size)
-                disk.reserve("spare", max(sizes))  # a file is written beside the one that it replaces
-                disk.release("spare")
         except DiskError as error:
             self.shelf.errors.append(error)
         self.agree()
@@ -125,7 +123,7 @@ class Streaming:
             def away(shown: list[torch.Tensor]) -> None:
                 (chunk.master,) = shown
 
-            self.shelf.put(Away(chunk).key, [master], chunk.places["states"], away)
+            self.shelf.put(Away(chunk).key, [master], chunk.places["states"], away, keep=True)
 
     def place(self, optimizer: torch.optim.Optimizer) -> None:
         """Take away what states there are before the first step, beside masters.
