@@ -228,7 +228,7 @@ class Disk:
             reserved.replace(path)
 
     def _keep_spare(self) -> None:
-        """Reserve anew what the next file begins with, if there is space: else it shows when that is written."""
+        """Reserve anew what the next file begins with; without space that shows when it is written."""
         if self._spare:
             with contextlib.suppress(OSError):
                 self._allocate(self.folder / _SPARE, self._spare)
