@@ -124,6 +124,8 @@ def call(
     writes: bool,
 ) -> Any:
     """A call with loans among its arguments; ``writes``: its name says that it writes to the first."""
+    if writes and "tensor" in kwargs:  # torch.nn.init names all its arguments
+        args, kwargs = (kwargs["tensor"], *args), {k: x for k, x in kwargs.items() if k != "tensor"}
     one = writes and isinstance(args[0], torch.Tensor)
     stand: dict[int, torch.Tensor] = {}
     for x in loans:

@@ -354,6 +354,39 @@ def test_a_dry_run_is_as_the_real_one(ranks: Any, plan: dict[str, Any]) -> None:
         assert real == dry and held == told
 
 
+WAYS: dict[str, Any] = {
+    "copy_": lambda p: p.copy_(torch.full(p.shape, 0.5)),
+    "mul_": lambda p: p.mul_(0.5),
+    "lerp_": lambda p: p.lerp_(torch.zeros_like(p), 0.5),
+    "setitem": lambda p: p.__setitem__(0, 0.5),
+    "foreach": lambda p: torch._foreach_mul_([p], 0.5),
+    "init": lambda p: nn.init.constant_(p, 0.5),
+    "data=": lambda p: setattr(p, "data", p.data * 0.5),
+}
+
+
+def is_written_to(rank: int, world: int, plan: dict[str, Any]) -> None:
+    """What others write to parameters between steps is what their masters go on from."""
+    net = model("gpt", layers=1).float()
+    engine = espalier.initialize(net, torch.optim.SGD(net.parameters(), lr=0.0), plan)
+    engine.train_step(batch(8))
+    for i, (way, write) in enumerate(WAYS.items()):
+        name, p = [(name, p) for name, p in net.named_parameters() if p.ndim == 2][i % 3]
+        expected = espalier.full_tensor(p).detach().clone()
+        with torch.no_grad():
+            WAYS[way](expected)
+            write(p)
+        engine.train_step(batch(8))
+        assert torch.equal(espalier.full_tensor(p), expected), way
+        assert torch.equal(engine.full_state_dict()[name], expected.float()), way
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_what_is_written_between_steps_is_gone_on_from(ranks: Any, zero: int, precision: str) -> None:
+    ranks(2, is_written_to, {"data": 2, "zero": zero, "precision": precision})
+
+
 def goes_on(rank: int, world: int, plan: dict[str, Any]) -> None:
     """Gradients of several backward passes add up in float32, finished between or not."""
     net = model("gpt", layers=1).float()
