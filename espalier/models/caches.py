@@ -49,6 +49,8 @@ def keepers(model: Any) -> list[nn.Module]:
         return []
     if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
         return []
+    if getattr(config, "capacity", None) is not None:
+        return []  # whether an expert has room for a token depends on the earlier ones, beside attention
     taking = {m for m in model.modules() if _name(m) is not None}
     found = [m for m in model.modules() if m in taking and not any(x in taking for x in _inner(m))]
     return found if all(getattr(m, "is_causal", False) for m in found) else []

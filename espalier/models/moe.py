@@ -205,8 +205,13 @@ class MoE(GPT):
                 nn.init.normal_(module.up_proj, std=0.02)
                 nn.init.normal_(module.down_proj, std=0.02 / math.sqrt(2 * config.layers))
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> MoEOutput:  # type: ignore[override]
-        x, cos, sin = self.embedded(input_ids)
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> MoEOutput:
+        x, cos, sin = self.embedded(input_ids, position_ids)
         routings = []
         for block in self.blocks:
             x, routing = block(x, cos, sin)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import espalier.models
 from espalier.models import GPT, GPT2, ConfigError, GPT2Config, GPTConfig, build, kinds
+from espalier.models.caches import keepers
 from espalier.models.gpt import rotary_tables, rotate
 
 SMALL = {"vocab_size": 37, "max_positions": 16, "layers": 2, "hidden": 24, "heads": 4}
@@ -196,6 +197,14 @@ def test_generate(kind):
     assert torch.equal(draw(temperature=0.0), draw(top_k=1))
     likeliest = model.eval()(prompt).logits[:, -1].argmax(-1)
     assert torch.equal(draw(temperature=0.0)[:, 3], likeliest)
+
+
+@pytest.mark.parametrize("capacity", [None, 0.5])
+def test_experts_answer_for_each_token_alone_if_they_have_room(capacity):
+    model = make("moe", capacity=capacity)
+    assert len(keepers(model)) == (model.config.layers if capacity is None else 0)
+    texts = [model.generate(tokens(3, 4), 6, temperature=0.0, cache=cache) for cache in (True, False)]
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize(
