@@ -197,9 +197,16 @@ def main() -> int:
         except OSError as error:
             print(f"skipped: no network namespaces here: {error}")
             return 0
-        found = disturbed(folders[1], steps)
-        alone = [sys.executable, "-m", "espalier", "train", "job.toml", "--set", "plan.data=1"]
-        subprocess.run(alone, cwd=folders[0], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "espalier", "train", "job.toml", "--set", "plan.data=1"]
+        # beside the hosts, which wait now and then
+        alone = subprocess.Popen(command, cwd=folders[0], stdout=subprocess.DEVNULL)
+        try:
+            found = disturbed(folders[1], steps)
+            if alone.wait():
+                raise subprocess.CalledProcessError(alone.returncode, command)
+        finally:
+            alone.kill()
+            alone.wait()
         wanted = records(folders[0])
         far = max(abs(a["loss"] - b["loss"]) for a, b in zip(wanted, found, strict=True))
         by_ranks = {n: sum(len(r["memory"]) == n for r in found) for n in (1, 2)}

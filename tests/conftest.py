@@ -50,9 +50,13 @@ def _world_size(item: pytest.Item) -> int:
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[Pool]:
-    """The session's pool. Its processes start when a test first asks for them."""
-    pool = Pool()
+def rank_pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """The session's pool. Its processes start when a test first asks for them.
+
+    What a test module names in ``PRELOAD`` is imported once for most of them.
+    """
+    modules = {item.module for item in request.session.items if isinstance(item, pytest.Function)}
+    pool = Pool(preload=sorted({name for module in modules for name in getattr(module, "PRELOAD", ())}))
     # Should pytest itself break off, multiprocessing would wait for the workers for ever at exit.
     atexit.register(pool.close)
     yield pool

@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -238,10 +238,15 @@ class Outcome:
 
 
 class Pool:
-    """Persistent gloo workers. Call it: ``pool(n, fn, *args, timeout=120.0)``."""
+    """Persistent gloo workers. Call it: ``pool(n, fn, *args, timeout=120.0)``.
 
-    def __init__(self, timeout: float = TIMEOUT) -> None:
+    Args:
+        preload: modules that take long to import, which all calls together need: most workers share it.
+    """
+
+    def __init__(self, timeout: float = TIMEOUT, preload: Sequence[str] = ()) -> None:
         self.timeout = timeout
+        self.preload = preload
         self._workers: list[Worker] = []
         self._world: World | None = None
         self._calls = 0
@@ -311,7 +316,7 @@ class Pool:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="espalier-ranks-"))
         for rank in range(len(self._workers), n):
-            context = _context(rank)
+            context = _context(rank, self.preload)
             ours, theirs = context.Pipe()
             dump = self._folder / f"stacks-{rank}"
             process = context.Process(target=worker_main, args=(rank, theirs, str(dump)), name=f"rank-{rank}")
@@ -407,7 +412,7 @@ class Pool:
         return "(it did not say)"
 
 
-def _context(rank: int) -> Any:
+def _context(rank: int, preload: Sequence[str]) -> Any:
     """How a worker starts. None is forked from here: this process has torch's threads, and may hold locks.
 
     Rank 0 is spawned. The others are forked from a process that has imported what takes seconds, and done
@@ -417,7 +422,7 @@ def _context(rank: int) -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # optimizers import dynamo at their first step
-    context.set_forkserver_preload(["torch._dynamo", "espalier.api"])
+    context.set_forkserver_preload(["torch._dynamo", "espalier.api", *preload])
     return context
 
 

@@ -14,6 +14,7 @@ import espalier
 from espalier.parallel.expert.modules import stacks
 from tests.ranks.test_engine import apart
 
+PRELOAD = ["transformers.modeling_utils"]
 COMMON = {
     "vocab_size": 37, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_hidden_layers": 2, "num_experts_per_tok": 2, "max_position_embeddings": 16,

@@ -14,6 +14,7 @@ from espalier.parallel.tensor.infer import infer
 from espalier.tensor import GatherWarning
 from tests.ranks.test_verify import PLANS, check, compared
 
+PRELOAD = ["transformers.modeling_utils"]
 MODELS = ["hf-gpt2", "hf-llama", "hf-bert", "hf-vit"]
 
 

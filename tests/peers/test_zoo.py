@@ -15,6 +15,7 @@ import torch
 import espalier
 from tests.peers.zoo import MODELS, compared
 
+PRELOAD = ["transformers.modeling_utils"]
 TOLERANCE = 1e-9
 
 
