@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,10 +38,21 @@ def test_the_examples_of_all_pages_run() -> None:
     assert [line.partition(":")[0] for line in printed if line.endswith(" blocks")] == pages
 
 
-def test_the_plain_loop_prints_the_same_losses_under_every_layout() -> None:
+def loop(rank: int, world: int, *arguments: str) -> str:
+    """What the plain loop prints, run as a script."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", ["plain_loop.py", *arguments])
+        runpy.run_path(str(ROOT / "examples/plain_loop.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.mark.world(4)
+def test_the_plain_loop_prints_the_same_losses_under_every_layout(ranks: Any) -> None:
     """One process against data 2 × tensor 2."""
-    alone = python("examples/plain_loop.py")
-    spread = python("-m", "espalier", "run", "-n", "4", "examples/plain_loop.py", "--tensor", "2")
+    (alone,) = ranks(1, loop)
+    spread, *others = ranks(4, loop, "--tensor", "2")
+    assert others == ["", "", ""]
 
     def losses(printed: str) -> list[str]:
         return [line for line in printed.splitlines() if line.startswith("step")]

@@ -133,30 +133,35 @@ def test_a_rank_that_is_killed_ends_the_others_soon(script, capfd):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_ranks_go_when_the_launcher_goes(script, number):
-    path = script("time.sleep(60)")
+def test_ranks_go_when_the_launcher_goes(tmp_path):
     code = "import sys; from espalier.mesh.launch import launch; launch(sys.argv[1:], 2)"
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", code, str(path)],
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        # a shell's background jobs ignore Ctrl-C, and so would what they start
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    launchers = {}  # all at once: they wait most of the time
     try:
-        deadline = time.monotonic() + 60
-        while len(list(path.parent.glob("pid*"))) < 2:
-            assert launcher.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        launcher.send_signal(number)
-        _, err = launcher.communicate(timeout=20)
+        for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
+            path = tmp_path / number.name / "script.py"
+            path.parent.mkdir()
+            path.write_text(HEAD + "time.sleep(200)")
+            launchers[number] = subprocess.Popen(
+                [sys.executable, "-c", code, str(path)],
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                # a shell's background jobs ignore Ctrl-C, and so would what they start
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+        deadline = time.monotonic() + 120
+        for number, launcher in launchers.items():
+            while len(list((tmp_path / number.name).glob("pid*"))) < 2:
+                assert launcher.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+            launcher.send_signal(number)
+            _, err = launcher.communicate(timeout=20)
+            assert launcher.returncode == -number
+            assert b"terminate called" not in err
+            assert gone(tmp_path / number.name)
     finally:
-        launcher.kill()
-        launcher.wait()
-    assert launcher.returncode == -number
-    assert b"terminate called" not in err
-    assert gone(path.parent)
+        for launcher in launchers.values():
+            launcher.kill()
+            launcher.wait()
 
 
 def test_a_port_in_use_is_said_before_anything_starts(script):
