@@ -187,9 +187,12 @@ def goes_on_after_evaluations(rank: int, world: int, plan: dict[str, Any]) -> No
         assert book.entries == foretold.ledger.entries, n
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_evaluations_do_not_change_what_a_step_gathers(ranks: Any, schedule: str) -> None:
-    ranks(4, goes_on_after_evaluations, {**TWO, "data": 2, "zero": 3, "schedule": schedule})
+    plan = {**TWO, "data": 2, "zero": 3, "schedule": schedule}
+    if schedule == "interleaved":
+        plan["stages_per_rank"] = 2
+    ranks(4, goes_on_after_evaluations, plan)
 
 
 class Slow(nn.Linear):

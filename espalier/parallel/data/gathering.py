@@ -188,6 +188,8 @@ class Gathering:
     def _need(self, g: Gathered) -> None:
         use = Use("backward" if _in_backward() else "forward", g.number)
         if g.is_whole and self._seen and self._seen[-1] == use:
+            if not _in_backward() and self.order[len(self._seen) : len(self._seen) + 1] == [use]:
+                self._seen.append(use)  # the first time it was released between the two
             return  # what comes next is under way
         self._seen.append(use)
         g.start()
