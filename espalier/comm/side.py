@@ -34,6 +34,9 @@ class Absent(RuntimeError):
         super().__init__(cause)
         self.seen, self.number = seen, number
 
+    def __reduce__(self) -> Any:
+        return type(self), (self.seen, self.number, *self.args)
+
 
 class Side:
     """The talk of one mesh; made by all its ranks at one place of the program.

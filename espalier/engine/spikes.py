@@ -79,6 +79,9 @@ class SpikeError(FloatingPointError):
         super().__init__(message)
         self.step, self.rollback, self.culprits = step, rollback, tuple(culprits)
 
+    def __reduce__(self) -> Any:
+        return type(self), (*self.args, self.step, self.rollback, self.culprits)
+
 
 class Guard:
     """Judges each step by its loss and gradient norm, which all ranks know alike.

@@ -16,12 +16,16 @@ class ConfigError(ValueError):
     """A configuration with mistakes.
 
     Attributes:
+        owner: what was to be configured.
         mistakes: one line each; the message lists all of them.
     """
 
     def __init__(self, owner: str, mistakes: Iterable[str]) -> None:
-        self.mistakes = tuple(mistakes)
+        self.owner, self.mistakes = owner, tuple(mistakes)
         super().__init__(f"{owner}: " + "; ".join(self.mistakes))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.owner, self.mistakes)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

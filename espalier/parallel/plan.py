@@ -297,6 +297,9 @@ class PlanError(ValueError):
         lines = [f"{key} = {given!r}: {expected}" for key, given, expected in mistakes]
         super().__init__("\n  ".join([f"Plan: {len(lines)} mistake(s)", *lines]))
 
+    def __reduce__(self) -> Any:
+        return type(self), (self.mistakes,)
+
 
 def _mistake(item: dict[str, Any], model: type[BaseModel]) -> tuple[str, Any, str]:
     name = ".".join(map(str, item["loc"]))

@@ -10,8 +10,10 @@ from espalier.models import nearest
 
 M = TypeVar("M", bound=BaseModel)
 
-MISSING = object()
-"""Stands for the value of a key that was not given."""
+
+class MISSING:
+    """Stands for the value of a key that was not given; a class, as these stay themselves when pickled."""
+
 
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
@@ -35,10 +37,13 @@ class JobError(ValueError):
     """A job that cannot be run; the message lists every mistake in it."""
 
     def __init__(self, source: str, mistakes: Iterable[Mistake], overridden: Collection[str] = ()) -> None:
-        self.mistakes = tuple(mistakes)
+        self.source, self.mistakes, self.overridden = source, tuple(mistakes), frozenset(overridden)
         count = len(self.mistakes)
         head = f"{source}: {count} mistake{'s' if count != 1 else ''}"
         super().__init__("\n  ".join([head, *(m.text(overridden) for m in self.mistakes)]))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.source, self.mistakes, self.overridden)
 
 
 def unknown_key(key: str, given: Any, known: Iterable[str]) -> Mistake:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 from espalier.parallel.pipeline.actions import Action, Kind, Schedule
 from espalier.parallel.pipeline.messages import messages_of, with_messages
@@ -17,13 +18,17 @@ class ScheduleError(ValueError):
     """A schedule that cannot be executed.
 
     Attributes:
+        kind: the schedule's.
         faults: one line each: which rank, which action, what is missing.
     """
 
     def __init__(self, kind: str, faults: list[str]) -> None:
-        self.faults = tuple(faults)
+        self.kind, self.faults = kind, tuple(faults)
         shown = faults[:20] + ([f"and {len(faults) - 20} more"] if len(faults) > 20 else [])
         super().__init__("\n  ".join([f"schedule {kind}: {len(faults)} fault(s)", *shown]))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.kind, list(self.faults))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,47 @@
+"""Errors reach other processes whole: whatever raises them (a pool of workers, a launcher) may pickle them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+import pkgutil
+
+import pytest
+
+import espalier
+from espalier.comm.side import Absent
+from espalier.engine.spikes import SpikeError
+from espalier.mesh.launch import LaunchError
+from espalier.models.config import ConfigError
+from espalier.parallel.pipeline.check import ScheduleError
+from espalier.parallel.plan import PlanError
+from espalier.tensor.compare import SanitizeError
+from espalier.train.mistakes import MISSING, JobError, Mistake
+
+EXAMPLES = [
+    Absent([(3, "loads"), (4, "")], 4, "rank 1 did not come"),
+    SpikeError("a spike", 7, True, ["head.weight"]),
+    LaunchError("rank 1 failed", 1, -9),
+    ConfigError("GPT2Config", ["heads = 3: expected a divisor of hidden"]),
+    ScheduleError("mine", [f"rank {i} waits for ever" for i in range(30)]),
+    PlanError([("zero", 4, "expected 0 to 3"), ("datta", 2, "unknown key; did you mean data?")]),
+    SanitizeError("ranks differ", "aten.add", "train.py:3", ["data"], [1]),
+    JobError("job.toml", [Mistake("train.steps", MISSING, "is missing"), Mistake("a", 1, "no")], ["a"]),
+]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_is_the_same_when_pickled(error: BaseException) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
+
+
+def test_all_with_a_constructor_of_their_own_are_here() -> None:
+    found = set()
+    for module in pkgutil.walk_packages(espalier.__path__, "espalier."):
+        if module.name != "espalier.__main__":
+            members = vars(importlib.import_module(module.name)).values()
+            found |= {x for x in members if inspect.isclass(x) and issubclass(x, Exception)}
+    own = {x for x in found if x.__module__.startswith("espalier") and "__init__" in vars(x)}
+    assert own == {type(error) for error in EXAMPLES}
