@@ -234,7 +234,7 @@ class _Reader(torch.optim.Optimizer):
     """Has the parameters of an optimizer, and its states; a step fills the parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], fill: Fill, states: Any) -> None:
-        super().__init__(parameters, {})
+        super().__init__([{"params": [*parameters]}], {})  # as a group there may be none: all may be frozen
         self.fill = fill
         if states is not None:
             self.state = states

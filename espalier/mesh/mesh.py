@@ -195,9 +195,18 @@ class Mesh(TorchNames):
             ranks: the numbers of its ranks in a world, by default 0, 1, ...
             world_rank: in place of a coordinate, the rank of that world from which the mesh is seen. It
                 need not be part of the mesh.
+
+        Raises:
+            ValueError: there is no such coordinate.
         """
         names, shape = tuple(axes), tuple(int(n) for n in axes.values())
         _check_axes(names, shape)
+        fits = coordinate is None or len(coordinate) == len(shape)
+        if not fits or any(not 0 <= c < n for c, n in zip(coordinate or (), shape, strict=False)):
+            raise ValueError(
+                f"coordinate = {coordinate} is not in a mesh of {dict(axes)}: expected {len(shape)} numbers, "
+                "one along each axis, from 0 and below its size."
+            )
         if coordinate is None and world_rank is not None:
             numbers = tuple(range(math.prod(shape)) if ranks is None else ranks)
             coordinate = _coordinate(numbers.index(world_rank) if world_rank in numbers else 0, shape)

@@ -89,6 +89,9 @@ def test_dry_meshes_are_seen_from_a_rank_of_a_world() -> None:
     assert Mesh.dry({"a": 2}).world_rank == 0 and Mesh.dry({"a": 3}, (2,)).world_rank == 2
     with pytest.raises(ValueError, match="different"):
         Mesh.dry({"a": 2}, ranks=[1, 1])
+    for wrong in ((1,), (0, 2), (-1, 0), (0, 0, 0)):
+        with pytest.raises(ValueError, match=r"not in a mesh of {'a': 2, 'b': 2}: expected 2 numbers"):
+            Mesh.dry({"a": 2, "b": 2}, wrong)
 
 
 members = dist.get_process_group_ranks

@@ -29,13 +29,18 @@ class _Parted(NamedTuple):
 
 
 def backward_for_inputs(
-    roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+    roots: Sequence[GradientEdge],
+    grads: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    dry: bool = False,
 ) -> Callable[[], None]:
     """Add to the gradients of a stage's inputs.
 
     Args:
         roots, grads: the stage's outputs, and their gradients.
         leaves: its inputs.
+        dry: operations were given aliases of the weights, which are passed over: gradients then come to the
+            weights in the order in which they do in a real run.
 
     Returns:
         what adds to the gradients of its weights.
@@ -44,7 +49,7 @@ def backward_for_inputs(
         return lambda: torch.autograd.backward(tuple(roots), tuple(grads))
     way, weights = _explored((edge.node for edge in roots), {get_gradient_edge(x).node for x in leaves})
     beside = [weights[edge.node] for edge in roots if not way[edge.node]]  # outputs of weights alone
-    parted, at_once = _parted(way, weights, set().union(*beside))
+    parted, at_once = _parted(way, weights, set().union(*beside), dry)
     handles = [part.node.register_prehook(_keeper(part.came)) for part in parted]
     try:
         inputs: Any = [*leaves, *(node.variable for node in at_once)]  # type: ignore[attr-defined]
@@ -98,7 +103,7 @@ def _explored(
 
 
 def _parted(
-    way: dict[Node, bool], weights: dict[Node, frozenset[Node]], at_once: set[Node]
+    way: dict[Node, bool], weights: dict[Node, frozenset[Node]], at_once: set[Node], dry: bool
 ) -> tuple[list[_Parted], set[Node]]:
     """Which nodes run again for which edges, and the weights that are not put off: those given, and more."""
     edges: dict[Node, list[_Edge]] = {}
@@ -109,6 +114,8 @@ def _parted(
         for to, place in node.next_functions:
             if to is None or way[to] or not weights[to]:
                 continue
+            while dry and to.name() == "AliasBackward0":
+                to, place = to.next_functions[0]
             edges.setdefault(node, []).append((to, place))
             stack = [to]
             while stack:

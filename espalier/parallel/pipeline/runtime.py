@@ -356,7 +356,7 @@ class Runtime:
             grads = self._take(Kind.RECV_B, stage, micro)
         leaves = live.leaves
         if parted:
-            live.later = backward_for_inputs(live.edges, grads, leaves)
+            live.later = backward_for_inputs(live.edges, grads, leaves, self._mesh.is_dry)
         else:
             self._begin(action)
             if live.edges:
