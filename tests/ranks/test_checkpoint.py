@@ -322,3 +322,27 @@ def has_streams(rank: int, world: int, folder: Path) -> None:
 def test_streams_of_devices_go_on(ranks: Any, tmp_path: Path) -> None:
     ranks(2, has_streams, tmp_path)
     ranks(1, has_streams, tmp_path)
+
+
+def loads_frozen(rank: int, world: int, folder: Path) -> None:
+    """The first stage trains nothing, so no optimizer has anything there."""
+
+    def started() -> espalier.Engine:
+        net = model("gpt2", layers=2)
+        for name, p in net.named_parameters():
+            p.requires_grad_("blocks.0" not in name and "embed" not in name and "position" not in name)
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+        plan = {"pipe": 2, "accumulate": 2, "cuts": ("blocks.1",)}
+        engine = espalier.initialize(net, optimizer, plan)
+        engine.lay_out(engine.cut(batch(ROWS))[0])
+        return engine
+
+    first, second = started(), started()
+    trained(first, range(2))
+    first.save(folder / "saved")
+    second.load(folder / "saved")
+    assert trained(first, range(2, 4)) == trained(second, range(2, 4))
+
+
+def test_a_stage_that_is_frozen_as_a_whole_is_loaded(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, loads_frozen, tmp_path)

@@ -94,7 +94,7 @@ TWO = {"pipe": 2, "accumulate": 4}
 FOUR, TIED = {"layers": 4}, {"layers": 4, "tied": True}
 TRIALS: list[Trial] = [
     ({**TWO, "data": 2, "tensor": 2, "schedule": "1f1b", "zero": 3}, "gpt", {"layers": 3}),
-    ({**TWO, "data": 2, "tensor": 2, "schedule": "zb-h1", "zero": 2}, "gpt2", TIED),
+    ({**TWO, "data": 2, "tensor": 2, "schedule": "zb-h1", "zero": 1, "chunk_megabytes": 0.002}, "gpt2", TIED),
     ({**TWO, "tensor": 4, "tensor_mode": "2d", "schedule": "gpipe"}, "gpt2", {}),
     ({**TWO, "accumulate": 2, "tensor": 4, "tensor_mode": "2.5d", "depth": 2, "zero": 1}, "gpt2", {}),
     ({**TWO, "context": 2, "data": 2, "zero": 3, "schedule": "zbv", "stages_per_rank": 2}, "gpt2", TIED),
