@@ -25,6 +25,7 @@ from espalier.parallel.tensor.tables import Table, kinds_from, kinds_of, table_f
 from espalier.tensor import lay_out
 from espalier.tensor.deferred import make_the_rest_real
 from espalier.tensor.dtensor import DTensor
+from espalier.tensor.modules import unwatched
 
 
 class Arrangement(dict[str, Layout]):
@@ -170,8 +171,9 @@ def lay_out_model(
                 f"The parameter {name} is a DTensor already. Give initialize() the plain model, once."
             )
     low = plan.precision.parameters
-    leave_out(model, layouts, None if low is None else getattr(torch, low))
-    data = DataAxis(model, layouts, mesh, plan, layouts.parts, optimizer)
+    with unwatched(model):
+        leave_out(model, layouts, None if low is None else getattr(torch, low))
+        data = DataAxis(model, layouts, mesh, plan, layouts.parts, optimizer)
     send_tokens(model)
     place_branches(model, layouts.branches, mesh)
     for module in model.modules():

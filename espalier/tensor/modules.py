@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +36,22 @@ def lay_out_parameter(p: nn.Parameter, layout: Layout, *, source: int | Sequence
         p.grad = None
         p.data = local.detach().as_subclass(torch.Tensor)
     stamp(p, layout)._is_param = True
+
+
+@contextmanager
+def unwatched(model: nn.Module) -> Iterator[None]:
+    """While open, recurrent modules don't see whether their weights are exchanged for others.
+
+    They do so by weak references, and torch exchanges no tensor that has some.
+    """
+    watching: list[Any] = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    for m in watching:
+        m._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for m in watching:
+            m._flat_weight_refs = [None if w is None else weakref.ref(w) for w in m._flat_weights]
 
 
 def distribute_module(
