@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import difflib
 import fnmatch
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import MethodType
+from functools import partial, wraps
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -119,17 +119,18 @@ def recompute(model: nn.Module, kinds: Mapping[str, str], inputs: str, policy: P
         inputs: what is kept of a block's inputs: see ``Plan.recompute_inputs``.
         policy: in place of :func:`keep_products`.
     """
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy or keep_products)
+    contexts = partial(create_selective_checkpoint_contexts, policy or keep_products)
     for name, kind in kinds.items():
         _wrap(model.get_submodule(name), contexts if kind == "selective" else noop_context_fn, inputs)
 
 
 def _wrap(block: nn.Module, contexts: Callable[..., Any], inputs: str) -> None:
     replaced = block.__dict__.get("forward")
+    written = _Written(contexts)
 
-    @functools.wraps(type(block).forward)
+    @wraps(type(block).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = functools.partial(type(self).forward, self) if replaced is None else replaced
+        own = partial(type(self).forward, self) if replaced is None else replaced
         if not torch.is_grad_enabled():
             return own(*args, **kwargs)
         found = {id(x): x for x in tensors_in((args, kwargs))}
@@ -140,7 +141,7 @@ def _wrap(block: nn.Module, contexts: Callable[..., Any], inputs: str) -> None:
         with raw():
             tensors = [plain(x) for x in found.values()]
         with _keeping(inputs, list(found.values())):
-            return checkpoint(call, *tensors, use_reentrant=False, context_fn=contexts)
+            return checkpoint(call, *tensors, use_reentrant=False, context_fn=partial(written.contexts, self))
 
     # a method, so that a copy of the block gets one of its own
     block.forward = MethodType(forward, block)
@@ -179,6 +180,73 @@ class _Call:
                 for mode in self._modes:
                     stack.enter_context(mode)
             return self._own(*args, **kwargs)
+
+
+class _Written:
+    """The buffers that a block writes to (running statistics), by which modules are in training mode."""
+
+    def __init__(self, contexts: Callable[..., Any]) -> None:
+        self._contexts = contexts
+        self._names: dict[tuple[bool, ...], list[str]] = {}
+
+    def contexts(self, block: nn.Module) -> tuple[Any, Any]:
+        """Around the first computation of a block and the later ones, in ``torch.utils.checkpoint``'s sense.
+
+        These find the buffers as the first did, and leave them as they are.
+        """
+        first, again = self._contexts()
+        modes = tuple(m.training for m in block.modules())
+        known = self._names.get(modes)
+        wanted = block.named_buffers() if known is None else [(n, block.get_buffer(n)) for n in known]
+        held = {n: b for n, b in wanted if not b.is_meta}
+        if not held or recorders():
+            return first, again
+        before = _values(held)
+
+        def settle() -> None:
+            self._names[modes] = [n for n, x in _values(held).items() if not torch.equal(x, before[n])]
+
+        return _Around(first, at_end=settle) if known is None else first, _Around(again, held, before)
+
+
+class _Around:
+    """A context within which buffers have other values.
+
+    Args:
+        at_end: is called when it closes.
+    """
+
+    def __init__(
+        self,
+        inner: AbstractContextManager[Any],
+        held: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        values: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._inner, self._held, self._values, self._at_end = inner, held, values, at_end
+        self._now: Mapping[str, torch.Tensor] = {}
+
+    def __enter__(self) -> None:
+        self._now = _values(self._held)
+        _put(self._held, self._values)
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        told = self._inner.__exit__(*error)
+        _put(self._held, self._now)
+        self._at_end()
+        return told
+
+
+def _values(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    with raw(), torch.no_grad():
+        return {name: plain(x.detach()).clone() for name, x in held.items()}
+
+
+def _put(held: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    with raw(), torch.no_grad():
+        for name, x in held.items():
+            plain(x.data).copy_(values[name])  # what is saved for backward does not count it as written to
 
 
 class _Cache:

@@ -1,4 +1,4 @@
-"""Errors reach other processes whole: whatever raises them (a pool of workers, a launcher) may pickle them."""
+"""Errors reach other processes whole: what raises them (a pool of workers, a launcher) may pickle them."""
 
 from __future__ import annotations
 

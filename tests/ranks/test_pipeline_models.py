@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -132,6 +133,45 @@ def shares(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
 def test_parameters_that_all_stages_use(ranks: Any) -> None:
     pipe = {"pipe": 2, "data": 2, "accumulate": 2}
     ranks(4, shares, [{**pipe, "zero": 3}, {**pipe, "zero": 2, "recompute": "full"}])
+
+
+class Recurrent(nn.Module):
+    """An LSTM looks at its weights by weak references, whether they are the same still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.lstm = nn.LSTM(8, 8, num_layers=2, batch_first=True)
+        self.out = nn.Linear(8, 11)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.lstm(self.embed(ids))[0])
+
+
+def recurs(rank: int, world: int, plan: dict[str, Any], deferred: bool) -> None:
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
+
+    torch.manual_seed(0)
+    plain = Recurrent()
+    torch.manual_seed(0)
+    with espalier.deferred() if deferred else nullcontext():
+        net = Recurrent()
+    ours, theirs = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (net, plain))
+    engine = espalier.initialize(net, ours, plan, loss_fn=loss)
+    for step in range(3):
+        ids = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(step))
+        expected = loss(plain(ids), ids)
+        expected.backward()
+        theirs.step()
+        theirs.zero_grad()
+        assert abs(engine.train_step((ids, ids)).item() - expected.item()) < 1e-5, (plan, step)
+
+
+def test_recurrent_modules(ranks: Any) -> None:
+    for plan in ({"pipe": 2, "accumulate": 2}, {"data": 2, "zero": 3}):
+        for deferred in (False, True):
+            ranks(2, recurs, plan, deferred)
 
 
 def test_what_weights_alone_give_out_counts() -> None:

@@ -1,8 +1,8 @@
 """Plans drawn by lot, against one process in float64: no mix of forms of parallelism gives other numbers.
 
-Each draw trains two steps under one plan, saves, loads under another, trains two more, evaluates and predicts,
-and compares the ledger of a step with that of a dry run. ``ESPALIER_SWEEP=1`` in the environment draws 40, a
-larger number so many.
+Each draw trains two steps under one plan, saves, loads under another, trains two more, evaluates and
+predicts, and compares the ledger of a step with that of a dry run. ``ESPALIER_SWEEP=1`` in the environment
+draws 40, a larger number so many.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def drawn_plan(lot: random.Random, world: int, kind: str, layers: int) -> Plan:
             world //= 2
     plan: Plan = {axis: size for axis, size in sizes.items() if size > 1}
     plan |= {"zero": lot.choice([1, 2, 3] if sizes["replicate"] > 1 else [0, 1, 2, 3])}
-    plan |= {"accumulate": lot.choice([1, 2, 3]), "recompute": lot.choice(["none", "none", "full", "selective"])}
+    plan["accumulate"] = lot.choice([1, 2, 3])
+    plan["recompute"] = lot.choice(["none", "none", "full", "selective"])
     modes: dict[int, list[Plan]] = {
         2: [{}],
         4: [{}, {"tensor_mode": "2d"}],

@@ -204,6 +204,38 @@ def test_hugging_face_blocks_with_caches(ranks: Any) -> None:
     ranks(2, hugging_face)
 
 
+class Keeps(nn.Module):
+    """Writes to buffers in its forward: statistics of batches, and vectors on which its output hangs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.norm(torch.tanh(self.lin(x))))
+
+
+def buffers(rank: int, world: int, plan: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Sequential(Keeps(), Keeps()), nn.Linear(8, 1)).double()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine = espalier.initialize(net, sgd, plan, loss_fn=nn.functional.mse_loss)
+    torch.manual_seed(3)
+    data = [torch.randn(6, 8).double() for _ in range(4)]
+    losses = [engine.train_step((x, x.sum(1, keepdim=True))).item() for x in data]
+    return losses, {k: v.tolist() for k, v in engine.full_state_dict().items()}
+
+
+def test_buffers_are_written_once(ranks: Any) -> None:
+    """What is computed again finds them as the first time, and leaves them as they are."""
+    for world, plan in ((1, {}), (2, {"data": 2})):
+        expected = ranks(world, buffers, plan)
+        assert any("running_mean" in name for name in expected[0][1])
+        for how in ({"recompute": "full"}, {"recompute": "selective", "recompute_inputs": "host"}):
+            assert ranks(world, buffers, {**plan, **how}) == expected, (world, how)
+
+
 def test_patterns_that_match_nothing() -> None:
     mesh = espalier.Mesh.dry({"data": 2, "tensor": 1})
     with pytest.raises(ValueError, match=r"'block\.1' matches no block; close: blocks\.1"):

@@ -114,8 +114,8 @@ def _parted(
         for to, place in node.next_functions:
             if to is None or way[to] or not weights[to]:
                 continue
-            while dry and to.name() == "AliasBackward0":
-                to, place = to.next_functions[0]
+            while dry and to.name() == "AliasBackward0" and (behind := to.next_functions[0])[0] is not None:
+                to, place = behind[0], behind[1]
             edges.setdefault(node, []).append((to, place))
             stack = [to]
             while stack:

@@ -105,19 +105,23 @@ def _look(target: torch.Tensor, kind: Kind, mesh: Mesh) -> None:
 class Ahead:
     """Counts of what a batch holds, sent when a forward pass begins: those that the last one asked for.
 
+    Passes with gradients go by such, and those without by theirs: an evaluation changes nothing for a step.
     All ranks must send the same. So it takes only tensors that are :func:`alike` on all: of these a view is
     a copy on all of them, or on none.
     """
 
     def __init__(self) -> None:
-        self._wanted: dict[tuple[int, Kind], None] = {}
+        self._asked: dict[bool, dict[tuple[int, Kind], None]] = {}  # by whether there are gradients
+        self._wanted: dict[tuple[int, Kind], None] = {}  # in this pass
         self._given: list[torch.Tensor | None] = []
         self._sent: dict[tuple[int, Kind], tuple[Count, int]] = {}
 
     @contextmanager
     def of(self, given: Sequence[Any]) -> Iterator[None]:
         """While open, the forward pass of a batch with these tensors runs."""
-        wanted, self._wanted = self._wanted, {}
+        trains = torch.is_grad_enabled()
+        wanted = self._asked.get(trains, {})
+        self._wanted = self._asked[trains] = {}
         self._given = [plain(x) if is_alike(x) else None for x in given]
         with raw():
             for i, kind in wanted:
