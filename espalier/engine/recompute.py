@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
 )
 
 from espalier.comm.moves import carry_out
-from espalier.comm.traced import recorders
+from espalier.comm.traced import recorders, recording
 from espalier.layout import Layout
 from espalier.layout.layout import R, V
 from espalier.parallel import Plan
@@ -199,7 +199,7 @@ class _Written:
         known = self._names.get(modes)
         wanted = block.named_buffers() if known is None else [(n, block.get_buffer(n)) for n in known]
         held = {n: b for n, b in wanted if not b.is_meta}
-        if not held or recorders():
+        if not held or recording():
             return first, again
         before = _values(held)
 
