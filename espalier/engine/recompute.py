@@ -213,7 +213,7 @@ class _Around:
     """A context within which buffers have other values.
 
     Args:
-        at_end: is called when it closes.
+        at_end: is called when it closes without an error.
     """
 
     def __init__(
@@ -234,7 +234,8 @@ class _Around:
     def __exit__(self, *error: Any) -> Any:
         told = self._inner.__exit__(*error)
         _put(self._held, self._now)
-        self._at_end()
+        if error[0] is None:
+            self._at_end()
         return told
 
 

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 # its devices have no tensors here: so nothing else comes this way
 _KIND = "ipu"
-_KEY = torch._C.DispatchKey.AutocastIPU  # type: ignore[attr-defined]
-_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+_KEY: Any = getattr(torch._C.DispatchKey, "AutocastIPU", None)
+_BELOW = None if _KEY is None else torch._C._dispatch_keyset_full_after(_KEY)
 _LIKE = "cpu"
 
 
@@ -30,9 +30,17 @@ class DryAutocast:
     """While open, meta tensors are cast as ``torch.autocast("cpu", ...)`` would, wherever that is open.
 
     A copy of a parameter is kept until autocast ends, as autocast keeps it. May be opened within itself.
+
+    Raises:
+        ValueError: this torch has no place for it.
     """
 
     def __init__(self) -> None:
+        if _KEY is None:
+            raise ValueError(
+                f"torch {torch.__version__} has no autocast for tensors without data: a dry run cannot know "
+                "their dtypes. Use precision = 'bfloat16' or 'float16' for it."
+            )
         self._open: list[ExitStack | None] = []
         self._casts: dict[Any, tuple[torch.dtype | None, ...]] = {}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
