@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +38,20 @@ def test_spawn_runs_a_function_on_a_mesh() -> None:
 def test_spawn_reports_the_rank_that_raised() -> None:
     with pytest.raises(Exception, match="nothing of that name"):
         espalier.spawn(fail_on_one, {"data": 2})
+
+
+def leaves_something(mesh: Mesh, folder: Path) -> int:
+    """The process aborts at its end, as by gloo's threads that outlive Python."""
+    library = ctypes.CDLL(None)
+    library.on_exit(library.abort, None)
+    atexit.register((folder / str(mesh.rank)).touch)
+    return mesh.rank
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="uses glibc's on_exit")
+def test_spawn_gives_results_whatever_the_end_of_the_interpreter_would_do(tmp_path: Path) -> None:
+    assert espalier.spawn(leaves_something, {"data": 2}, tmp_path) == [0, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 def from_torch(rank: int, world: int) -> None:
