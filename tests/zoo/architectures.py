@@ -59,10 +59,7 @@ SIZES: tuple[tuple[int | None, str], ...] = (
     # positions and windows
     (128, "max_2d_position_embeddings max_temporal_embeddings"),
     (64, "*max_source_positions *max_target_positions *max_position *max_positions *max_position_embeddings"),
-    (
-        64,
-        "n_positions n_ctx context_length max_seq_len max_sequence_length seq_len seq_length tpu_short_seq_length",
-    ),
+    (64, "n_positions n_ctx context_length max_seq_len max_sequence_length seq_len seq_length"),
     (4, "sliding_window sliding_window_size local_attention attention_window attention_window_size"),
     (4, "local_window_size"),
     (IMAGE, "*image_size img_size crop_size resolution"),
