@@ -4,6 +4,7 @@ from espalier.comm.collectives import Pending, all_gather, all_reduce, all_to_al
 from espalier.comm.ledger import Collective, Entry, Ledger, ledger, observed
 from espalier.comm.moves import move
 from espalier.comm.spans import Spans, exchange, pieces
+from espalier.comm.watch import watched
 
 __all__ = [
     "Collective",
@@ -21,4 +22,5 @@ __all__ = [
     "observed",
     "pieces",
     "reduce_scatter",
+    "watched",
 ]

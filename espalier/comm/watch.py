@@ -143,10 +143,15 @@ class Pulse:
         self.running = True
         die_fast(self.rank)
         Exits.told = (*Exits.told, self.leaving)
+        atexit.register(self._join)  # called after the next: where the watch has ended by itself, say
         atexit.register(self.leaving, None)
         self.signals.hear()
-        for task in (self._look_on, self._talk_on):
-            threading.Thread(target=task, name=f"espalier{task.__name__}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=task, name=f"espalier{task.__name__}", daemon=True)
+            for task in (self._look_on, self._talk_on)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """End the watch; nothing more is told."""
@@ -162,10 +167,17 @@ class Pulse:
         self.signals.forget()
         if self._stderr is not None:
             self._stderr.end()
+        self._join()
         # gloo's threads must not outlive the interpreter: hold nothing of the world
         self._world = None
         self._groups.clear()
         self._recent.clear()
+
+    def _join(self) -> None:
+        """Wait for the threads: one that comes back from C++ after the interpreter's end aborts the process."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(self.faults.limit + 1)
 
     def leaving(self, error: BaseException | None) -> bool:
         """This rank leaves its world, well or with an error; whether the report of it stands elsewhere."""
@@ -439,19 +451,30 @@ class _Stderr:
 def watched(faults: Faults | None = None) -> Pulse:
     """The pulse of this process in the running world; the watch begins with the first call.
 
-    ``ESPALIER_FAULTS=off`` in the environment lets none begin.
+    The first mesh of a world calls it. ``ESPALIER_FAULTS=off`` in the environment lets none begin.
 
     Args:
-        faults: how it looks for them, where it does not run yet.
+        faults: how it looks for them from now on; by default as it does, or as :class:`Faults` says.
     """
     running = next((each for each in Mesh.everywhere if type(each) is Pulse), None)
     if running is not None and running._world is dist.group.WORLD:
-        return running
+        if faults is None:
+            return running
+        if faults.watch:
+            running.faults = faults
+            return running
+        running.stop()
     pulse = Pulse(faults or Faults())
     alone = not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
     if not alone and pulse.faults.watch and os.environ.get(_OFF) != "off":
         pulse.start()
     return pulse
+
+
+# Programs without an engine are watched too, also those that made their meshes before this was imported.
+Mesh.joined = (*Mesh.joined, watched)
+if Mesh.built[0] is not None and Mesh.built[0] is dist.group.WORLD:
+    watched()
 
 
 def _group(event: Collective) -> str:

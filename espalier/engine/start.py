@@ -62,7 +62,7 @@ def initialize(
         recompute_policy: for blocks of ``recompute="selective"``, as for torch's
             ``create_selective_checkpoint_contexts``: ``policy(context, op, *args, **kwargs)``; it sees the
             operations on this rank's local tensors.
-        faults: how ranks that die or hang are looked for, where the watch does not run yet.
+        faults: how ranks that die or hang are looked for from now on.
         spikes: what to do about steps whose loss or gradients leap or are not finite; by default nothing.
 
     Raises:

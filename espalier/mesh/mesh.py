@@ -18,7 +18,7 @@ import copy
 import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -47,7 +47,8 @@ class Mesh(TorchNames):
         is_member: whether ``world_rank`` is one of ``ranks``.
         ledgers: the open ledgers that traffic on this mesh is written to (see ``espalier.comm``).
         everywhere: those that are opened on every mesh there will be; ``known``: the meshes there are;
-            ``built``: the running world, and its meshes (a cache).
+            ``built``: the running world, and its meshes (a cache); ``joined``: who is called when a world
+            gets its first mesh.
         within: the mesh of which it is a coordinate's ranks (see ``espalier.mesh.parts.at``); None of others.
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
         kept: what stands for the last gathered tensor that the backward pass wants again, weakly.
@@ -57,6 +58,7 @@ class Mesh(TorchNames):
     everywhere: ClassVar[tuple[Any, ...]] = ()
     known: ClassVar[weakref.WeakSet[Mesh]] = weakref.WeakSet()
     built: ClassVar[tuple[Any, dict[Any, Mesh]]] = (None, {})
+    joined: ClassVar[tuple[Callable[[], object], ...]] = ()
 
     def __init__(
         self,
@@ -433,6 +435,8 @@ def _built() -> dict[Any, Mesh]:
     if Mesh.built[0] is not dist.group.WORLD:
         _release()
         Mesh.built = (dist.group.WORLD, {})
+        for tell in Mesh.joined:
+            tell()
     return Mesh.built[1]
 
 

@@ -41,7 +41,10 @@ def execute(action: str, job: Job, **options: Any) -> Any:
         TrainingError: when training cannot go on.
     """
     world = start().world_size
-    watched(job.faults.settings)
+    if job.faults.watch:
+        watched(job.faults.settings)
+    else:
+        os.environ["ESPALIER_FAULTS"] = "off"  # else the first mesh would begin one
     if action == "train":
         job = fitted(job, world)
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and job.checkpoint is not None:

@@ -228,3 +228,34 @@ def test_an_environment_that_makes_no_sense(monkeypatch, environment, message):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
         start("cpu")
+
+
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
+def test_a_program_with_a_group_of_its_own_ends_well_with_the_watch_running(tmp_path, capfd, end):
+    """A thread in a call of the store when the interpreter ends would abort the process."""
+    path = tmp_path / "own.py"
+    path.write_text(
+        textwrap.dedent(
+            f"""
+            import atexit, threading
+            import torch, torch.distributed as dist
+
+            @atexit.register
+            def last():
+                print(*[thread.name for thread in threading.enumerate()], flush=True)
+
+            import espalier
+            from espalier.comm import watched
+
+            dist.init_process_group("gloo")
+            linear = torch.nn.Linear(4, 2)
+            engine = espalier.initialize(linear, torch.optim.SGD(linear.parameters()), loss_fn=lambda y, x: y.sum())
+            engine.train_step(torch.ones(4, 4))
+            assert watched() is engine.pulse and engine.pulse.running
+            print("trained", flush=True)
+            {end}
+            """
+        )
+    )
+    launch([str(path)], 2, env={"ESPALIER_FAULTS": "on"})
+    assert capfd.readouterr().out == "trained\nMainThread\n"

@@ -52,7 +52,10 @@ def host(place: Path) -> None:
         pid = os.fork()
         if not pid:
             become(rank, int(size), int(os.read(heard, 16)), place, kind != "host")
-            train(kind, rank == int(who), place)
+            if kind == "bare":
+                move(rank == int(who), place)
+            else:
+                train(kind, rank == int(who), place)
             return
         ranks[pid] = rank
     # it has threads, and may hold locks: so it comes after all forks
@@ -103,6 +106,16 @@ def train(kind: str, bad: bool, place: Path) -> None:
                 continue
         engine.train_step(batch)
     print("trained", flush=True)
+
+
+def move(bad: bool, place: Path) -> None:
+    """Without an engine, the bad one sleeps while the others wait for it."""
+    mesh = espalier.Mesh.from_env({"data": int(os.environ["WORLD_SIZE"])})
+    for step in range(1, 6):
+        if step == AT and bad:
+            (place / "deed").write_text(str(time.time()))
+            time.sleep(1000)
+        all_reduce(torch.ones(2), mesh, 0)
 
 
 def misbehave(kind: str, engine: espalier.Engine) -> bool:

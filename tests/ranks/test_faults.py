@@ -13,7 +13,7 @@ import pytest
 
 WORLDS = (
     # those that last longest first
-    "compute:2:0 patient:2:1 stop:2:1 sleep:4:2 sleep:2:0 kill:4:0 raise:4:2 differ:2:1 kill:2:1 raise:2:1 "
+    "compute:2:0 patient:2:1 bare:2:1 stop:2:1 sleep:4:2 sleep:2:0 kill:4:0 raise:4:2 differ:2:1 kill:2:1 raise:2:1 "
     "exit:2:1 skip:2:1 pipe:2:1 host:3:0"
 ).split()
 PROMISED = 10.0  # seconds
@@ -61,7 +61,7 @@ def ended(tmp_path_factory) -> dict[str, End]:
 
 
 @pytest.mark.parametrize(
-    "world", [w for w in WORLDS if w.split(":")[0] not in ("compute", "patient", "host")]
+    "world", [w for w in WORLDS if w.split(":")[0] not in ("compute", "patient", "host", "bare")]
 )
 def test_all_stop_with_one_report_that_names_the_rank(ended, world):
     kind, size, who = world.split(":")
@@ -121,6 +121,14 @@ def test_one_that_sleeps_is_told_from_those_that_wait_for_it(ended):
     report = ended["sleep:4:2"].reports[0]
     assert "has done nothing for" in report and "ranks/dying.py" in report
     assert re.search(r"Ranks 0, 1, 3: waiting, at step 3, in reduce_scatter", report)
+
+
+def test_a_program_without_an_engine_is_watched_too(ended):
+    end = ended["bare:2:1"]
+    (report,) = end.reports
+    assert "rank 1 of 2 has done nothing for" in report and "ranks/dying.py" in report
+    assert "in all_reduce of [2] float32 along 'data' (its no. 3)" in report
+    assert end.codes == {0: 76, 1: 76} and end.seconds < 3 * PROMISED
 
 
 def test_a_stopped_process_gives_no_sign_and_is_ended(ended):
