@@ -39,6 +39,7 @@ _WORDS: Final = 30  # lines of standard error remembered
 _BUSY_SHARE: Final = 0.2  # of a core: a process that computes so much is alive, though it gives no sign
 _FRESH: Final = 2.0  # seconds for which it is believed that a silent process is short of a core
 _QUIET: Final = 10.0  # seconds without a new collective, after which the device is looked at
+_LAST: Final = 3.0  # seconds that the cause of a verdict has to end before the others do
 _OFF: Final = "ESPALIER_FAULTS"
 
 
@@ -158,9 +159,6 @@ class Pulse:
         if not self.running:
             return
         self.running = False
-        self._over.set()
-        self._urgent.set()
-        self.signals.wake()
         self._watching.__exit__(None, None, None)
         Exits.told = tuple(tell for tell in Exits.told if tell != self.leaving)
         atexit.unregister(self.leaving)
@@ -174,7 +172,10 @@ class Pulse:
         self._recent.clear()
 
     def _join(self) -> None:
-        """Wait for the threads: one that comes back from C++ after the interpreter's end aborts the process."""
+        """End the threads: one that comes back from C++ after the interpreter's end aborts the process."""
+        self._over.set()
+        self._urgent.set()
+        self.signals.wake()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(self.faults.limit + 1)
@@ -269,11 +270,18 @@ class Pulse:
     def _obey(self, verdict: Verdict) -> None:
         if self._end and time.monotonic() < self._quiet_since + self.faults.limit:
             return  # it is on its way out by itself
+        culprits = []
         for rank in verdict.ranks:
             sign, at = self._signs.get(rank, (None, 0.0))
-            if sign and rank in self._near and sign.machine == self._machine and time.monotonic() > at + 2:
-                with contextlib.suppress(OSError):
-                    os.kill(sign.pid, signal.SIGKILL)  # one that gives no sign hears of no verdict either
+            if sign and rank in self._near and sign.machine == self._machine:
+                culprits.append(sign.pid)
+                if time.monotonic() > at + 2:
+                    with contextlib.suppress(OSError):
+                        os.kill(sign.pid, signal.SIGKILL)  # one that gives no sign hears of no verdict either
+        # who has started the ranks takes the first to end for the cause
+        until = time.monotonic() + _LAST
+        while time.monotonic() < until and any(computed_by(pid) is not None for pid in culprits):
+            time.sleep(0.02)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
