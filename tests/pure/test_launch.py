@@ -249,7 +249,8 @@ def test_a_program_with_a_group_of_its_own_ends_well_with_the_watch_running(tmp_
 
             dist.init_process_group("gloo")
             linear = torch.nn.Linear(4, 2)
-            engine = espalier.initialize(linear, torch.optim.SGD(linear.parameters()), loss_fn=lambda y, x: y.sum())
+            sgd = torch.optim.SGD(linear.parameters())
+            engine = espalier.initialize(linear, sgd, loss_fn=lambda y, x: y.sum())
             engine.train_step(torch.ones(4, 4))
             assert watched() is engine.pulse and engine.pulse.running
             print("trained", flush=True)
