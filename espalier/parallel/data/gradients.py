@@ -80,22 +80,12 @@ class Gradients:
         # the parameters as they became ready in the first backward pass; None once the order is known
         self._came: list[int] | None = []
         self._numbered = {chunk.number: chunk for chunk in self.chunks}
-        self._hooks: list[Any] = []
-        self._listen({id(m.p) for chunk in self.chunks for m in chunk.members})
-
-    def _listen(self, telling: set[int]) -> None:
-        """Note every gradient that comes; with those of some parameters a chunk may be ready."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
         # Python's collector does not see what such hooks hold: it would never find a cycle through them
         come = weakref.WeakMethod(self._come)
         for chunk in self.chunks:
+            # of its parameters any may be the last: ranks have their gradients in other orders
             for m in chunk.members:
-                note = chunk.came.append
-                if id(m.p) in telling:
-                    note = partial(_call, come, chunk.number)
-                self._hooks.append(m.p.register_post_accumulate_grad_hook(note))
+                m.p.register_post_accumulate_grad_hook(partial(_call, come, chunk.number))
 
     def _extra(self, chunk: Chunk) -> int:
         """The flags that a chunk carries."""
@@ -149,11 +139,12 @@ class Gradients:
             m.p.grad = None
 
     def _come(self, number: int, p: torch.Tensor) -> None:
-        self._numbered[number].came.append(p)
-        if not self._sending:
-            return
-        if self._came is not None:
+        chunk = self._numbered[number]
+        chunk.came.append(p)
+        if self._came is not None and self._sending:
             self._came.append(id(p))
+        if len(chunk.came) < len(chunk.members) or not self._sending:
+            return
         while self._next < len(self.chunks) and not self.chunks[self._next].missing:
             self._send(self.chunks[self._next])
 
@@ -380,14 +371,13 @@ class Gradients:
         """From now on chunks are sent as they became ready; those that did not, last."""
         at = {key: i for i, key in enumerate(self._came or ())}
         ids = [[id(m.p) for m in chunk.members] for chunk in self.chunks]
-        by_time = [sorted((at.get(key, len(at)), key) for key in of) for of in ids]
-        came = sorted(range(len(by_time)), key=lambda i: by_time[i][-1][0])
+        last = [max(at.get(key, len(at)) for key in of) for of in ids]
+        came = sorted(range(len(last)), key=last.__getitem__)
         if len(came) > 1:
             told = told_by_first(self.mesh, self.axes, json.dumps(came), "order")
             self.chunks = [self.chunks[i] for i in json.loads(told)]
             self._last = {_over(chunk): chunk for chunk in self.chunks}
         self._came = None
-        self._listen({members[-1][1] for members in by_time})
 
     def forget(self) -> None:
         """After a step: there are no gradients, nor are any under way."""
