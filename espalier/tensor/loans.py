@@ -13,6 +13,7 @@ The same twin marks a tensor whose values are *elsewhere*: a parameter that is c
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -27,6 +28,9 @@ from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.tensor.rules.spec import VIEWS
 
 Call = Callable[..., Any]
+# the C getters themselves: to be called where torch functions are not intercepted
+_version = vars(torch._C.TensorBase)["_version"].__get__
+_address = torch._C.TensorBase.data_ptr
 
 
 class Source:
@@ -55,6 +59,53 @@ class Elsewhere(ABC):
     def takes(self, func: Call) -> bool:
         """Whether its stand-in is to be written to, too, where ``func`` writes to it."""
         return False
+
+
+class HandedOut:
+    """What others have of a tensor's data: aliases (``x.data``) through which torch counts no writes.
+
+    Attributes:
+        times: how often it was handed out.
+    """
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._aliases: list[weakref.ref[torch.Tensor]] = []
+
+    def to(self, alias: torch.Tensor) -> None:
+        """One more of them."""
+        self.times += 1
+        self._aliases = [ref for ref in self._aliases if ref() is not None]
+        self._aliases.append(weakref.ref(alias))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody still has one."""
+        return any(ref() is not None for ref in self._aliases)
+
+
+def hand_out(x: torch.Tensor, alias: torch.Tensor) -> None:
+    """Note that somebody gets an alias of a tensor's data. What was moved of it may be out of date soon."""
+    own, mesh = x.__dict__, x._layout.mesh  # type: ignore[attr-defined]
+    own.pop("_moved", None)
+    if mesh.lately is not None and mesh.lately[0]() is x:
+        mesh.lately = None
+    handed = own.get("_handed_out")
+    if handed is None:
+        handed = own["_handed_out"] = HandedOut()
+    handed.to(alias)
+
+
+def written_mark(x: torch.Tensor) -> tuple[int, int, int]:
+    """Changes when a tensor is written to, is given other data, or its data is handed out."""
+    handed = x.__dict__.get("_handed_out")
+    return _version(x), _address(x), 0 if handed is None else handed.times
+
+
+def is_handed_out(x: torch.Tensor) -> bool:
+    """Whether somebody may write to a tensor now so that its mark stays the same."""
+    handed = x.__dict__.get("_handed_out")
+    return handed is not None and handed.is_held
 
 
 def is_view(func: Call, args: Sequence[Any]) -> bool:

@@ -91,6 +91,8 @@ class Member:
         dtype: in which the model computes with it.
         is_cast: whether that is not the dtype given.
         rest: the layout that it bears while it is cut; a twin of ``shard`` where it is gathered for its uses.
+        number: among the members of its chunk.
+        is_written: whether others have changed its values so that its version does not tell.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Member:
         self.counts = not any(full.mesh.coordinate[a] for a in shared)
         shape = full.local_shape
         self.rest = self.shard
+        self.number, self.is_written = 0, False
         self.slot = 1
         if self.dim is not None:
             self.slot = math.prod(shape[: self.dim]) * -(-shape[self.dim] // self._n)
@@ -247,6 +250,8 @@ class Chunk:
         self.lent: list[Lent] = []
         self._cut: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._views: tuple[list[int], Views] | None = None
+        for i, m in enumerate(members):
+            m.number = i
         self._in_row = Places.of_sizes([m.shard.local_shape for m in members], [m.slot for m in members])
         self._in_line = Places.of_sizes([m.full.local_shape for m in members], [m.size for m in members])
 

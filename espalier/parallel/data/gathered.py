@@ -9,10 +9,12 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm import Pending
 from espalier.comm.flat import Fetching, start_gather
-from espalier.parallel.data.chunks import Chunk, show
+from espalier.parallel.data.chunks import Chunk, Member, show
 from espalier.parallel.data.inplace import values_of
+from espalier.parallel.data.masters import merge
 from espalier.parallel.data.residency import Shelf
 from espalier.tensor import plain
+from espalier.tensor.loans import is_handed_out, written_mark
 
 _address = torch._C.TensorBase.data_ptr
 _version = vars(torch._C.TensorBase)["_version"].__get__
@@ -57,7 +59,10 @@ class Gathered:
             self._ps = [m.p for m in chunk.members]
             self._cut = tuple(m.p for m in chunk.members if m.dim is not None)
             self._count_versions(1)
-        self.is_whole = self.is_hidden = False
+        # what is to be seen of the parameters when they began to be whole, or their pieces to be sent
+        self._marks: list[tuple[int, int, int]] = []
+        self.is_whole = False
+        self._hidden: list[torch.Tensor] | None = None  # what the parameters show in place of their pieces
         self.users = self.marks = 0
         self.pending: Pending | None = None
         # of the whole parameters, on the rank that has most of them
@@ -88,7 +93,9 @@ class Gathered:
         if self.is_whole or self.pending is not None:
             return
         assert self.chunk.home is not None
+        self.adopt()
         with raw():
+            self._marks = self._marks_now()
             own = self.chunk.home
             if self.is_away:
                 assert self._shelf is not None
@@ -108,6 +115,10 @@ class Gathered:
             return
         assert self.pending is not None
         self.pending.wait()
+        if self._marks_now() != self._marks:  # what came is out of date, on all ranks
+            self._let_go()
+            self.start()
+            self.pending.wait()
         with raw():
             self.storage.resize_(self._bytes)
             outof = self._outof if self._own is None else [*self.chunk.pieces(self._own), *self._outof]
@@ -116,6 +127,7 @@ class Gathered:
             self._count_versions(-1)
             for m, whole in zip(self.chunk.members, self.wholes, strict=True):
                 show(m.p, whole, m.full)
+            self._marks = self._marks_now()
         self._let_go()
         self.is_whole = True
 
@@ -124,20 +136,24 @@ class Gathered:
         self._arriving.resize_(0)
 
     def release(self) -> None:
-        """Let the parameters be pieces again, and give the memory back."""
+        """Let the parameters be pieces again, with what was written to them, and give the memory back."""
         if not self.is_whole:
             return
         assert self.chunk.home is not None
+        if self.is_open or self._marks_now() != self._marks:
+            self._keep_written()
         # a parameter that changed its device before backward would get a second accumulator of gradients
-        self.is_hidden = self.chunk.home.device != self.chunk.device and torch.is_grad_enabled()
+        hides = self.chunk.home.device != self.chunk.device and torch.is_grad_enabled()
         with raw():
             home = self.chunk.home
-            if self.is_hidden:
+            if hides:
                 nothing = float("nan") if home.is_floating_point() else 0
                 home = self._flat.new_full((), nothing).expand(home.shape)
             self._count_versions(1)
-            for m, piece in zip(self.chunk.members, self.chunk.pieces(home), strict=True):
+            pieces = self.chunk.pieces(home)
+            for m, piece in zip(self.chunk.members, pieces, strict=True):
                 show(m.p, piece, m.rest)
+            self._hidden = pieces if hides else None
         self.storage.resize_(0)
         self.is_whole = False
         if self.is_away:
@@ -145,10 +161,11 @@ class Gathered:
 
     def reveal(self) -> None:
         """No backward pass is to come: let the parameters be their pieces, where these are off the device."""
-        if self.is_hidden and not self.is_whole:
+        if self._hidden is not None and not self.is_whole:
             assert self.chunk.home is not None
+            self.adopt()
             show_pieces(self.chunk, self.chunk.home)
-            self.is_hidden = False
+            self._hidden = None
 
     def drop(self) -> None:
         """Let go of what was gathered for nothing, and of parameters that no module is using."""
@@ -160,20 +177,49 @@ class Gathered:
             self.release()
             self.reveal()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody may write to the parameters so that no version counts it."""
+        return any(map(is_handed_out, self._ps))
+
+    def _marks_now(self) -> list[tuple[int, int, int]]:
+        return list(map(written_mark, self._ps))
+
+    def _keep_written(self) -> None:
+        """Let this rank's pieces have what was written to the whole parameters: the same on all ranks."""
+        with raw(), torch.no_grad():
+            for m, mark, before in zip(self.chunk.members, self._marks_now(), self._marks, strict=True):
+                if mark != before or is_handed_out(m.p):
+                    self._keep(m, m.piece(plain(m.p.detach())))
+
     def adopt(self) -> None:
-        """Take in what somebody has put in place of a parameter's data (``p.data = ...``)."""
+        """Take in what somebody has put in place of a cut parameter's data (``p.data = ...``)."""
         assert self.chunk.home is not None
         if self.is_whole:
             return
-        with raw():
-            pieces = self.chunk.pieces(self.chunk.home)
+        with raw(), torch.no_grad():
+            pieces = self.chunk.pieces(self.chunk.home) if self._hidden is None else self._hidden
             if list(map(_address, self._ps)) == list(map(_address, pieces)):
                 return
             for m, piece in zip(self.chunk.members, pieces, strict=True):
                 if m.p.data_ptr() != piece.data_ptr() and piece.numel():
                     new = plain(m.p.data)
                     show(m.p, piece, m.rest)
-                    m.p.detach().copy_(new)
+                    self._keep(m, new)
+
+    def _keep(self, m: Member, piece: torch.Tensor) -> None:
+        """Let this rank's piece of a parameter be these values."""
+        chunk = self.chunk
+        if chunk.lent:  # gradients stand in its place
+            assert chunk.master is not None
+            merge(chunk.pieces(chunk.master)[m.number], piece)
+            return
+        assert chunk.home is not None
+        here = chunk.pieces(chunk.home)[m.number]
+        values = piece.to(here)
+        if here.is_meta or not torch.equal(here, values):
+            here.copy_(values)
+            m.is_written = chunk.is_written = True
 
     def _count_versions(self, by: int) -> None:
         """Let autograd take a released parameter for one that was written to.

@@ -207,7 +207,7 @@ class Gathering:
             if use.phase == self._seen[-1].phase:
                 if g.is_whole or g.pending is not None:
                     continue
-                if g.nbytes <= budget:
+                if g.nbytes <= budget and not g.is_open:
                     budget -= g.nbytes
                     g.start()
                     continue

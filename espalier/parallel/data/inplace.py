@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 from torch.autograd.graph import increment_version
 
 from espalier.parallel.data.chunks import Chunk
-from espalier.parallel.data.masters import Masters
+from espalier.parallel.data.masters import Masters, merge
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.loans import Elsewhere
@@ -115,9 +115,7 @@ class Lent(Elsewhere):
         """Let the master have what was written to the copy, which is over."""
         copy, self._copy = self._copy, None
         if copy is not None and not copy.is_meta:
-            written, master = self._part(plain(copy.detach())), self._master
-            if not written.equal(master.to(written)):
-                master.copy_(written)
+            merge(self._master, self._part(plain(copy.detach())))
 
     def forget(self) -> None:
         """What stood in for the parameter is out of date."""

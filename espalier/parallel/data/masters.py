@@ -14,6 +14,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 from espalier.layout import Layout
 from espalier.parallel.data.chunks import Chunk, Member, show
 from espalier.tensor import plain
+from espalier.tensor.loans import is_handed_out, written_mark
 
 
 class Masters:
@@ -26,7 +27,7 @@ class Masters:
 
     def __init__(self, chunks: Sequence[Chunk], pieces: bool) -> None:
         self._pieces = pieces
-        self._seen: dict[int, tuple[int, int]] = {}
+        self._seen: dict[int, tuple[int, int, int]] = {}
         self.chunks = [c for c in chunks if c.members[0].is_cast]
 
     def make(self, chunk: Chunk) -> None:
@@ -62,8 +63,10 @@ class Masters:
         with raw():
             for chunk in self.chunks if chunks is None else chunks:
                 for m, master in zip(chunk.members, self.of(chunk), strict=True):
-                    if self._seen[id(m)] != _mark(m) and not chunk.lent:
-                        master.copy_(self._part(m))
+                    changed = m.is_written or self._seen[id(m)] != written_mark(m.p) or is_handed_out(m.p)
+                    if changed and not chunk.lent:
+                        merge(master, self._part(m))
+                        m.is_written = False
 
     def write(self, chunk: Chunk) -> None:
         """Round masters into the parameters, as far as these are not exchanged."""
@@ -79,7 +82,7 @@ class Masters:
         with raw():
             for chunk in self.chunks if chunks is None else chunks:
                 for m in chunk.members:
-                    self._seen[id(m)] = _mark(m)
+                    self._seen[id(m)] = written_mark(m.p)
 
 
 def cast(m: Member) -> None:
@@ -88,6 +91,8 @@ def cast(m: Member) -> None:
         show(m.p, plain(m.p.detach()).to(m.dtype), m.p._layout)  # type: ignore[attr-defined]
 
 
-def _mark(m: Member) -> tuple[int, int]:
-    """Changes when a parameter is written to, or given other data."""
-    return m.p._version, m.p.data_ptr()
+def merge(master: torch.Tensor, values: torch.Tensor) -> None:
+    """Let a master be what others have written to its parameter; what they left stays in full precision."""
+    with torch.no_grad():
+        here = master.to(values.device)
+        master.copy_(torch.where(values == here.to(values.dtype), here, values.to(here.dtype)))

@@ -20,7 +20,7 @@ from espalier.comm.moves import carry_out
 from espalier.parallel.data.chunks import Member
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
-from espalier.tensor.loans import Elsewhere
+from espalier.tensor.loans import Elsewhere, hand_out, is_handed_out, is_view, written_mark
 
 
 class Resting(Elsewhere):
@@ -34,7 +34,7 @@ class Resting(Elsewhere):
     def __init__(self, member: Member, bring: Callable[[], None], is_off: Callable[[], bool]) -> None:
         self.member, self.recorded = member, member.full
         self._bring, self._is_off = bring, is_off
-        self._copy: tuple[int, DTensor] | None = None
+        self._copy: tuple[Any, DTensor] | None = None
         self._is_hooked = False
 
     def stand_in(self, func: Callable[..., Any] | None) -> DTensor:
@@ -43,19 +43,23 @@ class Resting(Elsewhere):
         name = getattr(func, "__name__", "")
         with raw():
             if not torch.is_grad_enabled() or not p.requires_grad or name == "detach":
-                return stamp(p.data, m.shard)  # p itself counts versions of the whole
+                alias = stamp(p.data, m.shard)  # p itself counts versions of the whole
+                if func is None or name == "detach" or is_view(func, (p, None)):
+                    hand_out(p, alias)
+                return alias
             if self._is_off():
                 raise NotImplementedError(
                     f"{m.name} is off the device, and is used by another module than the one that owns it. "
                     "Let that module hold the parameter too, or leave parameters on the device: plan.offload."
                 )
-            if self._copy is None or self._copy[0] != p._version:
+            mark = written_mark(p)
+            if self._copy is None or self._copy[0] != mark or is_handed_out(p):
                 if not self._is_hooked:
                     # a gradient may come when the owner is done, and the parameter is cut again
                     own, self._is_hooked = weakref.ref(self), True
                     p.register_hook(lambda grad: _come(own))
                 known = self._know_whole()
-                self._copy = p._version, stamp(_Whole.apply(p, m), m.full)
+                self._copy = mark, stamp(_Whole.apply(p, m), m.full)
                 del known
             return self._copy[1]
 

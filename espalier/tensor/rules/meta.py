@@ -40,14 +40,13 @@ def same(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A tensor over the same data, in the same layout."""
+    from espalier.tensor.loans import hand_out, share
+
     x = written(args[0], func)
     with raw():
         out = stamp(func(x, *args[1:], **kwargs), x._layout.own)
-    if x._layout.own is not x._layout:
-        from espalier.tensor.loans import share
-
-        share(out, x)
-    return out
+        hand_out(x, out)
+    return out if x._layout.own is x._layout else share(out, x)
 
 
 def written(x: torch.Tensor, func: Callable[..., Any]) -> Any:
