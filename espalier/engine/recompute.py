@@ -183,7 +183,7 @@ class _Call:
 
 
 class _Written:
-    """The buffers that a block writes to (running statistics), by which modules are in training mode."""
+    """The buffers and parameters that a block writes to, by which modules are in training mode."""
 
     def __init__(self, contexts: Callable[..., Any]) -> None:
         self._contexts = contexts
@@ -192,25 +192,29 @@ class _Written:
     def contexts(self, block: nn.Module) -> tuple[Any, Any]:
         """Around the first computation of a block and the later ones, in ``torch.utils.checkpoint``'s sense.
 
-        These find the buffers as the first did, and leave them as they are.
+        These find what is written to as the first did, and leave it as it is.
         """
         first, again = self._contexts()
         modes = tuple(m.training for m in block.modules())
         known = self._names.get(modes)
-        wanted = block.named_buffers() if known is None else [(n, block.get_buffer(n)) for n in known]
-        held = {n: b for n, b in wanted if not b.is_meta}
+        every = dict((*block.named_buffers(), *block.named_parameters())) if known != [] else {}
+        held = {n: x for n, x in every.items() if not x.is_meta and (known is None or n in known)}
         if not held or recording():
             return first, again
         before = _values(held)
 
         def settle() -> None:
-            self._names[modes] = [n for n, x in _values(held).items() if not torch.equal(x, before[n])]
+            now = _values(held)
+            for name in held:
+                if torch.equal(now[name], before[name]):
+                    del before[name]
+            self._names[modes] = list(before)
 
         return _Around(first, at_end=settle) if known is None else first, _Around(again, held, before)
 
 
 class _Around:
-    """A context within which buffers have other values.
+    """A context within which some tensors have other values.
 
     Args:
         at_end: is called when it closes without an error.
@@ -227,7 +231,7 @@ class _Around:
         self._now: Mapping[str, torch.Tensor] = {}
 
     def __enter__(self) -> None:
-        self._now = _values(self._held)
+        self._now = _values({name: self._held[name] for name in self._values})
         _put(self._held, self._values)
         self._inner.__enter__()
 
@@ -246,8 +250,8 @@ def _values(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _put(held: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
     with raw(), torch.no_grad():
-        for name, x in held.items():
-            plain(x.data).copy_(values[name])  # what is saved for backward does not count it as written to
+        for name, value in values.items():
+            plain(held[name].data).copy_(value)  # what is saved for backward does not count it as written to
 
 
 class _Cache:

@@ -222,7 +222,7 @@ class Chunk:
         number: of the chunk, the same on all ranks.
         places: where each kind lies between its uses, if not on the device: "parameters" (``home``),
             "gradients" (``gradient``), "states" (the optimizer's, and ``master``).
-        versions: of the members, when they began to show what is off the device.
+        marks: of the members (see ``written_mark``), when they began to show what is off the device.
         is_written: whether somebody has written to what they show, which is no longer what is in the file.
         stays: whether, once gathered in a pass of training, it stays so to its end.
         came: the members whose gradient this backward pass has brought, as parameters.
@@ -242,7 +242,7 @@ class Chunk:
         self.master: torch.Tensor | None = None
         self.number = 0
         self.places: dict[str, Place] = {}
-        self.versions: list[int] = []
+        self.marks: list[tuple[int, int, int]] = []
         self.is_written = False
         self.stays = False
         self.came: list[torch.Tensor] = []

@@ -157,7 +157,7 @@ class Gathered:
         self.storage.resize_(0)
         self.is_whole = False
         if self.is_away:
-            self.chunk.versions = [m.p._version for m in self.chunk.members]
+            self.chunk.marks = self._marks_now()
 
     def reveal(self) -> None:
         """No backward pass is to come: let the parameters be their pieces, where these are off the device."""
@@ -245,7 +245,7 @@ def show_pieces(chunk: Chunk, home: torch.Tensor) -> None:
     with raw():
         for m, piece in zip(chunk.members, chunk.pieces(home), strict=True):
             show(m.p, piece, m.rest)
-    chunk.versions = [m.p._version for m in chunk.members]
+    chunk.marks = [written_mark(m.p) for m in chunk.members]
 
 
 def home_of(chunk: Chunk) -> list[torch.Tensor]:
@@ -253,5 +253,7 @@ def home_of(chunk: Chunk) -> list[torch.Tensor]:
     assert chunk.home is not None
     if chunk.places["parameters"] == "host":
         return [chunk.home]
-    chunk.is_written = chunk.is_written or chunk.versions != [m.p._version for m in chunk.members]
+    ps = [m.p for m in chunk.members]
+    written = chunk.marks != list(map(written_mark, ps)) or any(map(is_handed_out, ps))
+    chunk.is_written = chunk.is_written or written
     return [chunk.home.clone() if chunk.is_written else chunk.home]
