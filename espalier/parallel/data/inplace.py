@@ -45,7 +45,7 @@ class InPlace:
     def lend(self, chunk: Chunk, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Put gradients where this rank updates a chunk's parameters; gives them as they lie there."""
         with raw(), torch.no_grad():
-            if chunk.home is None:
+            if chunk.home is None or chunk.home.device == chunk.device:  # else nothing is shown now
                 self._masters.follow([chunk])
             places = self._masters.places(chunk)
             torch._foreach_copy_(places, list(gradients))

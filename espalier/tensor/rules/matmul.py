@@ -208,6 +208,14 @@ def table_embedding(
     return spec
 
 
+def embedding_renorm(weight: Operand, indices: Operand, max_norm: float, norm_type: float) -> Spec | None:
+    """Rows of weight[v, h] cut to a norm: on every rank those that any of all the indices names."""
+    if any(weight.layout.cuts):
+        return None
+    ends: list[Dims] = [(None, None), (None,) * indices.ndim]
+    return Spec(ends, [ends[0]], [weight.shape], inplace=weight.index)
+
+
 def _table_lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
     bound = bound_to("weight indices padding_idx", args, kwargs)
     padding = bound.get("padding_idx", -1)
@@ -261,3 +269,4 @@ def register(rules: Rules) -> None:
     rules.add(F.embedding, embedding, loose=True)
     rules.add(F.embedding_bag, embedding_bag)
     rules.add(torch.embedding, table_embedding, loose=True)
+    rules.add(torch.embedding_renorm_, embedding_renorm)
