@@ -1,4 +1,4 @@
-"""Modules that data chooses: experts, layers in another order, layers left out. Against one process, float64."""
+"""Modules that data chooses: experts, layers in another order or left out. Against one process, float64."""
 
 from __future__ import annotations
 
