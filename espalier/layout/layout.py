@@ -176,6 +176,28 @@ class Layout:
         states = tuple(V if i in axes and s == R else s for i, s in enumerate(self.axes))
         return Layout.of(self.mesh, states, self.cuts, self.shape)
 
+    def whole_stride(self, local: Sequence[int]) -> tuple[int, ...]:
+        """The strides of the global tensor whose part here has the strides ``local``.
+
+        Its dims have the same order in memory, and the same gaps between them. Of equal strides that of a dim
+        of one row is the inner one. Of a part without elements the order is not always known.
+        """
+        here, padded, whole = self.local_shape, self.padded_shape, self.shape
+        found = [0] * len(whole)
+        # of the next dim if there is no gap before it: its strides here, and in the whole
+        dense, grown = {1}, 1
+        last = 1, 1  # what a gap is measured by
+        for d in sorted(range(len(whole)), key=lambda d: (local[d], here[d] > 1, -d)):
+            step = local[d]
+            if step == 0 and 0 not in here:
+                continue  # expanded
+            found[d] = grown if step in dense or 0 in here else step * last[1] // last[0]
+            # a part that is smaller than others may lie in as much room
+            dense = {step * max(n, 1) for n in (here[d], padded[d])} | {found[d] * max(whole[d], 1)}
+            grown = found[d] * max(whole[d], 1)
+            last = (step, found[d]) if here[d] == whole[d] else (step * max(here[d], 1), grown)
+        return tuple(found)
+
     def loan(self) -> Layout:
         """A twin of this layout, not equal to it: what views of a moved copy bear.
 

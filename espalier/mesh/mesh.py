@@ -52,6 +52,8 @@ class Mesh(TorchNames):
         within: the mesh of which it is a coordinate's ranks (see ``espalier.mesh.parts.at``); None of others.
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
         kept: what stands for the last gathered tensor that the backward pass wants again, weakly.
+        comparing: what compares gradients that nobody spoke of along all its axes (see
+            ``espalier.tensor.unsaid``).
         words: by axis, what a rule is told that may go several ways along it (see :meth:`telling`).
     """
 
@@ -88,6 +90,7 @@ class Mesh(TorchNames):
         Mesh.known.add(self)
         self.lately: Any = None
         self.kept: Any = None
+        self.comparing: Any = None
         self.within: Mesh | None = None
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
         self._backends: dict[tuple[int, torch.device], Any] = {}
@@ -264,6 +267,7 @@ class Mesh(TorchNames):
         if key not in self._telling:
             told = self._telling[key] = copy.copy(self)
             told.words, told.lately, told.kept, told._telling, told._parts = words, None, None, {}, {}
+            told.comparing = None
             Mesh.known.add(told)
         return self._telling[key]
 
@@ -445,7 +449,7 @@ def _release() -> None:
     """Let go of all process groups: gloo aborts a process that has some when its interpreter has ended."""
     for mesh in Mesh.known:
         mesh._groups = [None] * mesh.ndim
-        mesh._whole = None
+        mesh._whole = mesh.comparing = None
         mesh._backends.clear()
         if mesh._device_mesh is not None:
             vars(_root(mesh._device_mesh)).get("_pg_registry", {}).clear()

@@ -18,6 +18,7 @@ from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, stamp, up_to_date
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.spec import RuleFunction
+from espalier.tensor.unsaid import compared
 from espalier.tensor.watch import claim
 
 
@@ -205,15 +206,10 @@ def to_local(x: DTensor, grad_placements: Sequence[Placement] | None = None) -> 
     mesh = layout.mesh
     recorded = x.requires_grad and torch.is_grad_enabled()
     if grad_placements is None:
-        unclear = [mesh.names[a] for a, s in enumerate(layout.axes) if s == R and mesh.shape[a] > 1]
-        if recorded and unclear:
-            raise ValueError(
-                f"to_local() of a tensor that is replicated along {', '.join(unclear)} and needs a gradient: "
-                "say what its gradients will be. grad_placements=[Replicate(), ...] if every rank computes "
-                "the same from it, Partial() on axes where they compute different things."
-            )
+        unsaid = [a for a, s in enumerate(layout.axes) if s == R and mesh.shape[a] > 1] if recorded else []
         with raw():
-            return plain(x)
+            out = plain(x)
+        return compared(out, layout, unsaid, "to_local") if unsaid else out
     held = _held(layout, grad_placements, "to_local")
     with raw():
         return plain(move(x, layout, held) if recorded else x)

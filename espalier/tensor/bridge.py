@@ -34,7 +34,7 @@ def to_torch(x: DTensor) -> theirs.DTensor:
             _placements(typed),
             run_check=False,
             shape=torch.Size(own.shape),
-            stride=_strides(local, own),
+            stride=own.whole_stride(local.stride()),
         )
 
 
@@ -74,17 +74,8 @@ def spec_of(x: DTensor) -> Any:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     own = x._layout
-    meta = TensorMeta(torch.Size(own.shape), own.stride, x.dtype)
+    meta = TensorMeta(torch.Size(own.shape), x.stride(), x.dtype)
     return DTensorSpec(own.mesh.to_torch(), tuple(_placements(own)), tensor_meta=meta)
-
-
-def _strides(local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
-    """Global strides, with the dims in the order that they have in local memory."""
-    found, step = [0] * layout.ndim, 1
-    for d in sorted(range(layout.ndim), key=lambda d: (local.stride(d), -d)):
-        found[d] = step
-        step *= max(layout.shape[d], 1)
-    return tuple(found)
 
 
 def _is_strided(placement: Placement) -> bool:

@@ -141,14 +141,14 @@ class Desk:
         records, self._records, self._held = self._records, [], 0
         summary = {"doing": doing, "where": where, "size": size, "digests": self._digests(records)}
         answers = self._ask(summary, _told(summary))
-        groups = [list(range(self.mesh.size())), *(line for a, line in _lines(self.mesh) if a == axis)]
+        groups = [list(range(self.mesh.size())), *(line for a, line in lines(self.mesh) if a == axis)]
         keys = [("doing", "where"), *[("size",)] * (len(groups) - 1)]
         meets = all(
             len({answers[i][key] for i in group}) == 1
             for group, compared in zip(groups, keys, strict=True)
             for key in compared
         )
-        digests = [(0, groups[0]), *((a + 1, line) for a, line in _lines(self.mesh))]
+        digests = [(0, groups[0]), *((a + 1, line) for a, line in lines(self.mesh))]
         if meets and all(len({answers[i]["digests"][k] for i in line}) == 1 for k, line in digests):
             return
         self._settle(records, _told(summary))
@@ -327,7 +327,7 @@ def _told(summary: dict[str, Any]) -> str:
     return f"{op}{size} {rest} ({summary['where']})"
 
 
-def _lines(mesh: Mesh) -> Iterator[tuple[int, list[int]]]:
+def lines(mesh: Mesh) -> Iterator[tuple[int, list[int]]]:
     """For each axis of size > 1 the groups of ranks (of the mesh) that differ along it alone."""
     for axis, n in enumerate(mesh.shape):
         inner = math.prod(mesh.shape[axis + 1 :])
@@ -353,7 +353,7 @@ def _differing(mesh: Mesh, present: dict[int, dict[str, Any]]) -> Iterator[_Diff
                 axis
                 for axis in record["axes"]
                 if any(
-                    len({hashes[i] for i in line if i in hashes}) > 1 for a, line in _lines(mesh) if a == axis
+                    len({hashes[i] for i in line if i in hashes}) > 1 for a, line in lines(mesh) if a == axis
                 )
             ]
             first = next(i for i, value in hashes.items() if value == usual)

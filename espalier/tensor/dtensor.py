@@ -7,6 +7,7 @@ where there is communication (design, section 3).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm import move
 from espalier.comm.moves import move_as
-from espalier.comm.traced import recorders
+from espalier.comm.traced import recorders, recording
 from espalier.layout import Layout, Placement, gradient_layout
 from espalier.layout.layout import R, V
 from espalier.mesh import Mesh
@@ -24,6 +25,8 @@ from espalier.mesh.mesh import MeshLike, as_mesh
 _plain_call = torch._C._disabled_torch_function_impl
 _intercepted = torch._C._is_torch_function_enabled
 _shape = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+# dims from the one whose elements lie next to each other
+_FORMATS = {(torch.channels_last, 4): (1, 3, 2, 0), (torch.channels_last_3d, 5): (1, 4, 3, 2, 0)}
 
 
 def _getter(name: str) -> property:
@@ -96,11 +99,25 @@ class DTensor(torch.Tensor):
         return self.numel() * self.element_size()
 
     def stride(self, dim: int | None = None) -> Any:
-        """The strides of the global tensor, as if it were contiguous."""
+        """The strides of the global tensor, whose dims have the order in memory that the parts' have."""
         if not _intercepted():
             return _plain_call(torch.Tensor.stride, (), (self,) if dim is None else (self, dim), {})
-        stride = self._layout.stride
+        stride = self._layout.whole_stride(_plain_call(torch.Tensor.stride, (), (self,), {}))
         return stride if dim is None else stride[dim]
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        """Whether the global tensor's elements, as :meth:`stride` tells, lie one after another."""
+        order = _FORMATS.get((memory_format, self.ndim), range(self.ndim - 1, -1, -1))
+        known = memory_format is torch.contiguous_format or (memory_format, self.ndim) in _FORMATS
+        if not known or not _intercepted():
+            named = {"memory_format": memory_format}
+            return bool(_plain_call(torch.Tensor.is_contiguous, (), (self,), named))
+        shape, stride, step = self._layout.shape, self.stride(), 1
+        for d in order:
+            if shape[d] != 1 and stride[d] != step:
+                return not math.prod(shape)
+            step *= shape[d]
+        return True
 
     def __len__(self) -> int:
         if not self._layout.shape:
@@ -209,7 +226,7 @@ class DTensor(torch.Tensor):
             run_check: compare shapes and dtype across ranks, and take the values of coordinate 0 on axes
                 where it is replicated (collectives on each axis).
             shape: the global shape; by default every rank is taken to hold parts of equal size.
-            stride: taken for torch's sake; a DTensor's strides are those of a contiguous tensor.
+            stride: taken for torch's sake; a DTensor's strides follow from its parts'.
             grad_placements: how the gradients of the parts lie. By default they follow from the value's
                 type: a shard's is a shard; the others are whole on every rank. ``Partial()`` where it is
                 replicated: the gradients that the ranks get add up to the whole one.
@@ -235,12 +252,15 @@ class DTensor(torch.Tensor):
         """This rank's part, a plain tensor; gradients flow back.
 
         Args:
-            grad_placements: what the gradients of the local parts will be. Needed where a replicated
-                value needs a gradient: ``Replicate()`` if every rank computes the same from it,
-                ``Partial()`` if they compute different things, so that their gradients must be added.
+            grad_placements: what the gradients of the local parts will be. Of a replicated value:
+                ``Replicate()`` if every rank computes the same from it, ``Partial()`` if they compute
+                different things, so that their gradients must be added. Without it they are taken to compute
+                the same, and compare their gradients when these flow, by a short message at the end of the
+                backward pass.
 
         Raises:
-            ValueError: ``grad_placements`` is needed and missing, or cannot be.
+            ValueError: ``grad_placements`` cannot be; or, from the backward pass and on every rank, it was
+                not given, and the gradients differ by more than rounding.
         """
         from espalier.tensor.api import to_local
 
@@ -285,11 +305,12 @@ class DTensor(torch.Tensor):
         """The global tensor, plain, on every rank (a collective: call it on all ranks).
 
         Args:
-            grad_placements: what its gradients will be; by default every rank is taken to compute the
-                same from it. ``Partial()`` on axes where they compute different things.
+            grad_placements: what its gradients will be: ``Replicate()`` where every rank computes the same
+                from it, ``Partial()`` on axes where they compute different things. Without it they are
+                taken to compute the same, and compared when they flow (see :meth:`to_local`).
 
         Raises:
-            ValueError: this rank is outside the mesh, so it has no values.
+            ValueError: this rank is outside the mesh, so it has no values; or see :meth:`to_local`.
         """
         x = up_to_date(self)
         lay = x._layout.own
@@ -302,8 +323,15 @@ class DTensor(torch.Tensor):
         if grad_placements is not None:
             whole = redistribute(x, Layout.replicated(lay.mesh, lay.shape))
             return whole.to_local(grad_placements=grad_placements)
+        whole = Layout.replicated(lay.mesh, lay.shape)
         with raw():
-            return plain(move(x, lay, Layout.replicated(lay.mesh, lay.shape)))
+            out = plain(move(x, lay, whole))
+        busy = [axis for axis, n in enumerate(lay.mesh.shape) if n > 1]
+        if not (busy and out.requires_grad) or recording():
+            return out
+        from espalier.tensor.unsaid import compared
+
+        return compared(out, whole, busy, "full_tensor")
 
     def to_torch(self) -> Any:
         """torch's own DTensor over the same memory; gradients flow back.
@@ -384,7 +412,9 @@ class DTensor(torch.Tensor):
         # never a collective: debuggers and tracebacks call it on one rank alone
         with raw():
             local = plain(self.detach())
-        return f"DTensor({'' if self._layout.is_plain else 'local='}{local!r}, {self._layout!r})"
+        lay = self._layout
+        name = "" if lay.is_plain else "local="
+        return f"DTensor({name}{local!r}, placements={lay.placements!r}, {lay!r})"
 
     def __format__(self, spec: str) -> str:
         return self.item().__format__(spec) if not self._layout.shape else repr(self)

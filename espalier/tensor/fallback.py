@@ -235,6 +235,8 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if same_data(own, full):  # not whether it moved: of a varied value that hangs on the rank
             return x if x is target else moved.as_subclass(torch.Tensor)
         value = moved.as_subclass(torch.Tensor)
+        if name == "as_strided":  # it sees the memory
+            value = _in_order(value, own.whole_stride(x.stride()))
         value = value.clone() if x is target else value
         gathered.append((x, value, version(value)))
         return value
@@ -261,6 +263,12 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             return target
     out = tree_map(lambda x: _stamp_whole(x, mesh), out)
     return lend(out, func, args, kwargs) if is_view(func, args) else out
+
+
+def _in_order(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """``x`` with its dims in memory as of a tensor with such strides."""
+    order = sorted(range(x.ndim), key=lambda d: (-stride[d], d))
+    return x.permute(order).contiguous().permute([order.index(d) for d in range(x.ndim)])
 
 
 def _is_plain(x: DTensor) -> bool:

@@ -3,7 +3,8 @@
 ``torch.autograd.Function.apply`` would hand a function's backward plain local gradients beside saved
 DTensors, and the result would be silently local; ``torch.autograd.backward`` would start from local
 gradients. ``torch.vmap`` and ``torch.func``'s transforms wrap tensors in C++, and the type is lost on
-the way. What can be right is typed at its edges (see ``espalier.tensor.functions``), the rest is refused.
+the way. ``nn.Module._apply`` would drop the type of what becomes of a parameter. What can be right is typed
+at its edges (see ``espalier.tensor.functions``), the rest is refused.
 For calls without DTensors that costs one look at the arguments.
 """
 
@@ -26,6 +27,7 @@ from espalier.comm.traced import recorders
 from espalier.tensor import functions
 from espalier.tensor.dispatch import dispatch, tensors_in
 from espalier.tensor.dtensor import DTensor
+from espalier.tensor.modules import typed_conversion
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.meta import seeded
 
@@ -60,6 +62,7 @@ def install() -> None:
     apply._espalier = True  # type: ignore[attr-defined]
     base.apply = classmethod(apply)  # type: ignore[assignment]
     torch.autograd.backward = _backward(torch.autograd.backward)
+    torch.nn.Module._apply = typed_conversion(torch.nn.Module._apply)  # type: ignore[method-assign]
     hook = torch.utils.hooks.BackwardHook
     hook._apply_on_tensors = functions.typed_hooks(hook._apply_on_tensors)  # type: ignore[method-assign]
     # checkpointing compares what it saved with what it recomputes: local parts both, wherever it asks

@@ -225,11 +225,12 @@ def grads_of_parts(rank: int, world: int) -> None:
         (x.redistribute(placements=[R]) ** 2).sum().backward()
         whole = seeded(4) * world * (world + 1) / 2
         torch.testing.assert_close(local.grad, 2 * whole)
-    # the same for the other placements, and for a replicated one by the word that it needs
-    for placement in (R, S(0), S(1)):
+    # the same for the other placements
+    for placement, said in itertools.product((R, S(0), S(1)), (True, False)):
         start = seeded(5, 4).requires_grad_()
         x = distribute_tensor(start, mesh, [placement])
-        y = DTensor.from_local(x.to_local(grad_placements=[placement]), mesh, [placement], shape=(5, 4))
+        part = x.to_local(grad_placements=[placement] if said else None)
+        y = DTensor.from_local(part, mesh, [placement], shape=(5, 4))
         (y**2).sum().backward()
         assert torch.equal(x.grad.full_tensor(), 2 * start.detach())
     # of an average each rank has its share, wherever backward starts
@@ -250,6 +251,81 @@ def grads_of_parts(rank: int, world: int) -> None:
     x = DTensor.from_local(local, mesh, [R], run_check=True)
     (x + 1).square().sum().backward()
     assert torch.equal(local.grad, torch.full((2,), 2.0)) and local[0].item() == rank
+
+
+def unsaid(rank: int, world: int) -> None:
+    """Gradients of what leaves the type without a word: as torch's, but compared."""
+    mesh = Mesh.from_env({"a": world}) if world < 4 else grid()
+    every = [R] * mesh.ndim
+    cut = [S(0), *every[1:]]
+    value = seeded(8, 3)
+
+    def leaf(placements: Any = every, dtype: torch.dtype = F64) -> DTensor:
+        return distribute_tensor(value.to(dtype, copy=True).requires_grad_(), mesh, placements)
+
+    # what all ranks do alike: several uses, several meshes, a second time over the same graph
+    x, y = leaf(), leaf(cut)
+    with espalier.ledger(mesh) as book:
+        loss = (x.to_local() ** 2).sum() + (x.to_local().exp() * x[0].to_local()).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert not book.entries, "compared beside the traffic"
+    right = value.clone().requires_grad_()
+    (2 * ((right**2).sum() + (right.exp() * right[0]).sum())).backward()
+    torch.testing.assert_close(x.grad.full_tensor(), right.grad)
+    (y.full_tensor() ** 3).sum().backward()
+    torch.testing.assert_close(y.grad.full_tensor(), 3 * value**2)
+    z = leaf()
+    (g,) = torch.autograd.grad((z.to_local() ** 3).sum(), z, create_graph=True)
+    (gg,) = torch.autograd.grad(g.sum(), z)
+    torch.testing.assert_close(gg.full_tensor(), 6 * value)
+    again = torch.utils.checkpoint.checkpoint(lambda a: a.to_local().tanh().sum(), z, use_reentrant=False)
+    again.backward()
+    # rounding may differ: as much as a sum in another order does
+    for dtype in (F64, torch.float32, torch.bfloat16):
+        near = 1 + rank * 2 * torch.finfo(dtype).eps
+        low = leaf(dtype=dtype)
+        (low.to_local() * torch.tensor(near, dtype=F64).to(dtype)).sum().backward()
+    # what needs no gradient, or is not differentiated, sends nothing
+    if rank == 0:
+        for free in (x.detach().to_local(), x.to_local().shape, repr(x), x.to_local().detach().sum().item()):
+            assert free is not None
+        with torch.no_grad():
+            x.to_local().sum()
+
+    differing: list[tuple[str, Any]] = [
+        ("to_local", lambda: (leaf().to_local() * (rank + 1)).sum()),
+        ("to_local", lambda: leaf().to_local()[rank].sum()),
+        ("to_local", lambda: leaf().to_local()[:, rank % 3].sum()),  # as long, elsewhere
+        ("to_local", lambda: (leaf(dtype=torch.float32).to_local() * (1 + 0.01 * rank)).sum()),
+        ("to_local", lambda: (leaf().to_local() * (float("nan") if rank else 1)).sum()),
+        ("to_local", lambda: z.to_local().sum() + (x.to_local().sum() if rank else 0)),
+        ("full_tensor", lambda: (leaf(cut).full_tensor() * (rank + 1)).sum()),
+        ("full_tensor", lambda: (leaf(cut).sum().full_tensor() * (rank + 1))),
+    ]
+    for call, compute in differing:
+        loss, line = compute(), compute.__code__.co_firstlineno
+        with pytest.raises(ValueError, match=rf"{call} \(tests/ranks/test_api.py:{line}\)") as caught:
+            loss.backward()
+        assert f"{call}(grad_placements=[Partial()" in str(caught.value)
+    # along one axis alone
+    if mesh.ndim == 2:
+        loss = (leaf().to_local() * (mesh.coordinate[1] + 1)).sum()
+        with pytest.raises(ValueError, match=r"to_local\(grad_placements=\[Replicate\(\), Partial\(\)\]\)"):
+            loss.backward()
+        half = leaf(cut)
+        loss = (half.to_local() * (mesh.coordinate[1] + 1)).sum()
+        with pytest.raises(ValueError, match=r"to_local\(grad_placements=\[Shard\(0\), Partial\(\)\]\)"):
+            loss.backward()
+        half.grad = None
+        (half.to_local(grad_placements=[S(0), P]) * (mesh.coordinate[1] + 1)).sum().backward()
+        assert torch.equal(half.grad.full_tensor(), torch.full((8, 3), 3.0, dtype=F64))
+    # nothing of it stays behind
+    x.grad = None
+    (x.to_local() * 2).sum().backward()
+    assert torch.equal(x.grad.full_tensor(), torch.full((8, 3), 2.0, dtype=F64))
+    with pytest.raises(ValueError, match="in a compiled region"):
+        espalier.compile(lambda a: a.to_local().sum(), backend="eager")(x)
 
 
 def locals_as_torch_names_them(rank: int, world: int) -> None:
@@ -376,8 +452,8 @@ def shardings(rank: int, world: int) -> None:
         outer_sum(mine[0], 2, mine[1])
 
 
-ON_FOUR = [shardings, sources, sent, factories]
-ON_ANY = [deferred, dtypes, grads_of_parts, locals_as_torch_names_them, mapped]
+ON_FOUR = [shardings, sources, sent, factories, unsaid]
+ON_ANY = [deferred, dtypes, grads_of_parts, unsaid, locals_as_torch_names_them, mapped]
 
 
 @pytest.mark.parametrize("check", ON_FOUR)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,8 +88,9 @@ def to_parts(rank: int, world: int) -> None:
     assert torch.equal(x.grad.full_tensor()[:, 0], torch.tensor([1.0, 1, 2, 2], dtype=torch.float64))
 
     w = distribute_tensor(value, mesh, [R])
-    with pytest.raises(ValueError, match="grad_placements"):
-        w.to_local()
+    w.to_local().sum().backward()
+    assert torch.equal(w.grad.full_tensor(), torch.ones_like(value))
+    w.grad = None
     with torch.no_grad():
         assert torch.equal(w.to_local(), value)
     assert type(w.detach().to_local()) is torch.Tensor
@@ -247,6 +250,8 @@ def seen(rank: int, world: int) -> None:
     with espalier.ledger(mesh) as book:
         text = repr(part) + str(part) + repr(x)
         assert "local=" in text and "P(sum)" in text and x.ndim == 2
+        assert "DTensor" in text and "tensor2" in text, "the type, the mesh's axes"
+        assert "placements=(Partial(sum),)" in text and "placements=(Shard(dim=0),)" in text
     assert not book.entries
     if rank == 0:
         repr(part)  # on one rank alone
@@ -254,6 +259,49 @@ def seen(rank: int, world: int) -> None:
 
 def test_values_are_global_and_repr_is_local(ranks: Any) -> None:
     ranks(2, seen)
+
+
+STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "itself": lambda x: x,
+    "T": lambda x: x.T,
+    "T again": lambda x: x.T.contiguous(),
+    "product": lambda x: x.T * 2,
+    "slice": lambda x: x.view(8, 2, 3)[:, :, 1:],
+    "one row": lambda x: x.reshape(4, 2, 6).transpose(0, 1),
+    "one column": lambda x: x.reshape(12, 4).T,
+    "one column again": lambda x: x.reshape(12, 4).T.contiguous(),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "transpose": lambda x: x.view(8, 2, 3).transpose(0, 2),
+    "permute": lambda x: x.view(8, 2, 3).permute(1, 0, 2),
+    "expand": lambda x: x.unsqueeze(0).expand(3, 8, 6),
+    "channels last": lambda x: x.view(2, 4, 3, 2).to(memory_format=torch.channels_last),
+    "as_strided": lambda x: x.T.as_strided((4, 3), (2, 1), 1),
+}
+
+
+def strided(rank: int, world: int) -> None:
+    mesh, value = line(world), count(8, 6)
+    for placements, (name, view) in itertools.product(([R], [S(0)], [S(1)]), STRIDES.items()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", espalier.GatherWarning)
+            mine, right = view(distribute_tensor(value, mesh, placements)), view(value)
+        if name == "slice" and placements == [S(1)]:
+            continue  # of a dim that is cut: it has memory of its own
+        if name == "product" and not mine.to_local().numel():
+            continue  # torch gives results without elements any strides
+        with espalier.ledger(mesh) as book:
+            assert mine.stride() == right.stride(), (name, placements, mine.stride())
+            assert mine.stride(-1) == right.stride(-1)
+            assert mine.is_contiguous() == right.is_contiguous(), (name, placements)
+            if right.ndim == 4:
+                assert mine.is_contiguous(memory_format=torch.channels_last)
+        assert not book.entries
+        assert torch.equal(mine.full_tensor(), right), (name, placements)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_strides_are_those_of_the_global_tensor(ranks: Any, world: int) -> None:
+    ranks(world, strided)
 
 
 def copied(rank: int, world: int) -> None:

@@ -307,6 +307,38 @@ class Doubled(ParallelStyle):
         )
 
 
+def laid_by_apply(mesh: Mesh) -> None:
+    """The RFC's own form: a function of two arguments that lays all parameters out by ``_apply``."""
+
+    def shard(part: nn.Module, mesh: Any) -> None:
+        part._apply(lambda t: distribute_tensor(t, mesh, [S(0)]))
+
+    torch.manual_seed(mesh.rank)  # rank 0's values count
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))).double()
+    model[2][0].weight = model[0].weight
+    before = list(model.parameters())
+    optimizer = torch.optim.SGD(before, lr=0.1)
+    enter = lambda inputs, mesh: (DTensor.from_local(inputs[0], mesh, [R]),)
+    distribute_module(model, mesh, shard, enter, lambda out, mesh: out.full_tensor())
+    assert all(p is q for p, q in zip(model.parameters(), before, strict=True)), "also the tied one"
+    assert all(isinstance(p, DTensor) and p.placements == (S(0),) for p in before)
+    right = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))).double()
+    right[2][0].weight = right[0].weight
+    right.load_state_dict({name: whole(p).detach() for name, p in model.state_dict().items()})
+    plain = torch.optim.SGD(right.parameters(), lr=0.1)
+    for _ in range(2):
+        for each, stepped in ((model, optimizer), (right, plain)):
+            stepped.zero_grad()
+            each(seeded(3, 6)).square().sum().backward()
+            stepped.step()
+    for p, q in zip(model.parameters(), right.parameters(), strict=True):
+        torch.testing.assert_close(whole(p), q)
+    model.float()
+    assert all(p.dtype == torch.float32 and p.shape == q.shape for p, q in zip(before, right.parameters()))
+    # what lies so already is given back
+    assert distribute_tensor(before[0], mesh, [S(0)]) is before[0]
+
+
 def modules(rank: int, world: int) -> None:
     mesh = Mesh.from_env({"tp": world})
     x = seeded(3, 6)
@@ -328,8 +360,10 @@ def modules(rank: int, world: int) -> None:
     assert not norm.running_mean.full_tensor().any(), "rank 0's"
     with pytest.raises(ValueError, match="can be called once"):
         distribute_module(norm, mesh)
-    with pytest.raises(ValueError, match="takes 2 argument"):
-        distribute_module(nn.Linear(2, 2), mesh, None, lambda inputs, mesh: inputs)
+    for name in ("partition_fn", "input_fn", "output_fn"):
+        with pytest.raises(ValueError, match=f"{name} takes 1 argument"):
+            distribute_module(nn.Linear(2, 2), mesh, **{name: lambda module: None})
+    laid_by_apply(mesh)
     # a tied weight is one, and stays one
     tied = nn.ModuleDict({"embed": nn.Embedding(8, 6), "head": nn.Linear(6, 8, bias=False)})
     tied["head"].weight = tied["embed"].weight

@@ -11,7 +11,7 @@ from espalier.tensor.rules.spec import Dims, Operand, Placed, RuleFunction, Rule
 
 # f(x) linear in x: a Partial passes through
 LINEAR = """
-    neg negative positive clone contiguous cpu cuda detach alias alias_copy detach_copy resolve_conj
+    neg negative positive clone cpu cuda detach alias alias_copy detach_copy resolve_conj
     resolve_neg conj conj_physical
 """.split()
 
@@ -77,6 +77,23 @@ def nonlinear(*args: Any, **kwargs: Any) -> Spec:
 def linear(x: Operand, *args: Any, **kwargs: Any) -> Spec:
     """Linear in its one operand."""
     return elementwise([x], linear=[(0,)])
+
+
+def contiguous(x: Operand, memory_format: torch.memory_format = torch.contiguous_format) -> Spec:
+    """One row of a dim is contiguous wherever it lies; its stride is to tell of the global tensor's too."""
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        out: torch.Tensor = func(*args, **kwargs)
+        strides = torch.empty(out.shape, device="meta").stride()
+        if memory_format is not torch.contiguous_format or out.stride() == strides:
+            return out
+        return out.as_strided(out.shape, strides)
+
+    spec = elementwise([x], linear=[(0,)], run=run)
+    spec.when = lambda placed: any(
+        n < 2 and n < whole for n, whole in zip(placed.outs[0].local_shape, placed.outs[0].shape, strict=True)
+    )
+    return spec
 
 
 def casting(default: torch.dtype | None = None) -> RuleFunction:
@@ -238,6 +255,8 @@ def register(rules: Rules) -> None:
     for name in LINEAR:
         for f in spellings(name):
             rules.add(f, linear, loose=True)
+    for f in spellings("contiguous"):
+        rules.add(f, contiguous, loose=True)
     for names in (NONLINEAR, BROADCAST):
         for name in names:
             for f in spellings(name):
