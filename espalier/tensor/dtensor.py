@@ -323,15 +323,15 @@ class DTensor(torch.Tensor):
         if grad_placements is not None:
             whole = redistribute(x, Layout.replicated(lay.mesh, lay.shape))
             return whole.to_local(grad_placements=grad_placements)
-        whole = Layout.replicated(lay.mesh, lay.shape)
+        full = Layout.replicated(lay.mesh, lay.shape)
         with raw():
-            out = plain(move(x, lay, whole))
+            out = plain(move(x, lay, full))
         busy = [axis for axis, n in enumerate(lay.mesh.shape) if n > 1]
         if not (busy and out.requires_grad) or recording():
             return out
         from espalier.tensor.unsaid import compared
 
-        return compared(out, whole, busy, "full_tensor")
+        return compared(out, full, busy, "full_tensor")
 
     def to_torch(self) -> Any:
         """torch's own DTensor over the same memory; gradients flow back.

@@ -110,7 +110,11 @@ def distribute_module(
         )
     partition, enter, leave = (
         None if function is None else _of_three(function, name)
-        for name, function in (("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn))
+        for name, function in (
+            ("partition_fn", partition_fn),
+            ("input_fn", input_fn),
+            ("output_fn", output_fn),
+        )
     )
     mesh = as_mesh(device_mesh)
     given = mesh if device_mesh is None else device_mesh

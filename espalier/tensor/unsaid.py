@@ -195,6 +195,6 @@ def _remedy(of: _Flown, axes: Collection[str]) -> str:
     said = [Partial() if name in axes else p for name, p in zip(of.layout.mesh.names, grads, strict=True)]
     words = ", ".join(f"{type(p).__name__}({p.dim if isinstance(p, Shard) else ''})" for p in said)
     return (
-        f"Say so: {of.call}(grad_placements=[{words}]) adds the ranks' gradients up; or let all ranks compute "
-        "the same from it."
+        f"Say so: {of.call}(grad_placements=[{words}]) adds the ranks' gradients up; or let all ranks "
+        "compute the same from it."
     )

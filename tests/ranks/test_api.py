@@ -301,7 +301,7 @@ def unsaid(rank: int, world: int) -> None:
         ("to_local", lambda: (leaf().to_local() * (float("nan") if rank else 1)).sum()),
         ("to_local", lambda: z.to_local().sum() + (x.to_local().sum() if rank else 0)),
         ("full_tensor", lambda: (leaf(cut).full_tensor() * (rank + 1)).sum()),
-        ("full_tensor", lambda: (leaf(cut).sum().full_tensor() * (rank + 1))),
+        ("full_tensor", lambda: leaf(cut).sum().full_tensor() * (rank + 1)),
     ]
     for call, compute in differing:
         loss, line = compute(), compute.__code__.co_firstlineno

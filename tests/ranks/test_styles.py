@@ -314,15 +314,22 @@ def laid_by_apply(mesh: Mesh) -> None:
         part._apply(lambda t: distribute_tensor(t, mesh, [S(0)]))
 
     torch.manual_seed(mesh.rank)  # rank 0's values count
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))).double()
+    model = nn.Sequential(
+        nn.Linear(6, 6), nn.Tanh(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
+    ).double()
     model[2][0].weight = model[0].weight
     before = list(model.parameters())
     optimizer = torch.optim.SGD(before, lr=0.1)
-    enter = lambda inputs, mesh: (DTensor.from_local(inputs[0], mesh, [R]),)
+
+    def enter(inputs: Any, mesh: Any) -> Any:
+        return (DTensor.from_local(inputs[0], mesh, [R]),)
+
     distribute_module(model, mesh, shard, enter, lambda out, mesh: out.full_tensor())
     assert all(p is q for p, q in zip(model.parameters(), before, strict=True)), "also the tied one"
     assert all(isinstance(p, DTensor) and p.placements == (S(0),) for p in before)
-    right = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))).double()
+    right = nn.Sequential(
+        nn.Linear(6, 6), nn.Tanh(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
+    ).double()
     right[2][0].weight = right[0].weight
     right.load_state_dict({name: whole(p).detach() for name, p in model.state_dict().items()})
     plain = torch.optim.SGD(right.parameters(), lr=0.1)
@@ -334,7 +341,8 @@ def laid_by_apply(mesh: Mesh) -> None:
     for p, q in zip(model.parameters(), right.parameters(), strict=True):
         torch.testing.assert_close(whole(p), q)
     model.float()
-    assert all(p.dtype == torch.float32 and p.shape == q.shape for p, q in zip(before, right.parameters()))
+    for p, q in zip(before, right.parameters(), strict=True):
+        assert p.dtype == torch.float32 and p.shape == q.shape
     # what lies so already is given back
     assert distribute_tensor(before[0], mesh, [S(0)]) is before[0]
 
