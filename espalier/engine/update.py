@@ -1,9 +1,4 @@
-"""The optimizer step on local tensors.
-
-An optimizer that works element by element gives the same result on each rank's part as on the
-whole, wherever gradients lie as their parameters do. So its step runs with torch functions left
-alone, at the speed of plain tensors. Other optimizers (norms, factorizations) step on DTensors.
-"""
+"""The engine's optimizer step: on local tensors (see ``espalier.tensor.stepping``), fused and joined."""
 
 from __future__ import annotations
 
@@ -13,30 +8,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 from torch.optim import optimizer as _base
 
 from espalier.engine.norm import scale_gradients
 from espalier.engine.runs import Runs
 from espalier.parallel.fused import fused
-from espalier.tensor import DTensor, lay_out, stamp
+from espalier.tensor import DTensor, lay_out
 from espalier.tensor.deferred import make_values_real
+from espalier.tensor.stepping import ELEMENTWISE, on_locals, stamp_states
 
 _set_grad = vars(torch._C.TensorBase)["grad"].__set__
-ELEMENTWISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
@@ -97,24 +79,13 @@ def update(
             with fused(optimizer):
                 yield
 
-    with raw():
-        # as plain parameters they are spared DTensor's Python getters, and on CUDA torch's choice of
-        # the foreach implementation, which goes by class, falls as for any other model
-        for p in parameters:
-            p.__class__ = nn.Parameter  # type: ignore[assignment]
-        try:
-            watched = _is_watched(optimizer)
-            if watched and factor is not None:
-                scale_gradients(parameters, factor)
-            with _within_hooks(optimizer, prepared()) if watched else prepared():
-                optimizer.step()
-        finally:
-            for p in parameters:
-                p.__class__ = DTensor
-    for p in (p for p in alone if type(p) is DTensor):
-        for state in optimizer.state.get(p, {}).values():
-            if type(state) is torch.Tensor and state.ndim and state.shape == p._layout.local_shape:
-                stamp(state, p._layout)
+    with on_locals(parameters):
+        watched = _is_watched(optimizer)
+        if watched and factor is not None:
+            scale_gradients(parameters, factor)
+        with _within_hooks(optimizer, prepared()) if watched else prepared():
+            optimizer.step()
+    stamp_states(optimizer, alone)
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from espalier.layout.crossings import Crossing, Parcel, crossing
-from espalier.layout.layout import Layout, same_data
+from espalier.layout.layout import Layout, any_alive, same_data
 from espalier.layout.regions import Box, chunk_bounds, local_box, may_be_empty, same_cuts
 from espalier.layout.routes import Route, Step, route
 from espalier.layout.transitions import TABLE, gradient_layout, operation
@@ -20,6 +20,7 @@ __all__ = [
     "Route",
     "Shard",
     "Step",
+    "any_alive",
     "chunk_bounds",
     "crossing",
     "gradient_layout",

@@ -237,6 +237,11 @@ class Layout:
         return f"Layout({list(self.shape)} {' '.join(parts)})"
 
 
+def any_alive() -> bool:
+    """Whether there is any layout, and so may be a DTensor."""
+    return bool(_interned)
+
+
 def same_data(a: Layout, b: Layout) -> bool:
     """Whether two layouts differ in nothing but axes of size 1, forward and backward."""
     if a is b:

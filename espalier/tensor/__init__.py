@@ -24,6 +24,7 @@ from espalier.tensor.factories import (
 )
 from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.guard import install as _install_guard
+from espalier.tensor.library import elementwise, rowwise
 from espalier.tensor.local_map import local_map
 from espalier.tensor.modules import distribute_module
 from espalier.tensor.rules.spec import Operand, Spec
@@ -49,6 +50,7 @@ __all__ = [
     "deferred",
     "distribute_module",
     "distribute_tensor",
+    "elementwise",
     "empty",
     "explain",
     "explaining",
@@ -70,6 +72,7 @@ __all__ = [
     "redistribute",
     "register_rule",
     "register_sharding",
+    "rowwise",
     "sanitize",
     "stamp",
     "strict",

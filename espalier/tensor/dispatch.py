@@ -20,11 +20,12 @@ from espalier.layout import Layout, may_be_empty, same_data
 from espalier.layout.layout import R, V
 from espalier.layout.transitions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from espalier.mesh import Mesh
-from espalier.tensor import loans
+from espalier.tensor import loans, numbers
 from espalier.tensor.dtensor import DTensor, layout_of, stamp
 from espalier.tensor.fallback import (
     asks_in_place,
     enter_or_gather,
+    function_of,
     rejected,
     torch_error,
     tree_map,
@@ -298,6 +299,8 @@ def _first(
             _ask_torch(func, args, kwargs)
         if entry is not None:
             out = entry.call(func, args, kwargs)
+            if not _is_torchs(func):
+                _check(func, entry, out)
             entry.settle(out, args, kwargs)
             return out
     except Exception as error:
@@ -310,10 +313,35 @@ def _first(
     return _unruled(func, (), args, kwargs)
 
 
+def _is_torchs(func: Callable[..., Any]) -> bool:
+    """Whether a function is torch's, and not a user's own."""
+    return (getattr(func, "__module__", None) or "torch").startswith("torch")
+
+
+def _check(func: Callable[..., Any], entry: Entry, out: Any) -> None:
+    """Compare what a user's function gave with what the rule says of it.
+
+    Raises:
+        ValueError: they differ.
+    """
+    given = [x for x in (out if isinstance(out, tuple | list) else (out,)) if isinstance(x, torch.Tensor)]
+    with raw():
+        shapes = [tuple(x.shape) for x in given]
+    wanted = [tuple(layout.local_shape) for layout in entry.outs]
+    if shapes != wanted and entry.written is None:
+        name = getattr(function_of(func) or func, "__name__", func)
+        raise ValueError(
+            f"{name}: by its rule this rank gets {len(wanted)} output(s) of the shapes "
+            f"{', '.join(str(list(s)) for s in wanted)}, but the function gave {len(shapes)}: "
+            f"{', '.join(str(list(s)) for s in shapes)}. A rule names outs and shapes of all outputs (see "
+            "espalier.Spec)."
+        )
+
+
 def _ask_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let torch speak first where a runner or a body of ours would have to check what it is given."""
-    if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
-        return  # a user's own
+    if not _is_torchs(func):
+        return
     error = rejected(func, args, kwargs)
     if error is not None:
         raise error
@@ -322,7 +350,7 @@ def _ask_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 def _build(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
     if is_strict.get():
         refuse_plain(func, tensors_in((args, kwargs)))
-    asked = ask(func, args, kwargs)
+    asked = None if numbers.are_tensors(func, args, kwargs) else ask(func, args, kwargs)
     if asked is None:
         return None
     spec, operands, mesh = asked
@@ -410,15 +438,31 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [t for x in tree for t in tensors_in(x)]
 
 
+def unruled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call that has no rule, and is not looked up: of what it is given nothing is kept."""
+    if is_strict.get():
+        refuse_plain(func, tensors_in((args, kwargs)))
+    return _unruled(func, (), args, kwargs)
+
+
+def _uncached(cls: type, func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    return _unruled(func, types, args, kwargs)
+
+
 def _unruled(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     lent = loans.loans_in(tensors_in((args, kwargs)))
     if lent:
-        return loans.call(dispatch, func, args, kwargs, lent, writes(func))
+        again = dispatch if RULES.get(func) is not None or function_of(func) is None else _uncached
+        return loans.call(again, func, args, kwargs, lent, writes(func))
+    if numbers.are_tensors(func, args, kwargs):
+        args, kwargs = numbers.read(func, args, kwargs)
+        return func(*args, **kwargs)
     for name in ("alpha", "value"):
-        if type(kwargs.get(name)) is DTensor:
-            return func(*args, **{**kwargs, name: kwargs[name].item()})  # as torch does
+        number = kwargs.get(name)
+        if type(number) is DTensor or (isinstance(number, torch.Tensor) and not number.requires_grad):
+            return func(*args, **{**kwargs, name: number.item()})  # as torch does
     body = RULES.body(func)
     if body is not None and kwargs.get("out") is None:
         named = {_ALIASES.get(k, k): v for k, v in kwargs.items() if k != "out"}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
+from torch.autograd import Function
 from torch.utils import _python_dispatch
 
 from espalier.comm import move
@@ -19,7 +20,8 @@ from espalier.layout import Layout, same_data
 from espalier.layout.layout import R
 from espalier.mesh import Mesh
 from espalier.tensor.caller import user_frame
-from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp
+from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, stamp
+from espalier.tensor.functions import on_wholes
 from espalier.tensor.keys import whole_key_of
 from espalier.tensor.loans import is_view, lend, loans_in, version
 
@@ -43,10 +45,16 @@ def enter_or_gather(
         return _into(func, args, dict(kwargs))
     if getattr(func, "__name__", "") in _TURNING and type(args[0]) is DTensor:
         return _turn(func, args, kwargs)
-    inner = _entrance(func)
+    inner = _entrance(func) if function_of(func) is None else None
     if inner is not None:
         return inner(*args, **kwargs)
     return _gather(func, args, kwargs, mesh)
+
+
+def function_of(func: Callable[..., Any]) -> type[Function] | None:
+    """The autograd function of which ``func`` is the ``apply``, if it is one's."""
+    owner = getattr(func, "__self__", None)
+    return owner if isinstance(owner, type) and issubclass(owner, Function) else None
 
 
 @lru_cache(maxsize=1024)
@@ -220,6 +228,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Any:
+    custom = function_of(func)
     name = getattr(func, "__name__", str(func))
     held: list[Layout] = []
     target = args[0] if args and writes(func) else None
@@ -250,8 +259,12 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                     "shape or the memory of what each rank holds, and the rest of the layout with it. "
                     "Redistribute to Replicate first, or call the function without the underscore."
                 )
-            _warn(name, tuple(held))
-        out = func(*local_args, **local_kwargs)
+            if custom is None:
+                _warn(name, tuple(held))
+            else:
+                _warn_of(custom.__name__, custom.__module__)
+        call = func if custom is None else on_wholes(custom)
+        out = call(*local_args, **local_kwargs)
         averages = _averages(name, args, kwargs)
         for x, value, before in gathered:
             if version(value) != before or x is target or any(x is a for a in averages):
@@ -262,6 +275,8 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                 target._layout = Layout.replicated(mesh, shape)
             return target
     out = tree_map(lambda x: _stamp_whole(x, mesh), out)
+    if custom is not None:
+        return tree_map(lambda x: cut_again(x, held), out)
     return lend(out, func, args, kwargs) if is_view(func, args) else out
 
 
@@ -310,6 +325,18 @@ def _stamp_whole(x: Any, mesh: Mesh) -> Any:
     return x
 
 
+def cut_again(x: Any, held: Sequence[Layout]) -> Any:
+    """What a user's own function made, cut where an input of its shape was, for what comes after it.
+
+    A batch that was gathered would stay so to the end of the model, and every rank would compute all of it.
+    """
+    like = next((lay for lay in held if type(x) is DTensor and lay.shape == x._layout.shape), None)
+    if like is None:
+        return x
+    axes = tuple(s if isinstance(s, int) else R for s in like.axes)
+    return redistribute(x, Layout.of(like.mesh, axes, like.cuts, like.shape))
+
+
 def writes(func: Callable[..., Any]) -> bool:
     """Whether a function's name says that it writes to its first argument."""
     name = getattr(func, "__name__", "")
@@ -336,6 +363,20 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
             return type(tree)(parts)
         return type(tree)(parts)
     return fn(tree)
+
+
+@lru_cache(maxsize=4096)
+def _warn_of(name: str, module: str) -> None:
+    # cached: once for each function
+    warnings.warn(
+        f"The autograd function {name} has no rule, so its inputs are gathered and every rank computes all "
+        "of it, forward and backward. The result is right, but slow. If it works element by element, "
+        f"espalier.register_rule({name})(espalier.elementwise) makes it fast; if each row (all but the last "
+        "dim of its first tensor) is worked on by itself, espalier.rowwise does; for other functions see "
+        "espalier.register_rule and espalier.local_map.",
+        GatherWarning,
+        stacklevel=user_frame()[0],
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -1,9 +1,10 @@
-"""``torch.autograd.Function`` on DTensors: torch's own that carry tensors through, and those with a rule.
+"""``torch.autograd.Function`` on DTensors.
 
-A custom function computes on local data. Three kinds are let through, typed at their edges:
+A custom function computes on plain data, typed at its edges:
 
 * one that has a rule (``register_rule(MyFunction)``) goes the way of every ruled call: its ``forward``
   and ``backward`` see local tensors, in the layouts that the rule allows;
+* one that has none gets whole tensors, as any function without a rule does (see :func:`on_wholes`);
 * the identity on which a module's full backward hooks hang: the hooks see DTensors;
 * reentrant checkpointing: what it runs, and runs again, gets its inputs with their layouts.
 """
@@ -17,12 +18,14 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
+from torch.autograd import Function
 
 from espalier.comm import move
 from espalier.layout import Layout, gradient_layout
 from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp
 
 Apply = Callable[..., Any]
+_intercepting = torch._C._EnableTorchFunction
 
 
 def layouts_of(values: Sequence[Any]) -> list[Layout | None]:
@@ -57,6 +60,46 @@ def run_on_locals(original: Apply, cls: Any, args: Sequence[Any], kwargs: dict[s
 
 def _versions(args: Sequence[Any]) -> list[int]:
     return [a._version for a in args if isinstance(a, torch.Tensor) and not a.is_inference()]
+
+
+def on_wholes(cls: type[Function]) -> Apply:
+    """``cls.apply`` for plain tensors that every rank holds whole, whatever the function meets inside.
+
+    Its code may use more tensors than it is given: the parameters of a module, what a closure holds. So where
+    DTensors come into it torch functions are intercepted, as anywhere; and what goes out of ``forward`` and
+    ``backward``, or is saved between them, is whole and plain again.
+    """
+    twin = cls.__dict__.get("_twin")
+    if twin is None:
+        names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        saving = "setup_context" if cls.setup_context is not Function.setup_context else "forward"
+        for name in ("forward", "setup_context", "backward", "vjp", "jvp"):
+            if getattr(cls, name) is not getattr(Function, name):
+                names[name] = staticmethod(_enclosed(getattr(cls, name), name == saving))
+        made: Any = type(cls)
+        twin = cls._twin = made(cls.__name__, (cls,), names)  # type: ignore[attr-defined]
+    apply: Apply = twin.apply
+    return apply
+
+
+def _enclosed(method: Callable[..., Any], saves: bool) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def enclosed(*args: Any, **kwargs: Any) -> Any:
+        with _intercepting():
+            out = method(*args, **kwargs)
+        if saves and any(type(x) is DTensor for x in args[0].to_save or ()):
+            args[0].to_save = tuple(map(_whole, args[0].to_save))
+        return tuple(map(_whole, out)) if type(out) is tuple else _whole(out)
+
+    return enclosed
+
+
+def _whole(x: Any) -> Any:
+    if type(x) is not DTensor:
+        return x
+    with raw():
+        own = layout_of(x)
+        return plain(move(x, own, Layout.replicated(own.mesh, own.shape)))
 
 
 def carried(original: Apply, cls: Any, args: Sequence[Any]) -> Any:

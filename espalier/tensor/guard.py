@@ -4,7 +4,8 @@
 DTensors, and the result would be silently local; ``torch.autograd.backward`` would start from local
 gradients. ``torch.vmap`` and ``torch.func``'s transforms wrap tensors in C++, and the type is lost on
 the way. ``nn.Module._apply`` would drop the type of what becomes of a parameter. What can be right is typed
-at its edges (see ``espalier.tensor.functions``), the rest is refused.
+at its edges (see ``espalier.tensor.functions`` and ``espalier.tensor.transforms``), the rest is refused.
+Dispatch modes, which see what happens below the type, are shown local tensors.
 For calls without DTensors that costs one look at the arguments.
 """
 
@@ -22,22 +23,19 @@ from torch._C import DisableTorchFunctionSubclass as raw
 from torch._functorch import eager_transforms, vmap
 from torch.nn.modules import _functions
 from torch.overrides import handle_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from espalier.comm.traced import recorders
-from espalier.tensor import functions
-from espalier.tensor.dispatch import dispatch, tensors_in
+from espalier.tensor import flex, functions, library, stepping, transforms
+from espalier.tensor.dispatch import dispatch, tensors_in, unruled
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.modules import typed_conversion
-from espalier.tensor.rules import RULES
 from espalier.tensor.rules.meta import seeded
 
 _intercepted = torch._C._is_torch_function_enabled
 _DOORS = (
     (vmap, "_add_batch_dim"),
     (eager_transforms, "_wrap_for_grad"),
-    (eager_transforms, "_jvp_with_argnums"),
-    (eager_transforms, "linearize"),
-    (torch.func, "linearize"),
     (eager_transforms, "_wrap_all_tensors_to_functional"),
 )
 
@@ -76,6 +74,10 @@ def install() -> None:
     for module, name in _DOORS:
         if hasattr(module, name):  # private, so it may go
             setattr(module, name, _closed(getattr(module, name)))
+    transforms.open_doors()
+    stepping.install()
+    flex.install()
+    TorchDispatchMode.__enter__ = _entering(TorchDispatchMode.__enter__)  # type: ignore[method-assign]
 
 
 def _typed(original: functions.Apply, cls: Any, args: tuple[Any, ...], kwargs: Any, x: DTensor) -> Any:
@@ -86,14 +88,12 @@ def _typed(original: functions.Apply, cls: Any, args: tuple[Any, ...], kwargs: A
         return functions.carried(original, cls, args)
     if cls is getattr(torch.utils.checkpoint, "_NoopSaveInputs", None):
         return original(cls, *args)  # of torch before 2.13: takes tensors through without computing
-    if RULES.get(cls.apply) is not None:
+    inside = transforms.around()
+    if inside is not None:
+        return cls.apply(*map(inside.whole, args), **kwargs)
+    if library.knows(cls):
         return dispatch(DTensor, cls.apply, (), args, kwargs)
-    raise TypeError(
-        f"{cls.__name__}.apply was given a DTensor ({x._layout!r}). A custom autograd function computes on "
-        "local data and would silently give local results. State its layouts: by a rule, "
-        f"@espalier.register_rule({cls.__name__}), or for this one call by espalier.local_map; or call it "
-        "on to_local()."
-    )
+    return unruled(cls.apply, args, kwargs)
 
 
 def _backward(original: Callable[..., None]) -> Callable[..., None]:
@@ -119,6 +119,38 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
     return backward
 
 
+def _entering(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``TorchDispatchMode.__enter__``: the modes of others see local tensors only.
+
+    In the forward pass the dispatcher sees to that. In the backward pass torch functions are intercepted,
+    for hooks; and a mode that asks a saved DTensor for its shape would get the global one, beside local
+    gradients.
+    """
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        kind = type(self)
+        dispatching = kind.__torch_dispatch__
+        ours = kind.__module__.startswith("espalier.") or kind.is_infra_mode()
+        if not ours and not getattr(dispatching, "_espalier", False):
+            kind.__torch_dispatch__ = _seeing_locals(dispatching)
+        return enter(self)
+
+    return entered
+
+
+def _seeing_locals(dispatching: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(dispatching)
+    def on_locals(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(type(x) is DTensor for x in tensors_in((args, kwargs))):
+            with raw():
+                return dispatching(self, func, types, args, kwargs)
+        return dispatching(self, func, types, args, kwargs)
+
+    on_locals._espalier = True  # type: ignore[attr-defined]
+    return on_locals
+
+
 def _of_local(describe: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
     def described(x: torch.Tensor) -> Any:
         with raw():
@@ -133,9 +165,9 @@ def _closed(door: Callable[..., Any]) -> Callable[..., Any]:
         for a in tensors_in(args):
             if type(a) is DTensor:
                 raise TypeError(
-                    "torch.vmap and torch.func's transforms would compute on local data alone; got a DTensor "
-                    f"({a._layout!r}). Use torch.autograd.grad, torch.autograd.forward_ad, write the batch "
-                    "dim out, or wrap the call in espalier.local_map, which states the layouts at its edges."
+                    "torch.func.functionalize, and transforms inside of which a DTensor is made, would "
+                    f"compute on local data alone; got a DTensor ({a._layout!r}). Make it outside, or wrap "
+                    "the call in espalier.local_map, which states the layouts at its edges."
                 )
         return door(*args, **kwargs)
 

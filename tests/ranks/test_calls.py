@@ -298,3 +298,51 @@ def strictly(rank: int, world: int) -> None:
 
 def test_strict_mode_refuses_plain_tensors(ranks: Any) -> None:
     ranks(2, strictly)
+
+
+def numbers_as_tensors(rank: int, world: int) -> None:
+    """Sizes, bounds and places as 0-dim tensors: each time by their value, also those of a Partial."""
+    mesh = line(world)
+    whole = values(12, 6)
+    calls: list[Callable[[torch.Tensor, Any], Any]] = [
+        lambda x, n: x.view(n, 2, -1),
+        lambda x, n: x.reshape((n, 72 // int(n))),
+        lambda x, n: x[:1].expand(n, 6),
+        lambda x, n: x.repeat(1, n),
+        lambda x, n: x.narrow(0, n, 2),
+        lambda x, n: torch.narrow(x, 1, 1, n),
+        lambda x, n: x[n:],
+        lambda x, n: x[n - 1 : n + 1, ..., :n],
+        lambda x, n: x[:, n],
+        lambda x, n: x.unflatten(0, (n, -1)),
+        lambda x, n: x.roll(n, 0),
+        lambda x, n: x.split(n)[1],
+        lambda x, n: torch.chunk(x, n)[-1],
+        lambda x, n: x.select(0, n),
+        lambda x, n: x.topk(n, 0).values,
+        lambda x, n: F.pad(x, (n, 0, 0, n)),
+        lambda x, n: x.new_ones(n, 2),
+        lambda x, n: torch.zeros(n, 2) + x[:1, :2],
+        lambda x, n: x.tril(n),
+    ]
+    for places in ([R], [S(0)], [S(1)]):
+        x = distribute_tensor(whole, mesh, places)
+        for i, call in enumerate(calls):
+            for n in (2, 3, 4, 2):
+                n = 3 if n == 4 and i in (11,) else n
+                addend = torch.tensor(n if rank == 0 else 0)
+                sizes = [torch.tensor(n), distribute_tensor(torch.tensor(n), mesh, [R])]
+                for size in (*sizes, DTensor.from_local(addend, mesh, [P])):
+                    found, expected = call(x, size), call(whole, n)
+                    assert found.shape == expected.shape, (i, places, n, size)
+                    assert torch.equal(espalier.full_tensor(found), expected), (i, places, n, size)
+    y = distribute_tensor(whole.clone(), mesh, [S(0)])
+    plain = whole.clone()
+    for n in (2, 5):
+        y[torch.tensor(n) :] = n
+        plain[n:] = n
+    assert torch.equal(y.full_tensor(), plain)
+
+
+def test_numbers_may_be_tensors(ranks: Any) -> None:
+    ranks(2, numbers_as_tensors)

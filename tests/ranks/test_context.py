@@ -36,6 +36,7 @@ CALLS: list[tuple[int, int, dict[str, Any]]] = [
     (13, 13, {"attn_mask": "added"}),
     (13, 13, {"kv_heads": 2, "is_causal": True}),
     (13, 13, {"kv_heads": 1}),
+    (13, 13, {"kv_heads": 1, "is_causal": True}),
     (13, 13, {"dropout_p": 0.3, "is_causal": True}),
     (13, 13, {"dropout_p": 0.3, "attn_mask": "added", "kv_heads": 2}),
 ]
@@ -50,7 +51,7 @@ def mask_of(kind: str, s: int, t: int) -> torch.Tensor:
 
 def attended(inputs: list[torch.Tensor], mask: torch.Tensor | None, given: dict[str, Any]) -> torch.Tensor:
     torch.manual_seed(5)
-    grouped = inputs[0].shape[1] != inputs[1].shape[1]
+    grouped = inputs[1].shape[1] not in (1, inputs[0].shape[1])  # a single head is broadcast
     return F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=grouped, **given)
 
 

@@ -17,6 +17,7 @@ from espalier.tensor.dry_autocast import autocast_dtype
 from espalier.tensor.random import draw_key
 from espalier.tensor.rules.blocks import Block, fused
 from espalier.tensor.rules.helping import sends
+from espalier.tensor.rules.pointwise import letters
 from espalier.tensor.rules.randomness import dropped
 from espalier.tensor.rules.ring import ring
 from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, bound_to, of_nothing
@@ -38,12 +39,15 @@ def attention(
     """query [..., h, s, d], key [..., g, t, d], value [..., g, t, e]; g heads serve h (grouped queries).
 
     Heads may be sharded if the cuts of g serve those of h; else g stays whole and each rank takes
-    the ones that its h need. Queries may be sharded where keys and values are whole. Where all are sharded
-    along the sequence, so they stay: see :func:`_over_sequence` (a ring) and :func:`_by_heads` (Ulysses). The
-    mesh may say which of the two, or that keys and values are to be gathered (``Mesh.telling``).
+    the ones that its h need. Other dims before the last two are broadcast. Queries may be sharded where
+    keys and values are whole. Where all are sharded along the sequence, so they stay: see
+    :func:`_over_sequence` (a ring) and :func:`_by_heads` (Ulysses). The mesh may say which of the two, or
+    that keys and values are to be gathered (``Mesh.telling``).
     """
-    if query.ndim < 3 or query.ndim != key.ndim or query.shape[:-3] != key.shape[:-3]:
+    if query.ndim < 3:
         return None
+    if not _serves(query, key, value):
+        return _stretched(query, key, value, attn_mask)
     lead: Dims = tuple(("b", i) for i in range(query.ndim - 3))
     h, g = query.shape[-3], key.shape[-3]
     axes = [query.layout.mesh.shape[a] for a in query.layout.cuts[query.ndim - 3]]
@@ -74,6 +78,63 @@ def attention(
     )
 
 
+def _serves(query: Operand, key: Operand, value: Operand) -> bool:
+    """Whether all are alike but for fewer heads of keys and values."""
+    alike = (
+        query.ndim == key.ndim and query.shape[:-3] == key.shape[:-3] and key.shape[:-2] == value.shape[:-2]
+    )
+    return alike and key.shape[-3] > 0 and query.shape[-3] % key.shape[-3] == 0
+
+
+def _stretched(query: Operand, key: Operand, value: Operand, attn_mask: Operand | None) -> Spec | None:
+    """Of operands whose dims before the last two are broadcast: keys of one head for all queries, say."""
+    try:
+        lead = tuple(torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value))))
+    except RuntimeError:
+        return None
+    out = tuple(("b", i) for i in range(len(lead)))
+    ins: list[Dims] = [(*letters(x.shape[:-2], lead), None, None) for x in (query, key, value)]
+    ins[0] = (*ins[0][:-2], "s", None)
+    rows: list[AxisState] = [x.ndim - 2 for x in (query, key, value)]
+    full = (*lead, query.shape[-2], key.shape[-2])
+    if attn_mask is not None:
+        ins.append((*letters(attn_mask.shape, full)[:-1], None) if attn_mask.ndim else ())
+        ins[-1] = tuple("s" if d == ("d", len(lead)) else d for d in ins[-1])
+        rows.append(ins[-1].index("s") if "s" in ins[-1] else R)
+    ins = [tuple(("b", d[1]) if isinstance(d, tuple) else d for d in dims) for dims in ins]
+    sent = (math.prod(key.shape) + math.prod(value.shape)) // 2 - 1
+    gather = "gather" in query.layout.mesh.words.values()
+    return Spec(
+        ins,
+        [(*out, "s", None)],
+        [(*lead, query.shape[-2], value.shape[-1])],
+        run=_attend_stretched,
+        ways=[] if gather else [(tuple(rows), (len(lead),))],
+        sends={("way", 0): max(sent, 0)},
+    )
+
+
+def _attend_stretched(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+    """As if queries, keys and values had been given whole: what is broadcast takes no memory."""
+    bound = bound_to(_NAMES, args, kwargs)
+    out, ins = placed.outs[0], list(placed.ins)
+    lead = out.ndim - 2
+    for i, name in enumerate(("query", "key", "value")):
+        x, own = bound[name], placed.ins[i]
+        skip = out.ndim - own.ndim
+        alone = [d for d in range(lead) if d < skip or own.shape[d - skip] != out.shape[d]]
+        axes = [s + skip if isinstance(s, int) else s for s in own.axes]
+        cuts = [()] * skip + list(own.cuts)
+        for d in alone:
+            cuts[d] = out.cuts[d]
+            for axis in out.cuts[d]:
+                axes[axis] = d
+        shape = (*out.shape[:lead], *own.shape[-2:])
+        ins[i] = Layout.of(placed.mesh, tuple(axes), tuple(cuts), shape)
+        bound[name] = x.expand(*ins[i].local_shape[:lead], *x.shape[-2:])
+    return _attend(func, (), bound, Placed(placed.mesh, tuple(ins), placed.outs))
+
+
 def _is_special(placed: Placed) -> bool:
     """Whether the local call is not the same call."""
     cut = any(placed.axes_of(x, [x.ndim - 2]) for x in placed.ins[:2])
@@ -89,7 +150,9 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
         return _by_heads(func, bound, placed, cut[0])
     heads, kv = whole_q.shape[-3], whole_k.shape[-3]
     if heads != kv:
-        if not bound.get("enable_gqa"):
+        if kv == 1:
+            bound["enable_gqa"] = True  # broadcast or grouped, that is the same
+        elif not bound.get("enable_gqa"):
             raise ValueError(
                 f"scaled_dot_product_attention: {heads} query heads but {kv} key heads; "
                 "pass enable_gqa=True for grouped queries."

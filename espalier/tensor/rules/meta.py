@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from espalier.comm import move
 from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import R, is_partial
+from espalier.tensor import numbers
 from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, stamp
 from espalier.tensor.rules.spec import Rules, bound_to, spellings
 
@@ -84,6 +85,9 @@ def new(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """x.new_zeros(...) and its like: replicated on x's mesh."""
+    if numbers.are_tensors(func, args, kwargs):
+        args, kwargs = numbers.read(func, args, kwargs)
+        return func(*args, **kwargs)
     mesh = args[0]._layout.mesh
     with raw():
         out = func(*args, **kwargs)
@@ -107,10 +111,8 @@ def gradients(
 ) -> Any:
     """torch.autograd.grad: gradients that lie as those of their inputs do."""
     bound = bound_to("outputs inputs grad_outputs", args, kwargs)
-    if bound.get("is_grads_batched"):
-        raise ValueError(
-            "torch.autograd.grad(..., is_grads_batched=True) does not take DTensors: call it in a loop."
-        )
+    if bound.pop("is_grads_batched", False):
+        return _one_by_one(func, bound)
     outputs, inputs = (
         x if isinstance(x, tuple | list) else (x,) for x in (bound.pop("outputs"), bound.pop("inputs"))
     )
@@ -133,6 +135,30 @@ def gradients(
 
     with raw():
         return tuple(map(typed, inputs, found))
+
+
+def _one_by_one(func: Callable[..., Any], bound: dict[str, Any]) -> Any:
+    """The gradients for each of a batch of starts, one after the other."""
+    given = bound.pop("grad_outputs")
+    starts = given if isinstance(given, tuple | list) else (given,)
+    n = next(g.shape[0] for g in starts if g is not None)
+    last = bound.pop("retain_graph", None)
+    if last is None:
+        last = bool(bound.get("create_graph"))
+    found = [
+        gradients(
+            func,
+            (),
+            (),
+            bound
+            | {
+                "grad_outputs": [None if g is None else g[i] for g in starts],
+                "retain_graph": last or i < n - 1,
+            },
+        )
+        for i in range(n)
+    ]
+    return tuple(None if some[0] is None else torch.stack(some) for some in zip(*found, strict=True))
 
 
 def seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:

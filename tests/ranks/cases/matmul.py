@@ -91,6 +91,15 @@ ATTENTION = [
         most=40,
     ),
     case("scaled_dot_product_attention", A(X((3, 3, 2)), X((3, 4, 2)), X((3, 4, 2)))),
+    # dims that are broadcast: one head of keys and values for all queries, one batch, fewer dims
+    case(
+        "scaled_dot_product_attention",
+        A(X((2, 4, 3, 2)), X((2, 1, 5, 2)), X((2, 1, 5, 3))),
+        A(X((2, 4, 3, 2)), X((2, 1, 3, 2)), X((2, 1, 3, 2)), enable_gqa=True, is_causal=True),
+        A(X((2, 1, 3, 2)), X((1, 4, 3, 2)), X((2, 4, 3, 2)), is_causal=True),
+        A(X((4, 3, 2)), X((2, 1, 5, 2)), X((2, 4, 5, 2)), X((4, 3, 5))),
+        most=40,
+    ),
     case(
         "scaled_dot_product_attention",
         A(X((2, 3, 2)), X((2, 3, 2)), X((2, 3, 2)), X((2, 3, 3))),
