@@ -25,7 +25,6 @@ from espalier.engine.start import initialize
 from espalier.engine.tables import local_bytes, state_bytes
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
-from espalier.tensor import DTensor
 from espalier.tensor.flops import ATTENTION
 
 
@@ -37,7 +36,7 @@ class DryReport:
         plan: the plan.
         ledger: the collectives, in order.
         flops: floating-point operations of forward and backward on this rank.
-        parameter_bytes: of this rank's parts.
+        parameter_bytes: of this rank's parts, in a pipeline those of its stages.
         state_bytes: of the optimizer's states, and of float32 masters.
         peak_bytes: the most that lives at once: parameters, gradients, states, activations.
         peak_at: ``"forward"``, ``"backward"`` or ``"step"``.
@@ -103,21 +102,21 @@ def dry_run(
     given.update(recompute_policy=recompute_policy, branches=branches)
     engine = dry_engine(model, plan, batch, optimizer=optimizer, coordinate=coordinate, **given)
     plan, mesh = engine.plan, engine.mesh
-    held = [p for p in model.parameters() if isinstance(p, DTensor)]
     memory, flops = engine.watch().live, FlopCounterMode(display=False, custom_mapping=ATTENTION)
     flops.mod_tracker = _Untold()  # type: ignore[assignment]
     with memory:
         # a first step, so that the optimizer's states exist and are counted
         _step(engine, batch, memory)
     memory.peak = 0
-    with ledger(mesh) as book, memory, flops:
+    # the counter of FLOPs takes operations apart: beneath the memory, which sees those of a real step
+    with ledger(mesh) as book, flops, memory:
         _step(engine, batch, memory)
     states = 0 if optimizer is None else sum(map(state_bytes, optimizer.state.values()))
     return DryReport(
         plan,
         book,
         int(flops.get_total_flops()),
-        sum(local_bytes(p) for p in held),
+        sum(local_bytes(m.p) for m in engine._laid_out().members),
         states + sum(map(local_bytes, engine.masters())),
         memory.peak,
         memory.peak_at,

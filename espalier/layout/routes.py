@@ -27,7 +27,6 @@ from espalier.layout.transitions import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
-    IDENTITY,
     REDUCE_SCATTER,
     operation,
 )
@@ -49,7 +48,10 @@ class Step(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The steps from one layout to another and the elements that each rank sends on the way."""
+    """The steps from one layout to another and the elements that each rank sends on the way.
+
+    Of axes of size 1 they know nothing: in their layouts these are replicated.
+    """
 
     steps: tuple[Step, ...]
     elements: int
@@ -57,8 +59,6 @@ class Route(NamedTuple):
 
 def sent(op: str, n: int, before: Sequence[int], after: Sequence[int]) -> int:
     """Elements each of ``n`` ranks sends for one step between local shapes, padded to the largest."""
-    if n == 1:
-        return 0
     if op == ALL_REDUCE:
         return 2 * (n - 1) * -(-math.prod(before) // n)
     if op == ALL_GATHER:
@@ -86,10 +86,12 @@ def route(src: Layout, dst: Layout) -> Route:
         ValueError: the shapes or the meshes differ, or ``dst`` asks for a reduction (max, min,
             product) that no value can be turned into.
     """
-    if src is dst:
-        return Route((), 0)
     if src.mesh is not dst.mesh or src.shape != dst.shape:
         raise ValueError(f"No route from {src!r} to {dst!r}: mesh and global shape must be the same.")
+    # an axis of size 1 among those that cut a dim would else be in the way of the ones outside of it
+    src, dst = _bare(src), _bare(dst)
+    if src is dst:
+        return Route((), 0)
     goal, sizes = (dst.axes, dst.cuts), dst.mesh.shape
     # what a rank holds where all axes cut: no step along an axis sends less than this to each of the others
     least = math.prod(dst.shape) / math.prod(sizes)
@@ -116,6 +118,14 @@ def route(src: Layout, dst: Layout) -> Route:
     raise ValueError(
         f"No route from {src!r} to {dst!r}: a value cannot be turned into a Partial of max, min or product."
     )
+
+
+def _bare(layout: Layout) -> Layout:
+    """The same data, replicated along axes of size 1."""
+    sizes = layout.mesh.shape
+    states = tuple(R if n == 1 else s for n, s in zip(sizes, layout.axes, strict=True))
+    cuts = tuple(tuple(a for a in cut if sizes[a] > 1) for cut in layout.cuts)
+    return Layout.of(layout.mesh, states, cuts, layout.shape)
 
 
 def _ahead(
@@ -163,12 +173,12 @@ def _neighbours(
                 length = -(-length // sizes[a])
             base = (*cuts[:state], left, *cuts[state + 1 :])
             whole = (*lengths[:state], length, *lengths[state + 1 :])
-        elif is_partial(state) and _must_wait(axis, axes, sizes):
+        elif is_partial(state) and _must_wait(axis, axes):
             continue
         for target in _targets(state, goal.axes[axis], len(cuts)):
             if target == state:
                 continue
-            op = operation(state, target) if sizes[axis] > 1 else IDENTITY
+            op = operation(state, target)
             states = (*axes[:axis], target, *axes[axis + 1 :])
             if isinstance(target, int):
                 cut = (*base[:target], (*base[target], axis), *base[target + 1 :])
@@ -178,12 +188,12 @@ def _neighbours(
                 yield op, axis, (states, base), whole
 
 
-def _must_wait(axis: int, axes: tuple[AxisState, ...], sizes: tuple[int, ...]) -> bool:
+def _must_wait(axis: int, axes: tuple[AxisState, ...]) -> bool:
     """Whether a later axis is to be reduced before this one."""
     here = axes[axis]
     return any(
-        is_partial(state) and n > 1 and state != here and not (state in SUMS and here in SUMS)
-        for state, n in zip(axes[axis + 1 :], sizes[axis + 1 :], strict=True)
+        is_partial(state) and state != here and not (state in SUMS and here in SUMS)
+        for state in axes[axis + 1 :]
     )
 
 

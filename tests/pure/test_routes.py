@@ -60,12 +60,16 @@ def changed(node: Node, axis: int, state: State) -> Node:
     return tuple(axes), tuple(map(tuple, cuts))
 
 
+def bare(node: Node, sizes: Sizes) -> Node:
+    """The same, replicated along axes of size 1."""
+    axes = tuple("R" if n == 1 else s for s, n in zip(node[0], sizes, strict=True))
+    return axes, tuple(tuple(a for a in cut if sizes[a] > 1) for cut in node[1])
+
+
 def price(node: Node, axis: int, after: Node, sizes: Sizes, shape: Sizes) -> int:
     """Elements a rank sends: ring algorithms, pieces padded to the largest."""
     n, old, new = sizes[axis], node[0][axis], after[0][axis]
     before, behind = largest(node, sizes, shape), largest(after, sizes, shape)
-    if n == 1:
-        return 0
     if old in PARTIALS and new in ("R", "V"):
         return 2 * (n - 1) * math.ceil(math.prod(before) / n)
     if isinstance(old, int) and isinstance(new, int):
@@ -93,7 +97,7 @@ def graph(sizes: Sizes, shape: Sizes, sums: frozenset[int]) -> Graph:
         for axis, old in enumerate(node[0]):
             if isinstance(old, int) and node[1][old][-1] != axis:
                 continue
-            later = {s for s, n in zip(node[0][axis + 1 :], sizes[axis + 1 :], strict=True) if n > 1}
+            later = set(node[0][axis + 1 :])
             if old in PARTIALS and later & (set(PARTIALS) - {old}):
                 continue
             for new in ("R", "V", "sum", *range(len(shape))):
@@ -125,7 +129,8 @@ def check(sizes: Sizes, shape: Sizes, pairs: list[tuple[Node, Node]]) -> list[st
     mesh, wrong = dry(*sizes), []
     graphs: dict[frozenset[int], Graph] = {}
     known: dict[tuple[Node, frozenset[int]], dict[Node, float]] = {}
-    for src, dst in pairs:
+    for pair in pairs:
+        src, dst = (bare(node, sizes) for node in pair)
         sums = frozenset(i for i, s in enumerate(dst[0]) if s == "sum")
         if sums not in graphs:
             graphs[sums] = graph(sizes, shape, sums)
@@ -133,11 +138,12 @@ def check(sizes: Sizes, shape: Sizes, pairs: list[tuple[Node, Node]]) -> list[st
             known[src, sums] = cheapest(graphs[sums], src)
         best = known[src, sums][dst]
         a, b = Layout.of(mesh, *src, shape), Layout.of(mesh, *dst, shape)
+        given = [Layout.of(mesh, *node, shape) for node in pair]
         if best == math.inf:
             with pytest.raises(ValueError, match="No route"):
-                route(a, b)
+                route(*given)
             continue
-        found = route(a, b)
+        found = route(*given)
         here = a
         for step in found.steps:
             assert step.src is here and step.dst is here.with_axis(step.axis, step.dst.axes[step.axis])
@@ -168,6 +174,7 @@ def test_routes_on_two_axes_are_the_cheapest(shape: Sizes) -> None:
         ((2, 3, 2), (12, 10)),
         ((2, 2, 3), (3, 8, 2)),
         ((2, 1, 2), (4,)),
+        ((1, 2, 2), (5, 7)),
     ],
     ids=str,
 )
@@ -244,11 +251,17 @@ def test_other_shapes_and_meshes_are_told() -> None:
 
 
 def test_axes_of_size_one_cost_nothing() -> None:
-    mesh = dry(1, 2)
-    for a, b in itertools.product(nodes(2, 2), repeat=2):
+    mesh, other = dry(1, 2), dry(2)
+    for a, b in itertools.product(nodes(2, 2, PARTIALS), repeat=2):
         src, dst = Layout.of(mesh, *a, (4, 6)), Layout.of(mesh, *b, (4, 6))
-        paid = [s for s in route(src, dst).steps if mesh.shape[s.axis] == 1 and s.elements]
-        assert not paid
+        if "max" in (a[0][1], b[0][1]):
+            continue
+        found, alone = route(src, dst), []
+        for node in (a, b):
+            cuts = tuple(tuple(i - 1 for i in cut if i) for cut in node[1])
+            alone.append(Layout.of(other, node[0][1:], cuts, (4, 6)))
+        assert found.elements == route(*alone).elements
+        assert {step.axis for step in found.steps} <= {1}
 
 
 def test_a_large_dry_mesh_is_as_good_as_a_small_one() -> None:

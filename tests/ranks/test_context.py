@@ -42,6 +42,9 @@ CALLS: list[tuple[int, int, dict[str, Any]]] = [
 ]
 
 
+OPS = {"ring": "pass_on", "ulysses": "all_to_all", "gather": "all_gather"}
+
+
 def mask_of(kind: str, s: int, t: int) -> torch.Tensor:
     if kind == "padding":
         return (torch.rand(2, 1, 1, t) < 0.7).index_fill_(0, torch.tensor([1]), False)  # a row sees nothing
@@ -72,8 +75,16 @@ def same_attention(mesh: Mesh, s: int, t: int, given: dict[str, Any], places: li
     laid = [espalier.distribute_tensor(x, mesh, places).requires_grad_() for x in values]
     if kind == "added":
         mask = laid[3]
-    out = attended(laid[:3], mask, given)
+    with espalier.ledger(mesh) as book:
+        out = attended(laid[:3], mask, given)
     assert list(out.placements) == places
+    word = mesh.words.get("context")
+    if word is not None:
+        ops = {entry.op for entry in book.entries if entry.axis == "context" and entry.bytes}
+        # a mask's rows are needed whole where heads are cut
+        assert ops <= {OPS[word], *(["all_gather"] if mask is not None else [])}, (word, ops)
+        if kind != "added":  # of one row, which is laid out like all else here
+            assert "data" not in {entry.axis for entry in book.entries}
     (out * espalier.distribute_tensor(weights, mesh, places)).sum().backward()
     torch.testing.assert_close(out.full_tensor(), right, rtol=0, atol=1e-12)
     for x, leaf in zip(laid, leaves, strict=True):
@@ -85,11 +96,11 @@ def all_calls(rank: int, world: int) -> None:
     for word in ("ring", "ulysses", "gather") if world != 3 else ("ring",):
         told = mesh.telling(context=word)
         for s, t, given in CALLS:
-            if word == "ulysses" and given.get("kv_heads", 4) < world:
-                with pytest.raises(ValueError, match=f"at most {given['kv_heads']} ranks"):
-                    same_attention(told, s, t, given, [Shard(2)])
-            else:
-                same_attention(told, s, t, given, [Shard(2)])
+            same_attention(told, s, t, given, [Shard(2)])
+    few = [espalier.rand(1, 2, 8, 4, device_mesh=mesh.telling(context="ulysses"), placements=[Shard(2)])] * 3
+    if world > 2:
+        with pytest.raises(ValueError, match=f"2 heads cannot be cut among {world} ranks.*at most 2 ranks"):
+            F.scaled_dot_product_attention(*few)
 
 
 def calls_on_two_axes(rank: int, world: int) -> None:
@@ -100,6 +111,27 @@ def calls_on_two_axes(rank: int, world: int) -> None:
                 same_attention(mesh.telling(**words), s, t, given, [Shard(2), Shard(2)])
             if given.get("kv_heads", 4) == 4:
                 same_attention(mesh.telling(**words), s, t, given, [Shard(2), Shard(1)])
+
+
+def calls_beside_others(rank: int, world: int, axes: dict[str, int]) -> None:
+    """The sequence is cut along ``context``, rows along ``data``, heads along ``tensor``."""
+    mesh, dims = Mesh.from_env(axes), {"data": 0, "context": 2, "tensor": 1}
+    places = [Shard(dims[name]) for name in axes]
+    for word in ("ring", "ulysses", "gather"):
+        for s, t, given in CALLS:
+            same_attention(mesh.telling(context=word), s, t, given, places)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("other", ["data", "tensor"])
+def test_attention_is_of_the_kind_asked_for_on_two_axes(ranks: Any, other: str) -> None:
+    ranks(4, calls_beside_others, {"context": 2, other: 2})
+    ranks(4, calls_beside_others, {other: 2, "context": 2})
+
+
+@pytest.mark.world(8)
+def test_attention_is_of_the_kind_asked_for_on_three_axes(ranks: Any) -> None:
+    ranks(8, calls_beside_others, {"data": 2, "context": 2, "tensor": 2}, timeout=300)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -194,9 +226,9 @@ def same_training(rank: int, world: int, kind: str, plans: list[dict[str, Any]])
 
 PLANS = [
     {"context": 4, "zero": 1},
-    {"context": 2, "data": 2, "zero": 2, "accumulate": 2},
+    {"context": 2, "data": 2, "zero": 2, "accumulate": 2, "context_kind": "ring"},
     {"context": 2, "data": 2, "zero": 3, "recompute": "full"},
-    {"context": 2, "tensor": 2, "recompute": "selective"},
+    {"context": 2, "tensor": 2, "recompute": "selective", "context_kind": "ring"},
 ]
 
 

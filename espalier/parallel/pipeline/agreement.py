@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from espalier.layout import Layout
 from espalier.mesh import Mesh
@@ -82,7 +83,8 @@ class Agreement:
                 theirs.training = ours.training
             dry = pytree.tree_unflatten([self._bare(x) for x in leaves], form)
             programs = [program.on(self._twin) for program in split.stages]
-            self._known[key] = self._run(programs, dry, forward, followed)
+            with _disable_current_modes():  # who counts memory or operations is not to count the twin's
+                self._known[key] = self._run(programs, dry, forward, followed)
         return self._known[key]
 
     def _bare(self, x: Any) -> Any:

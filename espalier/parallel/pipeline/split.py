@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
+from torch.utils._python_dispatch import _disable_current_modes
 
 from espalier.parallel.pipeline.balance import Piece, balance, whole_blocks
 from espalier.parallel.pipeline.programs import Body, Divided, Value
@@ -221,7 +222,8 @@ class _Family:
         self._held = [m._parameters for m in self._modules if m._parameters]
 
     def trace(self, batch: Any) -> Trace:
-        return trace(self.model, mapped(_plain, batch), self.device, self.standing)
+        with _disable_current_modes():  # who counts memory or operations is not to count these
+            return trace(self.model, mapped(_plain, batch), self.device, self.standing)
 
     def at(self, batch: Any, state: Any) -> Split:
         key = *self.key(batch), *state

@@ -64,8 +64,6 @@ def attention(
             tuple(names[i + skip] if n == full[i + skip] else None for i, n in enumerate(attn_mask.shape))
         )
         along.append(ins[-1].index("s") if "s" in ins[-1] else R)
-    # as much is sent as where keys and values are gathered, less one: what takes less memory is preferred
-    sent = (math.prod(key.shape) + math.prod(value.shape)) // 2 - 1
     return Spec(
         ins,
         [names],
@@ -74,7 +72,8 @@ def attention(
         run=_attend,
         when=None if dropout_p > 0 or h != g else _is_special,
         ways=[] if "gather" in query.layout.mesh.words.values() else [(tuple(along), (rows,))],
-        sends={("way", 0): max(sent, 0)},
+        # as much as where keys and values are gathered; that this leaves them where they are tips the scales
+        passes={("way", 0): (1, 2)},
     )
 
 
@@ -146,8 +145,8 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     q, k, v = bound["query"], bound["key"], bound["value"]
     whole_q, whole_k = placed.ins[0], placed.ins[1]
     cut = placed.axes_of(whole_k, [whole_k.ndim - 2])
-    if cut and _heads_are_cut(placed, cut[0], bool(bound.get("is_causal"))):
-        return _by_heads(func, bound, placed, cut[0])
+    if cut and (times := _heads_are_cut(placed, cut[0], bool(bound.get("is_causal")))):
+        return _by_heads(func, bound, placed, cut[0], times)
     heads, kv = whole_q.shape[-3], whole_k.shape[-3]
     if heads != kv:
         if kv == 1:
@@ -188,56 +187,98 @@ def _dry(func: Callable[..., Any], bound: dict[str, Any]) -> torch.Tensor:
     return fused(block).view(*q.shape[:-1], v.shape[-1]) if block.kernel == "cpu" else func(**bound)
 
 
-def _heads_are_cut(placed: Placed, axis: int, causal: bool) -> bool:
+def _heads_are_cut(placed: Placed, axis: int, causal: bool) -> int:
     """Whether heads are to be cut in place of the sequence: if the mesh says so, or that sends less.
 
     Counted are the elements that a rank sends, forward and backward: of queries, keys, values and output
     n - 1 parts of n each way; by the ring the n - 1 other blocks of keys and values forward, with their
     gradients backward, or, of causal ones, what :func:`sends` says.
 
+    Returns:
+        how many times each head of keys and values is needed for it; 0: heads are not to be cut.
+
     Raises:
         ValueError: the mesh says so, and there are too few heads.
     """
     word = placed.mesh.words.get(placed.mesh.names[axis], "auto")
     if word == "ring":
-        return False
+        return 0
     lay_q, lay_k, n = placed.ins[0], placed.ins[1], placed.mesh.shape[axis]
     at = lay_q.ndim - 3
     h, g = lay_q.shape[at], lay_k.shape[at]
-    sizes = tuple(placed.mesh.shape[a] for a in (*lay_q.cuts[at], axis))
-    enough = lay_q.cuts[at] == lay_k.cuts[at] and g >= math.prod(sizes)
-    enough = enough and (h == g or (h % g == 0 and same_cuts(g, h // g, sizes)))
-    if word == "ulysses" and not enough:
-        raise ValueError(
-            f'context_kind = "ulysses" cuts heads in place of the sequence, but {h} heads of queries and {g} '
-            f"of keys and values cannot be cut among {' × '.join(map(str, sizes))} ranks. Use a context of "
-            f'at most {max(g * n // math.prod(sizes), 1)} ranks, or context_kind = "ring".'
-        )
-    if word == "ulysses" or not enough or g % math.prod(sizes):
-        return word == "ulysses"
+    ranks = math.prod(placed.mesh.shape[a] for a in (*lay_q.cuts[at], axis))
+    times = _times(placed, axis)
+    if word == "ulysses":
+        if times == 0:
+            raise ValueError(
+                f'context_kind = "ulysses" cuts heads in place of the sequence, but {h} heads cannot be cut '
+                f"among {ranks} ranks. Use a context of at most {max(h * n // ranks, 1)} ranks, or "
+                'context_kind = "ring".'
+            )
+        return times
+    if times != 1 or g % ranks:
+        return 0
     q, k, v, out = (math.prod(x.padded_shape) for x in (*placed.ins[:3], placed.outs[0]))
     around = sends(n, k + v, q + out) if causal else 3 * (n - 1) * (k + v)
-    return 2 * (q + k + v + out) * (n - 1) / n <= around
+    return int(2 * (q + k + v + out) * (n - 1) / n <= around)
 
 
-def _by_heads(func: Callable[..., Any], bound: dict[str, Any], placed: Placed, axis: int) -> torch.Tensor:
+def _times(placed: Placed, axis: int) -> int:
+    """The least number of copies of each head of keys and values such that heads can be cut along an axis too.
+
+    Cut so, they serve the queries of their rank. 0: there are too few heads.
+    """
+    lay_q, lay_k = placed.ins[0], placed.ins[1]
+    at, shape = lay_q.ndim - 3, placed.mesh.shape
+    h, g = lay_q.shape[at], lay_k.shape[at]
+    before = tuple(shape[a] for a in lay_q.cuts[at])
+    sizes, ranks = (*before, shape[axis]), math.prod(before) * shape[axis]
+    if h % max(g, 1):
+        return 0
+    for times in (r for r in range(1, h // g) if h // g % r == 0 and lay_q.cuts[at] == lay_k.cuts[at]):
+        if g * times >= ranks and same_cuts(g, times, before) and same_cuts(g * times, h // (g * times), sizes):
+            return times
+    return h // g if h >= ranks else 0
+
+
+def _by_heads(
+    func: Callable[..., Any], bound: dict[str, Any], placed: Placed, axis: int, times: int
+) -> torch.Tensor:
     """Heads cut along an axis in place of the sequence, for the time of the attention (Ulysses).
 
-    Jacobs et al., 2023: two all-to-alls, before and after.
+    Jacobs et al., 2023: two all-to-alls, before and after. Of keys and values so many copies are sent.
     """
     at = placed.ins[0].ndim - 3
-    there = [lay.with_axis(axis, at) for lay in placed.ins[:3]]
-    if len(placed.ins) > 3:
-        mask = placed.ins[3]
+    here = list(placed.ins)
+    if times > 1:
+        every = here[1].shape[at] * times
+        for i, name in ((1, "key"), (2, "value")):
+            bound = bound | {name: _copies(bound[name], here[i], here[0], every)}
+            cuts = tuple(here[0].cuts[d] if d == at else cut for d, cut in enumerate(here[i].cuts))
+            shape = tuple(every if d == at else size for d, size in enumerate(here[i].shape))
+            axes = tuple(at if a in here[0].cuts[at] else s for a, s in enumerate(here[i].axes))
+            here[i] = Layout.of(placed.mesh, axes, cuts, shape)
+    there = [lay.with_axis(axis, at) for lay in here[:3]]
+    if len(here) > 3:
+        mask = here[3]
         own = mask.ndim - 3
         there.append(mask.with_axis(axis, own if own >= 0 and mask.shape[own] > 1 else V))
     names = ("query", "key", "value", "attn_mask")
-    bound = bound | {
-        name: move(bound[name], lay, to) for name, lay, to in zip(names, placed.ins, there, strict=False)
-    }
+    bound = bound | {name: move(bound[name], lay, to) for name, lay, to in zip(names, here, there, strict=False)}
     done = placed.outs[0].with_axis(axis, at)
     out = _attend(func, (), bound, Placed(placed.mesh, tuple(there), (done,)))
     return move(out, done, placed.outs[0])
+
+
+def _copies(x: torch.Tensor, lay: Layout, queries: Layout, every: int) -> torch.Tensor:
+    """Keys or values with so many heads in all, of which this rank has those that its queries need."""
+    at = lay.ndim - 3
+    if lay.cuts[at] == queries.cuts[at]:
+        return x.repeat_interleave(every // lay.shape[at], at - lay.ndim)
+    box = local_box(queries)
+    start, end = box.offsets[at], box.offsets[at] + box.sizes[at]
+    pick = torch.arange(start, end, device=x.device) // (queries.shape[at] // lay.shape[at])
+    return x.index_select(at - lay.ndim, pick)
 
 
 def _over_sequence(

@@ -135,7 +135,7 @@ def batch_norm(
         if written is None:
             return None
         spec.buffers = written
-        spec.sends = {name: 2 * input.shape[1] for name in spec.ins[0] if name != "c"}
+        spec.sends = {name: 2 * input.layout.padded_shape[1] for name in spec.ins[0] if name != "c"}
     spec.run = _batch_normed
     over = [0, *range(2, input.ndim)] if training else []
     spec.when = lambda placed: placed.lacks() or placed.axes_of(placed.ins[0], over)
@@ -175,7 +175,7 @@ def instance_norm(
         if written is None:
             return None
         spec.buffers = written
-        spec.sends = {("s", i): 2 * math.prod(input.shape[:2]) for i in range(input.ndim - 2)}
+        spec.sends = {("s", i): 2 * math.prod(input.layout.padded_shape[:2]) for i in range(input.ndim - 2)}
     spec.run = _instance_normed
     space = range(2, input.ndim)
     over = [*([0] if running_mean is not None else []), *space] if use_input_stats else []
@@ -274,7 +274,9 @@ def group_norm(x: Operand, num_groups: int, weight: Any = None, bias: Any = None
     """x[b, c, s...], every sample and group by itself; whole groups and space may be sharded."""
     spec = _by_channel(x, [weight, bias], ("g",))
     spec.factors = {"g": [(num_groups, x.shape[1] // num_groups)]}
-    spec.sends = {("s", i): 2 * x.shape[0] * num_groups for i in range(x.ndim - 2)}
+    rows, channels = x.layout.padded_shape[:2]
+    groups = -(-num_groups * channels // max(x.shape[1], 1))
+    spec.sends = {("s", i): 2 * rows * groups for i in range(x.ndim - 2)}
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         bound = bound_to("input num_groups weight bias eps", args, kwargs)

@@ -109,7 +109,7 @@ def casting(default: torch.dtype | None = None) -> RuleFunction:
         # also where nothing would be rounded away: fewer bytes cross the mesh before such a cast
         linear = [(0,)] if not named and target == x.dtype else []
         ins: list[Dims] = [o.dims(("x", o.index)) for o in operands]
-        return Spec(ins, ins[:1], [x.shape], linear=linear)
+        return Spec(ins, ins[:1], [x.shape], linear=linear, unread=range(1, len(operands)))
 
     return rule
 

@@ -59,6 +59,7 @@ def weigh(spec: Spec, operands: list[Operand], mesh: Mesh) -> list[Options] | No
     Returns:
         None if an operand that is written in place cannot keep its layout.
     """
+    operands = _read(spec, operands, mesh)
     cuts: dict[Letter, list[int]] = {}
     weighed: list[Options] = []
     for axis in range(mesh.ndim):
@@ -75,6 +76,16 @@ def weigh(spec: Spec, operands: list[Operand], mesh: Mesh) -> list[Options] | No
         if letter is not None:
             cuts.setdefault(letter, []).append(axis)
     return weighed
+
+
+def _read(spec: Spec, operands: list[Operand], mesh: Mesh) -> list[Operand]:
+    """The operands; in the place of unread ones some that ask for nothing."""
+    if not spec.unread:
+        return operands
+    return [
+        Operand(o.index, Layout.replicated(mesh, o.shape), o.dtype, o.path) if i in spec.unread else o
+        for i, o in enumerate(operands)
+    ]
 
 
 def _candidates(
@@ -154,6 +165,8 @@ def _price(spec: Spec, candidate: Candidate, operands: list[Operand], axis: int,
         if elements is not None:
             touched += 1
             sent += elements
+    for i in spec.passes.get(candidate.letter, ()):
+        sent += sent_for(operands[i], R, axis, mesh) or 0
     return sent, sum(is_partial(s) for s in candidate.outs), touched
 
 
@@ -178,6 +191,7 @@ def _rounds(state: AxisState, target: AxisState) -> float:
 def place(spec: Spec, operands: list[Operand], weighed: list[Options], mesh: Mesh) -> Placed:
     """The layouts that follow from each axis' first option."""
     chosen = [options[0][1] for options in weighed]
+    given, operands = operands, _read(spec, operands, mesh)
     order = _order(spec, operands, chosen)
     varied = [
         any(s != R for s in c.outs) or c.letter is not None or any(o.layout.axes[a] == V for o in operands)
@@ -197,7 +211,10 @@ def place(spec: Spec, operands: list[Operand], weighed: list[Options], mesh: Mes
         ]
         return Layout.of(mesh, tuple(states), tuple(dims), shape)
 
-    ins = tuple(layout([c.ins[i] for c in chosen], o.shape) for i, o in enumerate(operands))
+    ins = tuple(
+        given[i].layout if i in spec.unread else layout([c.ins[i] for c in chosen], o.shape)
+        for i, o in enumerate(operands)
+    )
     outs = []
     for k, shape in enumerate(spec.shapes):
         states = [c.outs[k] for c in chosen]
@@ -226,10 +243,28 @@ def _order(spec: Spec, operands: list[Operand], chosen: list[Candidate]) -> list
     for letter, axes in cuts.items():
         for operand, dims in pairs:
             if len(axes) > 1 and letter in dims:
-                cut = operand.layout.cuts[dims.index(letter)]
-                if set(cut) == set(axes):
+                cut = [a for a in operand.layout.cuts[dims.index(letter)] if a in axes]
+                if len(cut) == len(axes):
                     slots = sorted(axes)
                     for slot, axis in zip(slots, cut, strict=True):
                         order[slot] = axis
                     break
+    if spec.ways:
+        _keep_order(operands[0].layout, chosen, order)
     return order
+
+
+def _keep_order(layout: Layout, chosen: list[Candidate], order: list[int]) -> None:
+    """Let axes that come to cut one dim of the output do so as they cut the first operand: outer dims first.
+
+    So of dims that are merged, those of the outer one need not be exchanged.
+    """
+    cut: dict[int, list[tuple[int, int, int]]] = {}
+    for axis, candidate in enumerate(chosen):
+        to, state = candidate.outs[0], layout.axes[axis]
+        if isinstance(to, int) and isinstance(state, int):
+            cut.setdefault(to, []).append((state, layout.cuts[state].index(axis), axis))
+    for places in cut.values():
+        slots = sorted(order.index(axis) for *_, axis in places)
+        for slot, (*_, axis) in zip(slots, sorted(places), strict=True):
+            order[slot] = axis

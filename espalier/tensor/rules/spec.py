@@ -105,7 +105,11 @@ class Spec:
         inplace: the operand that is written to; its layout stays.
         buffers: operands that the runner writes to besides; their layouts stay too.
         ways: more that one axis may do, told outright: states of the operands, and of the outputs.
-        sends: for a letter the elements that the runner reduces along an axis that cuts it.
+        sends: for a letter the elements that the runner reduces along an axis that cuts it, of those that this
+            rank has as the operands lie.
+        passes: for a letter the operands whose parts the runner hands to each other rank of an axis that cuts
+            it: as much is sent as where they are gathered.
+        unread: operands of which nothing but shape and dtype is asked: they stay as they lie.
         decided: axes for which the rule itself says, from how its operands lie, what happens: states of the
             operands, states of the outputs, and the letter that is cut.
         fails: operands whose values alone may make the call fail (an index out of range): where they differ
@@ -126,7 +130,9 @@ class Spec:
     inplace: int | None = None
     buffers: Sequence[int] = ()
     sends: Mapping[Any, int] = field(default_factory=dict)
+    passes: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
     fails: Sequence[int] = ()
+    unread: Sequence[int] = ()
     ways: Sequence[tuple[tuple[AxisState, ...], tuple[AxisState, ...]]] = ()
     decided: dict[int, tuple[tuple[AxisState, ...], tuple[AxisState, ...], Letter]] = field(
         default_factory=dict

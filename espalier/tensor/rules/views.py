@@ -16,7 +16,7 @@ import torch
 
 from espalier.comm import Spans, exchange, pieces
 from espalier.layout import Layout, local_box
-from espalier.layout.layout import normal_dim
+from espalier.layout.layout import R, normal_dim
 from espalier.mesh import Mesh
 from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec
 
@@ -172,9 +172,9 @@ def view_as(x: Operand, other: Operand) -> Spec | None:
     """view_as and reshape_as: the other tensor lends its global shape."""
     spec = view(x, other.shape)
     if spec is not None:
-        spec.ins = [spec.ins[0], (None,) * other.ndim]
-        spec.tail, spec.ways = None, ()
-        spec.run = _reshaped
+        spec.ins, spec.unread = [spec.ins[0], (None,) * other.ndim], (1,)
+        spec.ways = [((*ins, R), outs) for ins, outs in spec.ways]
+        spec.tail, spec.run = None, _merged if spec.ways else _reshaped
     return spec
 
 
@@ -287,7 +287,7 @@ def expand(x: Operand, *shape: Any, size: Any = (), implicit: bool = False) -> S
 def expand_as(x: Operand, other: Operand) -> Spec:
     """Stretched to the other's global shape."""
     spec = expand(x, other.shape)
-    spec.ins = [spec.ins[0], (None,) * other.ndim]
+    spec.ins, spec.unread = [spec.ins[0], (None,) * other.ndim], (1,)
     spec.tail = None
     spec.run = lambda func, args, kwargs, placed: args[0].expand(placed.outs[0].local_shape)
     return spec
