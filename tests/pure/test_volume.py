@@ -138,3 +138,14 @@ def test_a_block() -> None:
     plan = Plan(tensor=q**3, tensor_mode="3d")
     products = (q - 1) * sum(3 * (B * S * n + n * m) + 2 * B * S * m for n, m in matrices)
     assert on_all(plan, block(plan)).total() == products + norms(q, q * q)
+
+
+def test_of_a_tensor_that_lends_shape_or_dtype_nothing_is_sent() -> None:
+    mesh = Mesh.dry({"one": 1, "data": 2, "tensor": 2})
+    x, y = (laid(mesh, (8, 6, 4), [("data",), (), ("tensor",)]).detach() for _ in range(2))
+    flat = laid(mesh, (48, 4), [("data",), ("tensor",)]).detach()
+    column = laid(mesh, (8, 1, 4), [("data",), (), ("tensor",)]).detach()
+    with espalier.ledger(mesh) as book:
+        found = [flat.view_as(y), flat.reshape_as(y), x.type_as(y), x.to(y), column.expand_as(y)]
+    assert not book.entries
+    assert {espalier.layout_of(z) for z in found} == {espalier.layout_of(x)}

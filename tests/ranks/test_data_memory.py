@@ -197,7 +197,11 @@ def peak_of(
         engine.train_step(data)
     table = engine.memory()
     parameters, states = (table[name].total for name in ("parameters", "states"))
-    return (memory.peak, report.peak_bytes), (parameters, report.parameter_bytes), (states, report.state_bytes)
+    return (
+        (memory.peak, report.peak_bytes),
+        (parameters, report.parameter_bytes),
+        (states, report.state_bytes),
+    )
 
 
 def peaks(rank: int, world: int) -> list[Any]:

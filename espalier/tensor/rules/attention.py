@@ -224,7 +224,7 @@ def _heads_are_cut(placed: Placed, axis: int, causal: bool) -> int:
 
 
 def _times(placed: Placed, axis: int) -> int:
-    """The least number of copies of each head of keys and values such that heads can be cut along an axis too.
+    """The least copies of each head of keys and values with which heads can be cut along an axis too.
 
     Cut so, they serve the queries of their rank. 0: there are too few heads.
     """
@@ -236,7 +236,11 @@ def _times(placed: Placed, axis: int) -> int:
     if h % max(g, 1):
         return 0
     for times in (r for r in range(1, h // g) if h // g % r == 0 and lay_q.cuts[at] == lay_k.cuts[at]):
-        if g * times >= ranks and same_cuts(g, times, before) and same_cuts(g * times, h // (g * times), sizes):
+        if (
+            g * times >= ranks
+            and same_cuts(g, times, before)
+            and same_cuts(g * times, h // (g * times), sizes)
+        ):
             return times
     return h // g if h >= ranks else 0
 
@@ -264,7 +268,9 @@ def _by_heads(
         own = mask.ndim - 3
         there.append(mask.with_axis(axis, own if own >= 0 and mask.shape[own] > 1 else V))
     names = ("query", "key", "value", "attn_mask")
-    bound = bound | {name: move(bound[name], lay, to) for name, lay, to in zip(names, here, there, strict=False)}
+    bound = bound | {
+        name: move(bound[name], lay, to) for name, lay, to in zip(names, here, there, strict=False)
+    }
     done = placed.outs[0].with_axis(axis, at)
     out = _attend(func, (), bound, Placed(placed.mesh, tuple(there), (done,)))
     return move(out, done, placed.outs[0])

@@ -105,8 +105,8 @@ class Spec:
         inplace: the operand that is written to; its layout stays.
         buffers: operands that the runner writes to besides; their layouts stay too.
         ways: more that one axis may do, told outright: states of the operands, and of the outputs.
-        sends: for a letter the elements that the runner reduces along an axis that cuts it, of those that this
-            rank has as the operands lie.
+        sends: for a letter the elements that the runner reduces along an axis that cuts it: local ones, as
+            the operands lie.
         passes: for a letter the operands whose parts the runner hands to each other rank of an axis that cuts
             it: as much is sent as where they are gathered.
         unread: operands of which nothing but shape and dtype is asked: they stay as they lie.
