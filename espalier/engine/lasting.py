@@ -44,8 +44,6 @@ class Lasting:
 
         def zero_grad(self) -> None: ...
 
-        def _holds_gradients(self) -> bool: ...
-
     @property
     def _names(self) -> list[str]:
         """The parameters'."""
@@ -90,7 +88,7 @@ class Lasting:
         """
         if self.mesh.is_dry:
             raise ValueError("A dry mesh holds no values: there is nothing to save.")
-        if self._holds_gradients():
+        if self._has_gradients:
             raise ValueError("There are gradients, which no checkpoint holds: save after engine.step().")
         data, given = self._laid_out(), dict(named_values(self))
         if self._saver is None:

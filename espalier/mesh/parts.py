@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import torch.distributed as dist
+from collections.abc import Sequence
 
 from espalier.mesh.mesh import Mesh, _array
 
@@ -63,27 +61,4 @@ def joined(mesh: Mesh, axes: Sequence[int]) -> Mesh:
     return mesh._parts[key]
 
 
-def with_axes(mesh: Mesh, axes: Mapping[str, int]) -> Mesh | None:
-    """A mesh with these axes over the same ranks: axes of one rank come and go; None if others differ.
-
-    The two share ledgers. All ranks must ask for the same, in one order: process groups may be made.
-    """
-    has = dict(zip(mesh.names, mesh.shape, strict=True))
-    if has == dict(axes):
-        return mesh
-    wide, wanted = ({name: n for name, n in of.items() if n > 1} for of in (has, axes))
-    if wide != wanted:
-        return None
-    if list(wide) != list(wanted):  # the ranks go on lying as they do
-        axes = {**wide, **axes}
-    if mesh.is_dry:
-        found = Mesh.dry(axes, device_type=mesh.device_type, ranks=mesh.ranks, world_rank=mesh.world_rank)
-    elif mesh.size() == 1 and not dist.is_initialized():
-        found = Mesh.single(tuple(axes), mesh.device_type)
-    else:
-        found = Mesh.from_env(axes, mesh.device_type, ranks=mesh.ranks)
-    found.ledgers = mesh.ledgers
-    return found
-
-
-__all__ = ["at", "joined", "with_axes"]
+__all__ = ["at", "joined"]

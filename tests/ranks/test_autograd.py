@@ -161,6 +161,36 @@ def hooks(rank: int, world: int) -> None:
     assert "again" not in dict(seen)
 
 
+def backward_where_nothing_is_recorded(rank: int, world: int) -> None:
+    """In a hook (a deep equilibrium solves for its gradient there), and under no_grad."""
+
+    def grads(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        z = torch.tanh(x * w)
+        start = z.detach().requires_grad_()
+        again = torch.tanh(start * w)
+
+        def solve(grad: torch.Tensor) -> torch.Tensor:
+            assert not torch.is_grad_enabled()
+            solved = grad
+            for _ in range(3):
+                solved = torch.autograd.grad(again, start, solved, retain_graph=True)[0] + grad
+            return solved
+
+        z.register_hook(solve)
+        loss = z.square().sum()
+        with torch.no_grad():
+            loss.backward()
+        assert x.grad is not None and w.grad is not None
+        return [x.grad, w.grad]
+
+    mesh = line(world)
+    x, w = values(4, 3), values(3)
+    right = grads(x.clone().requires_grad_(), w.clone().requires_grad_())
+    found = grads(*(distribute_tensor(v.clone().requires_grad_(), mesh, [p]) for v, p in ((x, S(0)), (w, R))))
+    for g, due in zip(found, right, strict=True):
+        torch.testing.assert_close(espalier.full_tensor(g), due)
+
+
 class Twice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -363,6 +393,7 @@ def gathers_no_value_in_vain(rank: int, world: int) -> None:
     "body",
     [
         hooks,
+        backward_where_nothing_is_recorded,
         custom_functions,
         keeps_shards,
         keeps_what_it_must,

@@ -161,6 +161,7 @@ def _one_by_one(func: Callable[..., Any], bound: dict[str, Any]) -> Any:
     return tuple(None if some[0] is None else torch.stack(some) for some in zip(*found, strict=True))
 
 
+@torch.enable_grad()  # as in torch, backward may be called where nothing is recorded: in a hook, say
 def seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where backward starts on this rank, and the local gradient it starts from."""
     own, share = x._layout, 1.0
