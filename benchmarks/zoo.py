@@ -48,9 +48,10 @@ MARKS = {"exact": "✓", "refused": "refused", "wrong": "**wrong**", "failed": "
 INTRODUCTION = """\
 Each model was trained for {steps} steps of AdamW with clipping, in float64, under each plan, and on one
 process (torch {torch}, transformers {transformers}). *Exact*: losses, gradient norms, parameters and buffers
-differ by less than {tolerance} of their size. *Refused*: an error of Espalier's own, in words. *Failed*: any
-other error. The models are tiny, and otherwise as their libraries have them, with dropout off; a program that
-draws random numbers is compared with the engine on one process."""
+differ by less than {tolerance} of their size (where a change of 1e-15 of the parameters makes more than a
+300th of that, by less than 300 times what it makes). *Refused*: an error of Espalier's own, in words.
+*Failed*: any other error. The models are tiny, and otherwise as their libraries have them, with dropout off;
+a program that draws random numbers is compared with the engine on one process."""
 Pair = tuple[str, str]
 
 
@@ -125,7 +126,7 @@ class Runner:
 
     def __init__(self, book: Book, timeout: float, folder: Path) -> None:
         self.book, self.timeout, self.folder, self.version = book, timeout, folder, version()
-        self.pool = Pool(timeout, preload=["transformers.modeling_utils"])
+        self.pool = Pool(timeout, preload=["tests.zoo", "transformers.modeling_utils"])
 
     def model(self, name: str, plans: Iterable[str]) -> None:
         """One model under some plans: the one process first, then the plans by their number of ranks."""
@@ -138,7 +139,11 @@ class Runner:
                 end = self.called(1, reference, name, accumulate, file)
                 known[accumulate] = file if end.end == "exact" else Verdict("unfit", end.words, end.where)
             kept = known[accumulate]
-            verdict = kept if isinstance(kept, Verdict) else self.called(world(plan), trial, name, plan, kept)
+            verdict = (
+                kept
+                if isinstance(kept, Verdict)
+                else self.called(world(plan), trial, name, PLANS[plan], kept)
+            )
             result = Result(name, plan, self.version, round(time.monotonic() - start, 1), **asdict(verdict))
             self.book.add(result)
             print(f"{result.end:8} {name:45} {plan:14} {result.seconds:5.1f} s  {told(result)}", flush=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import espalier
-from tests.peers.zoo import hugging_face
+from tests.zoo.named import hugging_face
 
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 4}
 GATED = {"*.gate_proj": "column", "*.up_proj": "column", "*.down_proj": "row"}

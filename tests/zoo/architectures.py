@@ -39,7 +39,8 @@ SIZES: tuple[tuple[int | None, str], ...] = (
     ),
     (None, "spatial_merge_size temporal_patch_size merge_size kernel_size mamba_expand mamba_d_conv"),
     # counts
-    (VOCABULARY, "*vocab_size num_embeddings input_vocab codebook_size entity_vocab* *_vocab n_token"),
+    (64, "codebook_size num_embeddings"),
+    (VOCABULARY, "*vocab_size input_vocab entity_vocab* *_vocab n_token"),
     (2, "*num_experts_per_tok *experts_per_token *moe_k *moe_topk *top_k_experts"),
     (4, "num_experts moe_num_experts n_routed_experts num_local_experts"),
     (1, "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group num_expert_group"),
@@ -84,30 +85,87 @@ SIZES: tuple[tuple[int | None, str], ...] = (
     (HIDDEN, "*embedding_dim hidden_dimension width *_size *_features *_units"),
 )
 
-HYBRID = {"num_hidden_layers": 4}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+SERIES = {"prediction_length": 4, "context_length": 16, "lags_sequence": [1, 2], "num_time_features": 1}
+PYRAMID = {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16, "window_size": 4, "patch_size": 4}
+RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1],
+          "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"]}  # fmt: skip
+DEPTH = {"neck_hidden_sizes": [16, 16], "reassemble_factors": [1, 0.5], "fusion_hidden_size": 16,
+         "head_hidden_size": 8}  # fmt: skip
 
-# What an architecture needs beside what its names say.
+# What an architecture, or a part of one, needs beside what its names say.
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "autoformer": {"prediction_length": 4, "context_length": 16, "lags_sequence": [1, 2]},
-    "informer": {"prediction_length": 4, "context_length": 16, "lags_sequence": [1, 2]},
-    "time_series_transformer": {"prediction_length": 4, "context_length": 16, "lags_sequence": [1, 2]},
-    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4},
-    "mamba2": {"num_heads": 8, "head_dim": 8},
-    "reformer": {"is_decoder": True, "attn_layers": ["local", "local"], "axial_pos_embds": False},
-    "donut-swin": {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16, "window_size": 4},
-    "maskformer-swin": {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16, "window_size": 4},
-    "swin": {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16, "window_size": 4, "patch_size": 4},
-    "swinv2": {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16, "window_size": 4, "patch_size": 4},
-    "hiera": {"depths": [1, 1], "num_heads": [1, 2], "embed_dim": 16},
+    **dict.fromkeys(("granitemoehybrid", "qwen3_next", "kimi_linear", "lfm3", "qwen3_5_text"), HYBRID),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen4_exp_text", "bailing_hybrid", "minicpm_ocr_text"), HYBRID),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm4v_moe_text"), SECTIONS),
+    **dict.fromkeys(("glm_ocr_text", "qwen2_5_omni_text", "glm_image_text"), SECTIONS),
+    **dict.fromkeys(("paddleocr_vl_text", "cosmos3_edge_text"), SECTIONS),
+    **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), SERIES),
+    **dict.fromkeys(("donut-swin", "maskformer-swin", "swin", "swinv2"), PYRAMID),
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
+    "bros": {"dim_bbox": 8, "bbox_scale": 1.0},
+    "chameleon": {"vocabulary_map": {"<image>": 5, **{f"IMGIMG{c}Z": 6 + i for i, c in enumerate("ABCD")}}},
+    "codegen": {"rotary_dim": 4},
+    "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+              "num_experts_per_tok": 2},
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2, "token_dropout": False,
+            "position_embedding_type": "rotary"},
     "focalnet": {"depths": [1, 1], "embed_dim": 16, "hidden_sizes": [16, 32], "focal_levels": [2, 2],
-                 "focal_windows": [3, 3]},
+                 "focal_windows": [3, 3], "patch_size": 4},
     "funnel": {"d_model": 32, "d_inner": 48, "n_head": 4, "d_head": 8, "block_sizes": [1, 1]},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4},
+    "gptj": {"rotary_dim": 4},
+    "hiera": {"depths": [1, 1], "num_heads": [1, 2], "embed_dim": 16, "num_query_pool": 1,
+              "image_size": [32, 32], "patch_kernel": [7, 7], "masked_unit_size": [4, 4],
+              "masked_unit_attention": [True, False]},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lilt": {"channel_shrink_ratio": 4, "num_attention_heads": 4, "hidden_size": 48},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "mgp-str": {"num_bpe_labels": 20, "num_wordpiece_labels": 20, "num_character_labels": 20},
+    "ministral": {"head_dim": 8},
+    "mobilenet_v1": {"depth_multiplier": 0.25},
+    "mobilenet_v2": {"depth_multiplier": 0.1},
+    "mobilevitv2": {"width_multiplier": 0.25},
+    "moonshine": {"pad_token_id": 0},
+    "nemotron": {"head_dim": 8},
+    "neomme": {"head_dim": 16},
+    "nystromformer": {"segment_means_seq_len": 12, "num_landmarks": 4},
     "perceiver": {"d_latents": 32, "d_model": 32, "num_self_attends_per_block": 2, "num_blocks": 1,
                   "num_self_attention_heads": 4, "num_cross_attention_heads": 4, "qk_channels": 32,
                   "v_channels": 32, "num_latents": 6, "max_position_embeddings": 64},
-    "mgp-str": {"num_bpe_labels": 20, "num_wordpiece_labels": 20, "num_character_labels": 20},
-    "mobilenet_v1": {"depth_multiplier": 0.25},
-    "mobilenet_v2": {"depth_multiplier": 0.1},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "reformer": {"is_decoder": False, "attn_layers": ["local", "local"], "axial_pos_embds": False,
+                 "local_attn_chunk_length": 4},
+    "rt_detr_resnet": {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1],
+                       "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"]},
+    "rt_detr": {"encoder_in_channels": [8, 16, 16], "decoder_in_channels": [32, 32, 32], "d_model": 32,
+                "encoder_hidden_dim": 32},
+    "rt_detr_v2": {"encoder_in_channels": [8, 16, 16], "decoder_in_channels": [32, 32, 32], "d_model": 32,
+                   "encoder_hidden_dim": 32},
+    "upernet": {"backbone_config": RESNET, "hidden_size": 16, "auxiliary_in_channels": 16},
+    "detr": {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None,
+             "backbone_config": RESNET},
+    "conditional_detr": {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None,
+                         "backbone_config": RESNET},
+    "deformable_detr": {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None,
+                        "backbone_config": RESNET, "num_feature_levels": 3},
+    "table-transformer": {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None,
+                          "backbone_config": RESNET},
+    "dab-detr": {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None,
+                 "backbone_config": RESNET},
+    "wav2vec2-bert": {"vocab_size": VOCABULARY, "conv_depthwise_kernel_size": 3},
+    "wav2vec2-conformer": {"vocab_size": VOCABULARY, "conv_depthwise_kernel_size": 3},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"], "attn_layer_period": 2, "attn_layer_offset": 1,
+              "n_mamba_heads": 2, "mamba_dt_rank": 4},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "mamba_ngroups": 1,
+               "mamba_headdim": 8},
 }  # fmt: skip
 
 DROPOUT = re.compile(r".*(drop|mask_time_prob|mask_feature_prob|jitter).*")
@@ -124,7 +182,10 @@ def _size(name: str) -> Any:
 
 def shrunk(kind: type, keep: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Arguments that make a config of a kind small, by the names of its fields."""
-    keep = keep or {}
+    keep = {**OVERRIDES.get(getattr(kind, "model_type", ""), {}), **(keep or {})}
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if "kv_lora_rank" in fields:  # all heads have keys of their own
+        keep = {"num_key_value_heads": HEADS, **keep}
     given: dict[str, Any] = {}
     nested = getattr(kind, "sub_configs", {})
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
@@ -177,8 +238,7 @@ def built(kind: str) -> nn.Module:
 
     transformers.logging.set_verbosity_error()
     config_of = transformers.CONFIG_MAPPING[kind]
-    overrides = OVERRIDES.get(kind, {})
-    config = config_of(**shrunk(config_of, overrides))
+    config = config_of(**shrunk(config_of))
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))):
         if part is not None:
             part._experts_implementation = "eager"  # the grouped product takes no float64

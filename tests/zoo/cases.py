@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.zoo import vision
+
 Batch = Any
 Draw = Callable[[nn.Module, torch.Generator], Iterator[Batch]]
 
@@ -27,7 +29,7 @@ class Case:
     """One model.
 
     Attributes:
-        name: its group and its own name: ``"transformers/llama"``.
+        name: its group and its own name: ``"transformers/llama"``, or ``"drawn/7"``.
         build: makes it, in float64, with values from torch's generator.
         draw: batches that it may take, the likeliest first; the first that works is taken.
         causal: what comes later in a sequence does not touch what is earlier: ``context`` applies.
@@ -84,8 +86,6 @@ def names(group: str) -> tuple[str, ...]:
         from tests.zoo import programs
 
         return tuple(f"programs/{name}" for name in programs.PROGRAMS)
-    from tests.zoo import vision
-
     return tuple(f"{group}/{name}" for name in vision.families(group))
 
 
@@ -109,8 +109,14 @@ def case(name: str) -> Case:
         from tests.zoo import programs
 
         return programs.case(own)
-    from tests.zoo import vision
+    if group == "drawn":
+        from tests.zoo import drawn
 
+        return drawn.case(int(own))
+    if group == "named":
+        from tests.zoo import named
+
+        return named.case(own)
     return Case(
         name, functools.partial(vision.built, group, own), functools.partial(vision.images, group, own)
     )

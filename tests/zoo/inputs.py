@@ -211,6 +211,16 @@ class Maker:
             channels = _find(self.config, ("num_input_channels", "input_size"), 1)
             batch = {"past_values": self.floats(ROWS, length, channels)}
             future = _find(self.config, ("prediction_length",), 0)
+            if "past_time_features" in self.takes:
+                lags = max(self.config.lags_sequence)
+                past = self.floats(ROWS, length + lags)
+                yield {
+                    "past_values": past,
+                    "past_time_features": self.floats(ROWS, length + lags, 1),
+                    "past_observed_mask": torch.ones_like(past),
+                    "future_values": self.floats(ROWS, future),
+                    "future_time_features": self.floats(ROWS, future, 1),
+                }
             if future and "future_values" in self.takes:
                 yield {**batch, "future_values": self.floats(ROWS, future, channels)}
             yield batch

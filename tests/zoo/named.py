@@ -1,25 +1,17 @@
-"""Real models and how they are compared: built small, trained unchanged on a mesh and on one process."""
+"""Well-known models, each with sizes and batches of its own (padded rows, pairs of sides)."""
 
 from __future__ import annotations
 
-import copy
-import math
-import random
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import espalier
-from espalier.layout import local_box
-from espalier.tensor import GatherWarning
-from espalier.tensor.modules import lay_out_parameter
-from espalier.train.double import Double
+from tests.zoo.cases import Case
 
-VOCABULARY, ROWS, LENGTH, STEPS = 96, 4, 10, 2
+VOCABULARY, ROWS, LENGTH = 96, 4, 10
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 SIDES = {
@@ -29,7 +21,6 @@ SIDES = {
 }
 
 Batch = dict[str, Any]
-Step = tuple[Callable[[Batch], torch.Tensor], Callable[[], None]]
 
 
 def tokens(generator: torch.Generator, rows: int = ROWS) -> torch.Tensor:
@@ -262,114 +253,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Bat
 }
 
 
-def compared(
-    rank: int, world: int, name: str, drawn: bool, plan: dict[str, Any] | None = None
-) -> tuple[dict[str, float], list[str]]:
-    """The largest differences from one process over some steps, and the functions that were gathered.
-
-    Args:
-        drawn: each parameter lies in a layout drawn at random, on data and on tensor, and the loop is
-            torch's own; else the engine trains in the layouts that it infers.
-        plan: the engine's; by default data 2 × tensor 2.
-    """
+def case(name: str) -> Case:
+    """The case of a model."""
     build, draw = MODELS[name]
-    torch.manual_seed(1)
-    model = build().to(torch.float64).train()
-    reference = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(5)
-    batches = [draw(generator) for _ in range(STEPS)]
-    with warnings.catch_warnings(record=True) as caught, Double():
-        warnings.simplefilter("always")
-        run = by_hand(model) if drawn else by_engine(model, plan)
-        worst = differences(model, reference, run, batches)
-    gathered = [str(w.message).split()[0] for w in caught if issubclass(w.category, GatherWarning)]
-    other = [str(w.message) for w in caught if not issubclass(w.category, GatherWarning)]
-    assert not other, other
-    return worst, sorted(set(gathered))
 
+    def drawn(model: nn.Module, generator: torch.Generator) -> Iterator[Batch]:
+        yield draw(generator)
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with an epsilon that keeps gradients of nearly zero from counting as much as the others."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4)
-
-
-def by_engine(model: nn.Module, plan: dict[str, Any] | None = None) -> Step:
-    """The engine, on data 2 × tensor 2, in the layouts that it infers."""
-    engine = espalier.initialize(model, optimizer_of(model), plan or {"data": 2, "tensor": 2})
-
-    def gradients(batch: Batch) -> torch.Tensor:
-        loss = engine(batch)
-        engine.backward(loss)
-        engine.finish_gradients()
-        return loss
-
-    return gradients, engine.step
-
-
-def by_hand(model: nn.Module) -> Step:
-    """A plain loop on DTensors in layouts drawn at random, uneven and empty shards among them."""
-    mesh = espalier.Mesh.from_env({"data": 2, "tensor": 2})
-    rng = random.Random(7)
-
-    def placement(ndim: int) -> espalier.Placement:
-        dim = rng.randrange(-1, ndim)
-        return espalier.Replicate() if dim < 0 else espalier.Shard(dim)
-
-    for p in model.parameters():
-        lay_out_parameter(p, espalier.Layout(mesh, [placement(p.ndim), placement(p.ndim)], p.shape))
-    rows = [espalier.Shard(0), espalier.Replicate()]
-    return plain_step(
-        model,
-        lambda x: espalier.distribute_tensor(x, mesh, rows) if isinstance(x, torch.Tensor) else x,
-    )
-
-
-def plain_step(model: nn.Module, enter: Callable[[Any], Any] = lambda x: x) -> Step:
-    """The loop as anyone writes it."""
-    optimizer = optimizer_of(model)
-
-    def gradients(batch: Batch) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss: torch.Tensor = model(**{k: enter(v) for k, v in batch.items()}).loss
-        loss.backward()
-        return loss
-
-    return gradients, optimizer.step
-
-
-def held(x: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What this rank holds of a tensor, and that part of the whole; where it holds addends, their sum."""
-    if not isinstance(x, espalier.DTensor) or espalier.layout_of(x).partial:
-        return espalier.full_tensor(x), whole
-    return x.to_local(), whole[local_box(espalier.layout_of(x)).slices]
-
-
-def differences(model: nn.Module, reference: nn.Module, run: Step, batches: list[Batch]) -> dict[str, float]:
-    """Train both, step by step; the largest absolute difference of each kind."""
-    plain = plain_step(reference)
-    worst = {"loss": 0.0, "gradient": 0.0, "parameter": 0.0, "buffer": 0.0}
-
-    def note(kind: str, given: torch.Tensor, right: torch.Tensor) -> None:
-        given, right = held(given.detach(), right.detach())
-        gap = float((given - right).abs().max()) if right.numel() else 0.0
-        worst[kind] = max(worst[kind], math.inf if math.isnan(gap) else gap)
-
-    before = [p.detach().clone() for p in reference.parameters()]
-    for batch in batches:
-        note("loss", run[0](batch), plain[0](batch))
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            if p.grad is not None and q.grad is not None:
-                note("gradient", p.grad, q.grad)
-            elif p.grad is not None or q.grad is not None:
-                worst["gradient"] = math.inf
-        run[1]()
-        plain[1]()
-        for kind, ours, theirs in (
-            ("parameter", model.parameters(), reference.parameters()),
-            ("buffer", model.buffers(), reference.buffers()),
-        ):
-            for x, y in zip(ours, theirs, strict=True):
-                note(kind, x, y)
-    moved = [not torch.equal(a, p) for a, p in zip(before, reference.parameters(), strict=True)]
-    assert sum(moved) > len(moved) / 2, "the reference did not train"
-    return worst
+    return Case(f"named/{name}", build, drawn)
