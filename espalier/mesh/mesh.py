@@ -54,6 +54,8 @@ class Mesh(TorchNames):
         kept: what stands for the last gathered tensor that the backward pass wants again, weakly.
         comparing: what compares gradients that nobody spoke of along all its axes (see
             ``espalier.tensor.unsaid``).
+        emptied: memories that are emptied between their uses, by the address of each (see
+            ``espalier.tensor.saved``), weakly.
         words: by axis, what a rule is told that may go several ways along it (see :meth:`telling`).
     """
 
@@ -91,6 +93,7 @@ class Mesh(TorchNames):
         self.lately: Any = None
         self.kept: Any = None
         self.comparing: Any = None
+        self.emptied: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.within: Mesh | None = None
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
         self._backends: dict[tuple[int, torch.device], Any] = {}

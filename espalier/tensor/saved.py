@@ -16,16 +16,19 @@ to gather the one before, if it will come by there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as raw
 from torch.overrides import handle_torch_function
 
 from espalier.comm.moves import begin, carry_out
 from espalier.comm.traced import recorders
 from espalier.layout import Layout
+from espalier.mesh import Mesh
 from espalier.tensor.dtensor import plain
 
 outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -175,6 +178,44 @@ def close_saving(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
         handle_torch_function(close_saving, (), hooks)
     else:
         hooks.__exit__()
+
+
+def saving_places(mesh: Mesh) -> AbstractContextManager[object]:
+    """While open, autograd saves of tensors whose memory is emptied between its uses where they lie.
+
+    So a graph that a backward pass records (``create_graph``) may have them filled when it is gone through;
+    no hook of a module stands before its nodes. ``mesh.emptied`` knows those memories: from the address of
+    each storage to what has a ``storage``, and a method ``bring`` that fills it, called on all ranks alike.
+    """
+    if not mesh.emptied or outer_hooks(True) is not None or recorders():
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(partial(_place_of, mesh.emptied), _filled)
+
+
+class _Emptied:
+    """Where a tensor lies in a memory that may be emptied, until it is asked for."""
+
+    def __init__(self, memory: Any, x: torch.Tensor) -> None:
+        self._memory, self._dtype, self._device = memory, x.dtype, x.device
+        self._geometry = x.storage_offset(), tuple(x.shape), x.stride()
+
+    def get(self) -> torch.Tensor:
+        self._memory.bring()
+        empty = torch.empty(0, dtype=self._dtype, device=self._device)
+        return empty.set_(self._memory.storage, *self._geometry)
+
+
+def _place_of(emptied: Mapping[int, Any], x: torch.Tensor) -> torch.Tensor | _Emptied:
+    with raw():
+        memory = emptied.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
+        return x if memory is None else _Emptied(memory, plain(x.detach()))
+
+
+def _filled(held: torch.Tensor | _Emptied) -> torch.Tensor:
+    if isinstance(held, torch.Tensor):
+        return held
+    with raw(), torch.no_grad():
+        return held.get()
 
 
 def gather_before_backward(out: Any, shards: Sequence[Shard]) -> None:

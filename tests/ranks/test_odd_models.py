@@ -241,6 +241,54 @@ def test_backward_through_backward(ranks: Any) -> None:
     ranks(2, gradients_of_gradients)
 
 
+class Critic(nn.Module):
+    """A critic used three times, whose gradients, for what is given and for its weights, are part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(9, 6), nn.Linear(6, 1)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        between = (0.3 * x).detach().requires_grad_() if ids[0] % 2 else 0.3 * x
+        (g,) = torch.autograd.grad(self.score(between).sum(), between, create_graph=True)
+        loss = self.score(x * 2).mean()
+        weights = [p for p in self.blocks.parameters() if p.ndim > 1]
+        of_weights = torch.autograd.grad(loss, weights, create_graph=True)
+        fake = self.score(x * 3).square().mean()
+        (h,) = torch.autograd.grad(fake, x, create_graph=True)
+        penalty = (g.norm(dim=1) - 1).square().mean() + h.pow(4).mean()
+        return fake - loss + penalty + 0.1 * sum(w.square().sum() for w in of_weights)
+
+
+def penalized(rank: int, world: int) -> None:
+    stages: list[dict[str, Any]] = [{"zero": zero} for zero in range(4)]
+    for more in (*stages, {"zero": 3, "prefetch_megabytes": 0}, {"zero": 3, "recompute": "full"}):
+        torch.manual_seed(0)
+        net = Critic().double()
+        plain = copy.deepcopy(net)
+        ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (net, plain))
+        engine = espalier.initialize(net, ours, {"data": world, **more})
+        for step in range(4):
+            ids = batch(step)[:, 0]
+            loss, expected = engine.train_step(ids), plain(ids)
+            expected.backward()
+            theirs.step()
+            theirs.zero_grad()
+            assert abs(loss.item() - expected.item()) < TOLERANCE, (more, step)
+            assert apart(net, plain, gradients=False) < TOLERANCE, (more, step)
+
+
+def test_gradients_in_the_loss(ranks: Any) -> None:
+    ranks(2, penalized)
+
+
 def test_optimizers_that_are_not_elementwise(ranks: Any) -> None:
     ranks(2, optimizers)
 

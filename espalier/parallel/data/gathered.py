@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,10 +31,11 @@ class Gathered:
         users: modules that are running and use it.
         marks: uses in a forward pass whose backward is to come, and will tell when it is done.
         rows, pending: what is on its way to it; ``rows``, too, have memory only then.
+        bring: has it filled, with what comes next.
     """
 
-    def __init__(self, number: int, chunk: Chunk, shelf: Shelf | None) -> None:
-        self.number, self.chunk, self._shelf = number, chunk, shelf
+    def __init__(self, number: int, chunk: Chunk, shelf: Shelf | None, bring: Callable[[], None]) -> None:
+        self.number, self.chunk, self._shelf, self.bring = number, chunk, shelf, bring
         with raw():
             elements = sum(m.size for m in chunk.members)
             self._flat = torch.empty(elements, dtype=chunk.dtype, device=chunk.device)

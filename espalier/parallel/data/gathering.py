@@ -55,7 +55,9 @@ class Gathering:
         shelf: Shelf | None = None,
     ) -> None:
         self.mesh, self._ahead = mesh, ahead
-        self.held = [Gathered(i, chunk, shelf) for i, (_, chunk) in enumerate(chunks)]
+        bring = partial(_brought, weakref.ref(self))
+        self.held = [Gathered(i, chunk, shelf, partial(bring, i)) for i, (_, chunk) in enumerate(chunks)]
+        mesh.emptied.update({g.storage._cdata: g for g in self.held})
         self._largest = max((g.nbytes for g in self.held), default=0)
         self._of = {id(g.chunk): g for g in self.held}
         # as last seen, with and without gradients
@@ -69,7 +71,7 @@ class Gathering:
             for m in g.chunk.members:
                 if m.dim is not None:
                     m.rest = m.shard.loan()
-                    source = Resting(m, partial(self._bring, g), partial(_is_elsewhere, g.chunk))
+                    source = Resting(m, g.bring, partial(_is_elsewhere, g.chunk))
                     m.p._source = source  # type: ignore[attr-defined]
                     stamp(m.p, m.rest)
         for module, used in by_module.items():
@@ -128,7 +130,8 @@ class Gathering:
         for g in used:
             self._need(g)
 
-    def _bring(self, g: Gathered) -> None:
+    def bring(self, g: Gathered) -> None:
+        """Let a chunk be whole, if it is not."""
         if not g.is_whole:
             self._need(g)
 
@@ -242,6 +245,12 @@ class Gathering:
             return False
         kept = sum(other.nbytes for other in self.held if other.is_whole and not other.users)
         return kept <= self._ahead
+
+
+def _brought(gathering: weakref.ref[Gathering], number: int) -> None:
+    found = gathering()
+    if found is not None:
+        found.bring(found.held[number])
 
 
 def _only_looks_up(module: nn.Module, used: Sequence[Gathered]) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from espalier.layout.layout import R, is_partial
 from espalier.tensor import numbers
 from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, stamp
 from espalier.tensor.rules.spec import Rules, bound_to, spellings
+from espalier.tensor.saved import saving_places
 
 _plain_call = torch._C._disabled_torch_function_impl
 
@@ -103,7 +105,8 @@ def backward(
     with raw():
         local, gradient = seeded(loss, gradient)
     # intercepted again: hooks and recomputation see DTensors
-    torch.autograd.backward(local, gradient, **bound)
+    with _recorded(bound, loss):
+        torch.autograd.backward(local, gradient, **bound)
 
 
 def gradients(
@@ -124,7 +127,8 @@ def gradients(
     zeros = bound.pop("materialize_grads", False)
     if zeros:
         bound["allow_unused"] = True
-    found = torch.autograd.grad([x for x, _ in ends], edges, [g for _, g in ends], **bound)
+    with _recorded(bound, *outputs):
+        found = torch.autograd.grad([x for x, _ in ends], edges, [g for _, g in ends], **bound)
 
     def typed(x: Any, g: torch.Tensor | None) -> torch.Tensor | None:
         lay = recorded_layout(x) if type(x) is DTensor else None
@@ -159,6 +163,12 @@ def _one_by_one(func: Callable[..., Any], bound: dict[str, Any]) -> Any:
         for i in range(n)
     ]
     return tuple(None if some[0] is None else torch.stack(some) for some in zip(*found, strict=True))
+
+
+def _recorded(options: Mapping[str, Any], *ends: Any) -> AbstractContextManager[object]:
+    """Around a backward pass that may be recorded itself."""
+    mesh = next((x._layout.mesh for x in ends if type(x) is DTensor), None)
+    return saving_places(mesh) if mesh is not None and options.get("create_graph") else nullcontext()
 
 
 @torch.enable_grad()  # as in torch, backward may be called where nothing is recorded: in a hook, say
