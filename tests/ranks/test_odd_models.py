@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -287,6 +288,46 @@ def penalized(rank: int, world: int) -> None:
 
 def test_gradients_in_the_loss(ranks: Any) -> None:
     ranks(2, penalized)
+
+
+class Spectral(nn.Module):
+    """Filters that are viewed as complex numbers, beside parameters of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.filter = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(5, 2))
+        self.embed, self.one = nn.Embedding(9, 8), nn.Parameter(torch.randn(1))
+        self.shift, self.out = nn.Parameter(torch.randn(5, 2)), nn.Linear(8, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = torch.fft.rfft(self.embed(ids)) * torch.view_as_complex(self.filter) * self.odd.sum()
+        x = torch.fft.irfft(x + torch.view_as_complex(self.shift), n=8) * self.one
+        return F.cross_entropy(self.out(x).flatten(0, 1), ids.flatten() % 5)
+
+
+def spectral(rank: int, world: int) -> None:
+    for zero in range(4):
+        torch.manual_seed(0)
+        net = Spectral().double()
+        plain = copy.deepcopy(net)
+        ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (net, plain))
+        engine = espalier.initialize(net, ours, {"data": world, "zero": zero})
+        for step in range(2):
+            if zero in (0, 3):
+                chunks = engine._data.chunks  # type: ignore[union-attr]
+                for chunk in chunks:
+                    starts = zip(chunk.members, chunk._in_line.starts, strict=True)
+                    assert all(start % math.gcd(m.size, 64) == 0 for m, start in starts)
+            loss, expected = engine.train_step(batch(step)), plain(batch(step))
+            expected.backward()
+            theirs.step()
+            theirs.zero_grad()
+            assert abs(loss.item() - expected.item()) < TOLERANCE, (zero, step)
+            assert apart(net, plain, gradients=False) < TOLERANCE, (zero, step)
+
+
+def test_parameters_begin_at_multiples_of_their_grain(ranks: Any) -> None:
+    ranks(2, spectral)
 
 
 def test_optimizers_that_are_not_elementwise(ranks: Any) -> None:

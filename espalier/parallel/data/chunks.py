@@ -88,6 +88,7 @@ class Member:
         counts: whether no coordinate before this one, along any axis, holds the same piece.
         largest: its elements on the rank that has most of it, by which all ranks decide alike.
         slot: elements that it takes in each row.
+        grains: the largest powers of two, up to 64, that divide the elements it takes whole, and in a row.
         dtype: in which the model computes with it.
         is_cast: whether that is not the dtype given.
         rest: the layout that it bears while it is cut; a twin of ``shard`` where it is gathered for its uses.
@@ -123,8 +124,19 @@ class Member:
             self.slot = math.prod(shape[: self.dim]) * -(-shape[self.dim] // self._n)
             self.slot *= math.prod(shape[self.dim + 1 :])
             self._bounds = lane.piece(shape[self.dim], lane.here)
+        self.grains = self._grains()
         self.even = self.dim == 0 and shape[0] % self._n == 0
         self.size, self.largest = math.prod(shape), math.prod(full.padded_shape)
+
+    def _grains(self) -> tuple[int, int]:
+        full = self.full
+        parts = [math.prod(full.mesh.shape[a] for a in cut) for cut in full.cuts]
+        sizes = zip(full.padded_shape, parts, full.shape, strict=True)
+        alike = [n if n * k == whole else 1 for n, k, whole in sizes]  # on all ranks
+        whole = math.prod(alike)
+        if self.dim is not None:
+            alike[self.dim] = -(-alike[self.dim] // self._n)
+        return math.gcd(whole, 64), math.gcd(math.prod(alike), 64)
 
     def piece(self, full: torch.Tensor, coordinate: int | None = None) -> torch.Tensor:
         """The view, of a local tensor that is whole along the axis, that a coordinate holds."""
@@ -188,10 +200,15 @@ class Places(NamedTuple):
     starts: list[int]
 
     @staticmethod
-    def of_sizes(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> Places:
-        """Of tensors that take so many elements each."""
+    def of_sizes(
+        shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], order: Sequence[int] | None = None
+    ) -> Places:
+        """Of tensors that take so many elements each; ``order``: in which they lie, if not as given."""
         strides = [tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))) for shape in shapes]
-        return Places(list(shapes), strides, [0, *accumulate(sizes)][:-1])
+        order = range(len(sizes)) if order is None else order
+        ends = accumulate(sizes[i] for i in order)
+        starts = {i: end - sizes[i] for i, end in zip(order, ends, strict=True)}
+        return Places(list(shapes), strides, [starts[i] for i in range(len(sizes))])
 
     def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Them, as views."""
@@ -207,7 +224,7 @@ class Chunk:
     """Members of one dtype and device, cut and summed alike, and the flat buffers that they share.
 
     Attributes:
-        members: in the order of their slots.
+        members: in the order of their slots (whole, they lie in another).
         outer, lane: theirs.
         dtype: in which the model computes with them.
         device: on which it does.
@@ -231,7 +248,8 @@ class Chunk:
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
-        self.members = list(members)
+        # those of round sizes first: so each begins where a multiple of its grain is, and nothing is padded
+        self.members = members = sorted(members, key=lambda m: -m.grains[1])
         self.outer, self.lane = members[0].outer, members[0].lane
         self.dtype, self.device = members[0].dtype, members[0].full.mesh.device()
         self.size = sum(m.slot for m in members)
@@ -253,7 +271,9 @@ class Chunk:
         for i, m in enumerate(members):
             m.number = i
         self._in_row = Places.of_sizes([m.shard.local_shape for m in members], [m.slot for m in members])
-        self._in_line = Places.of_sizes([m.full.local_shape for m in members], [m.size for m in members])
+        in_line = sorted(range(len(members)), key=lambda i: -members[i].grains[0])
+        shapes = [m.full.local_shape for m in members]
+        self._in_line = Places.of_sizes(shapes, [m.size for m in members], in_line)
 
     @property
     def has_master(self) -> bool:
@@ -293,7 +313,7 @@ class Chunk:
         return found
 
     def wholes(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The members one after the other in a flat buffer, each whole along the axis, in its own shape."""
+        """The members in a flat buffer, without gaps, each whole along the axis, in its own shape."""
         return self._in_line.of(flat)
 
     def line_up(

@@ -96,7 +96,7 @@ def by_unit(members: Sequence[Member], model: nn.Module) -> list[tuple[list[nn.M
     chunks = [(modules, Chunk(part)) for modules, part in together]
     pooled = {id(part[0]) for _, part in pools.values()}
     for _, chunk in chunks:
-        chunk.stays = id(chunk.members[0]) in pooled
+        chunk.stays = any(id(m) in pooled for m in chunk.members)
         taken.update({id(m.p): chunk for m in chunk.members})
     users = {id(chunk): modules for modules, chunk in chunks}
     inside = {id(chunk): {id(m) for u in modules for m in u.modules()} for modules, chunk in chunks}
