@@ -243,7 +243,7 @@ def test_backward_through_backward(ranks: Any) -> None:
 
 
 class Critic(nn.Module):
-    """A critic used three times, whose gradients, for what is given and for its weights, are part of the loss."""
+    """A critic used three times; its gradients, for what is given and for its weights, are in the loss."""
 
     def __init__(self) -> None:
         super().__init__()
