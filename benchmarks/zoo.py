@@ -134,16 +134,14 @@ class Runner:
         for plan in sorted(plans, key=world):
             accumulate = PLANS[plan].get("accumulate", 1)
             start = time.monotonic()
+            if isinstance(known.get(1), Verdict):  # it is no other for micro-batches
+                known[accumulate] = known[1]
             if accumulate not in known:
                 file = self.folder / f"{name.replace('/', '-')}-{accumulate}.pt"
                 end = self.called(1, reference, name, accumulate, file)
                 known[accumulate] = file if end.end == "exact" else Verdict("unfit", end.words, end.where)
             kept = known[accumulate]
-            verdict = (
-                kept
-                if isinstance(kept, Verdict)
-                else self.called(world(plan), trial, name, PLANS[plan], kept)
-            )
+            verdict = kept if isinstance(kept, Verdict) else self.tried(name, plan, kept)
             result = Result(name, plan, self.version, round(time.monotonic() - start, 1), **asdict(verdict))
             self.book.add(result)
             print(f"{result.end:8} {name:45} {plan:14} {result.seconds:5.1f} s  {told(result)}", flush=True)
@@ -151,10 +149,20 @@ class Runner:
             if isinstance(kept, Path):
                 kept.unlink(missing_ok=True)
 
-    def called(self, ranks: int, function: Any, *args: Any) -> Verdict:
+    def tried(self, name: str, plan: str, kept: Path) -> Verdict:
+        """How a pair ended. What does not end in time gets three times as much before it counts as hung."""
+        for patience in (1, 3):
+            verdict = self.called(
+                world(plan), trial, name, PLANS[plan], kept, timeout=patience * self.timeout
+            )
+            if verdict.end != "hung":
+                break
+        return verdict
+
+    def called(self, ranks: int, function: Any, *args: Any, timeout: float | None = None) -> Verdict:
         """How a call on ranks ended: as one of them did that was not exact, if any."""
         try:
-            found = [v for v in self.pool(ranks, function, *args) if v is not None]
+            found = [v for v in self.pool(ranks, function, *args, timeout=timeout) if v is not None]
         except RankError as error:
             if isinstance(error.original, TrialError):
                 return error.original.verdict

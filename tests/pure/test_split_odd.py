@@ -384,3 +384,21 @@ def test_a_buffer_that_two_stages_write_to_is_refused() -> None:
     with pytest.raises(SplitError, match="'norm.(running_mean|running_var|num_batches_tracked)"):
         split(model, 2, X)
     equal(model.eval(), X, split(model, 2, X), exact=False)
+
+
+class Bare(nn.Module):
+    """Calls no module: its weights are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight) @ self.weight.t()
+
+
+def test_a_model_without_modules_is_one_piece() -> None:
+    with pytest.raises(SplitError, match="2 stages, but only 1 place"):
+        split(Bare(), 2, X)
+    net = Bare()
+    equal(net, X, split(net, 1, X))

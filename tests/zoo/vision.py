@@ -230,8 +230,11 @@ def built(group: str, name: str) -> nn.Module:
 
 
 def images(group: str, name: str, model: nn.Module, generator: torch.Generator) -> Iterator[Any]:
-    """Images, or films, of its size, and classes that its outputs are compared with."""
+    """Images, or films, of a size that it takes."""
     size = TORCHVISION[name][1] if group == "torchvision" else (3, TIMM[name][2], TIMM[name][2])
+    if any(isinstance(part, nn.BatchNorm2d) for part in model.modules()):
+        # of two rows of one pixel a norm is all but undetermined
+        yield (torch.randn(ROWS, 3, 64, 64, generator=generator, dtype=torch.float64),)
     yield (torch.randn(ROWS, *size, generator=generator, dtype=torch.float64),)
 
 

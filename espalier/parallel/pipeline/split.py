@@ -344,7 +344,8 @@ def pieces(found: Trace, family: _Family, costs: Mapping[str, float] | None = No
     passing = _passing(found)
     starts = _begins(found, family.model)
     inner = _within(found, family, starts, passing)
-    every = sorted({**starts, **inner}.items(), key=lambda item: item[1])
+    # a model that calls no module is one piece
+    every = sorted({**starts, **inner}.items(), key=lambda item: item[1]) or [("", 0)]
     ends = [*(start for _, start in every[1:]), len(found.ops)]
     sizes = {name: p.numel() * p.dtype.itemsize for name, p in family.model.named_parameters()}
     if costs is not None and (wrong := [n for n in costs if n not in starts and n not in inner]):
