@@ -480,6 +480,13 @@ def recorded_layout(x: DTensor) -> Layout:
     return x._layout if known is None else known
 
 
+def as_recorded(x: Any) -> Any:
+    """A DTensor in the layout by which autograd knows it, with its values of now; others as they are."""
+    if type(x) is not DTensor or x._layout.own is x._layout:
+        return x
+    return redistribute(up_to_date(x), recorded_layout(x).own)
+
+
 def up_to_date(x: DTensor) -> DTensor:
     """``x``; a view of a moved copy (see ``espalier.tensor.loans``) takes its values again if need be."""
     if x._layout.own is x._layout:

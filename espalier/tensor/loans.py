@@ -60,6 +60,10 @@ class Elsewhere(ABC):
         """Whether its stand-in is to be written to, too, where ``func`` writes to it."""
         return False
 
+    def handed_out(self) -> None:
+        """Be told that somebody gets an alias of the tensor's data (see :func:`hand_out`)."""
+        return None
+
 
 class HandedOut:
     """What others have of a tensor's data: aliases (``x.data``) through which torch counts no writes.
@@ -94,6 +98,9 @@ def hand_out(x: torch.Tensor, alias: torch.Tensor) -> None:
     if handed is None:
         handed = own["_handed_out"] = HandedOut()
     handed.to(alias)
+    source = own.get("_source")
+    if isinstance(source, Elsewhere):
+        source.handed_out()
 
 
 def written_mark(x: torch.Tensor) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from espalier.layout.layout import R
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.tensor.api import check_parts, from_local, to_local
-from espalier.tensor.dtensor import DTensor, plain, redistribute
+from espalier.tensor.dtensor import DTensor, as_recorded, plain, redistribute
 
 
 def local_map(
@@ -66,6 +66,7 @@ def local_map(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         flat, tree = pytree.tree_flatten(args)
         flat_kwargs, kwargs_tree = pytree.tree_flatten(kwargs)
+        flat, flat_kwargs = [*map(as_recorded, flat)], [*map(as_recorded, flat_kwargs)]
         seen = [x for x in (*flat, *flat_kwargs) if isinstance(x, DTensor)]
         if not seen:
             return call(*args, **kwargs)

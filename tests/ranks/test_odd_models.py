@@ -290,6 +290,23 @@ def test_gradients_in_the_loss(ranks: Any) -> None:
     ranks(2, penalized)
 
 
+class Mapped(nn.Module):
+    """Weights of a block that a function of local tensors computes with, in another one's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(9, 6), nn.Linear(6, 5)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6, bias=False)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embed(ids))
+        product = torch.matmul
+        if isinstance(x, espalier.DTensor):
+            product = espalier.local_map(torch.matmul, out_placements=x.placements)
+        x = product(x, self.blocks[1].weight)
+        return F.cross_entropy(self.out(x).flatten(0, 1), ids.flatten() % 5)
+
+
 class Spectral(nn.Module):
     """Filters that are viewed as complex numbers, beside parameters of odd sizes."""
 
@@ -305,10 +322,10 @@ class Spectral(nn.Module):
         return F.cross_entropy(self.out(x).flatten(0, 1), ids.flatten() % 5)
 
 
-def spectral(rank: int, world: int) -> None:
+def viewed_or_mapped(rank: int, world: int, kind: type[nn.Module]) -> None:
     for zero in range(4):
         torch.manual_seed(0)
-        net = Spectral().double()
+        net = kind().double()
         plain = copy.deepcopy(net)
         ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (net, plain))
         engine = espalier.initialize(net, ours, {"data": world, "zero": zero})
@@ -318,6 +335,8 @@ def spectral(rank: int, world: int) -> None:
                 for chunk in chunks:
                     starts = zip(chunk.members, chunk._in_line.starts, strict=True)
                     assert all(start % math.gcd(m.size, 64) == 0 for m, start in starts)
+            with torch.no_grad():
+                assert abs(engine(batch(step)).item() - plain(batch(step)).item()) < TOLERANCE
             loss, expected = engine.train_step(batch(step)), plain(batch(step))
             expected.backward()
             theirs.step()
@@ -326,8 +345,9 @@ def spectral(rank: int, world: int) -> None:
             assert apart(net, plain, gradients=False) < TOLERANCE, (zero, step)
 
 
-def test_parameters_begin_at_multiples_of_their_grain(ranks: Any) -> None:
-    ranks(2, spectral)
+@pytest.mark.parametrize("kind", [Spectral, Mapped])
+def test_parameters_that_are_viewed_or_mapped(ranks: Any, kind: type[nn.Module]) -> None:
+    ranks(2, viewed_or_mapped, kind)
 
 
 def test_optimizers_that_are_not_elementwise(ranks: Any) -> None:

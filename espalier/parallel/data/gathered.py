@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
@@ -21,6 +21,21 @@ _address = torch._C.TensorBase.data_ptr
 _version = vars(torch._C.TensorBase)["_version"].__get__
 # private, so it may go
 _set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+
+
+class _Marks(NamedTuple):
+    """What tells whether a chunk's parameters were written to: see ``written_mark``.
+
+    Attributes:
+        times: how often data of those that are cut was handed out.
+        versions, addresses: of all.
+        uncut: the marks of those that are not cut.
+    """
+
+    times: int
+    versions: list[int]
+    addresses: list[int]
+    uncut: list[tuple[int, int, int]]
 
 
 class Gathered:
@@ -60,9 +75,10 @@ class Gathered:
             self._arriving.resize_(0)
             self._ps = [m.p for m in chunk.members]
             self._cut = tuple(m.p for m in chunk.members if m.dim is not None)
+            self._uncut = [m.p for m in chunk.members if m.dim is None]
             self._count_versions(1)
         # what is to be seen of the parameters when they began to be whole, or their pieces to be sent
-        self._marks: list[tuple[int, int, int]] = []
+        self._times, self._marks = 0, _Marks(0, [], [], [])
         self.is_whole = False
         self._hidden: list[torch.Tensor] | None = None  # what the parameters show in place of their pieces
         self.users = self.marks = 0
@@ -159,7 +175,7 @@ class Gathered:
         self.storage.resize_(0)
         self.is_whole = False
         if self.is_away:
-            self.chunk.marks = self._marks_now()
+            self.chunk.marks = list(map(written_mark, self._ps))
 
     def reveal(self) -> None:
         """No backward pass is to come: let the parameters be their pieces, where these are off the device."""
@@ -182,16 +198,24 @@ class Gathered:
     @property
     def is_open(self) -> bool:
         """Whether somebody may write to the parameters so that no version counts it."""
-        return any(map(is_handed_out, self._ps))
+        return any(map(is_handed_out, self._ps if self._times else self._uncut))
 
-    def _marks_now(self) -> list[tuple[int, int, int]]:
-        return list(map(written_mark, self._ps))
+    def handed_out(self) -> None:
+        """Be told that somebody gets an alias of a cut parameter's data."""
+        self._times += 1
+
+    def _marks_now(self) -> _Marks:
+        uncut = list(map(written_mark, self._uncut))
+        return _Marks(self._times, list(map(_version, self._ps)), list(map(_address, self._ps)), uncut)
 
     def _keep_written(self) -> None:
         """Let this rank's pieces have what was written to the whole parameters: the same on all ranks."""
+        now, before = self._marks_now(), self._marks
+        every = self.is_open or now.times != before.times or now.uncut != before.uncut
         with raw(), torch.no_grad():
-            for m, mark, before in zip(self.chunk.members, self._marks_now(), self._marks, strict=True):
-                if mark != before or is_handed_out(m.p):
+            for i, m in enumerate(self.chunk.members):
+                same = now.versions[i] == before.versions[i] and now.addresses[i] == before.addresses[i]
+                if every or not same:
                     self._keep(m, m.piece(plain(m.p.detach())))
 
     def adopt(self) -> None:

@@ -71,7 +71,7 @@ class Gathering:
             for m in g.chunk.members:
                 if m.dim is not None:
                     m.rest = m.shard.loan()
-                    source = Resting(m, g.bring, partial(_is_elsewhere, g.chunk))
+                    source = Resting(m, g.bring, partial(_is_elsewhere, g.chunk), g.handed_out)
                     m.p._source = source  # type: ignore[attr-defined]
                     stamp(m.p, m.rest)
         for module, used in by_module.items():

@@ -97,6 +97,11 @@ class Lent(Elsewhere):
         """The values are the copy's; all else is the parameter's own."""
         return func is not torch.Tensor.requires_grad_
 
+    def handed_out(self) -> None:
+        """As the parameter's own source."""
+        if self._before is not None:
+            self._before.handed_out()
+
     def _filled(self) -> DTensor:
         if self._copy is None:
             m = self.member

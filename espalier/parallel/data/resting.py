@@ -28,12 +28,15 @@ class Resting(Elsewhere):
 
     Args:
         bring: makes the parameter whole, with its chunk.
+        tell: is called when an alias of the parameter's data is handed out.
         is_off: says whether what this rank holds of it lies in another memory than the model computes in.
     """
 
-    def __init__(self, member: Member, bring: Callable[[], None], is_off: Callable[[], bool]) -> None:
+    def __init__(
+        self, member: Member, bring: Callable[[], None], is_off: Callable[[], bool], tell: Callable[[], None]
+    ) -> None:
         self.member, self.recorded = member, member.full
-        self._bring, self._is_off = bring, is_off
+        self._bring, self._is_off, self._tell = bring, is_off, tell
         self._copy: tuple[Any, DTensor] | None = None
         self._is_hooked = False
 
@@ -70,6 +73,10 @@ class Resting(Elsewhere):
         node = get_gradient_edge(m.p).node
         m.p.data = local
         return node
+
+    def handed_out(self) -> None:
+        """Tell whose parameters these are."""
+        self._tell()
 
     def forget(self) -> None:
         """Gather anew next time."""
