@@ -260,8 +260,9 @@ def _only_looks_up(module: nn.Module, used: Sequence[Gathered]) -> bool:
     """
     if type(module) is not nn.Embedding or module.max_norm is not None or module.sparse:
         return False
-    members = [(g, m) for g in used for m in g.chunk.members if m.p is module.weight]
-    return all(m.dim == 0 and not g.is_away for g, m in members)
+    weight = module._parameters.get("weight")  # none if it is made of others, before each call
+    members = [(g, m) for g in used for m in g.chunk.members if m.p is weight]
+    return weight is not None and all(m.dim == 0 and not g.is_away for g, m in members)
 
 
 def _is_elsewhere(chunk: Chunk) -> bool:

@@ -40,14 +40,17 @@ def left_out(model: nn.Module) -> Iterator[None]:
     def forward(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return x * weights.sum(-1, keepdim=True).to(x.dtype)
 
-    found = stacks(model).values()
-    for module in found:
+    found = [(module, vars(module).get("forward")) for module in stacks(model).values()]
+    for module, _ in found:
         module.forward = forward
     try:
         yield
     finally:
-        for module in found:
-            del module.forward
+        for module, own in found:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
 
 
 def stacked(model: nn.Module) -> set[str]:

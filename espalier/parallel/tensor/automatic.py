@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -67,15 +67,16 @@ def choose(
     if batch is None:
         return None
     calls = Calls()
-    with calls.watching(blocks):
-        if described is None:
-            groups = infer(model, batch, ranks)
-        else:
-            groups = [
-                Group({p: d for p, d in described.items() if p.startswith(f"{name}.")}) for name in blocks
-            ]
-            with suppress(Exception):  # then nothing is tried
-                run_once(model, batch, nullcontext())
+
+    def watching(copy: nn.Module) -> AbstractContextManager[None]:
+        return calls.watching({name: copy.get_submodule(name) for name in blocks})
+
+    if described is None:
+        groups = infer(model, batch, ranks, watching)
+    else:
+        groups = [Group({p: d for p, d in described.items() if p.startswith(f"{name}.")}) for name in blocks]
+        with suppress(Exception):  # then nothing is tried
+            run_once(model, batch, watching)
     boundaries = (False, True) if sequence == "auto" else (sequence,)
     kinds, mesh = kinds_of(blocks, groups), Mesh.dry({"tensor": ranks})
     for kind in kinds:

@@ -30,7 +30,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 from espalier.comm.moves import on_dry
 from espalier.layout import Layout
 from espalier.layout.layout import R, V
-from espalier.parallel.tensor.tables import transposed
+from espalier.parallel.tensor.tables import parts_of, transposed
 from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import DTensor, layout_of, redistribute, stamp
 from espalier.tensor.fallback import tree_map
@@ -83,11 +83,12 @@ def _roles(module: nn.Module, cut: Mapping[int, Any]) -> set[str]:
         # it multiplies by its output layer's weight itself
         whole = all(cut.get(id(p)) in (R, V) for p in module.parameters())
         return set() if whole else {"column", "row"}
-    weight = getattr(module, "weight", None)
-    dim = cut.get(id(weight)) if isinstance(module, nn.Linear) or transposed(module) else None
-    if not isinstance(dim, int):
+    if not (isinstance(module, nn.Linear) or transposed(module)):
         return set()
-    return {"column" if dim == int(transposed(module)) else "row"}
+    # of a weight that is made of several parameters those tell that have its dims
+    parts = [p for own, of, p in parts_of(module) if of == "weight" and (own == of or 1 not in p.shape)]
+    dims = {cut.get(id(p)) for p in parts}
+    return {"column" if d == int(transposed(module)) else "row" for d in dims if isinstance(d, int)}
 
 
 def _around(module: nn.Module, call: Call) -> None:
@@ -144,7 +145,9 @@ def _lookup(module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[st
     ids, *rest = args or kwargs.values()
     if rest or not isinstance(ids, torch.Tensor):
         return own(*args, **kwargs)
-    table: Any = module.weight
+    table: Any = module._parameters.get("weight")  # not what a parametrization would make here
+    if table is None:
+        return own(*args, **kwargs)
     layout = table._layout.own
     if type(ids) is DTensor:
         # the gradient of a table that is whole is summed, that of what was looked up would be gathered

@@ -29,7 +29,7 @@ from typing import Final
 
 from torch import nn
 
-from espalier.parallel.tensor.tables import transposed
+from espalier.parallel.tensor.tables import parts_of, transposed
 
 Axes = tuple[str, ...]
 Cuts = tuple[Axes, ...]  # of a parameter: for each dim the axes that cut it, outermost first
@@ -74,7 +74,7 @@ def by_grid(
     for name, module in model.named_modules():
         looked_up = isinstance(module, nn.Embedding)
         kind = kinds.get(name, "vocab" if looked_up else "column")
-        for own, p in module.named_parameters(recurse=False):
+        for _, own, p in parts_of(module):
             # of a weight that is tied the embedding decides
             if looked_up or id(p) not in found:
                 cuts = ((),) * p.ndim if kind == "whole" else _cuts(module, own, p.ndim, ROLES[mode], kind)
@@ -88,10 +88,11 @@ def by_grid(
 def _cuts(module: nn.Module, parameter: str, ndim: int, roles: Mapping[str, _Role], kind: str) -> Cuts:
     role = roles[kind]
     if isinstance(module, nn.Linear) or transposed(module):
-        if parameter == "weight":
+        if parameter == "weight" and ndim == 2:
             return (role.into, role.out) if transposed(module) else (role.out, role.into)
-        return (role.out[:1],)
-    if isinstance(module, nn.Embedding):
+        if ndim == 1:
+            return (role.out[:1],)
+    if isinstance(module, nn.Embedding) and ndim == 2:
         return role.into, role.out
     hidden = roles["row"].out[:1]
     if isinstance(module, _CONVOLUTIONS):

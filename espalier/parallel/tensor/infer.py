@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from espalier.layout import Layout, same_cuts
 from espalier.mesh import Mesh
+from espalier.tensor.apart import NotCopiedError, apart
 from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.fallback import _entrance, tree_map
 from espalier.tensor.rules import RULES
@@ -39,6 +40,7 @@ _LARGE_SHARE = 0.005
 
 Stream = int
 Cut = tuple[str, int]  # a parameter's name and the dim
+Around = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 class Group(dict[str, int]):
@@ -61,17 +63,26 @@ class InferenceWarning(UserWarning):
     """A model's tensor-parallel layouts could not be inferred; its parameters stay whole."""
 
 
-def infer(model: nn.Module, batch: Any, ranks: int) -> list[Group]:
+def infer(model: nn.Module, batch: Any, ranks: int, around: Around = nullcontext) -> list[Group]:
     """What a tensor axis of ``ranks`` may cut.
 
     Args:
-        model: a plain module; it is run forward once on ``batch``, without gradients, and its
-            random state, buffers and modes are left as they were.
+        model: a plain module; a copy of it is run forward once on ``batch``, without gradients.
         batch: arguments of the model: a dict, tuple or tensor.
+        around: see :func:`run_once`.
     """
     watch = _Watch(model, ranks)
     try:
-        run_once(model, batch, watch)
+        run_once(model, batch, around, watch.of)
+    except NotCopiedError as error:
+        warnings.warn(
+            f"The tensor-parallel layouts of {type(model).__name__} are inferred from a run of a copy, and there "
+            f"can be none, so its parameters stay whole on the tensor axis. {error}. Let it have a __deepcopy__, "
+            "or pass initialize(..., layouts={'*.up': 'column', '*.down': 'row'}).",
+            InferenceWarning,
+            stacklevel=3,
+        )
+        return []
     except Exception as error:
         warnings.warn(
             f"The tensor-parallel layouts of {type(model).__name__} could not be inferred, so its parameters "
@@ -84,23 +95,22 @@ def infer(model: nn.Module, batch: Any, ranks: int) -> list[Group]:
     return watch.result()
 
 
-def run_once(model: nn.Module, batch: Any, mode: AbstractContextManager[Any]) -> None:
-    """Run a plain model forward, without gradients, and leave it and the random state as they were.
+def run_once(model: nn.Module, batch: Any, *around: Around) -> None:
+    """Run a copy of a plain model forward, without gradients: the model and all else are left as they were.
 
     Args:
-        mode: open meanwhile.
+        around: each gives of the copy what is open meanwhile.
+
+    Raises:
+        NotCopiedError: it, or the batch, cannot be copied.
     """
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), mode:
-            if isinstance(batch, Mapping):
-                model(**batch)
-            else:
-                model(*(batch if isinstance(batch, tuple | list) else (batch,)))
-    finally:
-        for name, b in model.named_buffers():
-            if name in buffers:
-                b.copy_(buffers[name])
+    with apart(model, batch) as twin, torch.no_grad(), ExitStack() as stack:
+        for opened in around:
+            stack.enter_context(opened(twin.module))
+        if isinstance(twin.given, Mapping):
+            twin.module(**twin.given)
+        else:
+            twin.module(*(twin.given if isinstance(twin.given, tuple | list) else (twin.given,)))
 
 
 class _Watch(TorchFunctionMode):
@@ -108,7 +118,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.mesh = Mesh.dry({"tensor": ranks})
         self.ranks = ranks
-        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.names: dict[int, str] = {}
         self.sizes = {name: p.numel() for name, p in model.named_parameters()}
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.parent: list[Stream] = []
@@ -121,14 +131,22 @@ class _Watch(TorchFunctionMode):
         # tensors are kept alive so that an id never names two of them
         self.tags: dict[int, tuple[torch.Tensor, dict[int, Stream]]] = {}
 
+    def of(self, copy: nn.Module) -> _Watch:
+        """Itself, to watch a copy of the model."""
+        self.names = {id(p): name for name, p in copy.named_parameters()}
+        return self
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        inner = _entrance(func) if RULES.get(func) is None and RULES.special(func) is None else None
-        if inner is not None:
-            with self:
-                return inner(*args, **kwargs)
+        if RULES.get(func) is None and RULES.special(func) is None:
+            for inner in (RULES.body(func), _entrance(func)):
+                if inner is not None:
+                    with self:
+                        out = inner(*args, **kwargs)
+                    if out is not NotImplemented:
+                        return out
         tensors = tensors_in((args, kwargs))
         known = any(id(t) in self.tags or id(t) in self.names for t in tensors)
         # the rule is asked before the call, which may write in place

@@ -15,13 +15,16 @@ Column then row is Megatron-LM's pair: no communication between them, one all-re
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 Table = Mapping[str, str]
+_HOOKED = re.compile("_(g|v|orig)$")  # what torch.nn.utils.weight_norm and its kin call them
 
 _GPT2: Final[Table] = MappingProxyType(
     {
@@ -87,20 +90,37 @@ def by_table(model: nn.Module, table: Table) -> dict[str, int]:
     cut: dict[str, int] = {}
     for name, kind in kinds_of(model, table).items():
         module = model.get_submodule(name)
-        for own, parameter in module.named_parameters(recurse=False):
-            dim = dim_of(module, own, kind)
-            if dim is not None and dim < parameter.ndim:
+        for own, of, parameter in parts_of(module):
+            dim = dim_of(module, of, kind)
+            # a factor for each row has one column
+            if dim is not None and dim < parameter.ndim and (own == of or parameter.shape[dim] > 1):
                 cut[f"{name}.{own}" if name else own] = dim
     return cut
+
+
+def parts_of(module: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """A module's own parameters, and those that its parametrized tensors are made of.
+
+    Yields:
+        the parameter's name in the module, the name of what is made of it (``"weight"``), and itself.
+    """
+    for name, p in module.named_parameters(recurse=False):
+        base = _HOOKED.sub("", name)
+        yield name, base if base in vars(module) else name, p
+    if is_parametrized(module):
+        for of, held in module.parametrizations.items():  # type: ignore[operator, union-attr]
+            for name, p in held.named_parameters(recurse=False):
+                yield f"parametrizations.{of}.{name}", of, p
 
 
 def kinds_from(model: nn.Module, cut: Mapping[str, int]) -> dict[str, str]:
     """The kinds of modules whose weights are cut so: the other way of :func:`by_table`."""
     found = {}
-    for name, dim in cut.items():
-        owner, _, own = name.rpartition(".")
-        if own == "weight" and dim_of(model.get_submodule(owner), own, "row") == dim:
-            found[owner] = "row"
+    for owner, module in model.named_modules():
+        for own, of, _ in parts_of(module):
+            dim = cut.get(f"{owner}.{own}" if owner else own)
+            if dim is not None and of == "weight" and dim_of(module, of, "row") == dim:
+                found[owner] = "row"
     return found
 
 

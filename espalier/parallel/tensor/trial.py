@@ -25,6 +25,7 @@ from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.mesh import Mesh
 from espalier.parallel.tensor.boundary import SEQUENCE, cut_sequences
 from espalier.parallel.tensor.infer import Group
+from espalier.tensor.apart import apart, on_meta
 from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import DTensor, plain, redistribute, stamp
 from espalier.tensor.fallback import tree_map
@@ -147,7 +148,9 @@ def try_out(
         for cut in itertools.chain.from_iterable(itertools.combinations(range(n), k) for k in sizes):
             dims = {name: dim for i in cut for name, dim in kind.groups[i].items()}
             for sequence in boundaries:
-                found[cut, sequence] = _tried(kind.block, call, dims, mesh, rows, sequence)
+                with apart(kind.block, call, stand=on_meta) as twin:
+                    args, kwargs = _inputs(twin.given, mesh, rows, sequence)
+                    found[cut, sequence] = _tried(twin.module, args, kwargs, dims, mesh, sequence)
     except Exception as error:
         kind.untried = textwrap.shorten(f"{type(error).__name__}: {error}", 100)
         return
@@ -155,9 +158,8 @@ def try_out(
 
 
 def _tried(
-    block: nn.Module, call: tuple[Any, Any], dims: Mapping[str, int], mesh: Mesh, rows: int, sequence: bool
+    twin: nn.Module, args: Any, kwargs: Any, dims: Mapping[str, int], mesh: Mesh, sequence: bool
 ) -> Cost:
-    twin = _on_meta(block)
     layouts = {}
     for name, p in twin.named_parameters():
         placement: Placement = Shard(dims[name]) if name in dims else Replicate()
@@ -165,13 +167,12 @@ def _tried(
         lay_out_parameter(p, layouts[name])
     if sequence:
         cut_sequences(twin, layouts, 0, ())
-    args, kwargs = _inputs(call, mesh, rows, sequence)
     memory, held = LiveMemory(), 0
     for p in twin.parameters():
         memory.hold(p)
         with raw():
             held += p.nbytes * (_COPIES if p.requires_grad else 1)
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.enable_grad(), memory:
+    with warnings.catch_warnings(), torch.enable_grad(), memory:
         warnings.simplefilter("ignore")
         before = memory.now
         with ledger(mesh) as forward:
@@ -188,19 +189,9 @@ def _tried(
     return Cost(sent, returned, kept, held)
 
 
-def _on_meta(block: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers have shapes alone."""
-    memo: dict[int, Any] = {}
-    for p in block.parameters():
-        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-    for b in block.buffers():
-        memo[id(b)] = torch.empty_like(b, device="meta")
-    return copy.deepcopy(block, memo)
-
-
 def _inputs(call: tuple[Any, Any], mesh: Mesh, rows: int, sequence: bool) -> tuple[Any, Any]:
     """A block's arguments as a batch of so many rows has them: the first activation in its layout."""
-    args, kwargs = copy.deepcopy(call)
+    args, kwargs = call
     first = next(x for x in tensors_in((args, kwargs)) if x.is_floating_point())
     features = first.shape[-1]
 

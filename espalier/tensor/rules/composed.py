@@ -363,6 +363,18 @@ def fill(x: Any, value: Any) -> Any:
     return x.clone().fill_(value)
 
 
+def norm_except_dim(x: Any, pow: int = 2, dim: int = 0) -> Any:
+    """The norms of the slices along a dim; of all of it for -1."""
+    if dim == -1:
+        return torch.linalg.vector_norm(x, pow)
+    return torch.linalg.vector_norm(x, pow, [d for d in range(x.ndim) if d != dim % x.ndim], True)
+
+
+def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
+    """Slices of lengths ``g`` (Salimans and Kingma 2016)."""
+    return v * (g / norm_except_dim(v, 2, dim))
+
+
 def register(rules: Rules) -> None:
     """Put the bodies of this file into the table."""
     bodies: dict[str, Callable[..., Any]] = {
@@ -411,5 +423,7 @@ def register(rules: Rules) -> None:
         rules.composed(*names.split())(body)
     rules.compose(block_diag, torch.block_diag)
     rules.compose(cartesian_prod, torch.cartesian_prod)
+    rules.compose(norm_except_dim, torch.norm_except_dim)
+    rules.compose(weight_norm, torch._weight_norm)
     rules.compose(hermitian, torch.Tensor.H.__get__)  # type: ignore[attr-defined]
     rules.compose(adjoint, torch.Tensor.mH.__get__)  # type: ignore[attr-defined]

@@ -122,6 +122,16 @@ NUMERIC = [
         most=12,
     ),
     case(
+        "",
+        A(X((5, 3)), X((5, 1), 0.5, 2)),
+        A(X((4, 6)), X((1, 6), 0.5, 2), 1),
+        A(X((5, 2)), X((), 0.5, 2), -1),
+        A(X((2, 3, 4)), X((2, 1, 1), 0.5, 2), 0),
+        most=12,
+        also=[torch._weight_norm],
+    ),
+    case("norm_except_dim", A(X((5, 3))), A(X((4, 6)), 2, 1), A(X((5, 2)), 2, -1), most=6),
+    case(
         "bincount",
         A(ints((5,), 0, 4)),
         A(ints((7,), 0, 4), X((7,), grad=False), 6),

@@ -1,0 +1,211 @@
+"""Copies of models to look at: they share nothing with the user's own, and memory only while nobody writes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as raw
+from torch.overrides import TorchFunctionMode
+
+from espalier.tensor.traces import untraced
+
+_OWN = ("_parameters", "_buffers", "_modules")
+Stand = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+class NotCopiedError(ValueError):
+    """A model cannot be copied, so that nothing can be looked at without traces in it."""
+
+
+class Apart:
+    """A copy of a module, and of what is given with it.
+
+    Args:
+        module: any module whose parameters are plain tensors, unless others stand for them.
+        given: its arguments, say.
+        stand: gives what stands in the copy for a parameter or buffer; None: a copy.
+        kept: objects that the copy shares, or has others in place of: ``{id: other}``.
+
+    Attributes:
+        module, given: the copies.
+
+    Raises:
+        NotCopiedError: one cannot be copied; it names the attribute.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        given: Any = None,
+        stand: Stand = lambda x: None,
+        kept: dict[int, Any] | None = None,
+    ) -> None:
+        memo: dict[int, Any] = dict(kept or {})
+        tensors = _Tensors()
+        originals = [*module.parameters(), *module.buffers()]
+        with torch.no_grad():
+            for x in originals:
+                other = stand(x)
+                if other is not None:
+                    memo[id(x)] = other
+                elif type(x) is nn.Parameter:
+                    memo[id(x)] = tensors.parameter(x)
+        try:
+            with torch.no_grad(), tensors:
+                self.module = copy.deepcopy(module, memo)
+                self.given = copy.deepcopy(given, memo)
+        except Exception as error:
+            raise NotCopiedError(_refused(module, error)) from error
+        shared = {id(x) for x in originals} - (kept or {}).keys()
+        if self.module is module or any(id(x) in shared for x in self.module.parameters()):
+            raise NotCopiedError(
+                f"{type(module).__name__} cannot be copied: a __deepcopy__ in it gives the same parameters."
+            )
+        with torch.no_grad(), tensors:
+            rebound = _Rebound(memo)
+            for part in self.module.modules():
+                rebound.attributes(part)
+        self._originals = {id(memo[id(x)]): x for x in [*memo.get(id(memo), ()), *originals] if id(x) in memo}
+        self._memo = memo
+
+    def original(self, x: Any) -> Any:
+        """What a part of the copy is a copy of; itself if it is none."""
+        return self._originals.get(id(x), x)
+
+
+@contextmanager
+def apart(module: nn.Module, given: Any = None, stand: Stand = lambda x: None) -> Iterator[Apart]:
+    """A copy of a module, to be run while this is open: see :class:`Apart`, :func:`~.traces.untraced`."""
+    with untraced(module):
+        yield Apart(module, given, stand)
+
+
+def on_meta(x: torch.Tensor) -> torch.Tensor:
+    """Stands for a parameter or buffer: its shape alone."""
+    with raw():
+        bare = torch.empty_like(x, device="meta")
+    return nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
+
+
+class _Tensors(TorchFunctionMode):
+    """Copies the tensors that ``deepcopy`` meets: also those that are not leaves, as leaves.
+
+    Copies share memory with what they are copies of until one of both is written to, where torch can do that;
+    what shares memory goes on to.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
+            x, memo = args
+            made = self.of(x).requires_grad_(x.requires_grad)
+            made.__dict__.update(copy.deepcopy(vars(x), memo))
+            return made
+        return func(*args, **(kwargs or {}))
+
+    def parameter(self, p: nn.Parameter) -> nn.Parameter:
+        """A copy of a parameter."""
+        made = nn.Parameter(self.of(p), p.requires_grad)
+        made.__dict__.update(vars(p))
+        return made
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor, without its history."""
+        x = x.detach()
+        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+            return x.clone()
+        storage = x.untyped_storage()
+        if storage._cdata not in self._storages:
+            whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
+            try:
+                twin = torch._lazy_clone(whole)
+            except RuntimeError:  # memory that torch has not made
+                twin = whole.clone()
+            self._storages[storage._cdata] = storage, twin.untyped_storage()
+        twin_storage = self._storages[storage._cdata][1]
+        bare = torch.empty(0, dtype=x.dtype, device=x.device)
+        return bare.set_(twin_storage, x.storage_offset(), x.size(), x.stride())
+
+
+class _Rebound:
+    """Lets the functions among a copy's attributes (hooks, say) close over copies, too."""
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo = memo
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def attributes(self, module: nn.Module) -> None:
+        """Those of a module."""
+        for name, value in vars(module).items():
+            if name not in _OWN and (other := self._of(value)) is not value:
+                vars(module)[name] = other
+
+    def _of(self, x: Any) -> Any:
+        if isinstance(x, types.FunctionType):
+            return self._function(x)
+        if isinstance(x, types.MethodType) and isinstance(x.__func__, types.FunctionType):
+            func = self._function(x.__func__)
+            return x if func is x.__func__ else types.MethodType(func, x.__self__)
+        if type(x) is functools.partial:
+            func = self._of(x.func)
+            return x if func is x.func else functools.partial(func, *x.args, **x.keywords)
+        if isinstance(x, dict):
+            for key, value in x.items():
+                if (other := self._of(value)) is not value:
+                    x[key] = other
+        elif type(x) is list:
+            x[:] = map(self._of, x)
+        return x
+
+    def _function(self, f: types.FunctionType) -> types.FunctionType:
+        if id(f) in self._known:
+            return self._known[id(f)][1]
+        if not (f.__closure__ or f.__defaults__ or f.__kwdefaults__):
+            return f
+        cells = tuple(types.CellType() for _ in f.__closure__ or ())
+        made = types.FunctionType(f.__code__, f.__globals__, f.__name__, None, cells or None)
+        self._known[id(f)] = f, made
+        made.__dict__.update(vars(f))
+        made.__module__, made.__qualname__ = f.__module__, f.__qualname__
+        made.__defaults__ = self._copied(f.__defaults__)
+        made.__kwdefaults__ = self._copied(f.__kwdefaults__)
+        for cell, own in zip(cells, f.__closure__ or (), strict=True):
+            try:
+                cell.cell_contents = self._copied(own.cell_contents)
+            except ValueError:
+                continue  # it is empty
+        return made
+
+    def _copied(self, x: Any) -> Any:
+        try:
+            return self._of(copy.deepcopy(x, self._memo))
+        except Exception:
+            return x  # it is shared
+
+
+def _refused(module: nn.Module, error: Exception) -> str:
+    said = f"{type(module).__name__} cannot be copied"
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if key in _OWN:
+                continue
+            try:
+                with torch.no_grad(), _Tensors():
+                    copy.deepcopy(value)
+            except Exception as met:
+                at = f"{name}.{key}" if name else key
+                return f"{said}, for its attribute {at} ({type(value).__name__}) cannot be: {met}"
+    return f"{said}: {type(error).__name__}: {error}"
+
+
+__all__ = ["Apart", "NotCopiedError", "apart", "on_meta"]
