@@ -1,11 +1,11 @@
-"""Copies of models to look at: they share nothing with the user's own, and memory only while nobody writes."""
+"""Copies of models to look at: they share nothing with the user's own, but memory while nobody writes."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +14,13 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 from torch.overrides import TorchFunctionMode
 
+from espalier.tensor.dtensor import DETACHED
 from espalier.tensor.traces import untraced
 
 _OWN = ("_parameters", "_buffers", "_modules")
 Stand = Callable[[torch.Tensor], torch.Tensor | None]
+Instead = Callable[[nn.Module], Mapping[str, Any]]
+ABSENT = object()
 
 
 class NotCopiedError(ValueError):
@@ -31,7 +34,8 @@ class Apart:
         module: any module whose parameters are plain tensors, unless others stand for them.
         given: its arguments, say.
         stand: gives what stands in the copy for a parameter or buffer; None: a copy.
-        kept: objects that the copy shares, or has others in place of: ``{id: other}``.
+        instead: gives for a module the attributes of which the copy has others, namely copies of those given;
+            :data:`ABSENT` for none.
 
     Attributes:
         module, given: the copies.
@@ -45,11 +49,14 @@ class Apart:
         module: nn.Module,
         given: Any = None,
         stand: Stand = lambda x: None,
-        kept: dict[int, Any] | None = None,
+        instead: Instead = lambda module: {},
     ) -> None:
-        memo: dict[int, Any] = dict(kept or {})
+        memo: dict[Any, Any] = {DETACHED: True}
         tensors = _Tensors()
-        originals = [*module.parameters(), *module.buffers()]
+        originals: list[Any] = [*module.parameters(), *module.buffers()]
+        other_attributes = [instead(part) for part in module.modules()]
+        for part, attributes in zip(module.modules(), other_attributes, strict=True):
+            memo.update({id(vars(part)[name]): None for name in attributes if name in vars(part)})
         with torch.no_grad():
             for x in originals:
                 other = stand(x)
@@ -60,11 +67,17 @@ class Apart:
         try:
             with torch.no_grad(), tensors:
                 self.module = copy.deepcopy(module, memo)
+                for part, attributes in zip(self.module.modules(), other_attributes, strict=True):
+                    for name, value in attributes.items():
+                        if value is ABSENT:
+                            vars(part).pop(name, None)
+                        else:
+                            vars(part)[name] = copy.deepcopy(value, memo)
                 self.given = copy.deepcopy(given, memo)
         except Exception as error:
             raise NotCopiedError(_refused(module, error)) from error
-        shared = {id(x) for x in originals} - (kept or {}).keys()
-        if self.module is module or any(id(x) in shared for x in self.module.parameters()):
+        own = {id(x) for x in originals}
+        if self.module is module or any(id(x) in own for x in self.module.parameters()):
             raise NotCopiedError(
                 f"{type(module).__name__} cannot be copied: a __deepcopy__ in it gives the same parameters."
             )
@@ -72,8 +85,9 @@ class Apart:
             rebound = _Rebound(memo)
             for part in self.module.modules():
                 rebound.attributes(part)
-        self._originals = {id(memo[id(x)]): x for x in [*memo.get(id(memo), ()), *originals] if id(x) in memo}
-        self._memo = memo
+        originals += memo.get(id(memo), ())
+        self._originals = {id(memo[id(x)]): x for x in originals if memo.get(id(x)) is not None}
+        self._memo = memo  # kept, so that no id names two
 
     def original(self, x: Any) -> Any:
         """What a part of the copy is a copy of; itself if it is none."""
@@ -81,10 +95,10 @@ class Apart:
 
 
 @contextmanager
-def apart(module: nn.Module, given: Any = None, stand: Stand = lambda x: None) -> Iterator[Apart]:
+def apart(module: nn.Module, given: Any = None, *how: Any, **more: Any) -> Iterator[Apart]:
     """A copy of a module, to be run while this is open: see :class:`Apart`, :func:`~.traces.untraced`."""
     with untraced(module):
-        yield Apart(module, given, stand)
+        yield Apart(module, given, *how, **more)
 
 
 def on_meta(x: torch.Tensor) -> torch.Tensor:
@@ -208,4 +222,4 @@ def _refused(module: nn.Module, error: Exception) -> str:
     return f"{said}: {type(error).__name__}: {error}"
 
 
-__all__ = ["Apart", "NotCopiedError", "apart", "on_meta"]
+__all__ = ["ABSENT", "Apart", "NotCopiedError", "apart", "on_meta"]

@@ -39,6 +39,9 @@ def _getter(name: str) -> property:
     return property(read)
 
 
+DETACHED = "espalier: copies are leaves, without gradients"  # in the memo of ``copy.deepcopy``
+
+
 class DTensor(torch.Tensor):
     """A global tensor of which this rank holds its part.
 
@@ -419,17 +422,17 @@ class DTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return self.item().__format__(spec) if not self._layout.shape else repr(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> DTensor:
         if id(self) in memo:
             return memo[id(self)]
-        if not self.is_leaf:
+        if not self.is_leaf and DETACHED not in memo:
             raise RuntimeError(
                 "Only tensors that the user made (leaves) can be deep-copied: this one is the result of an "
                 "operation that autograd records. Copy x.detach() instead."
             )
         with raw():
             copy = stamp(plain(self.detach()).clone(), self._layout.own)
-            grad = _plain_call(_grad.__get__, (), (self,), {})
+            grad = _plain_call(_grad.__get__, (), (self,), {}) if DETACHED not in memo else None
             needs = self.requires_grad
             torch.Tensor.requires_grad_(copy, needs)
             if grad is not None:

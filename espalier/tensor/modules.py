@@ -67,10 +67,14 @@ def typed_conversion(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module
 
 @contextmanager
 def unwatched(model: nn.Module) -> Iterator[None]:
-    """While open, recurrent modules don't see whether their weights are exchanged for others.
+    """While open, nobody sees whether weights are exchanged for others: torch exchanges no tensor then.
 
-    They do so by weak references, and torch exchanges no tensor that has some.
+    Recurrent modules do so by weak references. What a module has computed of its weights before (that of
+    torch's ``weight_norm``, say) does by its graph, which is let go of.
     """
+    for m in model.modules():
+        computed = {k: x for k, x in vars(m).items() if isinstance(x, torch.Tensor) and not x.is_leaf}
+        vars(m).update({k: x.detach() for k, x in computed.items()})
     watching: list[Any] = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     for m in watching:
         m._flat_weight_refs = []

@@ -33,10 +33,10 @@ _GLOBAL_HOOKS = (
 def untraced(*modules: nn.Module) -> Iterator[None]:
     """While open, a run of modules, or of copies of them, leaves no traces outside of these.
 
-    After it, the generators of Python, NumPy and torch (that of the modules' device, too) are as before, and so
+    After it, the generators of Python, NumPy and torch (that of the modules' device, too) are as before. So
     is what the functions of the modules' classes, their hooks, and what these call use by name: numbers,
-    containers, tensors and generators that they close over, that are globals or attributes of classes. torch's
-    dispatch modes, and hooks that are called for every module, do not see the run. What is not put back: files,
+    containers, tensors and generators that they close over, globals, attributes of classes. torch's dispatch
+    modes, and hooks that are called for every module, do not see the run. What is not put back: files,
     iterators, the insides of objects without ``__dict__``, and of libraries.
     """
     traces = _Traces()

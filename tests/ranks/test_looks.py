@@ -118,7 +118,7 @@ def compared(make: Callable[[], nn.Module], plan: dict[str, Any]) -> None:
 def seeded(step: int) -> None:
     torch.manual_seed(step)
     random.seed(step)
-    np.random.seed(step)
+    np.random.seed(step)  # noqa: NPY002
 
 
 def parametrizations_under(rank: int, world: int, names: list[str], hows: list[str]) -> list[str]:

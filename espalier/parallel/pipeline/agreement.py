@@ -7,8 +7,6 @@ knows them too, and each stage draws the random keys that one process would draw
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from espalier.layout import Layout
 from espalier.mesh import Mesh
@@ -24,8 +21,10 @@ from espalier.parallel.pipeline.alone import Alone, Followed, Study
 from espalier.parallel.pipeline.runtime import Agreed, Trees, Wire, wire_of
 from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.tensor import DTensor, stamp
+from espalier.tensor.apart import Apart, on_meta
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.random import draw_key
+from espalier.tensor.traces import untraced
 
 _MOST_DRAWS = 100_000
 _MOST_KNOWN = 256
@@ -35,14 +34,30 @@ Forward = Callable[[Any, Trees, Any, Any], Any]
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """A copy of a model without data and hooks."""
-    memo: dict[int, Any] = {}
-    for x in (*model.parameters(), *model.buffers()):
-        bare = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
-        memo[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
-    for module in model.modules():
-        memo.update({id(vars(module)[name]): OrderedDict() for name in _HOOKS if name in vars(module)})
-    return copy.deepcopy(model, memo)
+    """A copy of a model without data; a hook that cannot do without is not called there."""
+    twin = Apart(model, stand=on_meta).module
+    for module in twin.modules():
+        for hooks in (vars(module)[name] for name in _HOOKS if name in vars(module)):
+            hooks.update({k: _Lenient(hook) for k, hook in hooks.items() if not _is_torch(hook)})
+    return twin
+
+
+class _Lenient:
+    """A hook that asks for values, perhaps, where there are none."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._hook(*args, **kwargs)
+        except Exception:
+            return None
+
+
+def _is_torch(hook: Any) -> bool:
+    """Whether torch's own parametrizations hook in: without them a module has no weight."""
+    return type(hook).__module__.startswith("torch.nn.utils.")
 
 
 class Agreement:
@@ -83,7 +98,7 @@ class Agreement:
                 theirs.training = ours.training
             dry = pytree.tree_unflatten([self._bare(x) for x in leaves], form)
             programs = [program.on(self._twin) for program in split.stages]
-            with _disable_current_modes():  # who counts memory or operations is not to count the twin's
+            with untraced(self._model):  # nor does who counts memory or operations count the twin's
                 self._known[key] = self._run(programs, dry, forward, followed)
         return self._known[key]
 

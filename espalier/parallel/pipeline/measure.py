@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -60,13 +59,11 @@ def measured(
     batch = mapped(lambda x: x.detach().to(device) if isinstance(x, torch.Tensor) else x, example)
     found = {}
     with ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        twin = stack.enter_context(standing.apart(FakeTensorMode(allow_non_fake_inputs=True), batch))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(standing.in_place(FakeTensorMode(allow_non_fake_inputs=True)))
         for name, program in zip(names, programs, strict=True):
             try:
-                found[name] = _seconds(program.on(model), batch, device, rounds)
+                found[name] = _seconds(program.on(twin.module), twin.given, device, rounds)
             except Exception as error:
                 raise SplitError(
                     f"{name!r} cannot be run by itself on random values, to be measured ({error}). Let its "

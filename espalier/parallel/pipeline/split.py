@@ -223,7 +223,7 @@ class _Family:
 
     def trace(self, batch: Any) -> Trace:
         with _disable_current_modes():  # who counts memory or operations is not to count these
-            return trace(self.model, mapped(_plain, batch), self.device, self.standing)
+            return trace(mapped(_plain, batch), self.device, self.standing)
 
     def at(self, batch: Any, state: Any) -> Split:
         key = *self.key(batch), *state

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from espalier.tensor import full_tensor
+from espalier.tensor.apart import ABSENT, Apart, apart
 from espalier.tensor.dtensor import DTensor
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -39,70 +41,56 @@ class Standing:
         found = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
         return any(not _made_in(hook, "espalier", "transformers") for hook in found)
 
-    @contextlib.contextmanager
-    def in_place(self, fake: FakeTensorMode) -> Iterator[None]:
-        """While open, parameters are fakes, buffers copies, and the model is as its author made it."""
-        modules = list(self.model.modules())
-        kept = [dict(vars(m)) for m in modules]
-        contents = [x for attributes in kept for k, x in attributes.items() if k not in _HELD]
-        contents = [(x, type(x)(x)) for x in contents if type(x) in (list, dict, set)]
-        stood: dict[int, Any] = {}
-        caching = _caching(modules)
-        for config in caching:
-            config.use_cache = False
-        try:
-            for m in modules:
-                self._stand(m, fake, stood)
-            yield
-        finally:
-            for config in caching:
-                config.use_cache = True
-            for m, attributes in zip(modules, kept, strict=True):
-                m.__dict__.clear()
-                m.__dict__.update(attributes)
-            for x, content in contents:
-                x.clear()
-                (x.extend if isinstance(x, list) else x.update)(content)
+    def apart(self, fake: FakeTensorMode, given: Any = None) -> AbstractContextManager[Apart]:
+        """A copy of the model as its author made it, to be run while this is open, and of what is given.
 
-    def snapshot(self) -> dict[str, dict[str, Any]]:
-        """The Python attributes of all modules, for :meth:`changes`."""
-        return {name: _attributes(m) for name, m in self.model.named_modules()}
+        Its parameters are fakes.
+        """
 
-    def changes(self, before: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+        @contextmanager
+        def opened() -> Iterator[Apart]:
+            with apart(self.model, given, partial(self._stand, fake), self._as_made) as twin:
+                for config in _caching(twin.module.modules()):
+                    config.use_cache = False
+                yield twin
+
+        return opened()
+
+    @staticmethod
+    def snapshot(model: nn.Module) -> dict[str, dict[str, Any]]:
+        """The Python attributes of all modules of a copy, for :meth:`changes`."""
+        return {name: _attributes(m) for name, m in model.named_modules()}
+
+    @staticmethod
+    def changes(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
         """The names of attributes that are others now, by module."""
         found = {}
-        for name, m in self.model.named_modules():
+        for name, m in model.named_modules():
             was, now = before[name], _attributes(m)
             keys = [k for k in {**was, **now} if k not in was or k not in now or not _equal(was[k], now[k])]
             if keys:
                 found[name] = keys
         return found
 
-    def _stand(self, m: nn.Module, fake: FakeTensorMode, stood: dict[int, Any]) -> None:
-        attributes = m.__dict__
+    def _as_made(self, m: nn.Module) -> dict[str, Any]:
+        """What a module's author made of it, where this library has put its own."""
+        found: dict[str, Any] = {}
         for name in _HOOKS:
-            if name in attributes:
-                own = {k: hook for k, hook in attributes[name].items() if not _made_in(hook, "espalier")}
-                attributes[name] = type(attributes[name])(own)
-        forward = self._forwards.get(id(m))
-        if forward is not None:
-            attributes["forward"] = forward
-        else:
-            attributes.pop("forward", None)
-        for name in (*_HELD, *_BESIDE):
-            attributes[name] = type(attributes[name])(attributes[name])
-        for key, p in m._parameters.items():
-            if p is not None:
-                if id(p) not in stood:
-                    cast = self._dtype is not None and p.is_floating_point()
-                    like = self._fake(p, fake, self._dtype if cast else None)
-                    stood[id(p)] = nn.Parameter(like, requires_grad=p.requires_grad)
-                m._parameters[key] = stood[id(p)]
-        for key, b in m._buffers.items():
-            if b is not None:
-                if id(b) not in stood:
-                    stood[id(b)] = self._copied(b, fake)
-                m._buffers[key] = stood[id(b)]
+            hooks = vars(m).get(name, {})
+            own = {k: hook for k, hook in hooks.items() if not _made_in(hook, "espalier")}
+            if len(own) < len(hooks):
+                found[name] = type(hooks)(own)
+        now, then = vars(m).get("forward"), self._forwards.get(id(m))
+        if now is not then:
+            found["forward"] = ABSENT if then is None else then
+        return found
+
+    def _stand(self, fake: FakeTensorMode, x: torch.Tensor) -> torch.Tensor:
+        """What stands for a parameter or buffer."""
+        if not isinstance(x, nn.Parameter):
+            return self._copied(x, fake)
+        cast = self._dtype is not None and x.is_floating_point()
+        return nn.Parameter(self._fake(x, fake, self._dtype if cast else None), requires_grad=x.requires_grad)
 
     def _fake(self, x: torch.Tensor, fake: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.Tensor:
         with fake:

@@ -32,6 +32,7 @@ from espalier.parallel.data.units import blocks
 from espalier.parallel.pipeline.record import Call, Op, SplitError, State, Trace, Value, storage_of
 from espalier.parallel.pipeline.standing import Standing, name_of
 from espalier.parallel.pipeline.trees import Ref, leaves, mapped
+from espalier.tensor.apart import Apart, NotCopiedError
 from espalier.tensor.flops import Work, Worked
 from espalier.tensor.rules.spec import bound_to
 
@@ -55,44 +56,56 @@ _METADATA = frozenset(
 )
 
 
-def trace(model: nn.Module, batch: Any, device: torch.device, standing: Standing) -> Trace:
-    """Run a model once on stand-ins for its parameters.
+def trace(batch: Any, device: torch.device, standing: Standing) -> Trace:
+    """Run a copy of a model once, with stand-ins for its parameters.
 
     Args:
         batch: the model's arguments: a dict (keywords), a tuple or list, or one tensor; plain tensors.
         device: on which it will be computed; what is local is computed there.
-        standing: what stands in for parameters and buffers.
+        standing: the model, and what stands in for its parameters and buffers.
 
     Raises:
-        SplitError: its control flow depends on the values of parameters or activations.
+        SplitError: it cannot be copied, or its control flow depends on the values of parameters or
+            activations.
     """
     batch = mapped(lambda x: x.detach().to(device) if isinstance(x, torch.Tensor) else x, batch)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.callback(random.setstate, random.getstate())
         stack.callback(setattr, _NOISY, "disabled", _NOISY.disabled)
         _NOISY.disabled = True
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        stack.enter_context(standing.in_place(fake))
-        before = standing.snapshot()
-        found = _recorded(model, batch, device, fake)
-        if standing.changes(before):
+        twin = stack.enter_context(_copied(standing, fake, batch))
+        before = standing.snapshot(twin.module)
+        found = _recorded(twin, device, fake)
+        if standing.changes(twin.module, before):
             # what a first run only sets up is no loss, as each stage begins like it; what changes again is
-            before = standing.snapshot()
-            _recorded(model, batch, device, fake)
-            for name, keys in standing.changes(before).items():
+            before = standing.snapshot(twin.module)
+            _recorded(twin, device, fake)
+            for name, keys in standing.changes(twin.module, before).items():
                 found.changed.setdefault(name, []).extend(f"sets {key!r}" for key in keys)
     return found
 
 
-def _recorded(model: nn.Module, batch: Any, device: torch.device, fake: FakeTensorMode) -> Trace:
-    recorder = _Recorder(model, device, fake)
+@contextlib.contextmanager
+def _copied(standing: Standing, fake: FakeTensorMode, batch: Any) -> Iterator[Apart]:
+    with contextlib.ExitStack() as stack:
+        try:
+            twin = stack.enter_context(standing.apart(fake, batch))
+        except NotCopiedError as error:
+            raise SplitError(
+                f"{error}. A model is split by what a copy of it does, and each rank keeps a copy without "
+                "data: let what cannot be copied have a __deepcopy__, or be no attribute of a module."
+            ) from error
+        yield twin
+
+
+def _recorded(twin: Apart, device: torch.device, fake: FakeTensorMode) -> Trace:
+    recorder, batch = _Recorder(twin, device, fake), twin.given
     recorder.begin(batch)
     with _calls_seen(recorder.module), recorder.worked, recorder:
         if isinstance(batch, dict):
-            out = model(**batch)
+            out = twin.module(**batch)
         else:
-            out = model(*(batch if isinstance(batch, tuple | list) else (batch,)))
+            out = twin.module(*(batch if isinstance(batch, tuple | list) else (batch,)))
     recorder.trace.out = mapped(recorder.ref, out)
     return recorder.trace
 
@@ -117,10 +130,11 @@ class _Hidden(Exception):
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, device: torch.device, fake: FakeTensorMode) -> None:
+    def __init__(self, twin: Apart, device: torch.device, fake: FakeTensorMode) -> None:
         super().__init__()
-        self.model, self.fake = model, fake
-        self.trace = Trace(device, State.now(device.type))
+        self.model, self.fake = twin.module, fake
+        self.trace = Trace(device, State.now(device.type), original=twin.original)
+        model = twin.module
         self.worked = Worked()
         self._known: dict[int, int] = {}  # by id of tensors, which the trace keeps
         self._names = {id(m): name for name, m in model.named_modules()}
@@ -152,7 +166,7 @@ class _Recorder(TorchFunctionMode):
     def ref(self, x: Any) -> Any:
         """A :class:`Ref` in the place of a tensor; other leaves as they are."""
         if not isinstance(x, torch.Tensor):
-            return x
+            return self.trace.original(x)
         if id(x) not in self._known:
             if isinstance(x, FakeTensor):
                 raise _Hidden(f"a tensor of the shape {list(x.shape)} that no torch call has made")

@@ -76,9 +76,9 @@ def infer(model: nn.Module, batch: Any, ranks: int, around: Around = nullcontext
         run_once(model, batch, around, watch.of)
     except NotCopiedError as error:
         warnings.warn(
-            f"The tensor-parallel layouts of {type(model).__name__} are inferred from a run of a copy, and there "
-            f"can be none, so its parameters stay whole on the tensor axis. {error}. Let it have a __deepcopy__, "
-            "or pass initialize(..., layouts={'*.up': 'column', '*.down': 'row'}).",
+            f"The tensor-parallel layouts of {type(model).__name__} are inferred from a run of a copy, and "
+            f"there can be none, so its parameters stay whole on the tensor axis. {error}. Let it have a "
+            "__deepcopy__, or pass initialize(..., layouts={'*.up': 'column', '*.down': 'row'}).",
             InferenceWarning,
             stacklevel=3,
         )
