@@ -7,6 +7,7 @@ storage from its first use to its release.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from espalier.engine.start import initialize
 from espalier.engine.tables import local_bytes, state_bytes
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
+from espalier.tensor.apart import Apart, NotCopiedError
+from espalier.tensor.caller import user_frame
 from espalier.tensor.flops import ATTENTION
 
 
@@ -87,10 +90,10 @@ def dry_run(
     It is the second step that is measured: the first has made the optimizer's states.
 
     Args:
-        model: on the ``meta`` device (``with torch.device("meta"): ...``); it is changed in place.
+        model: on the ``meta`` device (``with torch.device("meta"): ...``); a copy of it is laid out and run.
         plan: a :class:`Plan` or a dict of its arguments.
         batch: the global batch, as meta tensors.
-        optimizer: built on the model's parameters.
+        optimizer: built on the model's parameters; copied, too.
         max_grad_norm, layouts, branches, count, recompute_policy: as for :func:`initialize`.
         coordinate: which rank to play; by default the first, which holds the most.
 
@@ -101,7 +104,7 @@ def dry_run(
     given: dict[str, Any] = {"layouts": layouts, "max_grad_norm": max_grad_norm, "count": count}
     given.update(recompute_policy=recompute_policy, branches=branches)
     engine = dry_engine(model, plan, batch, optimizer=optimizer, coordinate=coordinate, **given)
-    plan, mesh = engine.plan, engine.mesh
+    plan, mesh, optimizer = engine.plan, engine.mesh, engine.optimizer
     memory, flops = engine.watch().live, FlopCounterMode(display=False, custom_mapping=ATTENTION)
     flops.mod_tracker = _Untold()  # type: ignore[assignment]
     with memory:
@@ -133,7 +136,7 @@ def dry_engine(
     coordinate: tuple[int, ...] | None = None,
     **given: Any,
 ) -> Engine:
-    """An engine on a mesh without processes, its model laid out.
+    """An engine on a mesh without processes, a copy of a model laid out on it.
 
     Args:
         model, plan, batch, optimizer, coordinate: as for :func:`dry_run`.
@@ -148,12 +151,33 @@ def dry_engine(
             f"A dry run needs a model on the meta device, but {real[0]} is on "
             f"{model.get_parameter(real[0]).device}. Build it under `with torch.device('meta'):`."
         )
+    model, optimizer = _copied(model, optimizer)
     for group in () if optimizer is None else optimizer.param_groups:
         # kernels that need a device; without, it is the same update
         group.update({key: said for key, said in (("fused", None), ("capturable", False)) if group.get(key)})
     plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
     mesh = Mesh.dry(plan.axes, coordinate)
     return initialize(model, optimizer, plan, mesh=mesh, example=batch, **given)
+
+
+def _copied(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Copies of both, which belong together."""
+    try:
+        twin = Apart(model, None if optimizer is None else vars(optimizer))
+    except NotCopiedError as error:
+        warnings.warn(
+            f"{error}. So the dry run lays out the model itself: give others one of their own, or let it "
+            "have a __deepcopy__.",
+            stacklevel=user_frame()[0],
+        )
+        return model, optimizer
+    if optimizer is None:
+        return twin.module, None
+    other = object.__new__(type(optimizer))  # not as it is pickled: that leaves out what subclasses have
+    other.__dict__.update(twin.given)
+    return twin.module, other
 
 
 def _step(engine: Engine, batch: Any, memory: LiveMemory) -> None:

@@ -484,7 +484,10 @@ class Engine(Lasting):
 
     def _laid_out(self) -> DataAxis:
         if self._data is None:
-            raise ValueError("The layouts are inferred from the first batch: call the engine on one first.")
+            raise ValueError(
+                "How the parameters lie is inferred from the first batch, and there was none yet. Before "
+                "this, pass one as initialize(..., example=batch), or call engine.lay_out(batch)."
+            )
         return self._data
 
     @property

@@ -135,7 +135,8 @@ class Lasting:
 
         Raises:
             ValueError: model or optimizer differ from what was saved, listing all that does: nothing is
-                changed, then. The layouts are not known yet: call :meth:`lay_out` on a batch first.
+                changed, then. The layouts are not known yet: call :meth:`lay_out` on a batch first, or pass
+                ``example=`` to :func:`initialize`.
             CheckpointError: on all ranks, if there is none, or a file is damaged.
         """
         data = self._laid_out()

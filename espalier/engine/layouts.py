@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -109,11 +108,10 @@ def explain_layouts(
     given: dict[str, Any] = {"optimizer": optimizer, "layouts": layouts, "count": count}
     if made.pipe == 1:
         return _explained(model, made, batch, None, given)
-    given["optimizer"] = None  # it knows nothing of copies
     rows: dict[tuple[str, str], LayoutRow] = {}
     for stage in range(made.pipe):
         place = tuple(stage if name == "pipe" else 0 for name in made.axes)
-        table = _explained(copy.deepcopy(model), made, batch, place, given)
+        table = _explained(model, made, batch, place, given)
         for row in table.rows:
             if row.module == _OUTSIDE:
                 row = replace(row, module=f"{_OUTSIDE}, rank {stage} of the pipe")
@@ -129,6 +127,7 @@ def _explained(
 ) -> LayoutTable:
     """The table as one rank sees it."""
     engine = dry_engine(model, plan, batch, coordinate=coordinate, **given)
+    model = engine.module
     with by_module(model) as traffic:
         engine.accumulate(engine.cut(batch))
         engine.finish_gradients()

@@ -13,7 +13,7 @@ import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
-from types import MappingProxyType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,8 +40,11 @@ from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.fallback import tree_map
 from espalier.tensor.functions import layouts_of, stamped
 from espalier.tensor.saved import Outer, outer_hooks
+from espalier.tensor.traces import Generators, put_back
 
 Policy = Callable[..., Any]
+# attributes that no forward sets
+_INTERNAL = vars(nn.Module()).keys() - {"training"} | {"forward"}
 
 _aten = torch.ops.aten
 _BATCHED = (_aten.bmm.default, _aten.baddbmm.default)
@@ -183,69 +186,216 @@ class _Call:
 
 
 class _Written:
-    """The buffers and parameters that a block writes to, by which modules are in training mode."""
+    """What a block writes to: known, by which modules are in training mode, from its first computation."""
 
     def __init__(self, contexts: Callable[..., Any]) -> None:
         self._contexts = contexts
-        self._names: dict[tuple[bool, ...], list[str]] = {}
+        self._names: dict[tuple[bool, ...], set[str]] = {}
+        self._modules: list[nn.Module] = []
+        self._places: list[tuple[str, dict[str, Any], str]] = []
 
     def contexts(self, block: nn.Module) -> tuple[Any, Any]:
         """Around the first computation of a block and the later ones, in ``torch.utils.checkpoint``'s sense.
 
-        These find what is written to as the first did, and leave it as it is.
+        These find what the block writes to as the first did, and leave it as it is.
         """
         first, again = self._contexts()
-        modes = tuple(m.training for m in block.modules())
-        known = self._names.get(modes)
-        every = dict((*block.named_buffers(), *block.named_parameters())) if known != [] else {}
-        held = {n: x for n, x in every.items() if not x.is_meta and (known is None or n in known)}
-        if not held or recording():
+        if recording():
             return first, again
-        before = _values(held)
+        if not self._modules:
+            self._modules = _reached(block)
+            self._places = _places(self._modules)
+        modes = tuple(m.training for m in self._modules)
+        tensors = {name: held[key] for name, held, key in self._places if held.get(key) is not None}
+        before = _Before(
+            self._modules, {n: x for n, x in tensors.items() if not x.is_meta}, self._names.get(modes)
+        )
 
         def settle() -> None:
-            now = _values(held)
-            for name in held:
-                if torch.equal(now[name], before[name]):
-                    del before[name]
-            self._names[modes] = list(before)
+            self._names[modes] = before.settle()
 
-        return _Around(first, at_end=settle) if known is None else first, _Around(again, held, before)
+        return _Around(first, at_end=settle), _Around(again, before)
+
+
+class _Before:
+    """What a block's forward may write to beside its outputs, as it is now.
+
+    Values of parameters and buffers; attributes of modules whose forward is not torch's, what lists, dicts
+    and sets among these hold, and the states of generators; those of Python's and NumPy's own.
+
+    Args:
+        tensors: the parameters and buffers, by name.
+        written: of those that the block is known to write to, the names; None: all may be.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], tensors: Mapping[str, torch.Tensor], written: set[str] | None
+    ) -> None:
+        own = [vars(m) for m in modules if not type(m).__module__.startswith("torch.")]
+        self._entries = [(table, _Entries(table)) for table in own]
+        self._entries += [(m._buffers, _Entries(m._buffers)) for m in modules if m._buffers]
+        inner = [x for table in own for name, x in table.items() if name not in _INTERNAL]
+        self._inner = [(x, back) for x in inner if (back := put_back(x)) is not None]
+        self._generators: Generators | None = Generators()
+        self._tensors, self._known = tensors, written
+        self._late: dict[str, torch.Tensor] = {}
+        if written is None:
+            self._held = dict(tensors)
+            self._values = _values(self._held, _lazily)
+            with raw():
+                self._at = {name: plain(x).untyped_storage()._cdata for name, x in tensors.items()}
+        else:
+            self._held = {name: tensors[name] for name in written if name in tensors}
+            self._values = _values(self._held)
+            with raw():
+                self._at = {name: x._version for name, x in tensors.items()}
+
+    def settle(self) -> set[str]:
+        """After the first computation: the names of what was written to; what was not needs not be kept."""
+        if self._generators is not None and self._generators.as_now():
+            self._generators = None
+        if self._known is not None:
+            with raw():
+                late = {name: x for name, x in self._tensors.items() if x._version != self._at[name]}
+            # what they were is not known: so they are left as the first computation leaves them, and no more
+            self._late = {name: x for name, x in late.items() if name not in self._held}
+            return self._known | self._late.keys()
+        names = {name for name, x in self._held.items() if not self._is_same(name, x)}
+        self._held = {name: self._held[name] for name in names}
+        self._values = {name: self._values[name].clone() for name in names}
+        return names
+
+    def _is_same(self, name: str, x: torch.Tensor) -> bool:
+        with raw():
+            here, value = plain(x.detach()), self._values[name]
+            # memory is shared until it is written to
+            if _is_shared(here) and here.untyped_storage()._cdata == self._at[name]:
+                return True
+            return torch.equal(here, value)
+
+    def swap(self) -> Callable[[], None]:
+        """Let all be as it was; gives what puts it back as it is now."""
+        entries = [(table, _Entries(table, whole=True)) for table, _ in self._entries]
+        for table, then in self._entries:
+            then.put(table)
+        inner = [put_back(x) for x, _ in self._inner]
+        for _, put in self._inner:
+            put()
+        drawn = None if self._generators is None else Generators()
+        if self._generators is not None:
+            self._generators.restore()
+        held = {**self._held, **self._late}
+        values = _values(held)
+        _put(self._held, self._values)
+
+        def back() -> None:
+            _put(held, values)
+            if drawn is not None:
+                drawn.restore()
+            for put in inner:
+                assert put is not None
+                put()
+            for table, now in entries:
+                now.put(table)
+
+        return back
+
+
+class _Entries:
+    """What a dict of attributes or buffers has; values with a history only if it is asked for ``whole``."""
+
+    def __init__(self, table: dict[str, Any], whole: bool = False) -> None:
+        self._names = frozenset(table)
+        with raw():
+            self._values = {
+                name: x
+                for name, x in table.items()
+                if name not in _INTERNAL and (whole or not (isinstance(x, torch.Tensor) and x.requires_grad))
+            }
+
+    def put(self, table: dict[str, Any]) -> None:
+        """Let it have that again."""
+        for name in table.keys() - self._names:
+            del table[name]
+        for name, x in self._values.items():
+            if table.get(name, _INTERNAL) is not x:
+                table[name] = x
 
 
 class _Around:
-    """A context within which some tensors have other values.
+    """A context around a computation of a block.
 
     Args:
+        before: what it finds as it was, and leaves as it is.
         at_end: is called when it closes without an error.
     """
 
     def __init__(
         self,
         inner: AbstractContextManager[Any],
-        held: Mapping[str, torch.Tensor] = MappingProxyType({}),
-        values: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        before: _Before | None = None,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._inner, self._held, self._values, self._at_end = inner, held, values, at_end
-        self._now: Mapping[str, torch.Tensor] = {}
+        self._inner, self._before, self._at_end = inner, before, at_end
+        self._back: Callable[[], None] = lambda: None
 
     def __enter__(self) -> None:
-        self._now = _values({name: self._held[name] for name in self._values})
-        _put(self._held, self._values)
+        if self._before is not None:
+            self._back = self._before.swap()
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> Any:
         told = self._inner.__exit__(*error)
-        _put(self._held, self._now)
+        self._back()
         if error[0] is None:
             self._at_end()
         return told
 
 
-def _values(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _reached(block: nn.Module) -> list[nn.Module]:
+    """The modules in a block, and those that it keeps in lists and dicts, as no submodules."""
+    found: dict[nn.Module, None] = {}
+    waiting = [block]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting += module.children()
+            for x in vars(module).values():
+                if isinstance(x, list | tuple | dict):
+                    inner = x.values() if isinstance(x, dict) else x
+                    waiting += [m for m in inner if isinstance(m, nn.Module)]
+    return list(found)
+
+
+def _places(modules: Sequence[nn.Module]) -> list[tuple[str, dict[str, Any], str]]:
+    """Where modules hold their parameters and buffers: of each a name, the dict, and its name there."""
+    found, seen = [], set()
+    for i, module in enumerate(modules):
+        for held in (module._parameters, module._buffers):
+            for key, x in held.items():
+                if x is not None and id(x) not in seen:
+                    seen.add(id(x))
+                    found.append((f"{i}.{key}", held, key))
+    return found
+
+
+_is_shared: Callable[[torch.Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
+
+
+def _lazily(x: torch.Tensor) -> torch.Tensor:
+    """A copy that takes memory when one of both is written to."""
+    try:
+        return torch._lazy_clone(x)
+    except RuntimeError:  # memory that torch has not made
+        return x.clone()
+
+
+def _values(
+    held: Mapping[str, torch.Tensor], copied: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+) -> dict[str, torch.Tensor]:
     with raw(), torch.no_grad():
-        return {name: plain(x.detach()).clone() for name, x in held.items()}
+        return {name: copied(plain(x.detach())) for name, x in held.items()}
 
 
 def _put(held: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

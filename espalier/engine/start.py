@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from espalier.engine.update import refuse_closures
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.parallel import Plan
+from espalier.tensor.apart import run_as_written
+from espalier.tensor.caller import user_frame
 
 
 def initialize(
@@ -85,6 +88,13 @@ def initialize(
                 f"The optimizer holds {foreign} parameter(s) that are not the model's. "
                 "Build it on model.parameters() of the very model given."
             )
+    if compiled := run_as_written(model):
+        warnings.warn(
+            f"{', '.join(repr(name) if name else 'The model' for name in compiled[:3])} "
+            f"{'and others ' if len(compiled) > 3 else ''}was compiled by torch.compile, which cannot follow "
+            "DTensors: it runs as it is written. espalier.compile(module) compiles it, collectives included.",
+            stacklevel=user_frame()[0],
+        )
     arranged = {"table": layouts, "branches": branches}
     kind = PipelineEngine if plan.pipe > 1 else Engine
     engine = kind(model, optimizer, plan, on, loss_fn, arranged, max_grad_norm, count, recompute_policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -85,6 +86,7 @@ class Apart:
             rebound = _Rebound(memo)
             for part in self.module.modules():
                 rebound.attributes(part)
+        run_as_written(self.module)
         originals += memo.get(id(memo), ())
         self._originals = {id(memo[id(x)]): x for x in originals if memo.get(id(x)) is not None}
         self._memo = memo  # kept, so that no id names two
@@ -99,6 +101,21 @@ def apart(module: nn.Module, given: Any = None, *how: Any, **more: Any) -> Itera
     """A copy of a module, to be run while this is open: see :class:`Apart`, :func:`~.traces.untraced`."""
     with untraced(module):
         yield Apart(module, given, *how, **more)
+
+
+def run_as_written(module: nn.Module) -> list[str]:
+    """Let modules that ``torch.compile`` compiles run uncompiled, in place; gives their names."""
+    found = []
+    # not imported, which takes long: without it there are none
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    for name, part in () if dynamo is None else module.named_modules():
+        if isinstance(part, dynamo.OptimizedModule):
+            vars(part)["forward"] = part._orig_mod.__call__
+            found.append(name)
+        elif hasattr(vars(part).get("_compiled_call_impl"), "_torchdynamo_orig_callable"):
+            vars(part)["_compiled_call_impl"] = None
+            found.append(name)
+    return found
 
 
 def on_meta(x: torch.Tensor) -> torch.Tensor:
@@ -222,4 +239,4 @@ def _refused(module: nn.Module, error: Exception) -> str:
     return f"{said}: {type(error).__name__}: {error}"
 
 
-__all__ = ["ABSENT", "Apart", "NotCopiedError", "apart", "on_meta"]
+__all__ = ["ABSENT", "Apart", "NotCopiedError", "apart", "on_meta", "run_as_written"]

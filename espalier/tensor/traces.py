@@ -23,6 +23,7 @@ from torch.utils import _python_dispatch
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "espalier", "transformers", "torchvision", "timm"}
 _MOST = 100_000
+_CONTAINERS = (dict, list, set, deque)
 _GLOBAL_HOOKS = (
     "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
     "_global_backward_pre_hooks",
@@ -46,9 +47,7 @@ def untraced(*modules: nn.Module) -> Iterator[None]:
             traces.note([x for x in vars(part).values() if _may_call(x)])
     with ExitStack() as stack:
         stack.callback(traces.undo)
-        stack.callback(random.setstate, random.getstate())
-        if (numpy := sys.modules.get("numpy")) is not None:
-            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        stack.callback(Generators().restore)
         stack.enter_context(_torch_generators(modules))
         for name in _GLOBAL_HOOKS:
             stack.enter_context(_emptied(getattr(nn.modules.module, name, {})))
@@ -78,6 +77,30 @@ def _emptied(table: MutableMapping[Any, Any]) -> Iterator[None]:
     finally:
         table.clear()
         table.update(before)
+
+
+class Generators:
+    """The states of the generators of random numbers that are Python's and NumPy's, as they are now."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy: Any = sys.modules.get("numpy.random")
+        self._state = None if self._numpy is None else self._numpy.get_state()
+
+    def restore(self) -> None:
+        """Put them back."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            self._numpy.set_state(self._state)
+
+    def as_now(self) -> bool:
+        """Whether nothing was drawn since."""
+        if random.getstate() != self._python:
+            return False
+        if self._numpy is None or self._state is None:
+            return True
+        (_, keys, *rest), (_, before, *others) = self._numpy.get_state(), self._state
+        return rest == others and bool((keys == before).all())
 
 
 class _Traces:
@@ -111,14 +134,11 @@ class _Traces:
             return inner
         if isinstance(x, tuple | frozenset):
             return list(x)
-        if isinstance(x, dict | list | set | deque):
-            before = type(x)(x) if type(x) in (list, set) else dict(x) if isinstance(x, dict) else list(x)
-            self._undo.append(lambda: _refill(x, before))
-            return list(before.values()) if isinstance(before, dict) else list(before)
+        if (back := put_back(x)) is not None:
+            self._undo.append(back)
+            return list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, _CONTAINERS) else []
         if isinstance(x, torch.Tensor):
             self._of_tensor(x)
-        elif isinstance(x, torch.Generator | random.Random) or type(x).__module__.startswith("numpy.random"):
-            self._of_generator(x)
         elif hasattr(x, "__dict__") and (isinstance(x, nn.Module) or not _is_known(type(x))):
             return [vars(x), type(x)]
         return []
@@ -179,17 +199,6 @@ class _Traces:
 
         self._undo.append(back)
 
-    def _of_generator(self, x: Any) -> None:
-        if isinstance(x, random.Random):
-            state = x.getstate()
-            self._undo.append(lambda: x.setstate(state))
-        elif isinstance(x, torch.Generator) or hasattr(x, "get_state"):
-            state = x.get_state()
-            self._undo.append(lambda: x.set_state(state))
-        elif hasattr(x, "bit_generator"):
-            state = x.bit_generator.state
-            self._undo.append(lambda: setattr(x.bit_generator, "state", state))
-
 
 class _Cell:
     """A cell of a closure as a table with one name."""
@@ -213,6 +222,23 @@ class _Cell:
         """Empty it."""
         if name in self:
             del self._cell.cell_contents
+
+
+def put_back(x: Any) -> Callable[[], Any] | None:
+    """What brings a container, or a generator of random numbers, to where it is now; None of others."""
+    if isinstance(x, _CONTAINERS):
+        held = dict(x) if isinstance(x, dict) else set(x) if isinstance(x, set) else list(x)
+        return functools.partial(_refill, x, held)
+    if isinstance(x, random.Random):
+        return functools.partial(x.setstate, x.getstate())
+    if isinstance(x, torch.Generator):
+        return functools.partial(x.set_state, x.get_state())
+    if type(x).__module__.startswith("numpy.random"):
+        if hasattr(x, "bit_generator"):
+            return functools.partial(setattr, x.bit_generator, "state", x.bit_generator.state)
+        if hasattr(x, "set_state"):
+            return functools.partial(x.set_state, x.get_state())
+    return None
 
 
 def _refill(x: Any, before: Any) -> None:
@@ -265,4 +291,4 @@ def _is_known(x: Any) -> bool:
     return (name or "").partition(".")[0] in _LIBRARIES
 
 
-__all__ = ["untraced"]
+__all__ = ["Generators", "put_back", "untraced"]
