@@ -173,6 +173,7 @@ def _copied(
             stacklevel=user_frame()[0],
         )
         return model, optimizer
+    twin.forget()
     if optimizer is None:
         return twin.module, None
     other = object.__new__(type(optimizer))  # not as it is pickled: that leaves out what subclasses have

@@ -95,12 +95,21 @@ class Apart:
         """What a part of the copy is a copy of; itself if it is none."""
         return self._originals.get(id(x), x)
 
+    def forget(self) -> None:
+        """Let go of the originals: tensors among them may hold the graph that made them."""
+        self._originals.clear()
+        self._memo.clear()
+
 
 @contextmanager
 def apart(module: nn.Module, given: Any = None, *how: Any, **more: Any) -> Iterator[Apart]:
     """A copy of a module, to be run while this is open: see :class:`Apart`, :func:`~.traces.untraced`."""
     with untraced(module):
-        yield Apart(module, given, *how, **more)
+        twin = Apart(module, given, *how, **more)
+        try:
+            yield twin
+        finally:
+            twin.forget()
 
 
 def run_as_written(module: nn.Module) -> list[str]:

@@ -73,8 +73,8 @@ def unwatched(model: nn.Module) -> Iterator[None]:
     torch's ``weight_norm``, say) does by its graph, which is let go of.
     """
     for m in model.modules():
-        computed = {k: x for k, x in vars(m).items() if isinstance(x, torch.Tensor) and not x.is_leaf}
-        vars(m).update({k: x.detach() for k, x in computed.items()})
+        for name in [k for k, x in vars(m).items() if isinstance(x, torch.Tensor) and not x.is_leaf]:
+            vars(m)[name] = vars(m)[name].detach()
     watching: list[Any] = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     for m in watching:
         m._flat_weight_refs = []

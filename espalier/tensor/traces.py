@@ -114,6 +114,8 @@ class _Traces:
         """Put it back."""
         for one in self._undo:
             one()
+        self._undo.clear()
+        self._seen.clear()
 
     def note(self, x: Any) -> None:
         """Note how a value is now, and what can be reached from it."""

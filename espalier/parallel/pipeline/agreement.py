@@ -35,7 +35,9 @@ Forward = Callable[[Any, Trees, Any, Any], Any]
 
 def twin_of(model: nn.Module) -> nn.Module:
     """A copy of a model without data; a hook that cannot do without is not called there."""
-    twin = Apart(model, stand=on_meta).module
+    copied = Apart(model, stand=on_meta)
+    copied.forget()
+    twin = copied.module
     for module in twin.modules():
         for hooks in (vars(module)[name] for name in _HOOKS if name in vars(module)):
             hooks.update({k: _Lenient(hook) for k, hook in hooks.items() if not _is_torch(hook)})

@@ -311,7 +311,7 @@ class Divided:
         if kind == "batch":
             return Source(number, kind, place, value.storage in written)
         if kind == "constant":
-            return Source(number, kind, self.trace.original(value.tensor), False)
+            return Source(number, kind, self.trace.constants[number], False)
         return Source(number, kind, place, False)
 
     def _check_received(self, received: set[int], written: set[int]) -> None:

@@ -124,7 +124,7 @@ class Trace:
         changed: what each module's forward did that is not in the ops.
         containers: names of modules that hold the outermost lists of blocks, and of the model.
         bound: storages that were written to and hold what is not local, and whether it has gradients.
-        original: gives what something is a copy of, if it is part of the copy that was run.
+        constants: by their numbers, the model's own tensors that are none of the others.
     """
 
     device: torch.device
@@ -138,7 +138,7 @@ class Trace:
     changed: dict[str, list[str]] = field(default_factory=dict)
     containers: frozenset[str] = frozenset()
     bound: dict[int, bool] = field(default_factory=dict)
-    original: Callable[[Any], Any] = lambda x: x
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def chain(self, op: int) -> list[Call]:
         """The module calls around an operation, outermost first."""

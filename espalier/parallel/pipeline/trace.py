@@ -106,8 +106,11 @@ def _recorded(twin: Apart, device: torch.device, fake: FakeTensorMode) -> Trace:
             out = twin.module(**batch)
         else:
             out = twin.module(*(batch if isinstance(batch, tuple | list) else (batch,)))
-    recorder.trace.out = mapped(recorder.ref, out)
-    return recorder.trace
+    trace = recorder.trace
+    trace.out = mapped(recorder.ref, out)
+    constants = [value for value in trace.values if value.source[0] == "constant"]
+    trace.constants = {value.number: twin.original(value.tensor) for value in constants}
+    return trace
 
 
 @contextlib.contextmanager
@@ -133,7 +136,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, twin: Apart, device: torch.device, fake: FakeTensorMode) -> None:
         super().__init__()
         self.model, self.fake = twin.module, fake
-        self.trace = Trace(device, State.now(device.type), original=twin.original)
+        self.trace, self._original = Trace(device, State.now(device.type)), twin.original
         model = twin.module
         self.worked = Worked()
         self._known: dict[int, int] = {}  # by id of tensors, which the trace keeps
@@ -166,7 +169,7 @@ class _Recorder(TorchFunctionMode):
     def ref(self, x: Any) -> Any:
         """A :class:`Ref` in the place of a tensor; other leaves as they are."""
         if not isinstance(x, torch.Tensor):
-            return self.trace.original(x)
+            return self._original(x)
         if id(x) not in self._known:
             if isinstance(x, FakeTensor):
                 raise _Hidden(f"a tensor of the shape {list(x.shape)} that no torch call has made")
