@@ -241,14 +241,11 @@ class _Before:
         self._late: dict[str, torch.Tensor] = {}
         if written is None:
             self._held = dict(tensors)
-            self._values = _values(self._held, _lazily)
-            with raw():
-                self._at = {name: plain(x).untyped_storage()._cdata for name, x in tensors.items()}
         else:
             self._held = {name: tensors[name] for name in written if name in tensors}
-            self._values = _values(self._held)
-            with raw():
-                self._at = {name: x._version for name, x in tensors.items()}
+        self._values = _values(self._held)
+        with raw():
+            self._versions = {name: x._version for name, x in tensors.items()}
 
     def settle(self) -> set[str]:
         """After the first computation: the names of what was written to; what was not needs not be kept."""
@@ -256,22 +253,16 @@ class _Before:
             self._generators = None
         if self._known is not None:
             with raw():
-                late = {name: x for name, x in self._tensors.items() if x._version != self._at[name]}
+                late = {name: x for name, x in self._tensors.items() if x._version != self._versions[name]}
             # what they were is not known: so they are left as the first computation leaves them, and no more
             self._late = {name: x for name, x in late.items() if name not in self._held}
             return self._known | self._late.keys()
-        names = {name for name, x in self._held.items() if not self._is_same(name, x)}
-        self._held = {name: self._held[name] for name in names}
-        self._values = {name: self._values[name].clone() for name in names}
-        return names
-
-    def _is_same(self, name: str, x: torch.Tensor) -> bool:
         with raw():
-            here, value = plain(x.detach()), self._values[name]
-            # memory is shared until it is written to
-            if _is_shared(here) and here.untyped_storage()._cdata == self._at[name]:
-                return True
-            return torch.equal(here, value)
+            now = {name: plain(x.detach()) for name, x in self._held.items()}
+        names = {name for name, x in now.items() if not torch.equal(x, self._values[name])}
+        self._held = {name: self._held[name] for name in names}
+        self._values = {name: self._values[name] for name in names}
+        return names
 
     def swap(self) -> Callable[[], None]:
         """Let all be as it was; gives what puts it back as it is now."""
@@ -380,22 +371,9 @@ def _places(modules: Sequence[nn.Module]) -> list[tuple[str, dict[str, Any], str
     return found
 
 
-_is_shared: Callable[[torch.Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
-
-
-def _lazily(x: torch.Tensor) -> torch.Tensor:
-    """A copy that takes memory when one of both is written to."""
-    try:
-        return torch._lazy_clone(x)
-    except RuntimeError:  # memory that torch has not made
-        return x.clone()
-
-
-def _values(
-    held: Mapping[str, torch.Tensor], copied: Callable[[torch.Tensor], torch.Tensor] = torch.clone
-) -> dict[str, torch.Tensor]:
+def _values(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     with raw(), torch.no_grad():
-        return {name: copied(plain(x.detach())) for name, x in held.items()}
+        return {name: plain(x.detach()).clone() for name, x in held.items()}
 
 
 def _put(held: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

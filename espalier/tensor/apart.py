@@ -63,8 +63,8 @@ class Apart:
                 other = stand(x)
                 if other is not None:
                     memo[id(x)] = other
-                elif type(x) is nn.Parameter:
-                    memo[id(x)] = tensors.parameter(x)
+                elif type(x) in (nn.Parameter, torch.Tensor):
+                    memo[id(x)] = tensors.held(x)
         try:
             with torch.no_grad(), tensors:
                 self.module = copy.deepcopy(module, memo)
@@ -89,16 +89,24 @@ class Apart:
         run_as_written(self.module)
         originals += memo.get(id(memo), ())
         self._originals = {id(memo[id(x)]): x for x in originals if memo.get(id(x)) is not None}
-        self._memo = memo  # kept, so that no id names two
+        self._memo, self._tensors = memo, tensors  # kept, so that no id names two
 
     def original(self, x: Any) -> Any:
         """What a part of the copy is a copy of; itself if it is none."""
         return self._originals.get(id(x), x)
 
     def forget(self) -> None:
-        """Let go of the originals: tensors among them may hold the graph that made them."""
+        """Let go of the originals, and share no memory with them: the copy goes on alone."""
         self._originals.clear()
-        self._memo.clear()
+        self._memo.clear()  # tensors in it may hold the graph that made them
+        self._tensors.part()
+
+    def release(self) -> None:
+        """Let go of the copy: its parameters and buffers are emptied, whoever holds them."""
+        with torch.no_grad(), raw():
+            for x in self._tensors.made:
+                x.data = torch.empty(0, dtype=x.dtype, device=x.device)
+        self.forget()
 
 
 @contextmanager
@@ -109,7 +117,7 @@ def apart(module: nn.Module, given: Any = None, *how: Any, **more: Any) -> Itera
         try:
             yield twin
         finally:
-            twin.forget()
+            twin.release()
 
 
 def run_as_written(module: nn.Module) -> list[str]:
@@ -144,6 +152,7 @@ class _Tensors(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.made: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
@@ -153,11 +162,23 @@ class _Tensors(TorchFunctionMode):
             return made
         return func(*args, **(kwargs or {}))
 
-    def parameter(self, p: nn.Parameter) -> nn.Parameter:
-        """A copy of a parameter."""
-        made = nn.Parameter(self.of(p), p.requires_grad)
-        made.__dict__.update(vars(p))
+    def held(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy of a parameter or buffer."""
+        made = self.of(x).requires_grad_(x.requires_grad)
+        if isinstance(x, nn.Parameter):
+            made = nn.Parameter(made.detach(), x.requires_grad)
+        made.__dict__.update(vars(x))
+        self.made.append(made)
         return made
+
+    def part(self) -> None:
+        """Share no memory any more: torch cannot resize what is shared so, and ZeRO does."""
+        storages, self._storages = list(self._storages.values()), {}
+        while storages:
+            storage, twin = storages.pop()
+            del twin
+            if storage.nbytes() and storage.device.type != "meta":
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).data_ptr()
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor, without its history."""
