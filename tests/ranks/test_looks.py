@@ -150,9 +150,9 @@ class Stateful(nn.Module):
 
     total = 0
 
-    def __init__(self, width: int, shares: bool, draws: bool, writes: bool) -> None:
+    def __init__(self, width: int, shares: bool, draws: bool) -> None:
         super().__init__()
-        self.shares, self.draws, self.writes = shares, draws, writes
+        self.shares, self.draws = shares, draws
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.norm = nn.LayerNorm(width)
         self.teacher = nn.Linear(width, width).requires_grad_(False)
@@ -188,9 +188,8 @@ class Stateful(nn.Module):
         factor += 0.01 * (self.calls + len(self.log) + self.state["n"])
         factor += float(torch.rand((), generator=self.generator, dtype=torch.float64))
         with torch.no_grad():
-            if self.writes:
-                self.teacher.weight.mul_(0.9).add_(0.1)
-                self.teacher.bias.add_(0.5)
+            self.teacher.weight.mul_(0.9).add_(0.1)
+            self.teacher.bias.add_(0.5)
             self.aside[0].weight.mul_(0.5)
             self.seen.add_(1)
             self.mean = self.mean * 0.5 + self.seen
@@ -201,10 +200,10 @@ class Stateful(nn.Module):
 
 
 class Remembering(nn.Module):
-    def __init__(self, shares: bool, draws: bool, writes: bool, width: int = 8) -> None:
+    def __init__(self, shares: bool, draws: bool, width: int = 8) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(16, width), nn.Linear(width, 16)
-        self.blocks = nn.ModuleList([Stateful(width, shares, draws, writes) for _ in range(2)])
+        self.blocks = nn.ModuleList([Stateful(width, shares, draws) for _ in range(2)])
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
@@ -223,7 +222,7 @@ def forget() -> None:
 def remembered(modules: list[nn.Module]) -> Any:
     """What Python remembers of calls, of the blocks that were called here."""
     of = [m for m in modules if isinstance(m, Stateful)]
-    inner = [(m.calls, m.log, m.state, m.closed, float(m.aside[0].weight.sum())) for m in of]
+    inner = [(m.calls, m.log, m.state, m.closed, float(m.aside[0].weight.detach().sum())) for m in of]
     return copy.deepcopy((COUNT, Stateful.total, CALLS, float(TABLE["sum"][0]), inner))
 
 
@@ -233,7 +232,7 @@ def stateful_under(rank: int, world: int, names: list[str]) -> list[str]:
         # what a block is computed again for, and stages of other processes, share no globals with it
         shares, draws = name not in ("pipe", "recompute"), name != "pipe"
         try:
-            make = partial(Remembering, shares, draws, writes=name != "zero 3")
+            make = partial(Remembering, shares, draws)
             compared(make, PLANS[name], len if name == "pipe" else remembered)
         except Exception as error:
             wrong.append(f"{name}: {type(error).__name__}: {error}")
