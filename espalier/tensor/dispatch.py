@@ -32,6 +32,7 @@ from espalier.tensor.fallback import (
     writes,
 )
 from espalier.tensor.keys import TOLD, Path, key_of, put, told
+from espalier.tensor.naming import ALIASES, by_place
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.solve import solve
 from espalier.tensor.rules.spec import Operand, Placed, Spec
@@ -225,8 +226,6 @@ _slots: dict[Any, _Slot] = {}
 
 _NO_KWARGS: dict[str, Any] = {}
 _UNSEEN: Any = object()
-# NumPy's names, which torch takes too
-_ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 
 
 def forget() -> None:
@@ -373,7 +372,7 @@ def ask(
     seen_args = tuple(_operands(a, mesh, operands, (i,)) for i, a in enumerate(args))
     seen_kwargs = {k: _operands(a, mesh, operands, (k,)) for k, a in kwargs.items()}
     with raw():
-        for other, name in _ALIASES.items():
+        for other, name in ALIASES.items():
             if other in seen_kwargs:
                 seen_kwargs[name] = seen_kwargs.pop(other)
         if "input" in seen_kwargs and "input" not in RULES.signature(func).parameters:
@@ -463,9 +462,12 @@ def _unruled(
         number = kwargs.get(name)
         if type(number) is DTensor or (isinstance(number, torch.Tensor) and not number.requires_grad):
             return func(*args, **{**kwargs, name: number.item()})  # as torch does
+    placed = by_place(func, args, kwargs)
+    if placed is not None:
+        return func(*placed[0], **placed[1])
     body = RULES.body(func)
     if body is not None and kwargs.get("out") is None:
-        named = {_ALIASES.get(k, k): v for k, v in kwargs.items() if k != "out"}
+        named = {ALIASES.get(k, k): v for k, v in kwargs.items() if k != "out"}
         first = (named.pop("input"),) if "input" in named else ()
         out = body(*first, *args, **named)
         if out is not NotImplemented:

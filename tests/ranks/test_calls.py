@@ -346,3 +346,29 @@ def numbers_as_tensors(rank: int, world: int) -> None:
 
 def test_numbers_may_be_tensors(ranks: Any) -> None:
     ranks(2, numbers_as_tensors)
+
+
+def by_name(rank: int, world: int) -> None:
+    """Arguments by torch's own names: as by their places, nothing gathered."""
+    mesh = line(world)
+    x, y, z = values(4, 3, 5), values(4, 5, 2, seed=1), values(4, 1, 2, seed=2)
+    calls: list[Callable[..., torch.Tensor]] = [
+        lambda x, y, z: z.baddbmm(batch1=x, batch2=y, beta=0.5, alpha=2.0),
+        lambda x, y, z: torch.baddbmm(input=z, batch1=x, batch2=y),
+        lambda x, y, z: torch.bmm(x, mat2=y),
+        lambda x, y, z: x.matmul(other=y),
+        lambda x, y, z: torch.addcmul(x, tensor1=x, tensor2=x, value=2),
+        lambda x, y, z: torch.swapaxes(x, axis0=1, axis1=2),
+        lambda x, y, z: torch.max(x, other=-x),
+        lambda x, y, z: torch.outer(x[:, 0, 0], vec2=y[:, 0, 0]),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GatherWarning)
+        for i, call in enumerate(calls):
+            found = call(*(distribute_tensor(t, mesh, [S(0)]) for t in (x, y, z)))
+            torch.testing.assert_close(found.full_tensor(), call(x, y, z), msg=lambda m, i=i: f"{i}: {m}")
+            assert S(0) in found.placements  # type: ignore[attr-defined]
+
+
+def test_arguments_by_name(ranks: Any) -> None:
+    ranks(2, by_name)
