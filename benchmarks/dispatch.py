@@ -26,11 +26,11 @@ The work:
 * *add, matmul, view*: the forward call alone, small tensors, recorded by autograd or not. With
   autograd the operands are results of operations, as activations are. ``R @ S(1)`` is a column-parallel
   product, ``S(1) @ S(0)`` a row-parallel one.
-* *AdamW*: a step over 30 parameters of a small transformer, in all three forms that torch has. Plain
-  parameters have the local shapes. Both ways: ``espalier.engine.update``, which the engine's
-  ``step()`` calls and the bar of 1.3 is for, and ``optimizer.step()`` called directly on DTensor
-  parameters, where every access to a parameter and every operation passes the dispatcher; that
-  has no bar against plain tensors but must not be slower than on torch's DTensor.
+* *AdamW*: a step over 30 parameters of a small transformer, as most programs call it and in all three
+  forms that torch has. Plain parameters have the local shapes. Both ways: ``espalier.engine.update``, which
+  the engine's ``step()`` calls, and ``optimizer.step()`` called directly on DTensor parameters, which runs on
+  the local tensors where parameters, gradients and states lie alike. Of the fused form, which takes 6 µs for
+  each of these small parameters, the direct call has no bar against plain tensors.
 
 On two ranks with attention written out, the ratio to torch's DTensor swings about 0.25 from run to
 run, so there it is shown without a bar.
@@ -229,7 +229,12 @@ def local(x: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> tor
 
 def adamw(report: Report, mesh: DeviceMesh) -> None:
     """AdamW over 30 parameters, half of them cut in two."""
-    forms = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+    forms: dict[str, dict[str, bool]] = {
+        "by default": {},
+        "for-loop": {"foreach": False},
+        "foreach": {"foreach": True},
+        "fused": {"fused": True},
+    }
     for name, options in forms.items():
         contenders = {
             "plain": Contender(optimizer(mesh, local, options).step),
@@ -240,7 +245,7 @@ def adamw(report: Report, mesh: DeviceMesh) -> None:
         times = in_turns(contenders, rounds=60, calls=2)
         report.add(f"AdamW {name}", times, "Espalier engine", "plain", 1.3)
         report.add(f"AdamW {name}", times, "Espalier direct", "torch DTensor", 1.0)
-        report.add(f"AdamW {name}", times, "Espalier direct", "plain")
+        report.add(f"AdamW {name}", times, "Espalier direct", "plain", None if name == "fused" else 1.3)
         report.add(f"AdamW {name}", times, "torch DTensor", "plain")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -653,3 +654,64 @@ def stepped(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_optimizers_step_on_locals_where_they_can(ranks: Any, world: int) -> None:
     ranks(world, stepped)
+
+
+# ---- the engine
+
+
+class Gate(nn.Module):
+    """Functions without a rule, one of which takes a parameter; a transform; one with a rule of a library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.weight = nn.Parameter(torch.rand(8) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, _ = Scaled.apply(Centered.apply(self.up(x)).flatten(0, -2), self.weight)
+        h = self.down(Library.apply(h).view(*x.shape[:-1], 8))
+        return x + torch.vmap(lambda row: row - row.mean())(h)
+
+
+Library = type(
+    "SwishAutoFn",
+    (Cube,),
+    {"__module__": "timm.layers.activations_me", "__qualname__": "SwishAutoFn"},
+)
+ENGINES: list[dict[str, Any]] = [
+    {"data": 2},
+    {"data": 2, "zero": 3},
+    {"tensor": 2},
+    {"tensor": 2, "sequence_parallel": True},
+    {"data": 2, "recompute": "full"},
+    {"pipe": 2, "accumulate": 2},
+]
+
+
+def trained(rank: int, world: int) -> None:
+    for plan in ENGINES:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 6), Gate(), Gate(), nn.Linear(6, 3)).double()
+        plain = copy.deepcopy(net)
+        ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (net, plain))
+        engine = espalier.initialize(net, ours, plan, loss_fn=F.mse_loss)
+        parts = plan.get("accumulate", 1)
+        for step in range(3):
+            x, y = values(4, 5, 6, seed=step), values(4, 5, 3, seed=9 + step)
+            loss = engine.train_step((x, y))
+            theirs.zero_grad()
+            # what looks at all rows sees those of a part
+            expected = sum(
+                F.mse_loss(plain(a), b) / parts for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True)
+            )
+            expected.backward()  # type: ignore[union-attr]
+            theirs.step()
+            assert abs(loss.item() - expected.item()) < 1e-12, plan  # type: ignore[union-attr]
+        state = engine.full_state_dict()
+        for name, p in plain.state_dict().items():
+            torch.testing.assert_close(state[name], p, msg=told(plan, name))
+
+
+@pytest.mark.filterwarnings("ignore::espalier.GatherWarning", "ignore:.*torch.jit.script:DeprecationWarning")
+def test_functions_without_a_rule_train_under_every_plan(ranks: Any) -> None:
+    ranks(2, trained)
