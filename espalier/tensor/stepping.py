@@ -17,7 +17,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 from torch.optim import Optimizer
 
-from espalier.layout import Layout, gradient_layout, same_data
+from espalier.layout import gradient_layout, same_data
 from espalier.tensor.dtensor import DTensor, stamp
 
 _intercepted = torch._C._is_torch_function_enabled
@@ -63,9 +63,10 @@ def on_locals(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 def stamp_states(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Let the states that a step on local tensors has made lie as their parameters do."""
+    states = optimizer.state
     for p in parameters:
         if type(p) is DTensor:
-            for state in optimizer.state.get(p, {}).values():
+            for state in states.get(p, _NONE).values():
                 if type(state) is torch.Tensor and state.ndim and state.shape == p._layout.local_shape:
                     stamp(state, p._layout)
 
@@ -97,23 +98,21 @@ def _stepping(step: Callable[..., Any]) -> Callable[..., Any]:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found = _alike(self)
-        if found is None:
+        parameters = _alike(self)
+        if parameters is None:
             step(self)
         else:
-            parameters, fresh = found
             with on_locals(parameters):
                 step(self)
-            stamp_states(self, fresh)
+            stamp_states(self, parameters)
         return loss
 
     return wrapped
 
 
-def _alike(optimizer: Optimizer) -> tuple[list[DTensor], list[DTensor]] | None:
-    """Its DTensors, if each lies as its gradient and its states do; and those that have no states yet."""
+def _alike(optimizer: Optimizer) -> list[DTensor] | None:
+    """Its DTensors, if each lies as its gradient and its states do."""
     found: list[DTensor] = []
-    fresh: list[DTensor] = []
     states = optimizer.state
     with raw():
         for group in optimizer.param_groups:
@@ -130,20 +129,17 @@ def _alike(optimizer: Optimizer) -> tuple[list[DTensor], list[DTensor]] | None:
                     own = grad._layout if type(grad) is DTensor else gradient_layout(layout)
                     if own is not layout and not same_data(own, layout):
                         return None
+                for x in states.get(p, _NONE).values():
+                    if type(x) is DTensor:
+                        if x._layout is not layout and not same_data(x._layout, layout):
+                            return None
+                    elif isinstance(x, torch.Tensor) and x.ndim and x.shape != layout.local_shape:
+                        return None
                 found.append(p)
-                state = states.get(p)
-                if not state:
-                    fresh.append(p)
-                elif not all(_lies(x, layout) for x in state.values() if isinstance(x, torch.Tensor)):
-                    return None
-    return found, fresh
+    return found
 
 
-def _lies(state: torch.Tensor, layout: Layout) -> bool:
-    """Whether a tensor of an optimizer's states lies as its parameter does, or is a number."""
-    if type(state) is DTensor:
-        return state._layout is layout or same_data(state._layout, layout)
-    return not state.ndim or state.shape == layout.local_shape
+_NONE: dict[str, Any] = {}
 
 
 __all__ = ["ELEMENTWISE", "install", "on_locals", "stamp_states"]
