@@ -20,6 +20,7 @@ from espalier.checkpoint.sources import Entry
 from espalier.checkpoint.values import encode
 from espalier.files import write_file
 from espalier.layout.regions import Box
+from espalier.tensor.seeding import without_tag
 
 _FILE = "__0_0.distcp"
 _RANDOM = "random.torch"
@@ -68,7 +69,7 @@ class FolderSink(Target):
     def _commit(self) -> None:
         index = self._index
         if self._ours:
-            state = torch.get_rng_state()
+            state = without_tag(torch.get_rng_state())
             index.tensors[_RANDOM] = Boxes(state.dtype, tuple(state.shape))
             self.write(_RANDOM, 0, Box((0,), tuple(state.shape)), state)
             given: dict[str, Any] = {"steps": 0, "scaler": None, "extra": {}, "model": {}}

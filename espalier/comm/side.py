@@ -121,6 +121,35 @@ def told_by_first(mesh: Mesh, axes: Sequence[int], message: str, about: str) -> 
     return bytes(store.get(key)).decode()
 
 
+def compared_with_first(mesh: Mesh, head: bytes, body: bytes, about: str) -> tuple[bytes, bool]:
+    """What the mesh's first rank says, head and body, and whether all ranks' bodies are the same.
+
+    All ranks call this; each waits for all.
+
+    Raises:
+        RuntimeError: not all came within the time limit of the world's store.
+    """
+    store = dist.PrefixStore(f"espalier.{about}/" + "-".join(map(str, mesh.ranks)), _default_store())
+    # each rank counts its comparisons; where all are in step the numbers agree
+    number = store.add(f"count/{mesh.rank}", 1)
+    try:
+        if mesh.rank == 0:
+            store.set(f"{number}/first", head + body)  # type: ignore[arg-type]  # bytes do too
+        first = bytes(store.get(f"{number}/first"))
+        unlike = 1 << 32
+        count = store.add(f"{number}/came", 1 if first[len(head) :] == body else 1 + unlike)
+        if count % unlike == mesh.size():
+            store.set(f"{number}/all", "same" if count < unlike else "differ")
+            for key in ("first", "came", "all"):  # of the one before, which all have left
+                store.delete_key(f"{number - 1}/{key}")
+        return first, bytes(store.get(f"{number}/all")) == b"same"
+    except dist.DistStoreError as error:
+        late = [mesh.ranks[i] for i in range(mesh.size()) if store.add(f"count/{i}", 0) < number]
+        raise RuntimeError(
+            f"Rank {mesh.world_rank} has waited for {named(late)} to agree on what is {about}. {error}"
+        ) from None
+
+
 def _default_store() -> Any:
     # torch has no public name for it
     return dist.distributed_c10d._get_default_store()

@@ -14,6 +14,7 @@ from espalier.comm.collectives import broadcast
 from espalier.engine.accumulation import Number
 from espalier.engine.predict import entered, plain_output
 from espalier.layout import gradient_layout
+from espalier.mesh import Mesh
 from espalier.parallel.pipeline.actions import Action, Kind, Schedule
 from espalier.parallel.pipeline.agreement import taken_apart
 from espalier.parallel.pipeline.alone import Alone, as_plain
@@ -23,7 +24,7 @@ from espalier.parallel.pipeline.split import StageProgram
 from espalier.parallel.pipeline.trees import leaves
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.fallback import tree_map
-from espalier.tensor.random import draw_key
+from espalier.tensor.seeding import own_draw, stream_of
 
 if TYPE_CHECKING:
     from espalier.engine.pipeline import PipelineEngine
@@ -52,7 +53,7 @@ class Step:
         self._fit: dict[StageProgram, bool] = {}
         self._is_plain, self._later = False, Later()
         self._put_off: set[tuple[int, int]] = set()
-        self._states, self._after = _random_states(self.agreed, self._stages.local)
+        self._states, self._after = _random_states(self.agreed, self._stages.local, engine.mesh)
 
     def at(self, action: Action) -> None:
         """An action begins: the watch over ranks may ask which."""
@@ -211,7 +212,7 @@ def _awaited_last(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
 
 
 def _random_states(
-    agreed: Sequence[Agreed], local: Sequence[int]
+    agreed: Sequence[Agreed], local: Sequence[int], mesh: Mesh
 ) -> tuple[dict[tuple[int, int], torch.Tensor], torch.Tensor | None]:
     """The states of torch's generator before each stage of this rank and micro-batch, and after all.
 
@@ -220,13 +221,15 @@ def _random_states(
     states: dict[tuple[int, int], torch.Tensor] = {}
     if not any(n for of in agreed for n in of.draws):
         return states, None
+    if not mesh.is_dry and mesh.size() > 1:
+        stream_of(mesh)  # agreed on by all at once, not by each stage for each micro-batch
     before = torch.get_rng_state()
     for micro, of in enumerate(agreed):
         for stage, n in enumerate(of.draws):
             if stage in local:
                 states[stage, micro] = torch.get_rng_state()
             for _ in range(n):
-                draw_key()
+                own_draw()
     after = torch.get_rng_state()
     torch.set_rng_state(before)
     return states, after

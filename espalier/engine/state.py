@@ -24,6 +24,7 @@ from espalier.layout.regions import Box
 from espalier.mesh import Mesh
 from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, plain, stamp
+from espalier.tensor.seeding import state_of_keys
 
 _RANDOM, _STREAMS = "random.torch", "random.device"  # the latter has a row for each rank
 
@@ -121,7 +122,7 @@ def index_and_tree(
             },
         }
     encoded = {key: encode(value, key, take) for key, value in said.items()}
-    take(_RANDOM, torch.get_rng_state())
+    take(_RANDOM, state_of_keys(mesh))
     if (stream := device_stream(mesh)) is not None:
         row = stream.get()[None].cpu()
         lies = Layout(mesh, [Shard(0)] * mesh.ndim, (mesh.size(), row.shape[1]))

@@ -56,6 +56,7 @@ class Mesh(TorchNames):
             ``espalier.tensor.unsaid``).
         emptied: memories that are emptied between their uses, by the address of each (see
             ``espalier.tensor.saved``), weakly.
+        streams: the random keys that its ranks draw, by seeding (see ``espalier.tensor.seeding``).
         words: by axis, what a rule is told that may go several ways along it (see :meth:`telling`).
     """
 
@@ -94,6 +95,7 @@ class Mesh(TorchNames):
         self.kept: Any = None
         self.comparing: Any = None
         self.emptied: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.streams: dict[int, Any] = {}
         self.within: Mesh | None = None
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
         self._backends: dict[tuple[int, torch.device], Any] = {}

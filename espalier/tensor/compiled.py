@@ -229,7 +229,9 @@ class _Variant:
         if self._draws:
             rest = iter(given)
             given = [
-                torch.tensor(draw_key(s.generator), dtype=torch.int64) if isinstance(s, Key) else next(rest)
+                torch.tensor(draw_key(s.mesh, s.generator), dtype=torch.int64)
+                if isinstance(s, Key)
+                else next(rest)
                 for s in self._sources
             ]
         made = self._compiled(*given)

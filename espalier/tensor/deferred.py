@@ -27,6 +27,7 @@ from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import plain, stamp
 from espalier.tensor.fallback import tree_map
 from espalier.tensor.modules import lay_out_parameter
+from espalier.tensor.seeding import same_position, without_tag
 from espalier.tensor.tape import Op, Ref, Schedule
 
 _aten = torch.ops.aten
@@ -121,7 +122,7 @@ class Tape:
         state = torch.get_rng_state()
         if self.start is None:
             self.start = state
-        elif not torch.equal(state, self.start):
+        elif not same_position(state, self.start):
             raise NotImplementedError(
                 "espalier.deferred(): torch's random state was set between two draws of the constructor, "
                 "which cannot be recorded. Seed before the first draw, or build the model without it."
@@ -188,7 +189,7 @@ class Tape:
         try:
             Schedule(self.ops, self.sizes(), targets).run()
         finally:
-            if start is None or not torch.equal(before, start):
+            if start is None or not same_position(before, start):
                 torch.set_rng_state(before)  # the program has drawn or seeded since
 
 
@@ -359,7 +360,7 @@ def _agreed(tape: Tape, mesh: Mesh) -> torch.Tensor | None:
     if tape.start is None:
         return None
     start = from_rank_0(tape.start, mesh)
-    other = torch.tensor([tape.has_asked and not torch.equal(start, tape.start)], dtype=torch.int32)
+    other = torch.tensor([tape.has_asked and not same_position(start, tape.start)], dtype=torch.int32)
     other = other.to(mesh.device())
     for axis in range(mesh.ndim):
         other = door.all_reduce(other, mesh, axis, "max")
@@ -426,7 +427,7 @@ def from_rank_0(state: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def share_random_state(mesh: Mesh) -> None:
-    """All ranks go on from rank 0's random state: DTensors draw their keys from it."""
+    """All ranks go on from rank 0's random state: what they draw, plain or for DTensors, is in step."""
     if mesh.is_dry or mesh.size() == 1:
         return
-    torch.set_rng_state(from_rank_0(torch.get_rng_state(), mesh))
+    torch.set_rng_state(from_rank_0(without_tag(torch.get_rng_state()), mesh))

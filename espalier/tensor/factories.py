@@ -11,7 +11,7 @@ from espalier.comm.moves import as_addend
 from espalier.layout import Layout, Placement, Replicate, local_box
 from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.tensor.dtensor import DTensor, stamp
-from espalier.tensor.random import bits, draw_key, integers, normal, uniform
+from espalier.tensor.random import Key, bits, draw_key, integers, normal, uniform
 
 Make = Callable[[Layout, torch.device], torch.Tensor]
 
@@ -117,16 +117,20 @@ def rand(
     *size: Any, dtype: torch.dtype | None = None, generator: torch.Generator | None = None, **options: Any
 ) -> DTensor:
     """Uniform values in [0, 1), the same under every layout (options as for :func:`full`)."""
-    kind, key = dtype or torch.get_default_dtype(), draw_key(generator)
-    return _factory(size, _random(lambda lay, device: uniform(lay, key, kind, device)), **options)
+    kind = dtype or torch.get_default_dtype()
+    return _factory(
+        size, _random(lambda lay, key, device: uniform(lay, key, kind, device), generator), **options
+    )
 
 
 def randn(
     *size: Any, dtype: torch.dtype | None = None, generator: torch.Generator | None = None, **options: Any
 ) -> DTensor:
     """Standard normal values, the same under every layout (options as for :func:`full`)."""
-    kind, key = dtype or torch.get_default_dtype(), draw_key(generator)
-    return _factory(size, _random(lambda lay, device: normal(lay, key, kind, device)), **options)
+    kind = dtype or torch.get_default_dtype()
+    return _factory(
+        size, _random(lambda lay, key, device: normal(lay, key, kind, device), generator), **options
+    )
 
 
 def randint(
@@ -144,8 +148,7 @@ def randint(
     low, high = given.get("low", 0), given["high"]
     if low >= high:
         raise ValueError(f"randint: low must be less than high; got {low} and {high}.")
-    key = draw_key(generator)
-    make = _random(lambda lay, device: integers(lay, key, low, high, device).to(dtype))
+    make = _random(lambda lay, key, device: integers(lay, key, low, high, device).to(dtype), generator)
     return _factory((given["size"],), make, **options)
 
 
@@ -156,19 +159,20 @@ def randperm(
 
     Every rank makes all of it, and keeps its part.
     """
-    key = draw_key(generator)
 
-    def make(lay: Layout, device: torch.device) -> torch.Tensor:
+    def make(lay: Layout, key: Key, device: torch.device) -> torch.Tensor:
         order = bits(torch.arange(n, device=device), key).sort(stable=True).indices
         return order[local_box(lay).slices].to(dtype)
 
-    return _factory((n,), _random(make), **options)
+    return _factory((n,), _random(make, generator), **options)
 
 
-def _random(make: Make) -> Make:
+def _random(
+    make: Callable[[Layout, Key, torch.device], torch.Tensor], generator: torch.Generator | None
+) -> Make:
     def checked(lay: Layout, device: torch.device) -> torch.Tensor:
         if lay.partial:
             raise ValueError(f"Random values cannot be Partial ({lay!r}): use Replicate or Shard.")
-        return make(lay, device)
+        return make(lay, draw_key(lay.mesh, generator), device)
 
     return checked

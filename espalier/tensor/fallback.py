@@ -24,6 +24,7 @@ from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, sta
 from espalier.tensor.functions import on_wholes
 from espalier.tensor.keys import whole_key_of
 from espalier.tensor.loans import is_view, lend, loans_in, version
+from espalier.tensor.seeding import drawing_alike
 
 # a composite asks these whether to hand itself over; entered, it must go on instead
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -46,9 +47,18 @@ def enter_or_gather(
     if getattr(func, "__name__", "") in _TURNING and type(args[0]) is DTensor:
         return _turn(func, args, kwargs)
     inner = _entrance(func) if function_of(func) is None else None
-    if inner is not None:
-        return inner(*args, **kwargs)
-    return _gather(func, args, kwargs, mesh)
+    with drawing_alike(mesh) if getattr(func, "__name__", "") in _DRAWING else nullcontext():
+        return _gather(func, args, kwargs, mesh) if inner is None else inner(*args, **kwargs)
+
+
+# what draws plain numbers, each rank its own
+_DRAWING = frozenset(
+    """
+    fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
+    fractional_max_pool3d_with_indices svd_lowrank pca_lowrank lobpcg binomial _standard_gamma
+    _sample_dirichlet
+    """.split()
+)
 
 
 def function_of(func: Callable[..., Any]) -> type[Function] | None:

@@ -31,6 +31,7 @@ from espalier.tensor.dispatch import dispatch, tensors_in, unruled
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.modules import typed_conversion
 from espalier.tensor.rules.meta import seeded
+from espalier.tensor.seeding import drawing_alike, true_seeds
 
 _intercepted = torch._C._is_torch_function_enabled
 _DOORS = (
@@ -60,6 +61,8 @@ def install() -> None:
     apply._espalier = True  # type: ignore[attr-defined]
     base.apply = classmethod(apply)  # type: ignore[assignment]
     torch.autograd.backward = _backward(torch.autograd.backward)
+    torch.initial_seed = torch.random.initial_seed = true_seeds(torch.random.initial_seed)
+    torch.nn.init.sparse_ = _drawing_alike(torch.nn.init.sparse_)
     torch.nn.Module._apply = typed_conversion(torch.nn.Module._apply)  # type: ignore[method-assign]
     hook = torch.utils.hooks.BackwardHook
     hook._apply_on_tensors = functions.typed_hooks(hook._apply_on_tensors)  # type: ignore[method-assign]
@@ -149,6 +152,19 @@ def _seeing_locals(dispatching: Callable[..., Any]) -> Callable[..., Any]:
 
     on_locals._espalier = True  # type: ignore[attr-defined]
     return on_locals
+
+
+def _drawing_alike(fill: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """An initialisation that draws plain numbers too."""
+
+    @functools.wraps(fill)
+    def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if type(tensor) is not DTensor:
+            return fill(tensor, *args, **kwargs)
+        with drawing_alike(tensor._layout.mesh):
+            return fill(tensor, *args, **kwargs)
+
+    return filled
 
 
 def _of_local(describe: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:

@@ -1,7 +1,7 @@
 """Random values that do not depend on the layout.
 
-Each random operation draws one 64-bit key from torch's default CPU generator, which all ranks
-hold in the same state; each element's value is a hash of that key and the element's *global*
+Each random operation draws one 64-bit key from torch's default CPU generator, the same on all ranks
+(see ``espalier.tensor.seeding``); each element's value is a hash of that key and the element's *global*
 index. So values are the same under any layout and any number of ranks, on CPU and GPU alike, and
 ``torch.manual_seed``, ``fork_rng``, ``get_rng_state`` and checkpointing's own care of the RNG work.
 
@@ -19,6 +19,8 @@ from torch.overrides import handle_torch_function
 
 from espalier.comm.traced import recorders
 from espalier.layout import Layout, local_box
+from espalier.mesh import Mesh
+from espalier.tensor.seeding import shared_draw
 
 
 def _signed(value: int) -> int:
@@ -41,16 +43,16 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 Key = int | torch.Tensor  # a 0-d int64 tensor in recorded programs, which are given keys when they run
 
 
-def draw_key(generator: torch.Generator | None = None) -> Key:
-    """The key of one random operation, from torch's CPU generator."""
+def draw_key(mesh: Mesh, generator: torch.Generator | None = None) -> Key:
+    """The key of one random operation, from torch's CPU generator, the same on all ranks of the mesh."""
     if recorders():
-        return handle_torch_function(draw_key, (), generator)
+        return handle_torch_function(draw_key, (), mesh, generator)
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(
             "DTensors draw their keys from a CPU generator, so that they are the same on every device; "
             f"got one on {generator.device}. Pass torch.Generator('cpu') or none."
         )
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    return shared_draw(mesh, generator)
 
 
 def element_index(layout: Layout, device: torch.device) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from espalier.comm.moves import travel
+from espalier.mesh import Mesh
 from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.fallback import tree_map, writes
@@ -65,7 +66,8 @@ class Place(NamedTuple):
 class Key(NamedTuple):
     """An input that is drawn anew for each run: the key of a random operation."""
 
-    generator: torch.Generator | None
+    mesh: Mesh
+    generator: torch.Generator | None = None
 
 
 class Recorder(TorchFunctionMode):

@@ -27,6 +27,7 @@ from espalier.tensor.dtensor import DTensor, plain
 from espalier.tensor.fallback import tree_map, writes
 from espalier.tensor.fingerprint import fingerprint
 from espalier.tensor.rules import RULES
+from espalier.tensor.seeding import position_of_keys, same_position
 from espalier.tensor.watch import Trail, Watcher, in_backward, watching
 
 _grad: Any = torch.Tensor.grad
@@ -56,8 +57,8 @@ _GRADIENT = (
     "its own share where the type says the whole, or a kernel is not deterministic."
 )
 _RANDOM = (
-    "The ranks' CPU generators are out of step: some drew more random numbers than others. Seed all ranks "
-    "alike (torch.manual_seed), and give what only some ranks draw a generator of its own."
+    "The ranks' CPU generators are out of step: some drew more random numbers than others. Give what only "
+    "some ranks draw a generator of its own, or seed all ranks again (torch.manual_seed)."
 )
 
 
@@ -138,9 +139,9 @@ class Sanitizer(Watcher):
         # calls inside have told of the values already
         if not call.inner:
             with raw():
-                if not torch.equal(state, torch.get_rng_state()):
+                if not same_position(state, torch.get_rng_state()):
                     axes, what = tuple(range(desk.mesh.ndim)), f"the random state before {call.name}"
-                    hashed = fingerprint(state)
+                    hashed = fingerprint(position_of_keys(desk.mesh, state))
                     desk.write(Record(what, call.where, "torch's CPU generator", axes, hashed, _RANDOM))
                 self._values(call, [x for x in tensors_in(out) if type(x) is DTensor])
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 import espalier
 from espalier import DTensor, Mesh, Placement, Replicate, Shard
+from espalier.comm import side
 
 SHAPE = (5, 7)
 WORLDS = [1, 2, 3, 4]
@@ -353,3 +356,125 @@ def refused(rank: int, world: int) -> None:
 
 def test_wrong_uses_are_told(ranks: Any) -> None:
     ranks(2, refused)
+
+
+def seeded_by_rank(rank: int, world: int) -> list[torch.Tensor]:
+    """Draws of all kinds after ``manual_seed(rank)``: whole values."""
+    mesh, value = meshes(world)[-1], torch.linspace(-2, 2, math.prod(SHAPE)).view(SHAPE)
+    whole = [Replicate()] * mesh.ndim
+    cut = [Shard(0), *whole[1:]]
+
+    def all_kinds() -> list[torch.Tensor]:
+        found = [draw(laid(value, mesh, pl)) for pl in (whole, cut) for draw in DRAWS.values()]
+        found += [draw(4, 3, device_mesh=mesh) for draw in (espalier.rand, espalier.randn)]
+        found += [espalier.randint(99, (4, 3), device_mesh=mesh), espalier.randperm(9, device_mesh=mesh)]
+        weights = laid(torch.linspace(0, 1, 5), mesh, whole)
+        found += [torch.multinomial(weights, 4), torch.multinomial(weights, 9, True)]
+        q = laid(value.view(1, 1, *SHAPE), mesh, whole)
+        found.append(F.scaled_dot_product_attention(q, q, q, dropout_p=0.4))
+        found += [F.fractional_max_pool2d(q, 2, output_size=3), torch.svd_lowrank(q[0, 0], 3)[1]]
+        # what each rank has, not what rank 0 has
+        return [x.redistribute(placements=whole).to_local().detach().clone() for x in found]
+
+    torch.manual_seed(rank)
+    first = all_kinds()
+    plain = torch.rand(3)
+    with espalier.ledger(mesh) as book, sent_to_the_store() as asked:
+        second = [torch.rand_like(laid(value, mesh, [*whole])) for _ in range(5)]
+    assert not asked, "no message an operation"
+    assert not [e for e in book.entries if e.op != "broadcast"]
+    # a plain draw is each rank's own, and changes nothing for the others
+    for _ in range(rank):
+        torch.rand(2)
+    after = torch.rand_like(laid(value, mesh, whole)).to_local()
+    # reseeded: with the same seed (rank 0's was 0 all along), with others, and as all alike
+    torch.manual_seed(rank)
+    again = all_kinds()
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    torch.manual_seed(7)
+    alike = all_kinds()
+    torch.manual_seed(0 if rank == 0 else 10 + rank)
+    third = all_kinds()
+    assert all(torch.equal(a, b) for a, b in zip(first, third, strict=True)), "those of the first rank's seed"
+    own = torch.Generator().manual_seed(rank)
+    given = laid(value, mesh, whole).normal_(generator=own).to_local()
+    assert torch.initial_seed() == (0 if rank == 0 else 10 + rank)
+    return [plain, torch.tensor(len(first)), *first, *[x.to_local() for x in second], after, *alike, given]
+
+
+@contextlib.contextmanager
+def sent_to_the_store() -> Iterator[list[str]]:
+    """What the library asks the world's store while open."""
+    asked: list[str] = []
+    before = side._default_store
+
+    def store() -> Any:
+        asked.append("a question")
+        return before()
+
+    side._default_store = store
+    try:
+        yield asked
+    finally:
+        side._default_store = before
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_values_are_the_same_on_ranks_that_are_seeded_differently(ranks: Any, world: int) -> None:
+    found = ranks(world, seeded_by_rank)
+    one = ranks(1, seeded_by_rank)[0]
+    for plain, *values in found[1:]:
+        assert not torch.equal(plain, found[0][0]), "plain values stay each rank's own"
+        for mine, first in zip(values, found[0][1:], strict=True):
+            assert torch.equal(mine, first)
+    # and they are those of one process with the first rank's seed, up to that process's own plain draws
+    n = int(one[1])
+    for many, alone in zip(found[0][1 : n + 2], one[1 : n + 2], strict=True):
+        assert torch.equal(many, alone)
+
+
+def recomputed(rank: int, world: int) -> list[torch.Tensor]:
+    """Recomputation, forks and saved states where the ranks' generators differ."""
+    mesh = meshes(world)[-1]
+    whole = [Replicate()] * mesh.ndim
+    torch.manual_seed(100 + rank)
+    x = laid(torch.ones(6, 8), mesh, whole, grad=True)
+    found = []
+    for _ in range(2):
+        x.grad = None
+        torch.rand(rank + 1)  # plain draws, more on some ranks
+
+        def forward(a: torch.Tensor) -> torch.Tensor:
+            return F.dropout(F.dropout(a, 0.5).tanh(), 0.5)
+
+        out = torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
+        out.sum().backward()
+        kept = out.to_local(grad_placements=whole).detach()
+        assert torch.equal(x.grad.to_local() != 0, kept != 0), "the masks of the forward pass"
+        found += [kept, x.grad.to_local()]
+    state = torch.get_rng_state()
+    first = torch.rand_like(x).to_local()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(rank)
+        found.append(torch.rand_like(x).to_local())
+    if rank == 0:  # what one rank does with its generator, and takes back, concerns nobody
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            torch.rand(7)
+    found += [first, torch.rand_like(x).to_local()]
+    torch.set_rng_state(state)
+    assert torch.equal(torch.rand_like(x).to_local(), first)
+    # two meshes: their keys are not each other's
+    part = mesh[mesh.names[-1]]
+    y = laid(torch.ones(6, 8), part, [Replicate()])
+    pairs = [(torch.rand_like(x).to_local(), torch.rand_like(y).to_local()) for _ in range(3)]
+    seen = [tuple(v.flatten().tolist()) for pair in pairs for v in pair]
+    assert len(set(seen)) == len(seen)
+    return found + [a for a, _ in pairs]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_is_drawn_again_is_the_same_on_ranks_that_are_seeded_differently(ranks: Any, world: int) -> None:
+    first, *others = ranks(world, recomputed)
+    for values in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, values, strict=True))

@@ -23,7 +23,7 @@ from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.tensor import DTensor, stamp
 from espalier.tensor.apart import Apart, on_meta
 from espalier.tensor.dtensor import layout_of
-from espalier.tensor.random import draw_key
+from espalier.tensor.seeding import own_draw
 from espalier.tensor.traces import untraced
 
 _MOST_DRAWS = 100_000
@@ -181,7 +181,7 @@ def _drawn(started: torch.Tensor) -> int:
     now, n = torch.get_rng_state(), 0
     torch.set_rng_state(started)
     while not torch.equal(torch.get_rng_state(), now):
-        draw_key()
+        own_draw()
         n += 1
         if n > _MOST_DRAWS:
             raise RuntimeError(

@@ -166,6 +166,8 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
         return _over_sequence(func, bound, placed, cut)
     if q.numel() == 0:
         # kernels differ on empty heads
+        if bound.get("dropout_p", 0.0) > 0:
+            draw_key(placed.mesh)  # all ranks draw alike
         mask = bound.get("attn_mask")
         return of_nothing(placed, q, k, v, *([] if mask is None else [mask]))
     if bound.get("dropout_p", 0.0) > 0:
@@ -313,7 +315,7 @@ def _over_sequence(
     scale = bound.get("scale")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     way = Way(mesh, around, queries, keys, weights, scale, causal, rate, helping)
-    key = draw_key() if rate > 0 else None
+    key = draw_key(mesh) if rate > 0 else None
     found = ring(_four(q), _four(k), _four(v), _bias(mask, q), key, way)
     return found.view(*q.shape[:-1], found.shape[-1])
 

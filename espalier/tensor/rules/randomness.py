@@ -40,7 +40,8 @@ def dropped(x: torch.Tensor, placed: Placed, p: float, inplace: bool = False) ->
     if p == 1:
         kept, scale = x.new_zeros(x.shape, dtype=torch.bool), 1.0
     else:
-        kept, scale = uniform(placed.outs[0], draw_key(), torch.float32, x.device) >= p, 1 / (1 - p)
+        key = draw_key(placed.mesh)
+        kept, scale = uniform(placed.outs[0], key, torch.float32, x.device) >= p, 1 / (1 - p)
     return (x.mul_(kept) if inplace else x * kept).mul_(scale)
 
 
@@ -49,7 +50,7 @@ def keep_mask(placed: Placed, p: float, like: torch.Tensor) -> torch.Tensor:
     if p == 1:
         return torch.zeros_like(like)
     lay = placed.outs[0]
-    return (uniform(lay, draw_key(), torch.float32, like.device) >= p).to(like.dtype).div_(1 - p)
+    return (uniform(lay, draw_key(placed.mesh), torch.float32, like.device) >= p).to(like.dtype).div_(1 - p)
 
 
 def _features(placed: Placed) -> Placed:
@@ -98,7 +99,7 @@ def rrelu(
             return func(*args, **kwargs)
         low, high = bound.get("lower", 1 / 8), bound.get("upper", 1 / 3)
         func(x.new_empty(0), low, high, True)  # torch's own word on the slopes
-        drawn = uniform(placed.outs[0], draw_key(bound.get("generator")), x.dtype, x.device)
+        drawn = uniform(placed.outs[0], draw_key(placed.mesh, bound.get("generator")), x.dtype, x.device)
         slopes = torch.where(x.detach() <= 0, drawn * (high - low) + low, 1)
         return x * slopes
 
@@ -139,17 +140,17 @@ def _uniform(
     placed: Placed, x: torch.Tensor, a: float = 0.0, b: float = 1.0, *, generator: Any = None, **kw: Any
 ) -> torch.Tensor:
     a, b = kw.get("from", a), kw.get("to", b)
-    return uniform(placed.outs[0], draw_key(generator), x.dtype, x.device) * (b - a) + a
+    return uniform(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device) * (b - a) + a
 
 
 def _normal(
     placed: Placed, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
 ) -> torch.Tensor:
-    return normal(placed.outs[0], draw_key(generator), x.dtype, x.device) * std + mean
+    return normal(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device) * std + mean
 
 
 def _bernoulli(placed: Placed, x: torch.Tensor, p: Any = 0.5, *, generator: Any = None) -> torch.Tensor:
-    return uniform(placed.outs[0], draw_key(generator), torch.float32, x.device) < p
+    return uniform(placed.outs[0], draw_key(placed.mesh, generator), torch.float32, x.device) < p
 
 
 def _integers(
@@ -157,24 +158,24 @@ def _integers(
 ) -> torch.Tensor:
     if high is None:
         low, high = (0, low) if low else (0, 2**24 if x.is_floating_point() else torch.iinfo(x.dtype).max)
-    return integers(placed.outs[0], draw_key(generator), low, high, x.device)
+    return integers(placed.outs[0], draw_key(placed.mesh, generator), low, high, x.device)
 
 
 def _exponential(
     placed: Placed, x: torch.Tensor, lambd: float = 1.0, *, generator: Any = None
 ) -> torch.Tensor:
-    return -torch.log1p(-uniform(placed.outs[0], draw_key(generator), x.dtype, x.device)) / lambd
+    return -torch.log1p(-uniform(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device)) / lambd
 
 
 def _geometric(placed: Placed, x: torch.Tensor, p: float, *, generator: Any = None) -> torch.Tensor:
-    drawn = uniform(placed.outs[0], draw_key(generator), torch.float64, x.device)
+    drawn = uniform(placed.outs[0], draw_key(placed.mesh, generator), torch.float64, x.device)
     return torch.log1p(-drawn).div_(math.log1p(-p)).ceil_().clamp_min_(1)
 
 
 def _cauchy(
     placed: Placed, x: torch.Tensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None
 ) -> torch.Tensor:
-    drawn = uniform(placed.outs[0], draw_key(generator), x.dtype, x.device)
+    drawn = uniform(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device)
     return drawn.sub_(0.5).mul_(math.pi).tan_() * sigma + median
 
 
@@ -191,7 +192,7 @@ def _like(draw: Callable[..., torch.Tensor]) -> Callable[..., Spec]:
         def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
             x, generator = args[0], kwargs.get("generator")
             dtype, device = kwargs.get("dtype") or x.dtype, kwargs.get("device") or x.device
-            out = draw(placed.outs[0], draw_key(generator), dtype, torch.device(device))
+            out = draw(placed.outs[0], draw_key(placed.mesh, generator), dtype, torch.device(device))
             return out.requires_grad_(kwargs.get("requires_grad", False))
 
         return Spec([x.dims()], [x.dims()], [x.shape], run=run)
@@ -209,7 +210,7 @@ def randint_like(x: Operand, *bounds: Any, **kwargs: Any) -> Spec:
         given = bound_to(names, tuple(bounds), kwargs)
         low, high = given.get("low", 0), given["high"]
         device = torch.device(kwargs.get("device") or x.device)
-        drawn = integers(placed.outs[0], draw_key(kwargs.get("generator")), low, high, device)
+        drawn = integers(placed.outs[0], draw_key(placed.mesh, kwargs.get("generator")), low, high, device)
         return drawn.to(kwargs.get("dtype") or x.dtype).requires_grad_(kwargs.get("requires_grad", False))
 
     return Spec([x.dims()], [x.dims()], [x.shape], run=run)
@@ -230,7 +231,7 @@ def bernoulli(x: Operand, p: Any = None, *, generator: Any = None, out: Any = No
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         x, p = args[0], args[1] if len(args) > 1 else kwargs.get("p")
-        key = draw_key(kwargs.get("generator"))
+        key = draw_key(placed.mesh, kwargs.get("generator"))
         # torch's own word on what is given, from a generator that nobody else draws from
         aside = torch.Generator(x.device)
         func(*((x.new_empty(0), p) if p is not None else (x.detach(),)), generator=aside)
@@ -252,7 +253,7 @@ def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = No
         both = [x for x in (bound["mean"], bound["std"]) if isinstance(x, torch.Tensor)]
         mean, std = (x.detach() if isinstance(x, torch.Tensor) else x for x in (bound["mean"], bound["std"]))
         dtype = both[0].dtype
-        drawn = normal(placed.outs[0], draw_key(bound.get("generator")), dtype, both[0].device)
+        drawn = normal(placed.outs[0], draw_key(placed.mesh, bound.get("generator")), dtype, both[0].device)
         if (torch.as_tensor(std) < 0).any():
             raise RuntimeError("normal expects all elements of std >= 0.0")
         return _flat(drawn * std + mean, *both)
@@ -267,7 +268,7 @@ def poisson(input: Operand, generator: Any = None) -> Spec:
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         rate, generator = args[0].detach(), args[1] if len(args) > 1 else kwargs.get("generator")
-        key, wide = draw_key(generator), rate.double()
+        key, wide = draw_key(placed.mesh, generator), rate.double()
         few = rate[rate < 0] if looks(placed.mesh) else rate.reshape(-1)[:0]
         func(few[:1])  # torch's own word on it
         drawn = uniform(placed.outs[0], key, torch.float64, rate.device)
@@ -291,7 +292,7 @@ def multinomial(
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         bound = bound_to("input num_samples replacement", args, kwargs)
         x, count, again = bound["input"].detach(), bound["num_samples"], bound.get("replacement", False)
-        key, wide = draw_key(bound.get("generator")), x.double()
+        key, wide = draw_key(placed.mesh, bound.get("generator")), x.double()
         # torch's own word on the weights, from a generator that nobody else draws from
         func(x, count, again, generator=torch.Generator(x.device))
         if again:

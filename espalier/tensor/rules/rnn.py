@@ -37,7 +37,7 @@ def recurrent(
         drops = bound["dropout"] if bound["train"] else 0.0
         if not x.numel():
             for _ in range(layers - 1 if drops else 0):
-                draw_key()  # all ranks draw alike
+                draw_key(placed.mesh)  # all ranks draw alike
             given = (x, *([hx] if isinstance(hx, torch.Tensor) else hx), *params)
             return tuple(of_nothing(placed, *given, out=k) for k in range(1 + len(states)))
         if not drops or layers == 1:
