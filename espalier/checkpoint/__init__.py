@@ -17,7 +17,10 @@ from espalier.checkpoint.index import Index
 from espalier.checkpoint.pieces import Lying
 from espalier.checkpoint.reading import Checkpoint, open_any
 from espalier.checkpoint.saver import Saver
+from espalier.checkpoint.torch_dicts import install
 from espalier.checkpoint.values import encode
+
+install()
 
 __all__ = [
     "Checkpoint",

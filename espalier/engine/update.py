@@ -14,7 +14,7 @@ from torch.optim import optimizer as _base
 from espalier.engine.norm import scale_gradients
 from espalier.engine.runs import Runs
 from espalier.parallel.fused import fused
-from espalier.tensor import DTensor, lay_out
+from espalier.tensor import DTensor, lay_out, redistribute
 from espalier.tensor.deferred import make_values_real
 from espalier.tensor.stepping import ELEMENTWISE, on_locals, stamp_states
 
@@ -38,6 +38,8 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
 def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
     """States that the optimizer held before its parameters were laid out lie as these do.
 
+    So do, at the next update, those that others have made or loaded since.
+
     Raises:
         ValueError: one has no memory, and is on no tape.
     """
@@ -48,6 +50,31 @@ def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
             for name, x in state.items():
                 if isinstance(x, torch.Tensor) and x.ndim and x.shape == p.shape:
                     state[name] = lay_out(x, p._layout)
+    _meet_others_states(optimizer)
+    optimizer.register_load_state_dict_post_hook(_meet_others_states)
+
+
+def _meet_others_states(optimizer: torch.optim.Optimizer) -> None:
+    optimizer._has_others_states = True  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def _take_over(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> None:
+    """Bring states that others gave it to where those lie that an update makes.
+
+    Plain ones are whole, and the same on every rank: ``load_state_dict`` of what one process saved.
+    """
+    for p in parameters:
+        layout, state = p._layout.own, optimizer.state.get(p, {})
+        for name, x in state.items():
+            if not isinstance(x, torch.Tensor) or x.shape != layout.shape or not x.ndim:
+                continue
+            if type(x) is not DTensor:
+                state[name] = lay_out(x, layout, source=None)
+            elif x._layout.own is not layout:
+                state[name] = redistribute(x.detach(), layout)
+            if x.dtype is not p.dtype and torch.promote_types(x.dtype, p.dtype) is p.dtype:
+                state[name] = state[name].to(p.dtype)  # of a master, which torch takes for its parameter
 
 
 def update(
@@ -62,6 +89,8 @@ def update(
     """
     held = _held(optimizer)
     parameters = [p for p in held if type(p) is DTensor]
+    if optimizer.__dict__.pop("_has_others_states", False):
+        _take_over(optimizer, parameters)
     if type(optimizer) not in ELEMENTWISE:
         if factor is not None:
             scale_gradients(parameters, factor)

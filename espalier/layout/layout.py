@@ -215,10 +215,8 @@ class Layout:
         return twin
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "A Layout belongs to the processes of its mesh and cannot be pickled. "
-            "Save placements and shapes (layout.placements, layout.shape) instead."
-        )
+        own = self.own
+        return known_layout, (own.mesh, own.axes, own.cuts, tuple(own.shape))
 
     def __copy__(self) -> Layout:
         return self
@@ -240,6 +238,13 @@ class Layout:
 def any_alive() -> bool:
     """Whether there is any layout, and so may be a DTensor."""
     return bool(_interned)
+
+
+def known_layout(
+    mesh: Mesh, axes: Sequence[AxisState], cuts: Sequence[Sequence[int]], shape: Sequence[int]
+) -> Layout:
+    """The layout that a pickle names."""
+    return Layout.of(mesh, tuple(axes), tuple(map(tuple, cuts)), tuple(shape))
 
 
 def same_data(a: Layout, b: Layout) -> bool:

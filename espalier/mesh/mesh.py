@@ -380,6 +380,13 @@ class Mesh(TorchNames):
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self
 
+    def __reduce__(self) -> Any:
+        from espalier.mesh.parts import known_mesh
+
+        kind = "meta" if not self.is_member else self.device_type
+        words = tuple(sorted(self.words.items()))
+        return known_mesh, (self.names, self.shape, self.ranks, kind, self.is_dry, self.world_rank, words)
+
     def __repr__(self) -> str:
         axes = " × ".join(f"{name} {n}" for name, n in zip(self.names, self.shape, strict=True))
         if not self.is_member:

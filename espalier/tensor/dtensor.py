@@ -29,6 +29,13 @@ _shape = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _FORMATS = {(torch.channels_last, 4): (1, 3, 2, 0), (torch.channels_last_3d, 5): (1, 4, 3, 2, 0)}
 
 
+class _Absent:
+    """A name that a class does not have, though its base does."""
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError("a DTensor is handed out by __dlpack__ alone")
+
+
 def _getter(name: str) -> property:
     """An attribute that is the same for the local and the global tensor."""
     get = getattr(torch.Tensor, name).__get__
@@ -371,6 +378,10 @@ class DTensor(torch.Tensor):
         with raw():
             return plain(self.detach())
 
+    @_local_tensor.setter
+    def _local_tensor(self, part: torch.Tensor) -> None:
+        self.data = part
+
     def set_(self, *args: Any, **kwargs: Any) -> DTensor:
         """Refused: torch does not ask ``__torch_function__`` here, and other memory would have no layout."""
         if _intercepted():
@@ -395,9 +406,17 @@ class DTensor(torch.Tensor):
         """The global tensor as a NumPy array (a collective unless it is replicated)."""
         return self.full_tensor().numpy(force=force)
 
-    def __array__(self, dtype: Any = None) -> Any:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """As :meth:`numpy`, for ``numpy.asarray``; without a copy only where nothing is gathered."""
         array = self.full_tensor().detach().numpy()
-        return array if dtype is None else array.astype(dtype)
+        cast = dtype is not None and dtype != array.dtype
+        if copy is False and (cast or not self._layout.is_plain):
+            raise ValueError(f"An array of a DTensor ({self._layout.own!r}) cannot be made without a copy.")
+        if cast:
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    __dlpack_c_exchange_api__ = _Absent()  # it would go by the local tensor, and ask nobody
 
     def __bool__(self) -> bool:
         return bool(self.full_tensor())
@@ -444,10 +463,26 @@ class DTensor(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "A DTensor belongs to the processes of its mesh and cannot be pickled. "
-            "Save x.full_tensor() (or engine.full_state_dict()) instead."
-        )
+        from espalier.tensor.stored import reduced
+
+        return reduced(self)
+
+    # ---- for torch.distributed.checkpoint
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from espalier.tensor.stored import write_items
+
+        return write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from espalier.tensor.stored import chunk_list
+
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        from espalier.tensor.stored import shard
+
+        return shard(self)
 
 
 _requires_grad: Any = torch.Tensor.requires_grad

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.func
 import torch.utils.checkpoint
+import torch.utils.dlpack
 import torch.utils.hooks
 from torch._C import DisableTorchFunctionSubclass as raw
 from torch._functorch import eager_transforms, vmap
@@ -29,6 +30,7 @@ from espalier.comm.traced import recorders
 from espalier.tensor import flex, functions, library, stepping, transforms
 from espalier.tensor.dispatch import dispatch, tensors_in, unruled
 from espalier.tensor.dtensor import DTensor
+from espalier.tensor.memory import whole
 from espalier.tensor.modules import typed_conversion
 from espalier.tensor.rules.meta import seeded
 from espalier.tensor.seeding import drawing_alike, true_seeds
@@ -74,6 +76,11 @@ def install() -> None:
     setattr(
         torch.utils.checkpoint, name, functions.typed_recomputation(getattr(torch.utils.checkpoint, name))
     )
+    for module in (torch, torch.utils.dlpack):
+        if hasattr(module, "to_dlpack"):
+            setattr(module, "to_dlpack", _of_whole(module.to_dlpack))  # noqa: B010
+    rnn = torch.nn.RNNBase
+    rnn.flatten_parameters = _flattened(rnn.flatten_parameters)  # type: ignore[method-assign]
     for module, name in _DOORS:
         if hasattr(module, name):  # private, so it may go
             setattr(module, name, _closed(getattr(module, name)))
@@ -173,6 +180,25 @@ def _of_local(describe: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor
             return describe(x)
 
     return described
+
+
+def _of_whole(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(to_dlpack)
+    def handed_out(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return to_dlpack(whole(x, "to_dlpack") if type(x) is DTensor else x, *args, **kwargs)
+
+    return handed_out
+
+
+def _flattened(flatten: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``flatten_parameters``, which looks at addresses, and would write parameters anew, for cuDNN's sake."""
+
+    @functools.wraps(flatten)
+    def flatten_parameters(self: Any) -> None:
+        if not any(type(x) is DTensor for x in self._flat_weights):
+            flatten(self)
+
+    return flatten_parameters
 
 
 def _closed(door: Callable[..., Any]) -> Callable[..., Any]:

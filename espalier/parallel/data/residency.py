@@ -260,12 +260,14 @@ def _unseen() -> AbstractContextManager[object]:
 
 
 def _place(t: torch.Tensor) -> tuple[torch.device, int]:
-    return t.device, t.data_ptr() if t.device.type != "meta" else id(t)
+    with raw():
+        return t.device, t.data_ptr() if t.device.type != "meta" else id(t)
 
 
 def _mark(t: torch.Tensor) -> tuple[int, int]:
     """Changes when a tensor is written to, or is another."""
-    return t.data_ptr(), t._version
+    with raw():
+        return t.data_ptr(), t._version
 
 
 def choose(sizes: Sequence[int], ratio: float) -> list[bool]:

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from espalier.comm import move
 from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import R, is_partial
-from espalier.tensor import numbers
+from espalier.tensor import memory, numbers
 from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, stamp
 from espalier.tensor.rules.spec import Rules, bound_to, spellings
 from espalier.tensor.saved import saving_places
@@ -24,9 +24,9 @@ _plain_call = torch._C._disabled_torch_function_impl
 # the same for the local and the global tensor, or about storage
 _ASIDE = """
     requires_grad_ is_floating_point is_complex is_signed is_inference element_size get_device retain_grad
-    is_contiguous register_post_accumulate_grad_hook detach_ data_ptr untyped_storage storage_offset
-    is_set_to is_shared is_pinned is_conj is_neg is_distributed result_type is_coalesced
-    _is_view __hash__ __class__ dim_order _has_compatible_shallow_copy_type
+    is_contiguous register_post_accumulate_grad_hook detach_
+    is_set_to share_memory_ is_shared is_pinned is_conj is_neg is_distributed result_type is_coalesced
+    _is_view __hash__ __class__ __dlpack_device__ dim_order _has_compatible_shallow_copy_type
 """.split()
 
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
@@ -263,6 +263,14 @@ def register(rules: Rules) -> None:
     rules.add_special(torch.Tensor.data.__set__, set_data)  # type: ignore[attr-defined]
     for name in _NEW:
         rules.add_special(getattr(torch.Tensor, name), new)
+    for name in ("data_ptr", "const_data_ptr", "__dlpack__"):
+        for f in spellings(name):
+            rules.add_special(f, memory.address)
+    for name in ("untyped_storage", "storage", "_typed_storage"):
+        for f in spellings(name):
+            rules.add_special(f, memory.storage)
+    rules.add_special(torch.Tensor.storage_offset, memory.storage_offset)
+    rules.add_special(torch.Tensor.__cuda_array_interface__.__get__, memory.interface)
     rules.add_special(torch.Tensor.backward, backward)
     rules.add_special(torch.autograd.grad, gradients)
     rules.add_special(torch.Tensor.register_hook, register_hook)
