@@ -1,7 +1,7 @@
 """torch's helpers for state dicts, which know torch's own DTensor by its type, taught ours: once, at import.
 
 Those of ``torch.distributed.checkpoint.state_dict`` gather, send and offload what a dict holds, and
-``async_save`` copies it first. What torch's checkpoints themselves ask of a tensor: ``espalier.tensor.stored``.
+``async_save`` copies it first. What torch's checkpoints ask of a tensor itself: ``espalier.tensor.stored``.
 """
 
 from __future__ import annotations

@@ -69,10 +69,10 @@ def _take_over(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> N
         for name, x in state.items():
             if not isinstance(x, torch.Tensor) or x.shape != layout.shape or not x.ndim:
                 continue
-            if type(x) is not DTensor:
+            if not isinstance(x, DTensor):
                 state[name] = lay_out(x, layout, source=None)
             elif x._layout.own is not layout:
-                state[name] = redistribute(x.detach(), layout)
+                state[name] = redistribute(x, layout)
             if x.dtype is not p.dtype and torch.promote_types(x.dtype, p.dtype) is p.dtype:
                 state[name] = state[name].to(p.dtype)  # of a master, which torch takes for its parameter
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -70,7 +71,7 @@ def known_mesh(
     device_type: str,
     is_dry: bool,
     world_rank: int,
-    words: Sequence[Sequence[str]],
+    words: Sequence[tuple[str, str]],
 ) -> Mesh:
     """The mesh that a pickle names: one that there is, or that of the whole world, made now.
 
@@ -78,7 +79,7 @@ def known_mesh(
         ValueError: there is none, and making it takes ranks that don't know of it.
     """
     names, shape, ranks = tuple(names), tuple(shape), tuple(ranks)
-    told = {key: word for key, word in words}
+    told: dict[str, str] = dict(words)
     for mesh in _meshes():
         alike = (mesh.names, mesh.shape, mesh.ranks, mesh.is_dry) == (names, shape, ranks, is_dry)
         alike = alike and (mesh.device_type, dict(mesh.words)) == (device_type, told)
@@ -91,17 +92,15 @@ def known_mesh(
         return Mesh.from_env(axes, device_type).telling(**told)
     given = " × ".join(f"{name} {n}" for name, n in axes.items())
     raise ValueError(
-        f"What is loaded lies on the mesh {given} of the ranks {list(ranks)}, and there is none like it here. "
+        f"What is loaded lies on the mesh {given} of the ranks {list(ranks)}, and there is none like it. "
         "Make it first, on all ranks: Mesh.from_env(axes, ranks=...), or a part of a larger one by its name."
     )
 
 
 def _meshes() -> Iterator[Mesh]:
     """Those that there are, the one whose ``with`` block is open first."""
-    try:
+    with suppress(ValueError):
         yield as_mesh(None)
-    except ValueError:
-        pass
     yield from list(Mesh.known)
 
 

@@ -80,7 +80,7 @@ def install() -> None:
         if hasattr(module, "to_dlpack"):
             setattr(module, "to_dlpack", _of_whole(module.to_dlpack))  # noqa: B010
     rnn = torch.nn.RNNBase
-    rnn.flatten_parameters = _flattened(rnn.flatten_parameters)  # type: ignore[method-assign]
+    rnn.flatten_parameters = _flattened(rnn.flatten_parameters)  # type: ignore[method-assign, assignment]
     for module, name in _DOORS:
         if hasattr(module, name):  # private, so it may go
             setattr(module, name, _closed(getattr(module, name)))

@@ -102,8 +102,8 @@ def rebuilt(
     same = tuple(local.shape) == layout.local_shape and local_box(layout, coordinate) == local_box(layout)
     if not same or any(mesh.coordinate[a] != coordinate[a] for a in layout.partial):
         raise ValueError(
-            f"This is the part of {layout!r} that the rank at {coordinate} of the mesh holds; this rank is at "
-            f"{mesh.coordinate}. Let each rank load what it saved. What any layout can load: "
+            f"This is the part of {layout!r} that the rank at {coordinate} of the mesh holds; this rank is "
+            f"at {mesh.coordinate}. Let each rank load what it saved. What any layout can load: "
             "torch.distributed.checkpoint, or engine.save."
         )
     if not local.is_meta and local.device.type != mesh.device_type:
