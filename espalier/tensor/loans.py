@@ -106,7 +106,8 @@ def hand_out(x: torch.Tensor, alias: torch.Tensor) -> None:
 def written_mark(x: torch.Tensor) -> tuple[int, int, int]:
     """Changes when a tensor is written to, is given other data, or its data is handed out."""
     handed = x.__dict__.get("_handed_out")
-    return _version(x), _address(x), 0 if handed is None else handed.times
+    with raw():
+        return _version(x), _address(x), 0 if handed is None else handed.times
 
 
 def is_handed_out(x: torch.Tensor) -> bool:
