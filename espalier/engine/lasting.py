@@ -6,16 +6,18 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from espalier.checkpoint import CheckpointError, Saver
 from espalier.engine import weights
+from espalier.engine.loader import Loader
 from espalier.engine.scaling import LossScaler
 from espalier.engine.state import candidates, index_and_tree, named_values, opened, restore
 from espalier.engine.whole import gradients_of, state_of
@@ -37,12 +39,17 @@ class Lasting:
     _data: DataAxis | None
     _has_gradients: bool
     _saver: Saver | None = None
+    _loaders: tuple[Loader, ...] = ()
 
     if TYPE_CHECKING:  # the engine's
 
         def _laid_out(self) -> DataAxis: ...
 
         def zero_grad(self) -> None: ...
+
+        def batch_rows(self, size: int) -> slice: ...
+
+        def local_batch(self, rows: Any, size: int | None = None) -> Any: ...
 
     @property
     def _names(self) -> list[str]:
@@ -52,6 +59,50 @@ class Lasting:
     def _saves(self, name: str) -> bool:
         """Whether this rank has a share in saving a parameter of which it holds a part."""
         return True
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int = 1,
+        shuffle: bool = False,
+        *,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **options: Any,
+    ) -> Loader:
+        """Global batches of a dataset, of which each rank loads its rows; :meth:`save` knows where they stand.
+
+        Iterating gives an epoch's batches, as :meth:`local_batch` gives them: for a call of the engine,
+        :meth:`train_step` or the like. After :meth:`load` it goes on behind the last batch that was given
+        before the save, on any number of ranks. Make it before :meth:`load`; of several, in the same order.
+
+        Args:
+            dataset: has ``__len__`` and ``__getitem__``, the same on all ranks.
+            batch_size: rows of the global batch.
+            shuffle: draw the rows of each epoch in another order.
+            seed: of these orders.
+            drop_last: leave out what is left at an epoch's end; else it is a smaller batch.
+            collate_fn: makes a batch of a list of rows, as for torch's ``DataLoader``. What it makes on one rank
+                must fit what it makes on the others: pad to one length.
+            options: further ones of torch's ``DataLoader``, as ``num_workers``.
+
+        Raises:
+            ValueError: the dataset has no length, or ``options`` say how rows are drawn.
+        """
+        made = Loader(
+            self.local_batch,
+            self.batch_rows,
+            dataset,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            options=options,
+        )
+        self._loaders = (*self._loaders, made)
+        return made
 
     def save(
         self,
@@ -64,8 +115,8 @@ class Lasting:
     ) -> Path:
         """Save all that a run needs to go on, between two steps (a collective: every rank must call).
 
-        Model, optimizer, scaler, random state and :attr:`steps`, as any plan on any number of ranks can load
-        them. The checkpoint is visible once it is whole.
+        Model, optimizer, scaler, random state, :attr:`steps` and the position of each :meth:`loader`, as any
+        plan on any number of ranks can load them. The checkpoint is visible once it is whole.
 
         Args:
             directory: where the checkpoint's own folder, ``step-00000100``, is made.
@@ -123,6 +174,9 @@ class Lasting:
         self, directory: str | os.PathLike[str], *, model_only: bool = False, **extra: Any
     ) -> dict[str, Any]:
         """Go on where a checkpoint was saved, under any plan (a collective: every rank must call).
+
+        Data comes from where it did if it comes from a :meth:`loader`. Where a shuffled ``DataLoader`` of torch
+        stands is not known, of which a warning tells.
 
         Args:
             directory: a checkpoint, or a folder of them: then the newest whole one, and where that turns out

@@ -19,6 +19,7 @@ from espalier.checkpoint.sources import Source
 from espalier.comm.agreement import agree
 from espalier.comm.words import words_of_all
 from espalier.engine.conflicts import conflicts, is_value, raise_conflicts, state_tensors, states_of
+from espalier.engine.loader import restore_loaders
 from espalier.layout import Layout, Shard, local_box
 from espalier.layout.regions import Box
 from espalier.mesh import Mesh
@@ -204,6 +205,8 @@ def restore(
     values = checkpoint.values
     lines = conflicts(checkpoint, module, optimizer)
     lines += [f"it has no {name!r}" for name in extra if name not in values["extra"]]
+    positions = () if model_only else zip(engine._loaders, values.get("loaders") or (), strict=False)
+    lines += [line for loader, state in positions for line in loader.differences(state)]
     raise_conflicts(checkpoint, lines)
     loading = Loading(checkpoint, module, optimizer)
     loading.run(data, engine.optimizer)
@@ -226,6 +229,7 @@ def restore(
             engine.scaler.load_state_dict(values["scaler"])
         if optimizer is not None:
             set_options(optimizer, module, values["optimizer"]["groups"])
+        restore_loaders(engine._loaders, values.get("loaders"))
     for name, thing in extra.items():
         thing.load_state_dict(values["extra"][name])
     return dict(values["extra"])
@@ -372,6 +376,7 @@ def named_values(engine: Any) -> Iterator[tuple[str, Any]]:
     """What an engine itself counts."""
     yield "steps", engine.steps
     yield "scaler", None if engine.scaler is None else engine.scaler.state_dict()
+    yield "loaders", [loader.state_dict() for loader in engine._loaders]
 
 
 __all__ = ["Loading", "candidates", "index_and_tree", "opened", "restore", "set_options"]

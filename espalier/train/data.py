@@ -146,6 +146,7 @@ def prepare(job: Job, report: Callable[[str], None] = lambda message: None) -> T
         vocab_size=job.facts.vocab_size,
         max_bytes=job.data.max_bytes,
         val_fraction=job.data.val_fraction,
+        tokenizer=job.tokenizer,
         report=report,
     )
 
@@ -164,7 +165,7 @@ def training_batches(
         dtype: of images.
     """
     if text is not None:
-        return TextBatches(text.train, size, sequence, job.facts.labels, seed)
+        return TextBatches(text.train, size, sequence, job.facts.labels, seed, text.mask)
     return _random_batches(job, job.facts, size, sequence, seed, dtype)
 
 
@@ -178,6 +179,7 @@ def validation_batches(job: Job, text: Text | None, *, dtype: torch.dtype) -> Ba
             train.sequence,
             job.facts.labels,
             train.seed,
+            text.mask,
             spread=train.eval_batches,
         )
     other = train.seed + 2**32

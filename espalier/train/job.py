@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from tokenizers import Tokenizer
 
 from espalier.comm.verdict import Faults
 from espalier.models import nearest
@@ -20,6 +21,7 @@ from espalier.parallel import Plan, PlanError
 from espalier.train.mistakes import MISSING, JobError, Mistake, read_section, unknown_key
 from espalier.train.overrides import apply_overrides
 from espalier.train.specs import Facts, ModelSpec, read_model
+from espalier.train.text import mask_of
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -34,7 +36,7 @@ class Section(BaseModel):
 
 
 class TextData(Section):
-    """Text, cut into tokens by a byte-pair tokenizer trained on it.
+    """Text, cut into tokens.
 
     Attributes:
         source: "stdlib" for the source of Python's standard library, or a file or folder.
@@ -42,6 +44,9 @@ class TextData(Section):
         cache: folder for the prepared tokens.
         max_bytes: read no more than this many bytes of text.
         val_fraction: share of the text kept for validation.
+        tokenizer: a ``tokenizer.json``, or a folder that has one, as Hugging Face saves it; when left out that
+            beside the model's weights, or a byte-pair tokenizer that is trained on the text for a model that
+            begins with fresh ones.
     """
 
     kind: Literal["text"] = "text"
@@ -50,6 +55,7 @@ class TextData(Section):
     cache: str = ".espalier/data"
     max_bytes: Count | None = None
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    tokenizer: Annotated[str, Field(min_length=1)] | None = None
 
 
 class TokenData(Section):
@@ -319,6 +325,8 @@ class Job:
         faults = read_section("faults", FaultsSection, tables.get("faults", {}), found)
         plan = tables.get("plan", {})
         found.extend(_plan_mistakes(plan))
+        if model and isinstance(data, TextData):
+            found.extend(_tokenizer_mistakes(model.facts, data, tables["model"].get("weights")))
         if model and data and train and verify:
             found.extend(_fit_mistakes(model.facts, data, train, verify))
             found.extend(_micro_batch_mistakes(plan, train, verify))
@@ -354,6 +362,11 @@ class Job:
         return path
 
     @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer.json that cuts text into tokens; None: one is to be trained."""
+        return tokenizer_file(self.data, self.weights) if isinstance(self.data, TextData) else None
+
+    @property
     def clip(self) -> float | None:
         """Largest norm of the gradient; None for no limit."""
         return self.plan.get("clip") if self.train.clip is None else self.train.clip
@@ -371,6 +384,49 @@ def _read_data(values: Mapping[str, Any], mistakes: list[Mistake]) -> DataSectio
         mistakes.append(Mistake("data.kind", kind, f"expected one of {', '.join(choices)}"))
         return None
     return read_section("data", choices[kind], values, mistakes)
+
+
+def tokenizer_file(data: TextData, weights: str | None) -> Path | None:
+    """The tokenizer that a job names, or that lies beside its weights; it need not be there."""
+    if data.tokenizer is not None:
+        path = Path(data.tokenizer)
+        return path / "tokenizer.json" if path.is_dir() else path
+    if weights is None:
+        return None
+    path = Path(weights)
+    beside = (path if path.is_dir() else path.parent) / "tokenizer.json"
+    return beside if beside.is_file() else None
+
+
+def _tokenizer_mistakes(facts: Facts, data: TextData, weights: Any) -> list[Mistake]:
+    """What keeps the tokens of a text from meaning to the model what they meant to those who trained it."""
+    weights = weights if isinstance(weights, str) else None
+    path = tokenizer_file(data, weights)
+    asked = data.tokenizer if data.tokenizer is not None else MISSING
+    if path is None:
+        if weights is None:
+            return []
+        told = (
+            f"the numbers of a fresh tokenizer mean nothing to model.weights = {weights!r}: name the "
+            "tokenizer.json that they were trained with, or its folder (Hugging Face's "
+            "tokenizer.save_pretrained(folder) writes one)"
+        )
+        return [Mistake("data.tokenizer", MISSING, told)]
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:
+        told = f"expected a tokenizer.json, or a folder that has one: {path} cannot be read ({error})"
+        return [Mistake("data.tokenizer", asked, told)]
+    most = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if facts.vocab_size is not None and most > facts.vocab_size:
+        told = (
+            f"{path} has tokens up to number {most - 1}, but the model has a vocabulary of {facts.vocab_size}"
+        )
+        return [Mistake("data.tokenizer", asked, told)]
+    if facts.labels == "masked" and mask_of(tokenizer) is None:
+        told = f"this model is trained to fill in masked tokens, and {path} has none for that (as [MASK])"
+        return [Mistake("data.tokenizer", asked, told)]
+    return []
 
 
 def _optimizer_mistakes(section: OptimizerSection) -> list[Mistake]:

@@ -24,6 +24,9 @@ from tokenizers import __version__ as tokenizers_version
 END_OF_TEXT = "<|endoftext|>"
 MASK = "<|mask|>"
 _SPECIAL = (END_OF_TEXT, MASK)
+# what others call them
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_MASKS = (MASK, "[MASK]", "<mask>")
 _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _FORMAT = 1
 
@@ -51,8 +54,14 @@ class Text:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The byte-pair tokenizer that made the tokens."""
+        """The tokenizer that made the tokens."""
         return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+
+    @property
+    def mask(self) -> int:
+        """The token that hides others; 1 where there is none."""
+        found = mask_of(self.tokenizer)
+        return 1 if found is None else found
 
 
 def prepare_text(
@@ -63,6 +72,7 @@ def prepare_text(
     vocab_size: int,
     max_bytes: int | None,
     val_fraction: float,
+    tokenizer: Path | None = None,
     report: Callable[[str], None] = lambda message: None,
 ) -> Text:
     """Return the tokens of a text, made now or found in ``cache``.
@@ -71,16 +81,18 @@ def prepare_text(
         source: "stdlib", or a file or folder.
         pattern: which files of a folder are read.
         cache: folder for prepared texts.
-        vocab_size: largest number of tokens; at least 258 (256 bytes and 2 special ones).
+        vocab_size: largest number of tokens; where a tokenizer is trained at least 258 (256 bytes and 2
+            special ones).
         max_bytes: read whole files, in the order of their names, up to this size.
         val_fraction: share of the text, in whole files, kept for validation.
+        tokenizer: a file ``tokenizer.json``; None: one is trained on the text.
         report: told what takes time.
 
     Raises:
         ValueError: for a source without text or a vocabulary below 258.
     """
     smallest = 256 + len(_SPECIAL)
-    if vocab_size < smallest:
+    if tokenizer is None and vocab_size < smallest:
         raise ValueError(
             f"a byte-pair vocabulary needs at least {smallest} tokens (every byte and {len(_SPECIAL)} "
             f"special tokens), got model vocab_size = {vocab_size}"
@@ -90,7 +102,7 @@ def prepare_text(
     if not files:
         limit = "" if max_bytes is None else f" within data.max_bytes = {max_bytes}"
         raise ValueError(f"data.source = {source!r} has no text in files like {pattern!r}{limit}")
-    key = _key(files, vocab_size, val_fraction)
+    key = _key(files, vocab_size, val_fraction, tokenizer)
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / key
     found = _open(folder)
@@ -100,9 +112,10 @@ def prepare_text(
         found = _open(folder)
         if found:
             return found
-        report(f"preparing {size / 1e6:.1f} MB of text, {len(files)} files, with a tokenizer of {vocab_size}")
+        by = f"a tokenizer of {vocab_size}" if tokenizer is None else str(tokenizer)
+        report(f"preparing {size / 1e6:.1f} MB of text, {len(files)} files, with {by}")
         shutil.rmtree(folder, ignore_errors=True)
-        _write(folder, files, size, vocab_size, val_fraction)
+        _write(folder, files, size, vocab_size, val_fraction, tokenizer)
     made = _open(folder)
     if made is None:
         raise ValueError(f"the prepared text in {folder} cannot be read back; is the disk full?")
@@ -141,19 +154,36 @@ def _select(pairs: Iterable[tuple[str, Path]], max_bytes: int | None) -> list[Pa
     return chosen
 
 
-def _key(files: list[Path], vocab_size: int, val_fraction: float) -> str:
+def mask_of(tokenizer: Tokenizer) -> int | None:
+    """The token of a tokenizer that hides others; None if it has none."""
+    return _first_of(tokenizer, _MASKS)
+
+
+def _first_of(tokenizer: Tokenizer, names: Iterable[str]) -> int | None:
+    found = (tokenizer.token_to_id(name) for name in names)
+    return next((number for number in found if number is not None), None)
+
+
+def _key(files: list[Path], vocab_size: int, val_fraction: float, tokenizer: Path | None) -> str:
     options = [_FORMAT, tokenizers_version, vocab_size, val_fraction]
+    if tokenizer is not None:
+        options.append(hashlib.sha256(tokenizer.read_bytes()).hexdigest())
     stamp = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps([options, stamp]).encode()).hexdigest()[:16]
 
 
-def _write(folder: Path, files: list[Path], size: int, vocab_size: int, val_fraction: float) -> None:
+def _write(
+    folder: Path, files: list[Path], size: int, vocab_size: int, val_fraction: float, given: Path | None
+) -> None:
     texts = [path.read_text("utf-8", errors="replace") for path in files]
-    tokenizer = _train_tokenizer(texts, vocab_size)
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    tokenizer = _train_tokenizer(texts, vocab_size) if given is None else Tokenizer.from_file(str(given))
+    tokenizer.no_truncation()  # as a file may ask for
+    tokenizer.no_padding()
+    end = _first_of(tokenizer, _ENDS)
+    last = [] if end is None else [end]
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-    encodings = tokenizer.encode_batch_fast(texts)
-    train, val = _split([np.array([*e.ids, end], dtype) for e in encodings], val_fraction)
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    train, val = _split([np.array([*e.ids, *last], dtype) for e in encodings], val_fraction)
     temporary = folder.with_name(f".{folder.name}-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()

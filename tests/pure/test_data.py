@@ -202,3 +202,19 @@ def test_validation_covers_the_text():
 def test_too_short_a_text():
     with pytest.raises(ValueError, match="at least 11, but this part of it has 9"):
         TextBatches(np.arange(9, dtype=np.uint16), 2, 10, "next", seed=0)
+
+
+def test_a_given_tokenizer_cuts_the_text(source, tmp_path):
+    own = prepare(source, tmp_path / "first", vocab_size=280)
+    given = tmp_path / "tokenizer.json"
+    tokenizer = own.tokenizer
+    tokenizer.enable_truncation(3)  # as files that others save may say
+    tokenizer.save(str(given))
+    text = prepare(source, tmp_path / "cache", tokenizer=given, vocab_size=400)
+    assert text.tokenizer.get_vocab() == own.tokenizer.get_vocab()
+    assert np.array_equal(text.train, own.train) and text.mask == own.tokenizer.token_to_id("<|mask|>")
+    assert prepare(source, tmp_path / "cache", tokenizer=given, vocab_size=400).folder == text.folder
+    assert prepare(source, tmp_path / "cache", vocab_size=400).folder != text.folder
+    tokenizer.add_special_tokens(["[MASK]"])
+    tokenizer.save(str(given))
+    assert prepare(source, tmp_path / "cache", tokenizer=given, vocab_size=400).folder != text.folder

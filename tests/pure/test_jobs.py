@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 from espalier.train.build import build_model, build_optimizer, check_buildable, rate
 from espalier.train.job import Job, OptimizerSection
@@ -226,3 +227,44 @@ def test_schedule():
     assert rates[4] == 1.0 and rates[-1] == pytest.approx(0.1)
     assert all(a >= b for a, b in pairwise(rates[4:]))
     assert rate(OptimizerSection(), 7, 20) == 1.0
+
+
+def saved_tokenizer(folder, *special):
+    folder.mkdir(exist_ok=True)
+    tokenizer = Tokenizer(
+        models.WordLevel({f"word{i}": i for i in range(290)} | {"[UNK]": 290}, unk_token="[UNK]")
+    )
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_weights_want_the_tokenizer_that_they_were_trained_with(write, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    weights = f"model.weights={bare}"
+    told = mistakes(write(), weights)
+    assert "data.tokenizer" in told and "mean nothing to model.weights" in told and "save_pretrained" in told
+    assert Job.load(write(), [weights, 'data.kind="tokens"']).data.kind == "tokens"
+    given = saved_tokenizer(tmp_path / "given")
+    for path in (given, given / "tokenizer.json"):
+        assert Job.load(write(), [weights, f"data.tokenizer={path}"]).tokenizer == given / "tokenizer.json"
+    # that beside the weights is theirs, whether these are named by file or by folder
+    beside = saved_tokenizer(tmp_path / "beside")
+    for path in (beside, beside / "model.safetensors"):
+        assert Job.load(write(), [f"model.weights={path}"]).tokenizer == beside / "tokenizer.json"
+    assert Job.load(write()).tokenizer is None
+    assert Job.load(write(), [f"data.tokenizer={given}"]).tokenizer == given / "tokenizer.json"
+
+
+def test_tokenizers_that_do_not_fit(write, tmp_path):
+    assert "cannot be read" in mistakes(write(), f"data.tokenizer={tmp_path / 'none'}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "cannot be read" in mistakes(write(), f"data.tokenizer={tmp_path}")
+    given = f"data.tokenizer={saved_tokenizer(tmp_path / 'given')}"
+    told = mistakes(write(), given, "model.vocab_size=280")
+    assert "tokens up to number 290, but the model has a vocabulary of 280" in told
+    bert = GOOD.replace('"gpt"', '"bert"')
+    assert "fill in masked tokens" in mistakes(write(bert), given)
+    masked = saved_tokenizer(tmp_path / "masked", "[MASK]")
+    assert Job.load(write(bert), [f"data.tokenizer={masked}"]).tokenizer == masked / "tokenizer.json"
