@@ -71,7 +71,7 @@ class Lasting:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **options: Any,
     ) -> Loader:
-        """Global batches of a dataset, of which each rank loads its rows; :meth:`save` knows where they stand.
+        """Global batches of a dataset; each rank loads its rows, and :meth:`save` knows where they stand.
 
         Iterating gives an epoch's batches, as :meth:`local_batch` gives them: for a call of the engine,
         :meth:`train_step` or the like. After :meth:`load` it goes on behind the last batch that was given
@@ -83,8 +83,8 @@ class Lasting:
             shuffle: draw the rows of each epoch in another order.
             seed: of these orders.
             drop_last: leave out what is left at an epoch's end; else it is a smaller batch.
-            collate_fn: makes a batch of a list of rows, as for torch's ``DataLoader``. What it makes on one rank
-                must fit what it makes on the others: pad to one length.
+            collate_fn: makes a batch of a list of rows, as for torch's ``DataLoader``. What it makes on one
+                rank must fit what it makes on the others: pad to one length.
             options: further ones of torch's ``DataLoader``, as ``num_workers``.
 
         Raises:
@@ -175,8 +175,8 @@ class Lasting:
     ) -> dict[str, Any]:
         """Go on where a checkpoint was saved, under any plan (a collective: every rank must call).
 
-        Data comes from where it did if it comes from a :meth:`loader`. Where a shuffled ``DataLoader`` of torch
-        stands is not known, of which a warning tells.
+        Data goes on, too, if it comes from a :meth:`loader`. Where a shuffled ``DataLoader`` of torch stands
+        is not known, of which a warning tells.
 
         Args:
             directory: a checkpoint, or a folder of them: then the newest whole one, and where that turns out

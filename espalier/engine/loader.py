@@ -51,7 +51,7 @@ class Loader:
             raise ValueError(f"engine.loader draws the rows itself: leave out {', '.join(sorted(ours))}.")
         self.epoch = self.batch = 0
         self._take, self._rows, self._size = take, rows, batch_size
-        self._length = len(dataset)  # type: ignore[arg-type]
+        self._length = len(dataset)
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self._resumed = False
         probe: DataLoader[Any] = DataLoader(dataset, collate_fn=collate_fn)
