@@ -44,9 +44,9 @@ class TextData(Section):
         cache: folder for the prepared tokens.
         max_bytes: read no more than this many bytes of text.
         val_fraction: share of the text kept for validation.
-        tokenizer: a ``tokenizer.json``, or a folder that has one, as Hugging Face saves it; when left out that
-            beside the model's weights, or a byte-pair tokenizer that is trained on the text for a model that
-            begins with fresh ones.
+        tokenizer: a ``tokenizer.json``, or a folder that has one, as Hugging Face saves it; when left out
+            that beside the model's weights, or a byte-pair tokenizer that is trained on the text for a model
+            that begins with fresh ones.
     """
 
     kind: Literal["text"] = "text"

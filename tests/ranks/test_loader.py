@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,12 @@ def other_ways(rank: int, world: int, folder: str) -> None:
     )
     first = numbers(next(iter(mine)))
     whole = [numbers(b) for b in mine]
-    assert mine.epoch == 2 and sorted(sum(whole, [])) == list(range(ROWS)) and whole[0] != first
+    assert mine.epoch == 2 and sorted(itertools.chain(*whole)) == list(range(ROWS)) and whole[0] != first
     assert [len(b) for b in whole] == [5, 5, 5, 5, 2]
     by_workers = engine.loader(TensorDataset(torch.arange(ROWS)), 6, True, seed=1, num_workers=1)
     state = torch.get_rng_state()
     got = [espalier.full_tensor(b[0]).tolist() for b in by_workers]
-    assert sorted(sum(got, [])) == list(range(ROWS)) and torch.equal(torch.get_rng_state(), state)
+    assert sorted(itertools.chain(*got)) == list(range(ROWS)) and torch.equal(torch.get_rng_state(), state)
     again = engine.loader(TensorDataset(torch.arange(ROWS)), 6, True, seed=1)
     assert [espalier.full_tensor(b[0]).tolist() for b in again] == got
     with pytest.raises(ValueError, match="known length"):
@@ -136,7 +137,9 @@ PLANS = [(1, {"data": 1}), (2, {"data": 2}), (2, {"data": 2, "zero": 3})]
 
 def test_training_goes_on_where_it_was(ranks: Any, tmp_path: Path) -> None:
     whole = ranks(2, trained, "", {"data": 2}, "whole")[0]
-    assert [sorted(sum((b for b, _ in whole[i : i + 6]), [])) for i in (0, 6, 12)] == [list(range(ROWS))] * 3
+    assert [sorted(itertools.chain(*(b for b, _ in whole[i : i + 6]))) for i in (0, 6, 12)] == [
+        list(range(ROWS))
+    ] * 3
     assert whole[0][0] != whole[6][0], "each epoch has an order of its own"
     for i, (n, plan) in enumerate(PLANS):
         folder = str(tmp_path / str(i))

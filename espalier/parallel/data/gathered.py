@@ -206,7 +206,8 @@ class Gathered:
 
     def _marks_now(self) -> _Marks:
         uncut = list(map(written_mark, self._uncut))
-        return _Marks(self._times, list(map(_version, self._ps)), list(map(_address, self._ps)), uncut)
+        with raw():
+            return _Marks(self._times, list(map(_version, self._ps)), list(map(_address, self._ps)), uncut)
 
     def _keep_written(self) -> None:
         """Let this rank's pieces have what was written to the whole parameters: the same on all ranks."""
