@@ -72,6 +72,7 @@ def on_wholes(cls: type[Function]) -> Apply:
     twin = cls.__dict__.get("_twin")
     if twin is None:
         names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        names["espalier"] = True  # what it is given is as it should be
         saving = "setup_context" if cls.setup_context is not Function.setup_context else "forward"
         for name in ("forward", "setup_context", "backward", "vjp", "jvp"):
             if getattr(cls, name) is not getattr(Function, name):

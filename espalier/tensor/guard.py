@@ -27,6 +27,7 @@ from torch.overrides import handle_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from espalier.comm.traced import recorders
+from espalier.layout import any_alive
 from espalier.tensor import flex, functions, library, stepping, transforms
 from espalier.tensor.dispatch import dispatch, tensors_in, unruled
 from espalier.tensor.dtensor import DTensor
@@ -56,6 +57,9 @@ def install() -> None:
         for a in args:
             if type(a) is DTensor and not getattr(cls, "espalier", False):
                 return _typed(original, cls, args, kwargs, a)
+        if any_alive() and not getattr(cls, "espalier", False) and any(map(callable, args)):
+            # a module, say, whose parameters are DTensors
+            return functions.on_wholes(cls)(*args, **kwargs)
         if recorders():
             return handle_torch_function(cls.apply, (), *args, **kwargs)
         return original(cls, *args, **kwargs)

@@ -216,6 +216,13 @@ def around_modules(rank: int, world: int) -> None:
             for _ in range(2):
                 (Reversed.apply(given * 2, module) * given).square().sum().backward()
     torch.testing.assert_close(inputs[1].grad.full_tensor(), inputs[0].grad)  # type: ignore[union-attr]
+    # a plain tensor, the same on all ranks, and a module whose parameters are DTensors
+    alone = x.clone().requires_grad_(), x.clone().requires_grad_()
+    for module, given in zip((whole, laid), alone, strict=True):
+        out = Reversed.apply(given, module)
+        assert type(out) is torch.Tensor
+        out.square().sum().backward()
+    torch.testing.assert_close(alone[1].grad, alone[0].grad)
     for a, b in zip(laid.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(a.grad.full_tensor(), b.grad)  # type: ignore[union-attr]
 
