@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +85,34 @@ def test_inference_leaves_the_model_as_it_was() -> None:
     infer(model, batch, 2)
     assert model.training and torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def saved_by_hugging_face(rank: int, world: int, folder: str) -> None:
+    import transformers as hf
+
+    for i, (plan, whole) in enumerate(
+        [({"data": world}, True), ({"data": world, "zero": 3}, False), ({"tensor": world}, False)]
+    ):
+        torch.manual_seed(0)
+        net, batch = small("llama")
+        rows = {name: x.repeat(4, 1) for name, x in batch.items()}
+        engine = espalier.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), plan)
+        engine.train_step(rows)
+        wanted = engine.full_state_dict()
+        path = f"{folder}/{i}"
+        if rank == 0 and whole:
+            net.save_pretrained(path)
+        elif rank == 0:  # it asks alone: nothing may be gathered, and nothing written
+            with pytest.raises(ValueError, match=r"engine\.export.*full_state_dict"):
+                net.save_pretrained(path)
+            assert not list(Path(path).glob("*.safetensors"))
+            net.save_pretrained(path, state_dict=dict(wanted))
+        if rank == 0:
+            again = hf.LlamaForCausalLM.from_pretrained(path).state_dict()
+            assert sorted(again) == sorted(wanted)
+            assert all(torch.equal(x, wanted[name]) for name, x in again.items())
+
+
+@pytest.mark.world(2)
+def test_save_pretrained_writes_right_or_nothing(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, saved_by_hugging_face, str(tmp_path))
