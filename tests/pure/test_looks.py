@@ -1,0 +1,168 @@
+"""Looks at a model beforehand: at copies, which leave no traces, or in words why not."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import espalier
+from espalier.parallel.pipeline.record import SplitError
+from espalier.parallel.pipeline.split import split
+from espalier.parallel.tensor.infer import InferenceWarning, infer
+from espalier.tensor.apart import Apart, apart
+
+CALLS: list[int] = []
+KNOWN: dict[str, Any] = {"generator": torch.Generator().manual_seed(1), "numpy": np.random.default_rng(1)}
+TOTAL = 0
+
+
+def counted(x: torch.Tensor) -> torch.Tensor:
+    """A function of the user's own that a forward calls."""
+    global TOTAL
+    TOTAL += 1
+    CALLS.append(TOTAL)
+    KNOWN["last"] = x
+    torch.rand((), generator=KNOWN["generator"])
+    KNOWN["numpy"].random()
+    return x
+
+
+class Net(nn.Module):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+        self.half = self.teacher.weight.detach()[:4]  # a view
+        self.hidden = [nn.Linear(8, 8)]
+        self.nested = {"calls": [0]}
+        self.generator = torch.Generator().manual_seed(2)
+        self.note = lambda x: (self.nested["calls"].append(1), x)[1]
+        self.computed = self.up.weight * 2  # no leaf
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Net.calls += 1
+        x.add_(1)
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.5)
+            self.teacher.bias.data = self.teacher.bias.data + 1
+            self.hidden[0].weight.zero_()
+            self.half.add_(1)
+        random.random()
+        np.random.rand()  # noqa: NPY002
+        torch.rand(2)
+        torch.rand(2, generator=self.generator)
+        return self.note(counted(x + self.down(torch.relu(self.up(x))))).sum()
+
+
+def traces(net: Net, x: torch.Tensor, seen: list[int]) -> list[Any]:
+    python = copy.deepcopy((CALLS, TOTAL, Net.calls, list(KNOWN), seen, net.nested, random.getstate()))
+    state = [net.generator, KNOWN["generator"]]
+    numpy = KNOWN["numpy"].bit_generator.state, np.random.get_state()[2]  # noqa: NPY002
+    tensors = [*net.state_dict().values(), net.half, net.hidden[0].weight, x, torch.get_rng_state()]
+    return [python, numpy, [t.detach().tolist() for t in (*tensors, *(g.get_state() for g in state))]]
+
+
+def test_a_look_leaves_no_traces() -> None:
+    net, x, seen = Net(), torch.ones(2, 8), []
+    net.register_forward_hook(lambda *_: seen.append(1))
+    net.up.register_forward_pre_hook(lambda *_, log=seen: log.append(2))
+    before = traces(net, x, seen)
+    assert infer(net, x, 2)
+    assert traces(net, x, seen) == before
+    net(x)
+    assert [CALLS, TOTAL, Net.calls, seen, net.nested] == [[1], 1, 1, [2, 1], {"calls": [0, 1]}]
+    assert traces(net, x, seen) != before
+
+
+def test_a_copy_has_memory_of_its_own_once_it_is_written_to() -> None:
+    net = Net()
+    shared: Any = torch._C._is_cow_tensor  # type: ignore[attr-defined]
+    with apart(net, torch.ones(2, 8)) as twin:
+        twin.module(twin.given)
+        assert shared(net.up.weight)
+        assert not shared(twin.module.teacher.weight)
+        assert twin.module.half.data_ptr() == twin.module.teacher.weight.data_ptr()
+        kept = twin.module.up.weight
+    assert kept.numel() == 0
+    assert not any(shared(p) for p in net.parameters())  # or ZeRO could not empty their storages
+    twin = Apart(net)
+    assert twin.original(twin.module.hidden[0]) is net.hidden[0]
+    assert twin.module.computed.is_leaf
+
+
+class Locked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.layers[1].lock = threading.Lock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](x)).sum()
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    net = Locked()
+    with pytest.warns(InferenceWarning, match=r"layers\.1\.lock \(lock\).*layouts="):
+        assert infer(net, torch.ones(1, 8), 2) == []
+    with pytest.raises(SplitError, match=r"layers\.1\.lock.*__deepcopy__"):
+        split(net, 2, torch.ones(1, 8))
+    with torch.device("meta"):
+        dry, rows = Locked(), torch.ones(4, 8)
+    with pytest.warns(UserWarning, match=r"layers\.1\.lock.*lays out the model itself"):
+        espalier.dry_run(dry, {"data": 2}, rows)
+
+
+def test_dry_runs_leave_a_model_as_it_was() -> None:
+    with torch.device("meta"):
+        net, rows = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), torch.ones(4, 8)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+
+    net.forward = lambda x, own=net.forward: own(x).sum()  # type: ignore[method-assign]
+    reports = [
+        espalier.dry_run(net, plan, rows, optimizer=optimizer) for plan in ({"data": 2}, {"tensor": 2}) * 2
+    ]
+    assert str(reports[0]) == str(reports[2])
+    assert str(reports[1]) == str(reports[3])
+    assert reports[0].state_bytes > 0
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["fused"] is True
+    tables = [espalier.explain_layouts(net, {"tensor": 2}, rows) for _ in range(2)]
+    assert str(tables[0]) == str(tables[1])
+    assert all(type(p) is nn.Parameter for p in net.parameters())
+
+
+def test_a_module_that_torch_compiles_runs_as_it_is_written() -> None:
+    made = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made.append(graph)
+        return graph
+
+    inner = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    inner[0].compile(backend=backend)
+    net = torch.compile(inner, backend=backend)
+    plan = {"data": 1}
+    with pytest.warns(UserWarning, match=r"torch\.compile.*espalier\.compile"):
+        engine = espalier.initialize(
+            net, torch.optim.SGD(net.parameters()), plan, loss_fn=lambda out, _: out.sum()
+        )
+    engine.train_step((torch.ones(4, 8), torch.ones(4)))
+    assert infer(inner, torch.ones(1, 8), 2)
+    assert not made
+
+
+def test_load_before_the_first_batch_says_what_to_pass() -> None:
+    net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    mesh = espalier.Mesh.dry({"data": 1, "tensor": 2})
+    engine = espalier.initialize(net, None, {"tensor": 2}, mesh=mesh)
+    with pytest.raises(ValueError, match=r"example=batch.*lay_out\(batch\)"):
+        engine.load("nowhere")
