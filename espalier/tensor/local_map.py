@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from espalier.comm import collectives as door
 from espalier.comm import move
+from espalier.comm.traced import recorders
 from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.layout.layout import R
 from espalier.mesh import Mesh
@@ -80,7 +82,12 @@ def local_map(
         differ = _differing(mesh, layouts, outs)
         entered = [_entered(x, g, differ) for x, g in zip(placed, grads, strict=True)]
         named = [_entered(x, None, differ) for x in flat_kwargs]
+        local = _Local([*entered, *named], layouts) if differ else None
+        if local is not None:
+            entered, named = local.inputs[: len(entered)], local.inputs[len(entered) :]
         out = call(*pytree.tree_unflatten(entered, tree), **pytree.tree_unflatten(named, kwargs_tree))
+        if local is not None:
+            out = pytree.tree_map(local.leaving, out)
         return _left(out, mesh, outs, layouts)
 
     return wrapped
@@ -133,6 +140,63 @@ def _entered(x: Any, grads: Any, differ: list[int]) -> Any:
     varied = [a for a in differ if own.axes[a] == R]
     with raw():
         return plain(move(x, own, own.with_varied(varied)))
+
+
+class _Local:
+    """What ranks do between the edges of a call, each its own: the graphs of all have the same edges.
+
+    A backward pass that reaches the call reaches all its inputs, on every rank. So what hangs on that, the
+    order of collectives above all, is the same on all. To an input that a rank has not used goes no gradient.
+
+    Attributes:
+        inputs: the local inputs.
+    """
+
+    def __init__(self, inputs: list[Any], layouts: Sequence[Layout]) -> None:
+        self.inputs, self._first = list(inputs), None
+        at = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if at and torch.is_grad_enabled() and forward_ad._current_level < 0 and not recorders():
+            for i, x in zip(at, _enter(*(inputs[i] for i in at)), strict=True):
+                self.inputs[i] = x
+            self._first = self.inputs[at[0]]
+        self._has_nothing = any(0 in layout.local_shape and 0 not in layout.shape for layout in layouts)
+
+    def leaving(self, x: Any) -> Any:
+        """An output, behind all inputs; one that needs no gradient is left alone, but of nothing."""
+        if self._first is None or not isinstance(x, torch.Tensor):
+            return x
+        may_need = x.is_floating_point() or x.is_complex()
+        return _leave(x, self._first) if x.requires_grad or (self._has_nothing and may_need) else x
+
+
+class _Enter(torch.autograd.Function):
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return grads
+
+
+class _Leave(torch.autograd.Function):
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return grad, None
+
+
+_enter: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Enter).apply
+_leave: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Leave).apply
 
 
 def _left(out: Any, mesh: Mesh, outs: tuple[Any, ...], inputs: list[Layout]) -> Any:

@@ -57,12 +57,44 @@ class Turns(nn.Module):
         return F.cross_entropy(self.out(x), ids % 3)
 
 
+class Local(nn.Module):
+    """Each rank sends its rows to experts by itself: one that has no rows there has no gradient for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(9, 6), nn.Linear(6, 3)
+        self.first, self.experts, self.last = (
+            nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(n)) for n in (2, 4, 2)
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.first:
+            x = torch.tanh(layer(x))
+        call: Any = self.send
+        if isinstance(x, espalier.DTensor):
+            call = espalier.local_map(self.send, out_placements=x.placements)
+        x = x + call(x, ids, *[expert.weight for expert in self.experts])
+        for layer in self.last:
+            x = torch.tanh(layer(x))
+        return F.cross_entropy(self.out(x), ids % 3)
+
+    @staticmethod
+    def send(x: torch.Tensor, ids: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, weight in enumerate(weights):
+            rows = (ids % 4 == i).nonzero().squeeze(-1)
+            if rows.numel():
+                y = y.index_add(0, rows, x[rows] @ weight)
+        return y
+
+
 def routed(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", espalier.GatherWarning)  # of shapes that hang on values
         for plan in plans:
             torch.manual_seed(0)
-            for net in (Experts("add"), Experts("all"), Experts("where"), Turns()):
+            for net in (Experts("add"), Experts("all"), Experts("where"), Turns(), Local()):
                 exact(net.double(), {"data": world, **plan}, steps=4)
 
 

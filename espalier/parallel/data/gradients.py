@@ -64,7 +64,7 @@ class Gradients:
         self.reduced = False
         self._dtype, self._on_sent, self._shelf, self._in_place = dtype, on_sent, shelf, in_place
         self._sending = True
-        self._next = 0
+        self._next, self._blank = 0, False  # whose turn it is; whether something came without values
         self._flying: deque[tuple[Chunk, torch.Tensor, Summing]] = deque()
         self._spreading: deque[tuple[Chunk, Pending]] = deque()
         self._parts: dict[int, list[torch.Tensor]] = {}
@@ -110,7 +110,7 @@ class Gradients:
                     self._reopen(chunk, i, m)
         self.reduced = False
         self._sending = last or self.stage.addends == "S"
-        self._next = 0
+        self._next, self._blank = 0, False
         if self._came:
             self._came.clear()
         for chunk in self.chunks:
@@ -141,6 +141,7 @@ class Gradients:
     def _come(self, number: int, p: torch.Tensor) -> None:
         chunk = self._numbered[number]
         chunk.came.append(p)
+        self._blank = self._blank or _grad.__get__(p) is None
         if self._came is not None and self._sending:
             self._came.append(id(p))
         if len(chunk.came) < len(chunk.members) or not self._sending:
@@ -352,7 +353,7 @@ class Gradients:
 
     def _used(self) -> dict[int, bool] | None:
         """For each parameter, whether a rank has a gradient for it; None where this one has them all."""
-        if self.mesh.is_dry or not any(chunk.missing for chunk in self.chunks):
+        if self.mesh.is_dry or not (self._blank or any(chunk.missing for chunk in self.chunks)):
             return None
         found: dict[int, bool] = {}
         for over, last in self._last.items():

@@ -96,8 +96,9 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, p: torch.Tensor, member: Member) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return carry_out(plain(p.detach()), member.shard, member.full)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         return grad, None
