@@ -98,8 +98,8 @@ class Accumulation:
         """The values of a forward pass that :meth:`counted` looks at."""
         return Followed(self._watcher, _is_marked, mean_on_one_rank) if self._count is None else None
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add a micro-batch's gradients.
+    def check(self) -> None:
+        """Before a micro-batch's backward pass.
 
         Raises:
             ValueError: it is one too many, or it is not one micro-batch's loss.
@@ -114,6 +114,9 @@ class Accumulation:
                 f"With Plan(accumulate={self.size}) each engine.backward(loss) must follow one "
                 f"engine(batch), whose loss it is; {len(self._pending)} were called. Evaluate under no_grad."
             )
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add a micro-batch's gradients."""
         (number,) = self._pending
         weight = self.weigh(loss, number)
         self._pending.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,13 +16,16 @@ from espalier.comm.watch import Pulse
 from espalier.engine import tables
 from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches, loss_of
+from espalier.engine.given import GivenBatches
 from espalier.engine.lasting import Lasting
 from espalier.engine.live import Watch, watch
 from espalier.engine.norm import Norm, clip_of, scale_gradients, share_of
+from espalier.engine.passes import Passes, bind
 from espalier.engine.predict import called, entered, generate, plain_output
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.runs import Runs
 from espalier.engine.scaling import LossScaler
+from espalier.engine.seen import SeenGradients
 from espalier.engine.spikes import Guard
 from espalier.engine.tables import Memory, Order, Traffic
 from espalier.engine.update import forget_gradients, lay_out_states, update
@@ -74,16 +77,20 @@ class Engine(Lasting):
         self.max_grad_norm = clip_of(plan, max_grad_norm)
         self.grad_norm: torch.Tensor | None = None
         self.loss: torch.Tensor | None = None
+        self._given: torch.Tensor | None = None  # of the last call
         self._loss_fn, self._arranged = loss_fn, arranged
         self._recomputed, self._policy = chosen(module, plan), recompute_policy
         self._data: DataAxis | None = None
         self.arrangement: Arrangement | None = None
         self.steps = 0
-        self._syncing, self._has_gradients = True, False
+        self._syncing, self._has_gradients, self._finishes = True, False, True
+        self._is_within = False  # accumulate()
         self._watch: Watch | None = None
         # that of this rank's stages, in a pipeline: what one batch's tensors lie on
         self._here = at(mesh, "pipe", mesh.coordinate[0]) if plan.pipe > 1 else mesh
         self._batches = Batches(self._here, plan)
+        # a stage may do with a part of the batch
+        self._given_batches = GivenBatches(mesh, mesh.coordinate[0] if plan.pipe > 1 else 0, plan.pipe)
         self._evaluation = Accumulation(plan.accumulate, count, self._here, self._batches.axes)
         self._accumulation = self._evaluation if plan.accumulate > 1 else None
         precision = plan.precision
@@ -92,6 +99,11 @@ class Engine(Lasting):
         self._traffic, self._counts = Traffic(mesh), Ahead()
         self.pulse = Pulse(Faults())
         self._runs = Runs()
+        self._passes = Passes(self._begin_backward, self._end_backward, self._refuse_backward)
+        self.is_stepping = False
+        self._seen = SeenGradients(module, plan)
+        if optimizer is not None:
+            bind(optimizer, self)
         self.guard: Guard | None = None
         self._judged: torch.Tensor | None = None
         share_random_state(mesh)
@@ -105,6 +117,11 @@ class Engine(Lasting):
             return
         self.arrangement = found
         self._data = lay_out_model(self.module, found, self._here, self.plan, self.optimizer)
+        torch.clear_autocast_cache()  # the user's may hold parameters, cast, from when they were whole
+        if self._accumulation is not None:
+            self._seen.watch(m.p for m in self._data.members)
+        if self.plan.pipe == 1:
+            self._data.gradients.announce(self._passes.come_late)
         recompute(self.module, self._recomputed, self.plan.recompute_inputs, self._policy)
         if self.optimizer is not None:
             with self._data.updating(exchange=False):
@@ -218,9 +235,20 @@ class Engine(Lasting):
         """As a call, but the loss may still be Partial: :meth:`step` adds :attr:`loss` up with the norm."""
         if torch.is_grad_enabled() and self.optimizer is not None:
             self._traffic.begin()
-        if self._accumulation is None:
-            return self._forward(batch)
-        return self._accumulation.forward(batch, self._forward)
+            self._given_batches.note(batch)
+        of_step = self._accumulation
+        loss = self._forward(batch) if of_step is None else of_step.forward(batch, self._forward)
+        if loss.requires_grad:
+            self.follow(loss)
+            self._given = loss.detach()
+        return loss
+
+    def follow(self, x: torch.Tensor) -> None:
+        """Let a backward pass through a tensor, made of this engine's model, be one of the engine's.
+
+        As through the loss that a call gives: whoever calls ``backward``, gradients are finished after it.
+        """
+        self._passes.follow(x)
 
     def evaluate(self, parts: Iterable[Any]) -> torch.Tensor:
         """The loss of several batches as one, without gradients: a plain scalar, the same on every rank.
@@ -280,12 +308,21 @@ class Engine(Lasting):
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of the loss; their reduction over the data axis goes on meanwhile.
 
-        With ``Plan(accumulate=k)`` only the k-th since the last step reduces them, where the stage allows it.
+        After it every ``p.grad`` is the gradient of the whole batch, times :attr:`scale`, and what there was
+        before is added to. ``loss.backward()`` does the same, where neither :attr:`scale` nor ``accumulate``
+        ask for more. With ``Plan(accumulate=k)`` only the k-th since the last step reduces gradients, where
+        the stage allows it.
+
+        Raises:
+            ValueError: there was no batch yet; or, with ``accumulate``, it is not one micro-batch's loss.
         """
-        assert self._data is not None, "call the engine on a batch first"
-        of_step, self._has_gradients = self._accumulation, True
-        self._data.gradients.begin(self._syncing and (of_step is None or of_step.done == of_step.size - 1))
-        with self._watch or nullcontext(), self._casts or nullcontext():
+        of_step = self._accumulation
+        if self._data is None:
+            raise ValueError("There is no loss to go back from: call loss = engine(batch) first.")
+        if of_step is not None:
+            of_step.check()
+            self._check_kept(of_step)
+        with self._watch or nullcontext(), self._casts or nullcontext(), self._passes.open():
             if self.scaler is not None:
                 self.scaler.scaled(loss)
             if of_step is None:
@@ -294,7 +331,54 @@ class Engine(Lasting):
             else:
                 of_step.backward(loss)
                 self.loss = of_step.loss
-            self._data.end_backward()
+
+    def _check_kept(self, of_step: Accumulation) -> None:
+        """See that the gradients of a step's micro-batches so far are there."""
+        if of_step.done and not self._is_within and all(p.grad is None for p in self.module.parameters()):
+            raise ValueError(
+                f"zero_grad() after {of_step.done} of Plan(accumulate={of_step.size}) micro-batches has "
+                "dropped their gradients. Leave it out: engine.step() drops them when it has updated. To "
+                "begin anew, call engine.zero_grad()."
+            )
+
+    def _begin_backward(self) -> None:
+        of_step = self._accumulation
+        assert self._data is not None
+        is_last = of_step is None or of_step.done == of_step.size - 1
+        self._data.gradients.begin(self._syncing and is_last)
+        self._finishes = self._syncing and is_last
+
+    def _end_backward(self, asked: bool) -> None:
+        assert self._data is not None
+        if not asked:
+            if self._data.gradients.is_idle:
+                self._data.end_step()  # torch.autograd.grad, or a pass of others: no gradients are added
+                return
+            self.loss = self._given
+        self._has_gradients = True
+        self._data.end_backward()
+        if self._is_within and self._accumulation is not None:
+            return  # what is under way may be so until the step
+        if self._finishes:
+            self.finish_gradients()
+        else:
+            self._data.gradients.show()
+
+    def _refuse_backward(self) -> None:
+        """A loss goes back without the engine's being asked.
+
+        Raises:
+            ValueError: it must be.
+        """
+        if self.scaler is not None:
+            reason = f"in {self.plan.precision} the engine scales the loss"
+        elif self._accumulation is not None:
+            reason = f"with Plan(accumulate={self._accumulation.size}) the engine weighs micro-batches"
+        elif self._casts is not None or (self._watch is not None and self.mesh.device_type != "cuda"):
+            reason = "here the engine looks at the backward pass"
+        else:
+            return
+        raise ValueError(f"loss.backward(): {reason}. Write engine.backward(loss) in its place.")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -308,13 +392,20 @@ class Engine(Lasting):
     def finish_gradients(self) -> None:
         """Wait until every ``p.grad`` is the gradient of the whole batch, times :attr:`scale`.
 
-        With ``Plan(accumulate=k)`` that batch ends here, if fewer than k micro-batches are left.
+        After :meth:`no_sync`; or with ``Plan(accumulate=k)``, whose batch ends here if fewer than k
+        micro-batches are left.
         """
-        assert self._data is not None, "call the engine on a batch first"
+        if self._data is None or not self._may_step():
+            raise ValueError(
+                "engine.finish_gradients(): there are no gradients. Call loss = engine(batch) and "
+                "engine.backward(loss) first."
+            )
+        self._seen.admit()
         self._data.gradients.finish()
         factor = None if self._accumulation is None else self._accumulation.factor()
         if factor is not None:
             scale_gradients([p for p in self.module.parameters() if isinstance(p, DTensor)], factor)
+        self._seen.note()
 
     def step(self) -> bool:
         """Finish the gradients, clip, update, and forget the gradients.
@@ -322,21 +413,62 @@ class Engine(Lasting):
         In float16 nothing is updated if a gradient of any rank has overflowed: then :attr:`scale` falls.
         Nor is it where the :attr:`guard` skips the step.
 
+        ``optimizer.step()`` does the same, and leaves gradients for ``zero_grad()`` to drop, where they don't
+        stand in the parameters' memory and ``accumulate`` is 1.
+
         Returns:
             whether it updated. With ``Plan(accumulate=k)`` it does so after every k-th backward, or after
             :meth:`finish_gradients`, and nothing else.
 
         Raises:
-            ValueError: there is no optimizer.
+            ValueError: there is no optimizer, or no gradient.
             FloatingPointError: gradients overflow at the lowest scale allowed.
             SpikeError: the :attr:`guard` does not let the step be made; nothing was updated.
         """
         if self.optimizer is None:
             raise ValueError("This engine has no optimizer: pass one to initialize(model, optimizer, ...).")
+        if not self._may_step():
+            raise ValueError(
+                "engine.step(): there are no gradients since the last step. Call loss = engine(batch) and "
+                "engine.backward(loss) first."
+            )
         of_step = self._accumulation
         if of_step is not None and not of_step.complete:
             return False
+        return self._step(self.optimizer)
+
+    def _may_step(self) -> bool:
+        """Whether there are gradients: of a backward pass, or given by hand."""
+        return self._has_gradients or any(p.grad is not None for p in self.module.parameters())
+
+    def _holds_gradients(self) -> bool:
+        """Whether a step is begun: nobody has dropped its gradients."""
+        if self._has_gradients and not self._seen.is_barred:
+            return any(p.grad is not None for p in self.module.parameters())
+        return self._has_gradients
+
+    def step_in_loop(self) -> bool:
+        """A step that the program has asked the optimizer for; False: there is nothing to update.
+
+        Raises:
+            ValueError: see :meth:`step`; the micro-batches of a step are not all there.
+        """
+        of_step = self._accumulation
+        if self.optimizer is None or self._data is None or not self._may_step():
+            return False
+        if of_step is not None and not of_step.complete:
+            raise ValueError(
+                f"optimizer.step() after {of_step.done} of Plan(accumulate={of_step.size}) micro-batches. "
+                "Write engine.step() in its place, after each: it updates after the last one, says so, and "
+                "drops the gradients then. Or call engine.finish_gradients() first, if the batch ends here."
+            )
+        self._step(self.optimizer, keep=of_step is None and self.plan.gradients != "in-place")
+        return True
+
+    def _step(self, optimizer: torch.optim.Optimizer, keep: bool = False) -> bool:
+        """:meth:`step`; gradients stay if they are to be kept."""
         assert self._data is not None
+        self._seen.check()
         counted = self._finished()
         wait, given = self._start_norm(counted)
         if self.scaler is not None:
@@ -349,7 +481,7 @@ class Engine(Lasting):
                 self.grad_norm = self.grad_norm * factor
             return self.grad_norm
 
-        finite = True
+        finite = self.is_stepping = True
         if self.guard is not None:
             self.guard.told = ""
         if self.scaler is not None:
@@ -366,13 +498,18 @@ class Engine(Lasting):
                 if finite:
                     self.wait_staged()
                     runs = self._runs if self._data.streaming is None else None
-                    self._data.update(self.optimizer, partial(update, factor=factor, runs=runs))
-                    if self._watch is not None and self._watch.fit(self._data, self.optimizer):
+                    self._data.update(optimizer, partial(update, factor=factor, runs=runs), keep)
+                    if self._watch is not None and self._watch.fit(self._data, optimizer):
                         self._watch = None
             arrived()
         finally:
-            forget_gradients(self.optimizer)
-            self._forget()
+            self.is_stepping = False
+            self._has_gradients = False
+            if keep:
+                self._data.gradients.settle()
+            else:
+                forget_gradients(optimizer)
+                self._forget()
             self._traffic.end()
         self.steps += 1
         self.pulse.step = self.steps + 1
@@ -381,6 +518,7 @@ class Engine(Lasting):
     def _finished(self) -> dict[str, torch.Tensor]:
         """Of each gradient, finished, what this rank counts in the norm."""
         assert self._data is not None
+        self._seen.admit()
         self._data.gradients.finish()
         return self._data.counted()
 
@@ -389,8 +527,10 @@ class Engine(Lasting):
     ) -> tuple[Callable[[], tuple[torch.Tensor, torch.Tensor | None]], Callable[[], Any]]:
         """What gives norm and loss, when they are there, and what gives the gradients' factor."""
         factor = None if self._accumulation is None else self._accumulation.factor()
-        told = () if self.guard is None or self.loss is None else (share_of(self.loss, self.mesh),)
-        norm = Norm(list(counted.values()), self.loss, self.mesh, told)
+        told = [] if self.guard is None or self.loss is None else [share_of(self.loss, self.mesh)]
+        given = self._given_batches.shares()
+        norm = Norm(list(counted.values()), self.loss, self.mesh, [*told, *given])
+        self._compare(norm.more()[len(told) :] if given else ())
 
         def wait() -> tuple[torch.Tensor, torch.Tensor | None]:
             if told:  # one number for all ranks, where each has a loss of its own that should be equal
@@ -399,6 +539,19 @@ class Engine(Lasting):
 
         return wait, lambda: factor
 
+    def _compare(self, sums: Sequence[torch.Tensor]) -> None:
+        """See that ranks were given the same batches, by what they say of them.
+
+        Raises:
+            ValueError: on all ranks; there are no gradients then.
+        """
+        if sums:
+            try:
+                self._given_batches.check(sums)
+            except ValueError:
+                self.zero_grad()
+                raise
+
     def _admitted(self, guard: Guard, norm: torch.Tensor, counted: Mapping[str, torch.Tensor]) -> bool:
         loss = self.loss if self._judged is None else self._judged
         value = 0.0 if loss is None else float(loss)
@@ -406,9 +559,10 @@ class Engine(Lasting):
 
     def zero_grad(self) -> None:
         """Forget the gradients, and the micro-batches that made them."""
-        assert self._data is not None, "call the engine on a batch first"
+        self._seen.forget()
         self.module.zero_grad(set_to_none=True)
-        self._forget()
+        if self._data is not None:
+            self._forget()
         self._traffic.end(done=False)
 
     def _forget(self) -> None:
@@ -417,6 +571,7 @@ class Engine(Lasting):
         if self._accumulation is not None:
             self._accumulation.reset()
         self._has_gradients = False
+        self._seen.forget()
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Forward, backward, step, on the batch's rows in ``Plan.accumulate`` micro-batches.
@@ -435,15 +590,22 @@ class Engine(Lasting):
         Args:
             parts: what :meth:`cut` gives, or of each of the :meth:`micro_batches` the :meth:`local_batch`.
             phase: is told when a ``"forward"`` and when a ``"backward"`` begins.
+
+        With ``Plan(accumulate=...)`` ``p.grad`` can be read after :meth:`finish_gradients`.
         """
-        for part in parts:
-            phase("forward")
-            loss = self.forward(part)
-            phase("backward")
-            self.backward(loss)
-            del loss
+        self._is_within = True
+        try:
+            for part in parts:
+                phase("forward")
+                loss = self.forward(part)
+                phase("backward")
+                self.backward(loss)
+                del loss
+        finally:
+            self._is_within = False
         if self._accumulation is not None:
             self._accumulation.closed = True
+            self._seen.bar()
 
     def masters(self) -> list[torch.Tensor]:
         """The float32 masters on this rank, in flat buffers; none where parameters are not cast."""

@@ -51,6 +51,8 @@ class Lasting:
 
         def local_batch(self, rows: Any, size: int | None = None) -> Any: ...
 
+        def _holds_gradients(self) -> bool: ...
+
     @property
     def _names(self) -> list[str]:
         """The parameters'."""
@@ -139,7 +141,7 @@ class Lasting:
         """
         if self.mesh.is_dry:
             raise ValueError("A dry mesh holds no values: there is nothing to save.")
-        if self._has_gradients:
+        if self._holds_gradients():
             raise ValueError("There are gradients, which no checkpoint holds: save after engine.step().")
         data, given = self._laid_out(), dict(named_values(self))
         if self._saver is None:

@@ -111,15 +111,19 @@ class PipelineEngine(Engine):
         assert self._data is not None
         if self.optimizer is not None:
             self._traffic.begin()
+            for part in parts:
+                self._given_batches.note(part)
         work = Step(self, parts, phase, counts=len(parts) > 1)
         for part in self._data.gradients.parts:
             part.hold()
         self._told, self._weighed, self._is_finished = None, len(parts) > 1, False
+        self._seen.admit()
         self._has_gradients = True
         self._run(work, self.stages.schedule(len(parts)))
         self._data.end_step()
         of_step.closed = True
         self.loss = of_step.loss
+        self._seen.bar()
 
     def _saves(self, name: str) -> bool:
         return self.stages.homes.get(name, 0) == self.mesh.coordinate[self._axis]
@@ -150,6 +154,7 @@ class PipelineEngine(Engine):
 
     def _finished(self) -> dict[str, torch.Tensor]:
         assert self._data is not None
+        self._seen.admit()
         if not self._is_finished:
             self._is_finished = True
             self._data.gradients.finish()
@@ -161,10 +166,12 @@ class PipelineEngine(Engine):
         self, counted: Mapping[str, torch.Tensor]
     ) -> tuple[Callable[[], tuple[torch.Tensor, torch.Tensor | None]], Callable[[], Any]]:
         told = self._told
-        norm = Norm(list(counted.values()), None, self.mesh, () if told else self._shares())
+        shares, given = [] if told else self._shares(), self._given_batches.shares()
+        norm = Norm(list(counted.values()), None, self.mesh, [*shares, *given])
+        self._compare(norm.more()[len(shares) :] if given else ())
 
         def factor() -> Any:
-            return None if told else self._heard(norm.more())
+            return None if told else self._heard(norm.more()[: len(shares)])
 
         def wait() -> tuple[torch.Tensor, torch.Tensor | None]:
             factor()
@@ -179,6 +186,7 @@ class PipelineEngine(Engine):
             factor = self._heard(sum_whole(torch.stack(self._shares()), self.mesh).unbind())
             if factor is not None:
                 scale_gradients([p for p in self.module.parameters() if isinstance(p, DTensor)], factor)
+        self._seen.note()
 
     # ---- what the last stage knows
 

@@ -20,6 +20,7 @@ from espalier.engine.spikes import Guard, Spikes
 from espalier.engine.update import refuse_closures
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
+from espalier.mesh.parts import with_axes
 from espalier.parallel import Plan
 from espalier.tensor.apart import run_as_written
 from espalier.tensor.caller import user_frame
@@ -50,7 +51,8 @@ def initialize(
         model: written for one device; ``model(**batch)``, ``model(*batch)`` or ``model(batch)`` is called.
         optimizer: built on ``model.parameters()``; None to evaluate only.
         plan: a :class:`Plan` or a dict of its arguments; by default all ranks on the data axis.
-        mesh: where to lay it; by default the running world (torchrun's environment).
+        mesh: where to lay it; by default the running world (torchrun's environment). It may leave out
+            those of the plan's axes that have one rank.
         loss_fn: ``loss_fn(output, batch)``, or, where the batch is a pair ``(inputs, targets)``,
             ``loss_fn(model(inputs), targets)``; by default the output's ``loss``, or the output itself.
         layouts: name patterns of modules to ``"column"``, ``"row"``, ``"vocab"`` or ``"whole"`` on the
@@ -72,10 +74,11 @@ def initialize(
         ValueError: mesh and plan differ, a parameter of the optimizer is not the model's, ...
     """
     plan = _plan(plan)
-    on = as_mesh(mesh) if mesh is not None else Mesh.from_env(plan.axes)
-    if dict(zip(on.names, on.shape, strict=True)) != plan.axes:
+    given = as_mesh(mesh) if mesh is not None else Mesh.from_env(plan.axes)
+    on = with_axes(given, plan.axes)
+    if on is None:
         raise ValueError(
-            f"The mesh is {on!r} but the plan asks for {plan}. Build the mesh from plan.axes, "
+            f"The mesh is {given!r} but the plan asks for {plan}. Build the mesh from plan.axes, "
             "or leave mesh= out."
         )
     on = on.telling(**plan.words)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -111,4 +111,27 @@ def _is_usable(mesh: Mesh, world_rank: int) -> bool:
     return all(n == 1 or group is not None for n, group in zip(mesh.shape, mesh._groups, strict=True))
 
 
-__all__ = ["at", "joined", "known_mesh"]
+def with_axes(mesh: Mesh, axes: Mapping[str, int]) -> Mesh | None:
+    """A mesh with these axes over the same ranks: axes of one rank come and go; None if others differ.
+
+    The two share ledgers. All ranks must ask for the same, in one order: process groups may be made.
+    """
+    has = dict(zip(mesh.names, mesh.shape, strict=True))
+    if has == dict(axes):
+        return mesh
+    wide, wanted = ({name: n for name, n in of.items() if n > 1} for of in (has, axes))
+    if wide != wanted:
+        return None
+    if list(wide) != list(wanted):  # the ranks go on lying as they do
+        axes = {**wide, **axes}
+    if mesh.is_dry:
+        found = Mesh.dry(axes, device_type=mesh.device_type, ranks=mesh.ranks, world_rank=mesh.world_rank)
+    elif mesh.size() == 1 and not dist.is_initialized():
+        found = Mesh.single(tuple(axes), mesh.device_type)
+    else:
+        found = Mesh.from_env(axes, mesh.device_type, ranks=mesh.ranks)
+    found.ledgers = mesh.ledgers
+    return found
+
+
+__all__ = ["at", "joined", "known_mesh", "with_axes"]

@@ -161,12 +161,18 @@ class DTensor(torch.Tensor):
         """The gradient, a DTensor; Partial along axes on which a reduction is still to come.
 
         One that was reduced to shards of a replicated parameter (ZeRO-1 and 2) lies otherwise than it.
+
+        Raises:
+            RuntimeError: it is not finished, and cannot be known yet.
         """
+        unfinished = self.__dict__.get("_unfinished")
+        if unfinished:
+            raise RuntimeError(unfinished[0])
         grad = _plain_call(_grad.__get__, (), (self,), {})
         if grad is None:
             return self.__dict__.get("_reduced")
         if type(grad) is not DTensor:
-            stamp(grad, gradient_layout(self._layout))
+            stamp(grad, _known(gradient_layout(self._layout)))
         return grad
 
     @grad.setter
@@ -178,14 +184,15 @@ class DTensor(torch.Tensor):
                 self._reduced = stamp(move(value.detach(), own, reduced._layout), reduced._layout)
             return
         if value is not None:
-            wanted = gradient_layout(self._layout)
+            before = _plain_call(_grad.__get__, (), (self,), {})
+            wanted = before._layout if type(before) is DTensor else _known(gradient_layout(self._layout))
             given = layout_of(value, self._layout.mesh)
             if given.shape != wanted.shape:
                 raise ValueError(
                     f"The gradient given has the global shape {list(given.shape)}, its tensor "
                     f"{list(wanted.shape)}; they must be equal."
                 )
-            if given is not gradient_layout(self._layout) and given is not self._layout:
+            if given is not wanted and given is not self._layout:
                 with raw():
                     value = stamp(move(value.detach(), given, wanted), wanted)
         _plain_call(_grad.__set__, (), (self, value), {})
@@ -483,6 +490,14 @@ class DTensor(torch.Tensor):
         from espalier.tensor.stored import shard
 
         return shard(self)
+
+
+def _known(layout: Layout) -> Layout:
+    """A gradient's layout where nothing is left to sum along axes of one rank."""
+    for axis in layout.partial:
+        if layout.mesh.shape[axis] == 1:
+            layout = layout.with_axis(axis, "R")
+    return layout
 
 
 _requires_grad: Any = torch.Tensor.requires_grad

@@ -137,7 +137,9 @@ def by_budget(rank: int, world: int, folder: str, zero: int) -> None:
         assert data is not None
         fit = data.fit
         data.fit = lambda peak, optimizer, to=peaks, fit=fit: (to.append(peak), fit(peak, optimizer))[1]
-        losses = [engine.train_step(batch(4, step)).item() for step in range(6)]
+        told = pytest.warns(UserWarning, match="1e-09 cannot be met: with all states")
+        with told if budget == 1e-9 else nullcontext():
+            losses = [engine.train_step(batch(4, step)).item() for step in range(6)]
         expected = expected or losses
         assert losses == expected
         held = [chunk for chunk in data.chunks if "states" in chunk.places]

@@ -83,6 +83,7 @@ class DataAxis:
         chunks = [chunk for _, chunk in used] if cut else self.chunks
         self._shelf = self._place(chunks, plan.offload)
         self.masters = Masters(self.chunks, pieces=self.stage.states == "S")
+        self._keeps = False  # gradients, in the step under way
         self._in_place = InPlace(self.masters) if plan.gradients == "in-place" else None
         self.streaming = self._streamed()
         if self.streaming is not None and optimizer is not None:
@@ -278,14 +279,15 @@ class DataAxis:
             yield
 
     @contextmanager
-    def updating(self, *, exchange: bool = True) -> Iterator[None]:
+    def updating(self, *, exchange: bool = True, keep: bool = False) -> Iterator[None]:
         """While open, each trained parameter is what the optimizer is to update here, with its gradient.
 
         That is the parameter, its master, or this rank's piece of either; a master's gradient is float32.
-        After it, all ranks compute with what was updated, if there was an ``exchange``.
+        After it, all ranks compute with what was updated, if there was an ``exchange``; and parameters have
+        their gradients again, if these are to be kept.
         """
         self._settle()
-        with self._opened(self.chunks):
+        with self._opened(self.chunks, keep):
             yield
         if exchange:
             self._exchange()
@@ -301,18 +303,22 @@ class DataAxis:
         if self.streaming is not None:
             self.streaming.place(optimizer)
 
-    def update(self, optimizer: torch.optim.Optimizer, step: Step) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, step: Step, keep: bool = False) -> None:
         """One step of the optimizer, by ``step(optimizer)`` where nothing is off the device.
+
+        Args:
+            keep: gradients stay (not those in the parameters' memory).
 
         Raises:
             DiskError: see :meth:`Streaming.agree`.
         """
         if self.streaming is None:
-            with self.updating():
+            with self.updating(keep=keep):
                 step(optimizer)
             return
         self._settle()
-        with self._opened([chunk for chunk in self.chunks if not chunk.has_turn]):
+        self._keeps = keep
+        with self._opened([chunk for chunk in self.chunks if not chunk.has_turn], keep):
             self.streaming.update(optimizer, step)
         self._exchange()
         self.streaming.agree()
@@ -326,9 +332,11 @@ class DataAxis:
             (chunk.home,) = self._shelf.take(f"parameters-{chunk.number}", home_of(chunk), on_host=on_host)
             show_pieces(chunk, chunk.home)
         take_over(chunk)
-        with self._opened([chunk]):
+        with self._opened([chunk], self._keeps):
             yield
-        if "gradients" in chunk.places:
+        if self._keeps:
+            self.gradients.leave(chunk)
+        elif "gradients" in chunk.places:
             chunk.gradient = None
         if chunk.lent:
             assert self._in_place is not None
@@ -349,9 +357,10 @@ class DataAxis:
             self._shelf.put(f"parameters-{chunk.number}", [chunk.home], chunk.places["parameters"], away)
 
     @contextmanager
-    def _opened(self, chunks: Sequence[Chunk]) -> Iterator[None]:
+    def _opened(self, chunks: Sequence[Chunk], keep: bool = False) -> Iterator[None]:
         """While open, the parameters of chunks are what the optimizer updates, with its gradients."""
         chunks = [c for c in chunks if self.stage.states == "S" or c.master is not None]
+        kept = [_gradients(chunk) for chunk in chunks] if keep else []
         grads = [self._take_gradients(chunk) for chunk in chunks]
         if self._copied:
             for chunk in chunks:
@@ -368,6 +377,8 @@ class DataAxis:
                 with raw():
                     for m in (m for chunk in chunks for m in chunk.members):
                         _grad.__set__(m.p, None)
+        for give_back in kept:
+            give_back()
 
     def _cut_out(self, chunk: Chunk) -> None:
         """Find this rank's pieces of whole parameters; copies of small ones, one after the other."""
@@ -481,6 +492,23 @@ def _own(axes: tuple[int, ...], full: Layout, mesh: Mesh) -> tuple[tuple[int, ..
     copies = [a for a in own if mesh.names[a] == "replicate"]
     more = [a for a in full.varied if a not in axes and mesh.shape[a] > 1]
     return (*copies, *more), Lane.along(mesh, [a for a in own if a not in copies])
+
+
+def _gradients(chunk: Chunk) -> Callable[[], None]:
+    """What gives a chunk's parameters the gradients again that they have now."""
+    flat = chunk.gradient
+    with raw():
+        held = [(m.p, m.p.__dict__.get("_reduced"), _grad.__get__(m.p)) for m in chunk.members]
+
+    def give_back() -> None:
+        chunk.gradient = flat
+        with raw():
+            for p, reduced, grad in held:
+                _grad.__set__(p, grad)
+                if reduced is not None:
+                    p._reduced = reduced  # type: ignore[attr-defined]
+
+    return give_back
 
 
 def _is_summed(chunk: Chunk, mesh: Mesh) -> bool:

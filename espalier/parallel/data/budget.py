@@ -8,6 +8,7 @@ memory manager Gemini of Colossal-AI).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,6 +21,7 @@ from espalier.parallel.data.gathered import home_of, show_pieces
 from espalier.parallel.data.streaming import Away, Streaming
 from espalier.parallel.offload import Offload, Place
 from espalier.tensor import plain
+from espalier.tensor.caller import user_frame
 
 
 class Budget:
@@ -67,6 +69,8 @@ class Budget:
         else:
             excess, *sizes = agreed.tolist()
         self.is_settled = self._tried and excess <= 0
+        if excess > 0 and not self._kept:
+            self._tell(peak)
         full: set[str] = set()
         for (chunk, kind), size in zip(choice, sizes, strict=True):
             if not self._tried and excess + size > 0:
@@ -83,6 +87,19 @@ class Budget:
             self.is_settled = True
         self._tried = True
         self._streaming.away = [Away(c) for c in self._chunks["states"] if c.has_turn]
+
+    def _tell(self, peak: int) -> None:
+        """Say that the budget cannot be met: all is away that may be away."""
+        here = [kind for kind, of in self._chunks.items() if any(kind not in c.places for c in of)]
+        more = f" Let {' and '.join(here)} be off the device too." if here else ""
+        away = " and ".join(self._places)
+        warnings.warn(
+            f"offload.budget_gigabytes = {self._bytes / 1e9:g} cannot be met: with all {away} away, a step "
+            f"takes {peak / 1e9:.3g} GB of the device's memory at its peak on this rank. Training goes on."
+            f"{more} What is left are activations (recompute, fewer rows or a larger accumulate, more "
+            "ranks) and chunks under way (chunk_megabytes, prefetch_megabytes).",
+            stacklevel=user_frame()[0],
+        )
 
     def _keep(self, chunk: Chunk, kind: str, optimizer: torch.optim.Optimizer) -> None:
         shelf, key = self._streaming.shelf, f"{kind}-{chunk.number}"

@@ -63,8 +63,10 @@ class Gradients:
         self.chunks = list(chunks)
         self.reduced = False
         self._dtype, self._on_sent, self._shelf, self._in_place = dtype, on_sent, shelf, in_place
-        self._sending = True
+        self._sending, self._is_begun, self._is_open, self._is_shown = True, False, False, False
         self._next, self._blank = 0, False  # whose turn it is; whether something came without values
+        self.unannounced: Callable[[bool], None] | None = None
+        self._had: set[int] = set()  # parameters with a gradient when this pass began
         self._flying: deque[tuple[Chunk, torch.Tensor, Summing]] = deque()
         self._spreading: deque[tuple[Chunk, Pending]] = deque()
         self._parts: dict[int, list[torch.Tensor]] = {}
@@ -94,21 +96,27 @@ class Gradients:
 
     def hold(self) -> None:
         """Before the backward passes of a step: what gets gradients before :meth:`begin` waits for it."""
-        self._sending = False
+        self._sending, self._is_begun, self._is_open = False, True, True
 
     def begin(self, last: bool) -> None:
         """Before a backward pass; ``last`` of those that make one gradient.
+
+        What ``p.grad`` shows, finished or not, is added to.
 
         Raises:
             RuntimeError: gradients that are finished stand where it would need parameters.
         """
         if self._in_place is not None:
             self._in_place.check("Call one of them before the next backward pass")
-        if self.reduced:
+        self._had.clear()
+        with raw():
             for chunk in self.chunks:
-                for i, m in enumerate(chunk.members):
-                    self._reopen(chunk, i, m)
-        self.reduced = False
+                for m in chunk.members:
+                    self._add_to(m)
+                if self.reduced or self._is_shown:
+                    self._reopen(chunk)
+        self.reduced = self._is_shown = False
+        self._is_begun = self._is_open = True
         self._sending = last or self.stage.addends == "S"
         self._next, self._blank = 0, False
         if self._came:
@@ -116,29 +124,49 @@ class Gradients:
         for chunk in self.chunks:
             chunk.came.clear()
 
-    def _reopen(self, chunk: Chunk, i: int, m: Member) -> None:
-        """What is finished becomes an addend again."""
-        grad = m.p.grad
-        with raw():
-            if self.stage.gradients == "R":
-                if grad is not None:
-                    own = plain(grad)
-                    if any(self.mesh.coordinate[a] for a in (*m.outer, *m.lane.axes)):
-                        own.zero_()
-                    _grad.__set__(m.p, stamp(own, gradient_layout(m.full)))
-                return
-            piece = chunk.pieces(chunk.gradient)[i] if chunk.gradient is not None else None
-            if piece is None:
-                return
-            if grad is None:
+    def _add_to(self, m: Member) -> None:
+        """A gradient that is the same on several ranks becomes an addend: that of one of them."""
+        grad = _grad.__get__(m.p)
+        if grad is None:
+            return
+        self._had.add(id(m.p))
+        if self._is_same(m):
+            if any(self.mesh.coordinate[a] for a in (*m.outer, *m.lane.axes)):
+                plain(grad).zero_()
+            stamp(grad, gradient_layout(m.full))
+
+    def _is_same(self, m: Member) -> bool:
+        """Whether a parameter has a gradient, or a piece of it, that is no addend: finished, or by hand."""
+        grad = _grad.__get__(m.p)
+        if type(grad) is not DTensor:
+            return "_reduced" in m.p.__dict__
+        return not any(is_partial(grad._layout.axes[a]) for a in (*m.outer, *m.lane.axes))
+
+    def _reopen(self, chunk: Chunk) -> None:
+        """This rank's pieces of gradients become addends again, with what others have made of them."""
+        shown = [m.p.__dict__.pop("_reduced", None) for m in chunk.members]
+        if all(grad is None for grad in shown):
+            chunk.gradient = None  # there are none, or somebody has dropped them
+            return
+        extra = self._extra(chunk)
+        if chunk.gradient is None or chunk.gradient.numel() != chunk.size + extra:
+            chunk.gradient = chunk.flat(self._dtype or chunk.dtype, extra)
+        if self.mesh.is_dry:
+            return
+        chunk.gradient[chunk.size :].zero_()
+        for m, piece, grad in zip(chunk.members, chunk.pieces(chunk.gradient), shown, strict=True):
+            if grad is not None:
+                self._had.add(id(m.p))
+            if grad is None or (self.reduced and any(self.mesh.coordinate[a] for a in m.outer)):
                 piece.zero_()
             elif plain(grad).data_ptr() != piece.data_ptr():
                 piece.copy_(plain(grad))
-            if any(self.mesh.coordinate[a] for a in m.outer):
-                piece.zero_()
-            m.p.grad = None
 
     def _come(self, number: int, p: torch.Tensor) -> None:
+        if not self._is_open and self.unannounced is not None:
+            with raw():
+                is_finished = any(self._is_same(m) for chunk in self.chunks for m in chunk.members)
+            self.unannounced(is_finished)
         chunk = self._numbered[number]
         chunk.came.append(p)
         self._blank = self._blank or _grad.__get__(p) is None
@@ -154,6 +182,24 @@ class Gradients:
         if self._sending:
             while self._next < len(self.chunks):
                 self._send(self.chunks[self._next])
+        self._is_open = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the backward pass that has begun has brought nothing, and there is nothing to hand back."""
+        return not self._had and not any(chunk.came or chunk.gradient is not None for chunk in self.chunks)
+
+    def show(self) -> None:
+        """After a backward pass that is not the last: let ``p.grad`` be what there is so far."""
+        if self.stage.addends != "S" or self._is_shown or self.reduced or self._in_place is not None:
+            return
+        while self._flying:
+            self._land()
+        if self._shelf is not None:
+            self._shelf.settle()
+        with raw():
+            self._hand_out(is_whole=False)
+        self._is_shown = True
 
     def _send(self, chunk: Chunk) -> None:
         self._next += 1
@@ -165,7 +211,8 @@ class Gradients:
             dtype = self._dtype or chunk.dtype
             given = [None if g is None else plain(g) for g in grads]
             here, extra = self._here[_over(chunk)], self._extra(chunk)
-            here += [float(g is not None) for g in grads]
+            had = [id(m.p) in self._had for m in chunk.members]
+            here += [float(g is not None or before) for g, before in zip(grads, had, strict=True)]
             if self.stage.gradients == "R":
                 rows, flags, self._parts[id(chunk)] = chunk.line_up(n, dtype, given, extra)
             else:
@@ -204,7 +251,7 @@ class Gradients:
         if chunk.gradient is not None:
             self.bring(chunk)
             summing.wait(chunk.gradient, add=True)
-            self._leave(chunk)
+            self.leave(chunk)
             return
         chunk.gradient = summing.place
         if chunk.gradient is None:
@@ -213,7 +260,7 @@ class Gradients:
         if self._is_summed_early(chunk):
             self._sum_outer(chunk)
             self._put_in_place(chunk)
-        self._leave(chunk)
+        self.leave(chunk)
 
     def _is_summed_early(self, chunk: Chunk) -> bool:
         """Whether a chunk's gradients go to their place before the backward pass is over.
@@ -246,23 +293,15 @@ class Gradients:
         assert self._shelf is not None
         if self._shelf.is_leaving(_key(chunk)):
             self._shelf.settle()
-        before = chunk.pieces(chunk.gradient)
-        (chunk.gradient,) = self._shelf.take(_key(chunk), [chunk.gradient], on_host=on_host)
-        for m, old, new in zip(chunk.members, before, chunk.pieces(chunk.gradient), strict=True):
-            reduced = m.p.__dict__.get("_reduced")
-            if reduced is not None and plain(reduced).data_ptr() == old.data_ptr():
-                m.p._reduced = stamp(new, reduced._layout)  # type: ignore[attr-defined]
+        _show_moved(chunk, *self._shelf.take(_key(chunk), [chunk.gradient], on_host=on_host))
 
-    def _leave(self, chunk: Chunk) -> None:
+    def leave(self, chunk: Chunk) -> None:
         """Start to take the gradients of a chunk away, if they are to be off the device."""
         if "gradients" in chunk.places:
             assert self._shelf is not None and chunk.gradient is not None
-
-            def away(shown: list[torch.Tensor]) -> None:
-                (chunk.gradient,) = shown
-
             self._shelf.settle()
-            self._shelf.put(_key(chunk), [chunk.gradient], chunk.places["gradients"], away)
+            away = chunk.places["gradients"]
+            self._shelf.put(_key(chunk), [chunk.gradient], away, lambda shown: _show_moved(chunk, *shown))
 
     def _rows(self, chunk: Chunk) -> torch.Tensor:
         assert chunk.gradient is not None
@@ -288,9 +327,9 @@ class Gradients:
 
         A parameter that no rank used keeps ``grad = None``; one that some rank used has it on all.
         """
-        if self.reduced or not self.chunks:
+        if not self.chunks or (self.reduced and not self._has_addends()):
             return
-        if not self._sending:
+        if self.reduced or not self._sending or not self._is_begun:
             self.begin(last=True)
             for chunk in self.chunks:
                 chunk.came.extend(m.p for m in chunk.members if m.p.grad is not None)
@@ -310,16 +349,22 @@ class Gradients:
             elif chunk.in_place:
                 self._put_in_place(chunk)
             else:
-                self._leave(chunk)
+                self.leave(chunk)
         while self._spreading:
             self._arrive()
         if self._shelf is not None:
             self._shelf.settle()
         with raw():
             self._hand_out()
-        self.reduced = True
+        self.reduced, self._is_begun = True, False
 
-    def _hand_out(self) -> None:
+    def _has_addends(self) -> bool:
+        """Whether somebody has put a gradient that is to be summed in the place of a finished one."""
+        with raw():
+            held = ((m, _grad.__get__(m.p)) for chunk in self.chunks for m in chunk.members)
+            return any(grad is not None and not self._is_same(m) for m, grad in held)
+
+    def _hand_out(self, *, is_whole: bool = True) -> None:
         used = self._used()
         whole = self.stage.gradients == "R"
         for chunk in self.chunks:
@@ -329,7 +374,7 @@ class Gradients:
                 assert chunk.gradient is not None
                 parts = chunk.pieces(chunk.gradient)
             for m, part in zip(chunk.members, parts, strict=True):
-                layout = self._finished(m)
+                layout = self._finished(m) if is_whole else self._summed(m, m.lane.axes)
                 if used is not None and not used[id(m)]:
                     _grad.__set__(m.p, None)
                 elif whole:
@@ -344,12 +389,16 @@ class Gradients:
         """How a finished gradient lies."""
         known = self._layouts.get(id(m))
         if known is None:
-            known = gradient_layout(m.full if self.stage.gradients == "R" else m.shard)
-            for axis in (*m.outer, *m.lane.axes):
-                if is_partial(known.axes[axis]):
-                    known = known.with_axis(axis, R)
-            self._layouts[id(m)] = known
+            known = self._layouts[id(m)] = self._summed(m, (*m.outer, *m.lane.axes))
         return known
+
+    def _summed(self, m: Member, axes: Sequence[int]) -> Layout:
+        """How a gradient lies that was summed along some axes."""
+        found = gradient_layout(m.full if self.stage.gradients == "R" else m.shard)
+        for axis in axes:
+            if is_partial(found.axes[axis]):
+                found = found.with_axis(axis, R)
+        return found
 
     def _used(self) -> dict[int, bool] | None:
         """For each parameter, whether a rank has a gradient for it; None where this one has them all."""
@@ -390,14 +439,19 @@ class Gradients:
             self._shelf.settle()
         self._parts.clear()
         self._told.clear()
-        if self._came:
-            self._settle_order()
+        self.settle()
         for chunk in self.chunks:
             chunk.gradient = None
             chunk.came.clear()
             if self._in_place is not None:
                 self._in_place.restore(chunk)
-        self.reduced = False
+        self._had.clear()
+        self.reduced = self._is_begun = self._is_open = self._is_shown = False
+
+    def settle(self) -> None:
+        """After a step, also if its gradients stay: from now on the order of chunks is known."""
+        if self._came:
+            self._settle_order()
 
 
 class AllGradients:
@@ -409,6 +463,11 @@ class AllGradients:
 
     def __init__(self, parts: Sequence[Gradients]) -> None:
         self.parts = list(parts)
+
+    def announce(self, unannounced: Callable[[bool], None]) -> None:
+        """Have this called when a gradient comes outside a pass: is what it adds to finished?"""
+        for part in self.parts:
+            part.unannounced = unannounced
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -425,6 +484,21 @@ class AllGradients:
         for part in self.parts:
             part.flush()
 
+    @property
+    def is_idle(self) -> bool:
+        """See :meth:`Gradients.is_idle`; where nothing is summed, nobody can tell."""
+        return bool(self.chunks) and all(part.is_idle for part in self.parts)
+
+    def show(self) -> None:
+        """See :meth:`Gradients.show`."""
+        for part in self.parts:
+            part.show()
+
+    def settle(self) -> None:
+        """See :meth:`Gradients.settle`."""
+        for part in self.parts:
+            part.settle()
+
     def finish(self) -> None:
         """See :meth:`Gradients.finish`."""
         for part in self.parts:
@@ -440,6 +514,11 @@ class AllGradients:
         if self.parts:
             self.parts[0].bring(chunk, on_host=on_host)
 
+    def leave(self, chunk: Chunk) -> None:
+        """See :meth:`Gradients.leave`."""
+        if self.parts:
+            self.parts[0].leave(chunk)
+
 
 def gradient_of(p: torch.Tensor) -> Any:
     """``p.grad``, past DTensor's Python getter where it would say the same."""
@@ -447,6 +526,16 @@ def gradient_of(p: torch.Tensor) -> Any:
     if grad is None:
         return p.__dict__.get("_reduced")
     return grad if type(grad) is DTensor else p.grad
+
+
+def _show_moved(chunk: Chunk, flat: torch.Tensor) -> None:
+    """Gradients of a chunk are elsewhere now."""
+    assert chunk.gradient is not None
+    before, chunk.gradient = chunk.pieces(chunk.gradient), flat
+    for m, old, new in zip(chunk.members, before, chunk.pieces(flat), strict=True):
+        reduced = m.p.__dict__.get("_reduced")
+        if reduced is not None and plain(reduced).data_ptr() == old.data_ptr():
+            m.p._reduced = stamp(new, reduced._layout)  # type: ignore[attr-defined]
 
 
 def _call(method: weakref.WeakMethod[Any], number: int, p: torch.Tensor) -> None:

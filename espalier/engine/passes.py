@@ -1,0 +1,132 @@
+"""Backward passes and steps, whoever makes them: the engine's calls, or those of a plain loop.
+
+A backward pass begins before its first gradient and ends after its last, when gradients are those of the
+whole batch on all ranks. What the engine gives away says so itself: a hook runs when its gradient comes, and
+has autograd call back at the end. And ``optimizer.step()`` is the engine's.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as raw
+
+
+class Passes:
+    """The backward passes of an engine.
+
+    Args:
+        begin: called before the first gradient of each.
+        end: called after the last.
+        check: called before one begins that the engine has not been asked for; may refuse it.
+    """
+
+    def __init__(
+        self, begin: Callable[[], None], end: Callable[[bool], None], check: Callable[[], None]
+    ) -> None:
+        # hooks on a graph hold this, and the collector does not see through a graph
+        self._begin, self._end = weakref.WeakMethod(begin), weakref.WeakMethod(end)
+        self._check = weakref.WeakMethod(check)
+        self._is_open = False
+        self._of: int | None = None  # the graph task of a pass that was not asked for
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """A pass that the engine was asked for: while open, it is made."""
+        _called(self._begin)
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+        _called(self._end, True)
+
+    def follow(self, x: torch.Tensor) -> None:
+        """Let a backward pass through a tensor be one of the engine's."""
+        if x.requires_grad:
+            with raw():
+                x.register_hook(self._come)
+
+    def come(self) -> None:
+        """Within a backward pass, before its first gradient: it begins, if it has not."""
+        task = torch._C._current_graph_task_id()
+        if self._is_open or self._of == task:
+            return
+        _called(self._check)
+        _called(self._begin)
+        self._of = task
+        torch.autograd.Variable._execution_engine.queue_callback(self._over)
+
+    def come_late(self, is_finished: bool) -> None:
+        """A gradient has come, of what does not say so itself.
+
+        Raises:
+            RuntimeError: it was added to one that is finished.
+        """
+        if is_finished:
+            raise RuntimeError(
+                "A backward pass that is none of the engine's adds to gradients that are finished. Call the "
+                "model by loss = engine(batch), or engine.follow(output) on what you have it give; or drop "
+                "the gradients before, by optimizer.zero_grad()."
+            )
+        self.come()
+
+    def _come(self, grad: torch.Tensor) -> None:
+        self.come()
+
+    def _over(self) -> None:
+        self._of = None
+        _called(self._end, False)
+
+
+def _called(method: weakref.WeakMethod[Any], *args: Any) -> None:
+    found = method()
+    if found is not None:
+        found(*args)
+
+
+class Steps(Protocol):
+    """Makes the steps of an optimizer."""
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether it makes one."""
+
+    def step_in_loop(self) -> bool:
+        """Make one that the program has asked the optimizer for; False: there is nothing that it would do."""
+
+
+def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
+    """Let ``optimizer.step()`` be the engine's step."""
+    own, made_by = optimizer.step, weakref.ref(engine)
+
+    @functools.wraps(getattr(own, "__func__", own))
+    def step(self: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+        engine = made_by()
+        if engine is None or self is not optimizer_of() or engine.is_stepping:
+            return own(*args, **options)
+        closure, found = args[0] if args else options.get("closure"), None
+        if closure is not None:
+            with torch.enable_grad():
+                found = closure()
+        # within, the optimizer's own step, without what others have put around it: that runs now
+        around = optimizer.__dict__.pop("step")
+        optimizer.step = own  # type: ignore[method-assign]
+        try:
+            if not engine.step_in_loop():
+                own()
+        finally:
+            optimizer.step = around  # type: ignore[method-assign]
+        return found
+
+    optimizer_of = weakref.ref(optimizer)
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+__all__ = ["Passes", "bind"]

@@ -1,0 +1,411 @@
+"""Plain loops: what torch's own calls do on one process, they do under every plan, or say what to write."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import espalier
+
+TOLERANCE = 1e-9
+clip = nn.utils.clip_grad_norm_
+
+
+class Net(nn.Module):
+    """A layer that only some batches use, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 10), nn.Linear(10, 3)
+        self.seldom, self.frozen = nn.Linear(10, 10), nn.Linear(10, 10)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, extra: bool) -> torch.Tensor:
+        h = torch.tanh(self.first(x)) + self.frozen(torch.tanh(self.first(x)))
+        if extra:
+            h = h + self.seldom(h)
+        return nn.functional.cross_entropy(self.last(h), y)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (8,), generator=generator), step % 3 == 1
+
+
+class Plain:
+    """What a loop calls, on one process."""
+
+    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.net, self.optimizer = net, optimizer
+        self.schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        self.norms: list[Any] = []
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        return self.net(*batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.net.zero_grad()
+
+    def note(self) -> None:
+        for name, p in self.net.named_parameters():
+            self.norms.append((name, p.grad is not None))
+            if p.grad is not None:
+                self.norms.append(espalier.full_tensor(p.grad).clone())
+
+
+class Ours(Plain):
+    """The same, of an engine."""
+
+    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, plan: dict[str, Any]) -> None:
+        super().__init__(net, optimizer)
+        self.engine = espalier.initialize(net, optimizer, plan)
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        return self.engine(batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def zero_grad(self) -> None:
+        self.engine.zero_grad()
+
+
+def at_the_top(of: Plain, step: int) -> None:
+    of.optimizer.zero_grad()
+    loss = of(batch(step))
+    loss.backward()
+    clip(of.net.parameters(), 0.1)
+    of.note()
+    of.optimizer.step()
+    of.note()
+    of.norms.append(espalier.full_tensor(of.engine.loss if isinstance(of, Ours) else loss.detach()).clone())
+    of.schedule.step()
+
+
+def at_the_end(of: Plain, step: int) -> None:
+    of.backward(of(batch(step)))
+    of.norms.append(espalier.full_tensor(clip(of.net.parameters(), 0.1)).clone())
+    of.optimizer.step()
+    of.net.zero_grad()
+    of.note()
+
+
+def to_zero(of: Plain, step: int) -> None:
+    of(batch(step)).backward()
+    of.optimizer.step()
+    of.optimizer.zero_grad(set_to_none=False)
+    of.note()
+
+
+def by_hand(of: Plain, step: int) -> None:
+    for i in range(3):
+        of.backward(of(batch(5 * step + i)) / 3)
+        of.note()
+    of.step()
+
+
+def by_hand_plainly(of: Plain, step: int) -> None:
+    for i in range(3):
+        (of(batch(5 * step + i)) / 3).backward()
+        if i == 1:
+            clip(of.net.parameters(), 0.05)
+    of.note()
+    of.optimizer.step()
+    of.zero_grad()
+
+
+def mixed(of: Plain, step: int) -> None:
+    of.backward(of(batch(step)))
+    (0.5 * of(batch(step + 1))).backward()
+    both = of(batch(step + 2)) + of(batch(step + 3))
+    both.backward()
+    of.step()
+    of(batch(step)).backward()
+    of.optimizer.step()  # and gradients stay
+    of.note()
+
+
+def twice(of: Plain, step: int) -> None:
+    loss = of(batch(step))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    of.note()
+    of.optimizer.step()
+    of.optimizer.step()  # the same gradients again
+    of.optimizer.zero_grad()
+
+
+def looked_at(of: Plain, step: int) -> None:
+    """Gradients asked of autograd are none of the parameters'."""
+    loss = of(batch(step))
+    loss.backward(retain_graph=True)
+    of.note()
+    torch.autograd.grad(loss, of.net.last.weight)
+    of.note()
+    of.optimizer.step()
+    of.optimizer.zero_grad()
+
+
+def closure(of: Plain, step: int) -> None:
+    def again() -> torch.Tensor:
+        of.optimizer.zero_grad()
+        loss = of(batch(step))
+        loss.backward()
+        return loss
+
+    of.norms.append(espalier.full_tensor(of.optimizer.step(again)).detach().clone())
+
+
+def empty(of: Plain, step: int) -> None:
+    of.zero_grad()
+    of.optimizer.step()
+    of(batch(step)).backward()
+    of.optimizer.zero_grad()
+    of.optimizer.step()
+    of(batch(step)).backward()
+    nn.utils.clip_grad_value_(of.net.parameters(), 0.01)
+    for p in of.net.parameters():
+        if p.grad is not None:
+            p.grad = p.grad * 2
+    bias = of.net.first.bias
+    kept, bias.grad = bias.grad, None
+    bias.grad = kept * 3
+    of.optimizer.step()
+    of.note()
+    of.zero_grad()
+
+
+LOOPS = (at_the_top, at_the_end, to_zero, by_hand, by_hand_plainly, mixed, twice, closure, empty, looked_at)
+
+
+def same(of: Plain, other: Plain, what: str) -> None:
+    assert len(of.norms) == len(other.norms), what
+    for i, (x, y) in enumerate(zip(of.norms, other.norms, strict=True)):
+        if isinstance(x, tuple):
+            assert x == y, (what, i, x, y)
+        else:
+            assert (x - y).abs().max() < TOLERANCE, (what, i, of.norms[i - 1])
+    for (name, p), q in zip(of.net.named_parameters(), other.net.parameters(), strict=True):
+        assert (espalier.full_tensor(p) - q).abs().max() < TOLERANCE, (what, name)
+
+
+def loops(rank: int, world: int, plan: dict[str, Any], kind: str, names: list[str] | None = None) -> None:
+    for loop in LOOPS:
+        if names and loop.__name__ not in names:
+            continue
+        torch.manual_seed(0)
+        net = Net().double()
+        plain = copy.deepcopy(net)
+        make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, kind)
+        ours = Ours(net, make(net.parameters(), lr=0.05, weight_decay=0.1), plan)
+        theirs = Plain(plain, make(plain.parameters(), lr=0.05, weight_decay=0.1))
+        for step in range(4):
+            loop(ours, step)
+            loop(theirs, step)
+            same(ours, theirs, f"{loop.__name__}, step {step}, {plan}")
+
+
+def mesh_wide(rank: int, world: int) -> None:
+    """Copies of data groups, two kinds of axes, states off the device, and masters: each with some loops."""
+    some = ["at_the_top", "by_hand_plainly", "mixed", "empty"]
+    loops(rank, world, {"data": 2, "replicate": 2, "zero": 2}, "AdamW", some)
+    loops(rank, world, {"data": 2, "tensor": 2, "zero": 3}, "AdamW", some)
+    away = {"states": "host", "gradients": "host"}
+    loops(rank, world, {"data": 4, "zero": 2, "offload": away, "chunk_megabytes": 0.001}, "AdamW", some)
+    loops(rank, world, {"data": 4, "zero": 1, "chunk_megabytes": 0.001}, "Adafactor", ["at_the_top", "mixed"])
+
+
+PLANS: tuple[dict[str, Any], ...] = (
+    {"data": 2, "zero": 0},
+    {"data": 2, "zero": 1},
+    {"data": 2, "zero": 2},
+    {"data": 2, "zero": 3},
+    {"tensor": 2},
+)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_plain_loop_trains_as_on_one_process(ranks: Any, plan: dict[str, Any]) -> None:
+    ranks(2, loops, plan, "AdamW")
+
+
+def test_plain_loops_on_more_axes(ranks: Any) -> None:
+    ranks(4, mesh_wide)
+
+
+def scaled(rank: int, world: int) -> None:
+    """A loop with torch's autocast and GradScaler, in which the third step overflows."""
+    for plan in (*PLANS, {"data": 2, "zero": 2, "precision": "bfloat16"}):
+        for fused in (False, True):
+            torch.manual_seed(0)
+            net = Net()
+            plain = copy.deepcopy(net)
+            ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01, fused=fused) for m in (net, plain))
+            found = []
+            for of in (Ours(net, ours, plan), Plain(plain, theirs)):
+                scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+                scales = []
+                for step in range(4):
+                    of.optimizer.zero_grad()
+                    x, y, extra = batch(step)
+                    x = x.float() * (1e38 if step == 2 else 1.0)
+                    with torch.autocast("cpu", dtype=torch.bfloat16):
+                        loss = of((x, y, extra))
+                    scaler.scale(loss).backward()
+                    if fused:
+                        scaler.unscale_(of.optimizer)
+                        clip(of.net.parameters(), 0.1)
+                    scaler.step(of.optimizer)
+                    scaler.update()
+                    scales.append(scaler.get_scale())
+                found.append(scales)
+            assert found[0] == found[1], (plan, fused)
+            for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+                assert (espalier.full_tensor(p) - q).abs().max() < 2e-2, (plan, fused)
+
+
+def test_autocast_and_grad_scaler_of_a_plain_loop(ranks: Any) -> None:
+    ranks(2, scaled)
+
+
+def refused(rank: int, world: int) -> None:
+    def made(**plan: Any) -> Ours:
+        torch.manual_seed(0)
+        net = Net().double()
+        return Ours(net, torch.optim.SGD(net.parameters(), lr=0.1), {"data": 2, **plan})
+
+    of = made()
+    for call in (of.step, of.engine.finish_gradients):
+        with pytest.raises(ValueError, match=r"no gradients(.|\n)*engine.backward\(loss\) first"):
+            call()
+    with pytest.raises(ValueError, match="0 were called"):
+        made(accumulate=2).backward(torch.ones(()))
+    of = made(accumulate=2, zero=2)
+    with pytest.raises(ValueError, match=r"Write engine.backward\(loss\)"):
+        of(batch(0)).backward()
+    of.zero_grad()
+    of.backward(of(batch(0)))
+    with pytest.raises(ValueError, match=r"after 1 of(.|\n)*engine.step\(\) in its place"):
+        of.optimizer.step()
+    of.net.zero_grad()
+    with pytest.raises(ValueError, match=r"zero_grad\(\) after 1 of(.|\n)*Leave it out"):
+        of.backward(of(batch(0)))
+    of.zero_grad()
+    of.backward(of(batch(0)))
+    of.backward(of(batch(1)))
+    of.optimizer.step()
+    of.engine.accumulate([batch(0), batch(1)])
+    with pytest.raises(RuntimeError, match=r"engine.finish_gradients\(\)(.|\n)*Plan\(clip"):
+        clip(of.net.parameters(), 0.1)
+    of.zero_grad()
+    assert of.engine.steps == 1 and all(p.grad is None for p in of.net.parameters())
+    net = nn.Linear(6, 3)
+    engine = espalier.initialize(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        {"data": 2, "precision": "float16"},
+        loss_fn=lambda out, y: nn.functional.cross_entropy(out.float(), y),
+    )
+    x, y, _ = batch(0)
+    with pytest.raises(ValueError, match=r"float16 the engine scales(.|\n)*Write engine.backward\(loss\)"):
+        engine((x.float(), y)).backward()
+    engine.zero_grad()
+    engine.backward(engine((x.float(), y)))
+    clip(net.parameters(), 0.1)
+    with pytest.warns(UserWarning, match=r"times engine.scale(.|\n)*Plan\(clip=1.0\)"):
+        engine.optimizer.step()
+
+
+def staged(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    plain = copy.deepcopy(net)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (net, plain))
+    mean = nn.functional.cross_entropy
+    plan = {"pipe": 2, "accumulate": 2, "cuts": ["2"], "clip": 0.1}
+    engine = espalier.initialize(net, ours, plan, loss_fn=mean)
+    for step in range(3):
+        x, y, _ = batch(step)
+        mean(plain(x), y).backward()
+        if step == 0:
+            with pytest.raises(ValueError, match=r"engine.train_step\(batch\)"):
+                engine((x, y))
+        ours.zero_grad()
+        engine.accumulate(engine.cut((x, y)))
+        with pytest.raises(RuntimeError, match=r"engine.finish_gradients\(\)(.|\n)*Plan\(clip"):
+            clip(net.parameters(), 0.1)
+        if step == 1:
+            engine.finish_gradients()
+            clip(net.parameters(), 1e9)
+            with pytest.warns(UserWarning, match="this rank's stages alone"):
+                ours.step()
+        else:
+            ours.step()
+        clip(plain.parameters(), 0.1)
+        theirs.step()
+        theirs.zero_grad()
+        for name, value in engine.full_state_dict().items():
+            assert (value - plain.state_dict()[name]).abs().max() < TOLERANCE, (step, name)
+
+
+def test_what_a_loop_cannot_say_is_refused_with_the_line_to_write(ranks: Any) -> None:
+    ranks(2, refused)
+    ranks(2, staged)
+
+
+def rows(rank: int, world: int) -> None:
+    """Each rank's own rows as the global batch, where they are, and where they are not."""
+    mine = torch.Generator().manual_seed(rank)
+    shared = batch(0)[:2]
+    own = torch.randn(8, 6, generator=mine, dtype=torch.float64), shared[1]
+
+    def made(**plan: Any) -> espalier.Engine:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        return espalier.initialize(net, optimizer, plan, loss_fn=nn.functional.cross_entropy)
+
+    plans: tuple[dict[str, Any], ...] = (
+        {"data": 2, "tensor": 2},
+        {"data": 4, "zero": 3},
+        {"data": 4, "accumulate": 2},
+        {"pipe": 2, "data": 2, "cuts": ["2"]},
+        {"tensor": 4},
+    )
+    for plan in plans:
+        engine = made(**plan)
+        before = {name: x.clone() for name, x in engine.module.state_dict().items()}
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"different batches(.|\n)*engine.local_batch\(batch\)"):
+                engine.train_step(own)
+        after = engine.full_state_dict()
+        assert all(torch.equal(x, after[name]) for name, x in before.items())
+        engine.evaluate(engine.cut(own))  # nobody is told of what is evaluated
+        engine.train_step(shared)
+        engine.train_step(own)  # nor later on
+        made(**plan).train_step((shared[0] * (1 + 1e-14 * rank), shared[1]))  # each has computed it
+        if plan.get("data", 1) > 1 and "accumulate" not in plan:
+            engine = made(**plan)
+            place = engine.mesh.coordinate[engine.mesh.axis("data")]
+            theirs = torch.randn(4, 6, generator=torch.Generator().manual_seed(place), dtype=torch.float64)
+            engine.train_step(engine.local_batch((theirs, shared[1][:4])))
+
+
+def test_own_rows_taken_for_the_global_batch_are_told_of(ranks: Any) -> None:
+    ranks(4, rows)
