@@ -11,7 +11,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -103,30 +102,35 @@ class Steps(Protocol):
 
 
 def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
-    """Let ``optimizer.step()`` be the engine's step."""
-    own, made_by = optimizer.step, weakref.ref(engine)
+    """Let ``optimizer.step()`` be the engine's step; as a scheduler's wrapper it holds neither."""
+    held_by, made_by = weakref.ref(optimizer), weakref.ref(engine)
+    around = getattr(optimizer.step, "__func__", optimizer.step)
+    is_method = around is not optimizer.step
 
-    @functools.wraps(getattr(own, "__func__", own))
-    def step(self: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
-        engine = made_by()
-        if engine is None or self is not optimizer_of() or engine.is_stepping:
+    @functools.wraps(around)
+    def method(self: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+        engine, own = made_by(), around.__get__(self, type(self)) if is_method else around
+        if engine is None or self is not held_by() or engine.is_stepping:
             return own(*args, **options)
         closure, found = args[0] if args else options.get("closure"), None
         if closure is not None:
             with torch.enable_grad():
                 found = closure()
         # within, the optimizer's own step, without what others have put around it: that runs now
-        around = optimizer.__dict__.pop("step")
-        optimizer.step = own  # type: ignore[method-assign]
+        outermost, self.step = self.step, own  # type: ignore[method-assign]
         try:
             if not engine.step_in_loop():
                 own()
         finally:
-            optimizer.step = around  # type: ignore[method-assign]
+            self.step = outermost  # type: ignore[method-assign]
         return found
 
-    optimizer_of = weakref.ref(optimizer)
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    @functools.wraps(around)
+    def step(*args: Any, **options: Any) -> Any:
+        return method(held_by(), *args, **options)  # type: ignore[arg-type]
+
+    step.__func__ = method  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
 
 
 __all__ = ["Passes", "bind"]

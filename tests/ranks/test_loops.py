@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -72,6 +73,7 @@ class Ours(Plain):
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, plan: dict[str, Any]) -> None:
         super().__init__(net, optimizer)
         self.engine = espalier.initialize(net, optimizer, plan)
+        self.sums = plan.get("data", 1) > 1
 
     def __call__(self, batch: Any) -> torch.Tensor:
         return self.engine(batch)
@@ -191,7 +193,40 @@ def empty(of: Plain, step: int) -> None:
     of.zero_grad()
 
 
-LOOPS = (at_the_top, at_the_end, to_zero, by_hand, by_hand_plainly, mixed, twice, closure, empty, looked_at)
+def directly(of: Plain, step: int) -> None:
+    """The model itself is called, and what it gives is said to be the engine's, or not."""
+    with torch.no_grad():
+        of(batch(step))
+    loss = of.net(*batch(step))
+    loss.backward()
+    if isinstance(of, Ours):
+        with pytest.raises(RuntimeError, match=r"engine.follow\(output\)") if of.sums else nullcontext():
+            of.net(*batch(step + 1)).backward()
+        of.zero_grad()
+        of.net(*batch(step)).backward()
+    loss = of.net(*batch(step + 1))
+    if isinstance(of, Ours):
+        of.engine.follow(loss)
+    loss.backward()
+    clip(of.net.parameters(), 0.1)
+    of.note()
+    of.optimizer.step()
+    of.optimizer.zero_grad()
+
+
+LOOPS = (
+    directly,
+    at_the_top,
+    at_the_end,
+    to_zero,
+    by_hand,
+    by_hand_plainly,
+    mixed,
+    twice,
+    closure,
+    empty,
+    looked_at,
+)
 
 
 def same(of: Plain, other: Plain, what: str) -> None:

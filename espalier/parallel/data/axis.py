@@ -221,6 +221,7 @@ class DataAxis:
                 f"{named}: needed no gradient when the engine was made, and does now; nobody would sum it "
                 "over the ranks. Call requires_grad_(True) before initialize; (False) is fine at any time."
             )
+        self.gradients.drop_unseen()
         if self.gathering is not None:
             self.gathering.begin()
             if self._in_place is not None:

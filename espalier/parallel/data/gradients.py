@@ -124,6 +124,14 @@ class Gradients:
         for chunk in self.chunks:
             chunk.came.clear()
 
+    def drop_unseen(self) -> None:
+        """Let go of finished pieces that somebody has dropped the sight of (``optimizer.zero_grad()``)."""
+        if not self.reduced or not self.chunks or self.chunks[0].gradient is None:
+            return
+        if not any("_reduced" in m.p.__dict__ for chunk in self.chunks for m in chunk.members):
+            for chunk in self.chunks:
+                chunk.gradient = None
+
     def _add_to(self, m: Member) -> None:
         """A gradient that is the same on several ranks becomes an addend: that of one of them."""
         grad = _grad.__get__(m.p)
@@ -483,6 +491,11 @@ class AllGradients:
         """See :meth:`Gradients.flush`."""
         for part in self.parts:
             part.flush()
+
+    def drop_unseen(self) -> None:
+        """See :meth:`Gradients.drop_unseen`."""
+        for part in self.parts:
+            part.drop_unseen()
 
     @property
     def is_idle(self) -> bool:
