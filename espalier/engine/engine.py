@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm import Ledger
 from espalier.comm.verdict import Faults
@@ -41,6 +42,7 @@ from espalier.tensor.dry_autocast import DryAutocast
 from espalier.tensor.fallback import tree_map
 from espalier.tensor.rules.counts import Ahead
 
+_grad: Any = torch.Tensor.grad
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
@@ -99,7 +101,9 @@ class Engine(Lasting):
         self._traffic, self._counts = Traffic(mesh), Ahead()
         self.pulse = Pulse(Faults())
         self._runs = Runs()
-        self._passes = Passes(self._begin_backward, self._end_backward, self._refuse_backward)
+        self._passes = Passes(
+            self._begin_backward, self._end_backward, self._refused_backward, self._have_gradients
+        )
         self.is_stepping = False
         self._seen = SeenGradients(module, plan)
         if optimizer is not None:
@@ -350,26 +354,22 @@ class Engine(Lasting):
 
     def _end_backward(self, asked: bool) -> None:
         assert self._data is not None
-        if not asked:
-            if self._data.gradients.is_idle:
-                self._data.end_step()  # torch.autograd.grad, or a pass of others: no gradients are added
-                return
-            self.loss = self._given
+        gradients = self._data.gradients
+        if not asked and gradients.is_idle:
+            gradients.stop()  # torch.autograd.grad, or a pass of others: no gradients are added
+            return
         self._has_gradients = True
+        self.loss = self.loss if asked else self._given
         self._data.end_backward()
         if self._is_within and self._accumulation is not None:
             return  # what is under way may be so until the step
         if self._finishes:
             self.finish_gradients()
         else:
-            self._data.gradients.show()
+            gradients.show()
 
-    def _refuse_backward(self) -> None:
-        """A loss goes back without the engine's being asked.
-
-        Raises:
-            ValueError: it must be.
-        """
+    def _refused_backward(self) -> str:
+        """Why a loss must not go back without the engine's being asked, if it must not."""
         if self.scaler is not None:
             reason = f"in {self.plan.precision} the engine scales the loss"
         elif self._accumulation is not None:
@@ -377,8 +377,12 @@ class Engine(Lasting):
         elif self._casts is not None or (self._watch is not None and self.mesh.device_type != "cuda"):
             reason = "here the engine looks at the backward pass"
         else:
-            return
-        raise ValueError(f"loss.backward(): {reason}. Write engine.backward(loss) in its place.")
+            return ""
+        return f"loss.backward(): {reason}. Write engine.backward(loss) in its place."
+
+    def _have_gradients(self) -> bool:
+        with raw():
+            return any(_grad.__get__(p) is not None for p in self.module.parameters())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,16 +23,21 @@ class Passes:
 
     Args:
         begin: called before the first gradient of each.
-        end: called after the last.
-        check: called before one begins that the engine has not been asked for; may refuse it.
+        end: called after the last; is told whether the engine was asked for the pass.
+        refused: says why a pass that the engine is not asked for must not be, if it must not.
+        have: says whether there are gradients.
     """
 
     def __init__(
-        self, begin: Callable[[], None], end: Callable[[bool], None], check: Callable[[], None]
+        self,
+        begin: Callable[[], None],
+        end: Callable[[bool], None],
+        refused: Callable[[], str],
+        have: Callable[[], bool],
     ) -> None:
         # hooks on a graph hold this, and the collector does not see through a graph
         self._begin, self._end = weakref.WeakMethod(begin), weakref.WeakMethod(end)
-        self._check = weakref.WeakMethod(check)
+        self._refused, self._have = weakref.WeakMethod(refused), weakref.WeakMethod(have)
         self._is_open = False
         self._of: int | None = None  # the graph task of a pass that was not asked for
 
@@ -52,42 +58,49 @@ class Passes:
             with raw():
                 x.register_hook(self._come)
 
-    def come(self) -> None:
-        """Within a backward pass, before its first gradient: it begins, if it has not."""
-        task = torch._C._current_graph_task_id()
-        if self._is_open or self._of == task:
-            return
-        _called(self._check)
-        _called(self._begin)
-        self._of = task
-        torch.autograd.Variable._execution_engine.queue_callback(self._over)
-
     def come_late(self, is_finished: bool) -> None:
         """A gradient has come, of what does not say so itself.
 
         Raises:
-            RuntimeError: it was added to one that is finished.
+            ValueError: the engine must be asked for the pass.
+            RuntimeError: the gradient was added to one that is finished.
         """
+        if reason := _called(self._refused):
+            raise ValueError(reason)
         if is_finished:
             raise RuntimeError(
                 "A backward pass that is none of the engine's adds to gradients that are finished. Call the "
                 "model by loss = engine(batch), or engine.follow(output) on what you have it give; or drop "
                 "the gradients before, by optimizer.zero_grad()."
             )
-        self.come()
+        self._come()
 
-    def _come(self, grad: torch.Tensor) -> None:
-        self.come()
+    def _come(self, *_: torch.Tensor) -> None:
+        """Within a backward pass, before its first gradient: it begins, if it has not."""
+        task = torch._C._current_graph_task_id()
+        if self._is_open or self._of == task:
+            return
+        self._of = task
+        over: Callable[[], None] = self._over
+        if reason := _called(self._refused):
+            over = partial(self._refuse, reason, _called(self._have))  # if gradients come: it may be a look
+        else:
+            _called(self._begin)
+        torch.autograd.Variable._execution_engine.queue_callback(over)
+
+    def _refuse(self, reason: str, had: bool) -> None:
+        self._of = None
+        if not had and _called(self._have):
+            raise ValueError(reason)
 
     def _over(self) -> None:
         self._of = None
         _called(self._end, False)
 
 
-def _called(method: weakref.WeakMethod[Any], *args: Any) -> None:
+def _called(method: weakref.WeakMethod[Any], *args: Any) -> Any:
     found = method()
-    if found is not None:
-        found(*args)
+    return None if found is None else found(*args)
 
 
 class Steps(Protocol):

@@ -71,8 +71,11 @@ class Ours(Plain):
     """The same, of an engine."""
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, plan: dict[str, Any]) -> None:
-        super().__init__(net, optimizer)
+        if plan.get("zero", 0) != 1:  # a schedule may be made before the engine, or after it
+            super().__init__(net, optimizer)
         self.engine = espalier.initialize(net, optimizer, plan)
+        if plan.get("zero", 0) == 1:
+            super().__init__(net, optimizer)
         self.sums = plan.get("data", 1) > 1
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -161,6 +164,8 @@ def looked_at(of: Plain, step: int) -> None:
     torch.autograd.grad(loss, of.net.last.weight)
     of.note()
     of.optimizer.step()
+    torch.autograd.grad(of(batch(step)), of.net.last.weight)
+    of.note()
     of.optimizer.zero_grad()
 
 
@@ -250,6 +255,8 @@ def loops(rank: int, world: int, plan: dict[str, Any], kind: str, names: list[st
         make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, kind)
         ours = Ours(net, make(net.parameters(), lr=0.05, weight_decay=0.1), plan)
         theirs = Plain(plain, make(plain.parameters(), lr=0.05, weight_decay=0.1))
+        for of in (ours, theirs) if plan.get("zero") == 2 else ():
+            of.optimizer.register_step_post_hook(lambda *_, of=of: of.norms.append(("stepped", True)))
         for step in range(4):
             loop(ours, step)
             loop(theirs, step)
@@ -335,6 +342,11 @@ def refused(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=r"Write engine.backward\(loss\)"):
         of(batch(0)).backward()
     of.zero_grad()
+    torch.autograd.grad(of(batch(0)), of.net.last.weight)
+    of.zero_grad()
+    other = made(data=1, tensor=2, accumulate=2)
+    with pytest.raises(ValueError, match=r"Write engine.backward\(loss\)"):
+        other(batch(0)).backward()
     of.backward(of(batch(0)))
     with pytest.raises(ValueError, match=r"after 1 of(.|\n)*engine.step\(\) in its place"):
         of.optimizer.step()

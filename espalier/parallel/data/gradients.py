@@ -31,6 +31,7 @@ from espalier.parallel.data.stages import Stage
 from espalier.tensor import DTensor, plain, stamp
 
 _grad: Any = torch.Tensor.grad
+_held = torch._C._disabled_torch_function_impl  # calls a getter past torch functions
 Over = tuple[Lane, tuple[int, ...]]
 _AT_ONCE = 2  # chunks on their way to their sums
 
@@ -65,6 +66,7 @@ class Gradients:
         self._dtype, self._on_sent, self._shelf, self._in_place = dtype, on_sent, shelf, in_place
         self._sending, self._is_begun, self._is_open, self._is_shown = True, False, False, False
         self._next, self._blank = 0, False  # whose turn it is; whether something came without values
+        self._is_whole = True  # the pass that began last makes the gradient whole
         self.unannounced: Callable[[bool], None] | None = None
         self._had: set[int] = set()  # parameters with a gradient when this pass began
         self._flying: deque[tuple[Chunk, torch.Tensor, Summing]] = deque()
@@ -117,6 +119,7 @@ class Gradients:
                     self._reopen(chunk)
         self.reduced = self._is_shown = False
         self._is_begun = self._is_open = True
+        self._is_whole = last
         self._sending = last or self.stage.addends == "S"
         self._next, self._blank = 0, False
         if self._came:
@@ -177,7 +180,7 @@ class Gradients:
             self.unannounced(is_finished)
         chunk = self._numbered[number]
         chunk.came.append(p)
-        self._blank = self._blank or _grad.__get__(p) is None
+        self._blank = self._blank or _held(_grad.__get__, (), (p,), {}) is None
         if self._came is not None and self._sending:
             self._came.append(id(p))
         if len(chunk.came) < len(chunk.members) or not self._sending:
@@ -194,8 +197,18 @@ class Gradients:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the backward pass that has begun has brought nothing, and there is nothing to hand back."""
-        return not self._had and not any(chunk.came or chunk.gradient is not None for chunk in self.chunks)
+        """Whether the backward pass that has begun has brought nothing."""
+        return not any(chunk.came for chunk in self.chunks)
+
+    def stop(self) -> None:
+        """After a backward pass that has brought nothing: what there was before is as it was."""
+        if not self._sending or not (self._had or any(chunk.gradient is not None for chunk in self.chunks)):
+            self._is_begun = self._is_open = False
+        elif self._is_whole:
+            self.finish()
+        else:
+            self.flush()
+            self.show()
 
     def show(self) -> None:
         """After a backward pass that is not the last: let ``p.grad`` be what there is so far."""
@@ -369,8 +382,12 @@ class Gradients:
     def _has_addends(self) -> bool:
         """Whether somebody has put a gradient that is to be summed in the place of a finished one."""
         with raw():
-            held = ((m, _grad.__get__(m.p)) for chunk in self.chunks for m in chunk.members)
-            return any(grad is not None and not self._is_same(m) for m, grad in held)
+            for m in (m for chunk in self.chunks for m in chunk.members):
+                grad = _grad.__get__(m.p)
+                known = grad is None or getattr(grad, "_layout", None) is self._layouts.get(id(m), grad)
+                if not known and not self._is_same(m):
+                    return True
+        return False
 
     def _hand_out(self, *, is_whole: bool = True) -> None:
         used = self._used()
@@ -501,6 +518,11 @@ class AllGradients:
     def is_idle(self) -> bool:
         """See :meth:`Gradients.is_idle`; where nothing is summed, nobody can tell."""
         return bool(self.chunks) and all(part.is_idle for part in self.parts)
+
+    def stop(self) -> None:
+        """See :meth:`Gradients.stop`."""
+        for part in self.parts:
+            part.stop()
 
     def show(self) -> None:
         """See :meth:`Gradients.show`."""
