@@ -104,6 +104,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), SERIES),
     **dict.fromkeys(("donut-swin", "maskformer-swin", "swin", "swinv2"), PYRAMID),
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
+    "big_bird": {"attention_type": "original_full"},  # it is what so short a sequence is given
+    "bigbird_pegasus": {"attention_type": "original_full"},
     "bros": {"dim_bbox": 8, "bbox_scale": 1.0},
     "chameleon": {"vocabulary_map": {"<image>": 5, **{f"IMGIMG{c}Z": 6 + i for i, c in enumerate("ABCD")}}},
     "codegen": {"rotary_dim": 4},
