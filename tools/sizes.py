@@ -52,7 +52,8 @@ def main() -> None:
     folders = sys.argv[1:] or [folder for folder in FOLDERS if Path(folder).is_dir()]
     paths = sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
     found = [line for path in paths for line in oversized(path)]
-    print(f"{len(paths)} files; over {FILE_LINES} lines of code a file or {FUNCTION_LINES} a function: {len(found)}")
+    bars = f"{FILE_LINES} lines of code a file or {FUNCTION_LINES} a function"
+    print(f"{len(paths)} files; over {bars}: {len(found)}")
     for line in found:
         print(f"  {line}")
 
