@@ -14,7 +14,6 @@ outside it is dry, so they follow the shapes of its tensors and neither compute 
 from __future__ import annotations
 
 import atexit
-import copy
 import math
 import os
 import weakref
@@ -270,7 +269,8 @@ class Mesh(TorchNames):
         if not key:
             return self
         if key not in self._telling:
-            told = self._telling[key] = copy.copy(self)
+            told = self._telling[key] = object.__new__(type(self))
+            vars(told).update(vars(self))
             told.words, told.lately, told.kept, told._telling, told._parts = words, None, None, {}, {}
             told.comparing = None
             Mesh.known.add(told)
