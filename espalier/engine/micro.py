@@ -18,13 +18,14 @@ from espalier.mesh import Mesh
 from espalier.parallel.pipeline.actions import Action, Kind, Schedule
 from espalier.parallel.pipeline.agreement import taken_apart
 from espalier.parallel.pipeline.alone import Alone, as_plain
+from espalier.parallel.pipeline.chances import States, draw_again, restore, states
 from espalier.parallel.pipeline.later import Later
 from espalier.parallel.pipeline.runtime import Agreed, Trees
 from espalier.parallel.pipeline.split import StageProgram
 from espalier.parallel.pipeline.trees import leaves
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.fallback import tree_map
-from espalier.tensor.seeding import own_draw, stream_of
+from espalier.tensor.seeding import stream_of
 
 if TYPE_CHECKING:
     from espalier.engine.pipeline import PipelineEngine
@@ -53,6 +54,7 @@ class Step:
         self._fit: dict[StageProgram, bool] = {}
         self._is_plain, self._later = False, Later()
         self._put_off: set[tuple[int, int]] = set()
+        self._device = engine.mesh.device()
         self._states, self._after = _random_states(self.agreed, self._stages.local, engine.mesh)
 
     def at(self, action: Action) -> None:
@@ -63,7 +65,7 @@ class Step:
         """When all are through."""
         self._engine.pulse.action = ""
         if self._after is not None:
-            torch.set_rng_state(self._after)
+            restore(self._device, self._after)
 
     def _typed(self, part: Any) -> Any:
         return self._engine._batches.typed(part)
@@ -108,7 +110,7 @@ class Step:
 
     def forward(self, stage: int, micro_batch: int, received: Trees) -> Sequence[torch.Tensor]:
         if (stage, micro_batch) in self._states:
-            torch.set_rng_state(self._states[stage, micro_batch])
+            restore(self._device, self._states[stage, micro_batch])
         programs, runner = self._splits[micro_batch].stages, self._runner(stage, micro_batch)
         put_off = (stage, micro_batch) in self._put_off
         with self._later.of(programs[stage].parameters()) if put_off else nullcontext():
@@ -213,23 +215,23 @@ def _awaited_last(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
 
 def _random_states(
     agreed: Sequence[Agreed], local: Sequence[int], mesh: Mesh
-) -> tuple[dict[tuple[int, int], torch.Tensor], torch.Tensor | None]:
-    """The states of torch's generator before each stage of this rank and micro-batch, and after all.
+) -> tuple[dict[tuple[int, int], States], States | None]:
+    """The states of torch's generators before each stage of this rank and micro-batch, and after all.
 
     They are those of one process, which does a micro-batch after the other.
     """
-    states: dict[tuple[int, int], torch.Tensor] = {}
-    if not any(n for of in agreed for n in of.draws):
-        return states, None
-    if not mesh.is_dry and mesh.size() > 1:
+    found: dict[tuple[int, int], States] = {}
+    if mesh.is_dry or not any(draws for of in agreed for draws in of.draws):
+        return found, None
+    if mesh.size() > 1:
         stream_of(mesh)  # agreed on by all at once, not by each stage for each micro-batch
-    before = torch.get_rng_state()
+    device = mesh.device()
+    before = states(device)
     for micro, of in enumerate(agreed):
-        for stage, n in enumerate(of.draws):
+        for stage, draws in enumerate(of.draws):
             if stage in local:
-                states[stage, micro] = torch.get_rng_state()
-            for _ in range(n):
-                own_draw()
-    after = torch.get_rng_state()
-    torch.set_rng_state(before)
-    return states, after
+                found[stage, micro] = states(device)
+            draw_again(draws, device)
+    after = states(device)
+    restore(device, before)
+    return found, after

@@ -34,7 +34,7 @@ from espalier.layout import Layout
 from espalier.layout.layout import R, V
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
-from espalier.parallel.data.units import blocks
+from espalier.parallel.data.units import blocks, parts, segments
 from espalier.tensor import DTensor, plain
 from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.fallback import tree_map
@@ -81,17 +81,18 @@ def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 def chosen(model: nn.Module, plan: Plan) -> dict[str, str]:
     """For each block that is to be recomputed, by name, ``"full"`` or ``"selective"``.
 
+    Blocks are the elements of the model's lists; of a model without lists its children (see
+    :func:`~espalier.parallel.data.units.segments`).
+
     Raises:
-        ValueError: the model has no lists of blocks, or patterns match none of them.
+        ValueError: patterns match none of them.
     """
     if plan.recompute == "none":
         return {}
-    names = list(blocks(model))
-    if not names:
-        raise ValueError(
-            f"recompute = {plan.recompute!r}: {type(model).__name__} has no list of blocks (nn.ModuleList, "
-            "nn.Sequential, nn.ModuleDict) to recompute one by one. Put its layers into one, or leave it out."
-        )
+    # a pipeline divides what lists stand in
+    names = list(parts(model) if plan.pipe > 1 else segments(model))
+    if not isinstance(plan.recompute, str):
+        names = list(dict.fromkeys([*blocks(model), *names]))
     if isinstance(plan.recompute, str):
         return dict.fromkeys(names, plan.recompute)
     wrong = [
@@ -106,7 +107,8 @@ def chosen(model: nn.Module, plan: Plan) -> dict[str, str]:
         kind = next((k for p, k in plan.recompute.items() if fnmatch.fnmatchcase(name, p)), "none")
         if kind != "none":
             found[name] = kind
-    return found
+    # of two, one within the other, the inner one
+    return {n: k for n, k in found.items() if not any(other.startswith(f"{n}.") for other in found)}
 
 
 def _close(pattern: str, names: Sequence[str]) -> str:
@@ -259,7 +261,9 @@ class _Before:
             return self._known | self._late.keys()
         with raw():
             now = {name: plain(x.detach()) for name, x in self._held.items()}
-        names = {name for name, x in now.items() if not torch.equal(x, self._values[name])}
+        before = self._values
+        # of other shapes are parameters that are gathered within the block
+        names = {n for n, x in now.items() if x.shape == before[n].shape and not torch.equal(x, before[n])}
         self._held = {name: self._held[name] for name in names}
         self._values = {name: self._values[name] for name in names}
         return names

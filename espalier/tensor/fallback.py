@@ -224,12 +224,10 @@ def _error_on(
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """While open, what checkpointing counts (saved tensors, and, selective, operations) is not counted."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        yield
-        return
+    """While open, what others count (operations, memory, saved tensors) is not counted."""
     disable = getattr(_python_dispatch, "_disable_current_modes", nullcontext)
-    with disable(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    with disable(), torch.autograd.graph.saved_tensors_hooks(_same, _same) if hooked else nullcontext():
         yield
 
 

@@ -165,7 +165,58 @@ def test_wrong_cuts_are_named() -> None:
         split(model, 3, batch, ["blocks.2", "blocks.1"])
     with pytest.raises(SplitError, match=r"3 stages begin at 2 cuts, got 1"):
         split(model, 3, batch, ["blocks.2"])
-    with pytest.raises(SplitError, match="13 stages, but only 12 places"):
-        split(model, 13, batch)
+    equal(model, batch, split(model, 13, batch))  # one more than there are places that lose nothing
+    with pytest.raises(SplitError, match="200 stages, but only"):
+        split(model, 200, batch)
     with pytest.raises(SplitError, match="9 stages, but only 8 places"):
         split(model, 9, batch, divide=False)
+
+
+class Own(nn.Module):
+    """Computes with a parameter of its own before its only module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(x @ self.weight)).square().mean()
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(torch.tanh(self.b(torch.relu(self.a(x)))))
+
+
+class Wrapped(nn.Module):
+    """A model with one child, in which all is."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "number", "cuts"),
+    [
+        (Own, 2, ("out",)),
+        (lambda: Wrapped(Layers()), 2, ("inner.b",)),
+        (lambda: Wrapped(Layers()), 3, ("inner.b", "inner.c")),
+        (lambda: Wrapped(Wrapped(Layers())), 3, ("inner.inner.b", "inner.inner.c")),
+        (lambda: Wrapped(Own()), 2, ("inner.out",)),
+    ],
+)
+def test_places_are_found_where_no_list_has_them(make: Any, number: int, cuts: tuple[str, ...]) -> None:
+    model, x = make(), torch.randn(4, 8)
+    found = split(model, number, x)
+    assert found.cuts == cuts and len(found.pieces) >= number
+    equal(model, x, found)
+    with pytest.raises(SplitError, match="places where one may begin"):
+        split(model, 9, x)

@@ -6,6 +6,7 @@ import copy
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -95,6 +96,58 @@ def drops(rank: int, world: int) -> None:
 
 def test_dropout(ranks: Any) -> None:
     ranks(2, drops)
+
+
+class Diffusion(nn.Module):
+    """Draws times, noise and masks itself, in several ways, on different stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.times = nn.Linear(8, 16), nn.Embedding(10, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 16)) for _ in range(4)
+        )
+        self.leave = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = torch.randint(0, 10, (x.shape[0],), device=x.device)
+        noise, share = torch.randn_like(x), torch.rand(x.shape[0], 1, dtype=x.dtype, device=x.device)
+        h = self.enter(x * share + (1 - share) * noise) + self.times(at)
+        for i, block in enumerate(self.blocks):
+            h = h + block(h)
+            if i == 2:
+                h = h * torch.bernoulli(torch.full_like(h, 0.7))
+                h = h + torch.empty(h.shape, dtype=h.dtype, device=h.device).normal_(0, 0.1)
+                h = (h + torch.normal(0.0, 0.1, (16,), dtype=h.dtype))[:, torch.randperm(16, device=h.device)]
+        return nn.functional.mse_loss(self.leave(h), noise)
+
+
+def diffuses(rank: int, world: int, plans: list[dict[str, Any]]) -> list[Any]:
+    found = []
+    for plan in plans:
+        torch.manual_seed(0)
+        net = Diffusion().double()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        engine = espalier.initialize(net, sgd, {"accumulate": 4, **plan})
+        torch.manual_seed(1)
+        x = torch.randn(16, 8, dtype=torch.float64)
+        losses = [engine.train_step((x,)).item() for _ in range(3)]
+        state = {k: v.tolist() for k, v in engine.full_state_dict().items()}
+        found.append(([*losses, torch.rand(()).item()], state))
+    return found
+
+
+def test_what_a_model_draws_itself_is_what_one_process_draws(ranks: Any) -> None:
+    ((right, at_end),) = ranks(1, diffuses, [{}])[0]
+    twice = {"schedule": "interleaved", "stages_per_rank": 2}
+    plans = [{"pipe": 2}, {"pipe": 2, **twice, "recompute": "full"}, {"data": 2}]
+    for plan, (losses, state) in zip(plans, ranks(2, diffuses, plans)[0], strict=True):
+        assert losses == pytest.approx(right, abs=1e-12), plan
+        for name, x in state.items():
+            torch.testing.assert_close(torch.tensor(x), torch.tensor(at_end[name]), rtol=0, atol=1e-12)
+    with torch.device("meta"):
+        net, x = Diffusion(), torch.empty(16, 8)
+    assert espalier.dry_run(net, {"pipe": 2, "accumulate": 4}, (x,)).peak_bytes
 
 
 class Scaled(nn.Module):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import espalier
 from espalier.engine.live import LiveMemory
-from espalier.engine.recompute import keep_products
+from espalier.engine.recompute import chosen, keep_products
 from espalier.models import build
 from espalier.parallel.data.units import blocks
 from tests.ranks.test_engine import SIZES, TOLERANCE, apart, batch, model
@@ -241,8 +241,6 @@ def test_patterns_that_match_nothing() -> None:
     mesh = espalier.Mesh.dry({"data": 2, "tensor": 1})
     with pytest.raises(ValueError, match=r"'block\.1' matches no block; close: blocks\.1"):
         espalier.initialize(model(), None, {"data": 2, "recompute": {"block.1": "full"}}, mesh=mesh)
-    with pytest.raises(ValueError, match="Linear has no list of blocks"):
-        espalier.initialize(nn.Linear(2, 2), None, {"data": 2, "recompute": "full"}, mesh=mesh)
     with pytest.raises(ValueError, match=r"recompute = 'half': expected \"none\", \"full\", \"selective\""):
         espalier.Plan(recompute="half")
     with pytest.raises(ValueError, match="recompute_inputs = 'disk'"):
@@ -261,3 +259,96 @@ def test_kept_inputs_lie_in_memory_as_they_did(inputs: str) -> None:
         plan = {"tensor": 4, "tensor_mode": "2d" if inputs == "host" else "1d", "recompute": "selective"}
         flops.append(espalier.dry_run(net, {**plan, "recompute_inputs": how}, data).flops)
     assert flops[0] == flops[1]
+
+
+class Stage(nn.Module):
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(inner, outer, 3, padding=1), nn.BatchNorm2d(outer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(nn.functional.gelu(self.norm(self.conv(x))).square())
+
+
+class Staged(nn.Module):
+    """Blocks beside each other, in no list, as a U-Net is written down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.middle, self.up = Stage(3, 8), Stage(8, 8), Stage(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.up(self.middle(self.down(x))) - x).square().mean()
+
+
+class Coded(nn.Module):
+    """Sequences of single layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (
+            nn.Sequential(
+                nn.Flatten(), nn.Linear(192, 192), nn.GELU(), nn.LayerNorm(192), nn.Linear(192, 192)
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.decoder(torch.tanh(self.encoder(x))) - x.flatten(1)).square().mean()
+
+
+class Wrapper(nn.Module):
+    """One model within another, as who adds a loss does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Staged()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * 2
+
+
+UNLISTED = {
+    Staged: ["down", "middle", "up"],
+    Coded: ["encoder", "decoder"],
+    Wrapper: ["net.down", "net.middle", "net.up"],
+}
+
+
+def unlisted(rank: int, world: int, plan: dict[str, Any]) -> list[Any]:
+    found = []
+    for kind in UNLISTED:
+        torch.manual_seed(0)
+        net = kind().double()
+        engine = espalier.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), plan)
+        losses = [engine.train_step((torch.randn(4, 3, 8, 8, dtype=torch.float64),)).item() for _ in range(3)]
+        found.append((losses, {k: v.tolist() for k, v in engine.full_state_dict().items()}))
+    return found
+
+
+def test_a_model_without_a_list_is_recomputed_by_its_children(ranks: Any) -> None:
+    (expected,) = ranks(1, unlisted, {})
+    for plan in ({"data": 2, "zero": 3}, {"data": 2}, {"pipe": 2}):
+        for (losses, state), (right, at_end) in zip(
+            ranks(2, unlisted, {**plan, "recompute": "full"})[0], expected, strict=True
+        ):
+            assert losses == pytest.approx(right, abs=TOLERANCE), plan
+            for name, x in state.items():
+                torch.testing.assert_close(
+                    torch.tensor(x), torch.tensor(at_end[name]), rtol=0, atol=TOLERANCE
+                )
+
+
+def test_what_is_recomputed_of_models_without_lists_takes_no_memory() -> None:
+    for kind, names in UNLISTED.items():
+        peaks = []
+        for how in ("none", "full"):
+            with torch.device("meta"):
+                net, x = kind(), torch.empty(2048, 3, 8, 8)
+            peaks.append(espalier.dry_run(net, {"recompute": how}, (x,)).peak_bytes)
+        assert peaks[1] < 0.8 * peaks[0], (kind, peaks)
+        assert list(chosen(kind(), espalier.Plan(recompute="full"))) == names
+    assert list(chosen(nn.Linear(2, 2), espalier.Plan(recompute="full"))) == [""]
+    assert chosen(Coded(), espalier.Plan(recompute={"encoder": "full"})) == {"encoder": "full"}
+    inner = chosen(Coded(), espalier.Plan(recompute={"encoder*": "full"}))
+    assert list(inner) == ["encoder.1", "encoder.3", "encoder.4"]

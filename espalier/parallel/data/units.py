@@ -56,6 +56,40 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The :func:`blocks`, by name; of a model without lists its children that have parameters.
+
+    A module with one such child is taken for a wrapper of it; a model that has none is one part, named "".
+    """
+    return blocks(model) or _children(model)
+
+
+def segments(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that are called and between which little is kept, by name.
+
+    They are the :func:`parts`; where all of these are single layers, in lists, what the lists stand in.
+    """
+    found = parts(model)
+    if isinstance(model, _LISTS) or any(_with_parameters(m) for m in found.values()):
+        return found
+    outer = _children(model)
+    return outer if any(_with_parameters(m) for m in outer.values()) else found
+
+
+def _children(model: nn.Module) -> dict[str, nn.Module]:
+    prefix, inner = "", _with_parameters(model)
+    while len(inner) == 1:
+        ((name, child),) = inner.items()
+        if not _with_parameters(child):
+            break
+        prefix, inner = f"{prefix}{name}.", _with_parameters(child)
+    return {prefix + name: child for name, child in inner.items()} or {"": model}
+
+
+def _with_parameters(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: m for name, m in module.named_children() if any(True for _ in m.parameters())}
+
+
 def _has_blocks(module: nn.Module) -> bool:
     for m in module.modules():
         if isinstance(m, _LISTS) and sum(any(True for _ in c.parameters()) for c in m.children()) > 1:

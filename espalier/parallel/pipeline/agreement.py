@@ -2,7 +2,7 @@
 
 For that it has a twin of the model on a dry mesh, which has the shape of one stage's and is seen from this
 rank's coordinates. So shapes, dtypes and layouts of what is sent need no messages, a dry run of the pipeline
-knows them too, and each stage draws the random keys that one process would draw in its place.
+knows them too, and each stage draws the random values that one process would draw in its place.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from torch.utils import _pytree as pytree
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.alone import Alone, Followed, Study
+from espalier.parallel.pipeline.chances import Draw, Drawing, States, draw_again, equal, restore, states
 from espalier.parallel.pipeline.runtime import Agreed, Trees, Wire, wire_of
 from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.tensor import DTensor, stamp
 from espalier.tensor.apart import Apart, on_meta
 from espalier.tensor.dtensor import layout_of
-from espalier.tensor.seeding import own_draw
 from espalier.tensor.traces import untraced
 
-_MOST_DRAWS = 100_000
 _MOST_KNOWN = 256
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -114,16 +113,20 @@ class Agreement:
     def _run(
         self, programs: Sequence[StageProgram], inputs: Any, forward: Forward, followed: Followed | None
     ) -> Agreed:
-        before = torch.get_rng_state()
+        device = torch.device("cpu") if self._here.is_dry else self._here.device()
+        before = states(device)
         wires, rebuilds, draws = [], [], []
         alone: dict[int, Alone] = {}
         received: Callable[[], Trees] = tuple
         try:
             for i, program in enumerate(programs):
-                started, last = torch.get_rng_state(), i + 1 == len(programs)
+                started, last = states(device), i + 1 == len(programs)
                 study = Study(program, followed if last else None) if i in self._alone else None
-                out = forward(program, received(), inputs, study)
-                draws.append(_drawn(started))
+                with Drawing(None if self._here.is_dry else device) as drawing:
+                    out = forward(program, received(), inputs, study)
+                draws.append(tuple(drawing.found))
+                if not self._here.is_dry:
+                    _check(drawing.found, started, device)
                 if study is not None:
                     found = study.found(partial(_once_more, forward, program, received, inputs))
                     if found is not None:
@@ -138,7 +141,7 @@ class Agreement:
                 rebuilds.append(rebuild)
                 received = partial(_received, tensors, bare, rebuild)
         finally:
-            torch.set_rng_state(before)
+            restore(device, before)
         return Agreed(tuple(wires), tuple(rebuilds), tuple(draws), alone)
 
 
@@ -176,18 +179,20 @@ def _fresh(x: torch.Tensor, wire: Wire) -> torch.Tensor:
     return stamp(bare, layout_of(x)) if type(x) is DTensor else bare
 
 
-def _drawn(started: torch.Tensor) -> int:
-    """How many random keys were drawn since a state of the generator."""
-    now, n = torch.get_rng_state(), 0
-    torch.set_rng_state(started)
-    while not torch.equal(torch.get_rng_state(), now):
-        own_draw()
-        n += 1
-        if n > _MOST_DRAWS:
-            raise RuntimeError(
-                "A stage has changed the state of torch's random generator: it was seeded anew."
-            )
-    return n
+def _check(draws: Sequence[Draw], started: States, device: torch.device) -> None:
+    """See that what was noted is what a stage has drawn since.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    now = states(device)
+    restore(device, started)
+    draw_again(draws, device)
+    if not equal(states(device), now):
+        raise RuntimeError(
+            "A stage has changed the state of torch's random generator: it was seeded anew, or drew as many "
+            "numbers as its values say. Other stages could not know where to go on."
+        )
 
 
 def _told(x: Any) -> Any:

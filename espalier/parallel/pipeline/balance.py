@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from espalier.parallel.pipeline.record import SplitError
@@ -15,7 +15,7 @@ class Piece(NamedTuple):
     """A part of a model between two places where it may be cut.
 
     Attributes:
-        name: of the place where it begins.
+        name: of the place where it begins; empty for what the model does itself before its first module.
         cost: of its forward pass, in any unit.
         parameters: bytes of the parameters that it uses, by name.
         work: what is counted of it.
@@ -45,10 +45,9 @@ def balance(pieces: Sequence[Piece], number: int, memory: float | None = None) -
         SplitError: there are fewer pieces than stages, or no choice keeps within the memory.
     """
     if number > len(pieces):
+        names = ", ".join(p.name or "its beginning" for p in pieces)
         raise SplitError(
-            f"{number} stages, but only {len(pieces)} places where one may begin: "
-            f"{', '.join(p.name for p in pieces)}. Use fewer stages, or name cuts within modules: "
-            "Plan(cuts=[...])."
+            f"{number} stages, but only {len(pieces)} places where one may begin: {names}. Use fewer stages."
         )
     whole = whole_blocks(pieces)
     plain, least = _cheapest(whole, number, memory)
@@ -63,9 +62,14 @@ def balance(pieces: Sequence[Piece], number: int, memory: float | None = None) -
 
 def whole_blocks(pieces: Sequence[Piece]) -> list[Piece]:
     """The pieces where no block is divided."""
+    return joined(pieces, lambda piece: not piece.within)
+
+
+def joined(pieces: Sequence[Piece], begins: Callable[[Piece], bool]) -> list[Piece]:
+    """The pieces where only some begin one; the others go with those before them."""
     found: list[Piece] = []
     for p in pieces:
-        if not p.within:
+        if not found or begins(p):
             found.append(p)
             continue
         before = found[-1]

@@ -23,6 +23,7 @@ from espalier.mesh import Mesh
 from espalier.parallel.pipeline.actions import Action, Kind, Schedule
 from espalier.parallel.pipeline.alone import Alone
 from espalier.parallel.pipeline.backward import backward_for_inputs
+from espalier.parallel.pipeline.chances import Draw
 from espalier.parallel.pipeline.simulate import Timeline
 from espalier.parallel.pipeline.stopwatch import Stopwatch, gathered
 from espalier.tensor import DTensor, plain, stamp
@@ -59,13 +60,13 @@ class Agreed(NamedTuple):
     Attributes:
         wires: of each stage but the last, the tensors among its outputs.
         rebuild: of each stage but the last, its outputs from these tensors.
-        draws: random keys that each stage draws.
+        draws: what each stage draws from torch's generators.
         alone: how stages of this rank are run on it alone; without those that are run on DTensors.
     """
 
     wires: tuple[tuple[Wire, ...], ...]
     rebuild: tuple[Callable[[Sequence[torch.Tensor]], Trees], ...]
-    draws: tuple[int, ...]
+    draws: tuple[tuple[Draw, ...], ...]
     alone: Mapping[int, Alone]
 
 

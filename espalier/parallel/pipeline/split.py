@@ -19,7 +19,8 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
 from torch.utils._python_dispatch import _disable_current_modes
 
-from espalier.parallel.pipeline.balance import Piece, balance, whole_blocks
+from espalier.parallel.data.units import parts
+from espalier.parallel.pipeline.balance import Piece, balance, joined, whole_blocks
 from espalier.parallel.pipeline.programs import Body, Divided, Value
 from espalier.parallel.pipeline.record import Call, SplitError, State, Trace
 from espalier.parallel.pipeline.standing import Standing
@@ -289,7 +290,7 @@ def split(
     if not divide:
         family.pieces = whole_blocks(family.pieces)
     if cuts is None:
-        made = _balanced(family, found, number, memory)
+        made = _balanced(family, found, number, memory, lambda: _anywhere(found, family, costs, divide))
     elif len(cuts) == number - 1:
         made = Split(family, found, cuts)
     else:
@@ -299,16 +300,39 @@ def split(
     return made
 
 
-def _balanced(family: _Family, found: Trace, number: int, memory: float | None) -> Split:
-    cuts = balance(family.pieces, number, memory)
-    try:
-        return Split(family, found, cuts)
-    except SplitError:
-        whole = whole_blocks(family.pieces)
-        if {piece.name for piece in whole}.issuperset(cuts):
-            raise
-        family.pieces = whole  # what it does within a block cannot be divided
-        return _balanced(family, found, number, memory)
+def _balanced(
+    family: _Family, found: Trace, number: int, memory: float | None, more: Callable[[], list[Piece]]
+) -> Split:
+    """The best split at blocks or, where these are too few or cannot be cut so, at any place that can be."""
+    told: SplitError | None = None
+    for some in (lambda: family.pieces, lambda: whole_blocks(family.pieces), more):
+        tried = some()
+        try:
+            made = Split(family, found, balance(tried, number, memory))
+        except SplitError as error:
+            if told is None or number > len(tried):
+                told = error
+        else:
+            made.pieces = family.pieces = tried
+            return made
+    assert told is not None
+    raise told
+
+
+def _anywhere(found: Trace, family: _Family, costs: Mapping[str, float] | None, divide: bool) -> list[Piece]:
+    """What a model consists of between all places where it may be cut alone, however deep."""
+    whole = () if divide else tuple(f"{name}." for name in parts(family.model))
+    every = pieces(found, family, costs, lambda label: not label.startswith(whole))
+    legal = {every[0].name}
+    for piece in every[1:]:
+        if piece.name.startswith(whole):
+            continue
+        try:
+            Divided(found, _bounds(found, [piece.name], family.model), family.model, family.standing)
+        except SplitError:
+            continue
+        legal.add(piece.name)
+    return joined(every, lambda piece: piece.name in legal)
 
 
 def in_pieces(
@@ -335,8 +359,17 @@ def _family(model: nn.Module, device: torch.device | None, dtype: torch.dtype | 
     return _Family(model, Standing(model, device, dtype), device)
 
 
-def pieces(found: Trace, family: _Family, costs: Mapping[str, float] | None = None) -> list[Piece]:
+def pieces(
+    found: Trace,
+    family: _Family,
+    costs: Mapping[str, float] | None = None,
+    deep: Callable[[str], bool] | None = None,
+) -> list[Piece]:
     """What a model consists of between the places where it may be cut.
+
+    Args:
+        deep: which other calls of modules, by their labels, count as places too, without a look at what a cut
+            there would lose.
 
     Raises:
         SplitError: costs are given of modules that there are none of.
@@ -344,12 +377,20 @@ def pieces(found: Trace, family: _Family, costs: Mapping[str, float] | None = No
     passing = _passing(found)
     starts = _begins(found, family.model)
     inner = _within(found, family, starts, passing)
+    if deep is not None:
+        known = {*starts.values(), *inner.values(), 0}
+        for label, call in _labels(found).items():
+            if call.start not in known and call.start < len(found.ops) and deep(label):
+                inner[label] = call.start
+                known.add(call.start)
     # a model that calls no module is one piece
     every = sorted({**starts, **inner}.items(), key=lambda item: item[1]) or [("", 0)]
     ends = [*(start for _, start in every[1:]), len(found.ops)]
     sizes = {name: p.numel() * p.dtype.itemsize for name, p in family.model.named_parameters()}
-    if costs is not None and (wrong := [n for n in costs if n not in starts and n not in inner]):
+    if costs is not None and (wrong := [n for n in costs if n and n not in starts and n not in inner]):
         raise SplitError(_near(wrong, [name for name, _ in every], "costs"))
+    if any(not op.local for op in found.ops[: every[0][1]]):
+        every, ends = [("", 0), *every], [every[0][1], *ends]  # what the model does itself before
     result = []
     begin = 0
     for (name, _), end in zip(every, ends, strict=True):

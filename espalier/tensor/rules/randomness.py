@@ -232,9 +232,9 @@ def bernoulli(x: Operand, p: Any = None, *, generator: Any = None, out: Any = No
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         x, p = args[0], args[1] if len(args) > 1 else kwargs.get("p")
         key = draw_key(placed.mesh, kwargs.get("generator"))
-        # torch's own word on what is given, from a generator that nobody else draws from
-        aside = torch.Generator(x.device)
-        func(*((x.new_empty(0), p) if p is not None else (x.detach(),)), generator=aside)
+        if x.device.type != "meta":  # torch's own word on it, from a generator that nobody else draws from
+            aside = torch.Generator(x.device)
+            func(*((x.new_empty(0), p) if p is not None else (x.detach(),)), generator=aside)
         drawn = uniform(placed.outs[0], key, torch.float32, x.device)
         return _flat((drawn < (x if p is None else p)).to(x.dtype), x)
 
@@ -254,7 +254,7 @@ def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = No
         mean, std = (x.detach() if isinstance(x, torch.Tensor) else x for x in (bound["mean"], bound["std"]))
         dtype = both[0].dtype
         drawn = normal(placed.outs[0], draw_key(placed.mesh, bound.get("generator")), dtype, both[0].device)
-        if (torch.as_tensor(std) < 0).any():
+        if not drawn.is_meta and (torch.as_tensor(std) < 0).any():
             raise RuntimeError("normal expects all elements of std >= 0.0")
         return _flat(drawn * std + mean, *both)
 
@@ -293,8 +293,8 @@ def multinomial(
         bound = bound_to("input num_samples replacement", args, kwargs)
         x, count, again = bound["input"].detach(), bound["num_samples"], bound.get("replacement", False)
         key, wide = draw_key(placed.mesh, bound.get("generator")), x.double()
-        # torch's own word on the weights, from a generator that nobody else draws from
-        func(x, count, again, generator=torch.Generator(x.device))
+        if not x.is_meta:  # torch's own word on it, from a generator that nobody else draws from
+            func(x, count, again, generator=torch.Generator(x.device))
         if again:
             sums = wide.cumsum(-1)
             drawn = uniform(placed.outs[0], key, torch.float64, x.device)
