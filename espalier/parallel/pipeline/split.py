@@ -305,12 +305,14 @@ def _balanced(
 ) -> Split:
     """The best split at blocks or, where these are too few or cannot be cut so, at any place that can be."""
     told: SplitError | None = None
+    few = True  # whether places are all that was missing
     for some in (lambda: family.pieces, lambda: whole_blocks(family.pieces), more):
         tried = some()
         try:
             made = Split(family, found, balance(tried, number, memory))
         except SplitError as error:
-            if told is None or number > len(tried):
+            few = few and number > len(tried)
+            if told is None or few:
                 told = error
         else:
             made.pieces = family.pieces = tried
