@@ -383,7 +383,9 @@ def _values(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _put(held: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
     with raw(), torch.no_grad():
         for name, value in values.items():
-            plain(held[name].data).copy_(value)  # what is saved for backward does not count it as written to
+            here = plain(held[name].data)
+            if here.shape == value.shape:  # else it is a parameter that is gathered within the block
+                here.copy_(value)  # what is saved for backward does not count it as written to
 
 
 class _Cache:
