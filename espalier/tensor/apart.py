@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
@@ -188,9 +189,12 @@ class _Tensors(TorchFunctionMode):
         storage = x.untyped_storage()
         if storage._cdata not in self._storages:
             whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
-            try:
-                twin = torch._lazy_clone(whole)
-            except RuntimeError:  # memory that torch has not made
+            twin = None
+            # what is not resizable (read from a file, NumPy's) has no allocator: torch crashes when it parts them
+            if storage.resizable():
+                with contextlib.suppress(RuntimeError):  # memory that torch has not made: shared, say
+                    twin = torch._lazy_clone(whole)
+            if twin is None:
                 twin = whole.clone()
             self._storages[storage._cdata] = storage, twin.untyped_storage()
         twin_storage = self._storages[storage._cdata][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import random
 import threading
 from typing import Any
@@ -107,6 +108,18 @@ class Locked(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers[1](self.layers[0](x)).sum()
+
+
+def test_a_copy_of_what_was_read_from_a_file_has_memory_of_its_own() -> None:
+    file = io.BytesIO()
+    torch.save((nn.Linear(4, 4), torch.ones(4)), file)
+    file.seek(0)
+    model, x = torch.load(file, weights_only=False)
+    numbers = torch.from_numpy(np.ones(4))
+    with apart(model, (x, numbers)) as twin:
+        for of in (twin.module.weight.data, *twin.given):
+            of.add_(1)
+    assert torch.equal(x, torch.ones(4)) and numbers.sum() == 4
 
 
 def test_what_cannot_be_copied_is_named() -> None:
