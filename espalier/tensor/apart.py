@@ -190,7 +190,7 @@ class _Tensors(TorchFunctionMode):
         if storage._cdata not in self._storages:
             whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
             twin = None
-            # what is not resizable (read from a file, NumPy's) has no allocator: torch crashes when it parts them
+            # what is not resizable (a file's, NumPy's) has no allocator: torch crashes when it parts them
             if storage.resizable():
                 with contextlib.suppress(RuntimeError):  # memory that torch has not made: shared, say
                     twin = torch._lazy_clone(whole)
