@@ -188,6 +188,88 @@ def test_parameters_that_all_stages_use(ranks: Any) -> None:
     ranks(4, shares, [{**pipe, "zero": 3}, {**pipe, "zero": 2, "recompute": "full"}])
 
 
+class Decides(nn.Module):
+    """Asks for what it computes, and for what a mask and a buffer say, within a block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.register_buffer("least", torch.tensor(2))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if not mask.all():
+            x = x * mask[..., None]
+        h = torch.tanh(self.up(x))
+        if (h.mean(0) > 0).any() and h.sum() > 0:  # of what is computed: a trace cannot know
+            h = h * 2
+        shift = int(h.mean((0, 1)).argmax())
+        h = h.roll(shift, -1) * (1 + h.abs().max().item())
+        return x + self.down(h).narrow(1, 0, x.shape[1]) / self.least.item()
+
+
+class Tied(nn.Module):
+    """Is given the module whose weight it uses, as Perceiver's decoder of embeddings."""
+
+    def forward(self, x: torch.Tensor, other: nn.Linear) -> torch.Tensor:
+        return x @ other.weight
+
+
+class Deciding(nn.Module):
+    """Blocks that decide by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = Tied()
+        self.blocks = nn.ModuleList(Decides(8) for _ in range(4))
+        self.leave = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, mask)
+        x = self.tied(self.leave(x), self.leave)
+        return nn.functional.mse_loss(self.leave(x), y)
+
+
+def _undecided(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Batches of which some masks leave something out, in one micro-batch or both."""
+    g = torch.Generator().manual_seed(step)
+    x, y = torch.randn(8, 5, 8, generator=g).double(), torch.randn(8, 5, 3, generator=g).double()
+    mask = torch.ones(8, 5, dtype=torch.bool)
+    mask[1, 3:] = step % 2 == 0
+    mask[6, 2:] = step % 3 == 0
+    return x, mask, y
+
+
+def decides(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
+    for plan in plans:
+        torch.manual_seed(0)
+        net = Deciding().double()
+        plain = copy.deepcopy(net)
+        ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, plain))
+        engine = espalier.initialize(net, ours, {"accumulate": 2, **plan})
+        ways = set()
+        for step in range(4):
+            x, mask, y = _undecided(step)
+            total = 0.0
+            for rows in zip(*(t.chunk(2) for t in (x, mask, y)), strict=True):
+                loss = plain(*rows) / 2
+                loss.backward()
+                total += loss.item()
+                ways.add(bool(rows[1].all()))
+            theirs.step()
+            theirs.zero_grad()
+            assert abs(engine.train_step((x, mask, y)).item() - total) < 1e-12, (plan, step)
+        assert len(ways) == 2
+        state = engine.full_state_dict()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-11, msg=f"{plan}: {name}")
+
+
+def test_blocks_that_decide_by_values(ranks: Any) -> None:
+    ranks(2, decides, [{"pipe": 2}, {"pipe": 2, "schedule": "interleaved", "stages_per_rank": 2}])
+    ranks(4, decides, [{"pipe": 2, "data": 2}, {"pipe": 2, "tensor": 2}])
+
+
 class Recurrent(nn.Module):
     """An LSTM looks at its weights by weak references, whether they are the same still."""
 

@@ -338,4 +338,6 @@ class Divided:
         func = done.func if unit.call is None else unit.call.name
         state = None if done.state == self.trace.state else done.state
         reads = unit.call is None and done.read
-        return Step(func, name_of(func), done.args, done.kwargs, done.out, state, reads)
+        step = Step(func, name_of(func), done.args, done.kwargs, done.out, state, reads)
+        step.answers = () if unit.call is None else self.trace.answered(unit.call)
+        return step

@@ -125,6 +125,8 @@ class Trace:
         containers: names of modules that hold the outermost lists of blocks, and of the model.
         bound: storages that were written to and hold what is not local, and whether it has gradients.
         constants: by their numbers, the model's own tensors that are none of the others.
+        answers: what Python asked of tensors (``bool(x)``, ``x.item()``), in order, each with the number of
+            the innermost call around it.
     """
 
     device: torch.device
@@ -139,6 +141,16 @@ class Trace:
     containers: frozenset[str] = frozenset()
     bound: dict[int, bool] = field(default_factory=dict)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
+    answers: list[tuple[int, Any]] = field(default_factory=list)
+
+    def answered(self, call: Call) -> tuple[Any, ...]:
+        """What was asked within a call."""
+        within = {call.number}
+        for inner in self.calls[call.number + 1 :] if self.answers else ():
+            if inner.parent not in within:
+                break
+            within.add(inner.number)
+        return tuple(answer for number, answer in self.answers if number in within)
 
     def chain(self, op: int) -> list[Call]:
         """The module calls around an operation, outermost first."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from espalier.parallel.pipeline.answers import answered
 from espalier.parallel.pipeline.record import Call, SplitError, State
-from espalier.parallel.pipeline.trees import Ref, leaves, mapped
+from espalier.parallel.pipeline.trees import Part, Ref, leaves, mapped
 
 Env = dict[int, torch.Tensor]
 
@@ -28,17 +30,21 @@ class Step:
     Args:
         func: a torch function, or a module's name.
         name: for messages.
-        args, kwargs, out: trees with a :class:`Ref` for each tensor.
+        args, kwargs, out: trees with a :class:`Ref` for each tensor, and a :class:`Part` for each module that
+            is given to another.
         state: what torch is told meanwhile, if it is not what it is told around the program.
         reads: whether Python's control flow read what it gives.
 
     Attributes:
         given, made: the values that it is given and gives.
         free: values that nothing needs after it.
+        answers: what Python asked of tensors within it when it was traced: where they have no data, it gets
+            the same.
     """
 
     __slots__ = (
-        "_args", "_flat", "_kwargs", "_out", "_state", "free", "func", "given", "made", "name", "reads"
+        "_args", "_flat", "_kwargs", "_out", "_state", "answers", "free", "func", "given", "made", "name",
+        "reads",
     )  # fmt: skip
 
     def __init__(
@@ -47,15 +53,16 @@ class Step:
         self.func, self.name, self.reads = func, name, reads
         self._args, self._kwargs, self._out, self._state = args, kwargs, out, state
         inner = [x for x in (*args, *kwargs.values()) if type(x) is not Ref]
-        self._flat = not any(leaves(x, (Ref, torch.device)) for x in inner)
+        self._flat = not any(leaves(x, (Ref, Part, torch.device)) for x in inner)
         self.given = tuple(ref.number for ref in leaves((args, kwargs), Ref))
         self.made = tuple(ref.number for ref in leaves(out, Ref))
         self.free: tuple[int, ...] = ()
+        self.answers: tuple[Any, ...] = ()
 
     def by(self, func: Callable[..., Any]) -> Step:
         """The step that calls something else in place of what this one does."""
         step = Step(func, self.name, self._args, self._kwargs, self._out, self._state, self.reads)
-        step.free = self.free
+        step.free, step.answers = self.free, self.answers
         return step
 
     def run(self, env: Env, modules: Mapping[str, nn.Module], was: torch.device, here: torch.device) -> Any:
@@ -65,6 +72,8 @@ class Step:
             was, here: the device of the trace, in whose place is the one of now.
         """
         func: Any = modules[self.func] if type(self.func) is str else self.func
+        if self.answers and here.type == "meta":
+            func = partial(answered, func, self.answers)
         if self._flat:
             args = [env[a.number] if type(a) is Ref else a for a in self._args]
             kwargs = {k: env[a.number] if type(a) is Ref else a for k, a in self._kwargs.items()}
@@ -73,6 +82,8 @@ class Step:
             def given(x: Any) -> Any:
                 if type(x) is Ref:
                     return env[x.number]
+                if type(x) is Part:
+                    return modules[x.name]
                 return here if type(x) is torch.device and x == was else x
 
             args, kwargs = mapped(given, (self._args, self._kwargs))

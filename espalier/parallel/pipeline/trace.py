@@ -29,9 +29,10 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from espalier.parallel.data.units import blocks
+from espalier.parallel.pipeline.answers import ASKING, Heard
 from espalier.parallel.pipeline.record import Call, Op, SplitError, State, Trace, Value, storage_of
 from espalier.parallel.pipeline.standing import Standing, name_of
-from espalier.parallel.pipeline.trees import Ref, leaves, mapped
+from espalier.parallel.pipeline.trees import Part, Ref, leaves, mapped
 from espalier.tensor.apart import Apart, NotCopiedError
 from espalier.tensor.flops import Work, Worked
 from espalier.tensor.rules.spec import bound_to
@@ -182,6 +183,11 @@ class _Recorder(TorchFunctionMode):
             self._add(x, ("constant", None), True, False)
         return Ref(self._known[id(x)])
 
+    def _given(self, x: Any) -> Any:
+        """As :meth:`ref`; a :class:`Part` in the place of a module, which others have too."""
+        name = self._names.get(id(x)) if isinstance(x, nn.Module) else None
+        return self.ref(x) if name is None else Part(name)
+
     def _is_local(self, number: int) -> bool:
         value = self.trace.values[number]
         return value.local and value.storage not in self.trace.bound
@@ -238,12 +244,14 @@ class _Recorder(TorchFunctionMode):
         for value in t.values[mark[2] :]:
             self._known.pop(id(value.tensor), None)
         del t.ops[mark[0] :], t.calls[mark[1] :], t.values[mark[2] :]
+        t.answers[:] = [(number, answer) for number, answer in t.answers if number < mark[1]]
 
     def _whole(self, name: str, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
         """A module that does what fakes cannot follow: run by itself on some values, for its shapes."""
         self._quiet += 1
+        heard = Heard()
         try:
-            with self.worked.as_one(), torch.no_grad(), stand_in_values(module.modules()):
+            with self.worked.as_one(), torch.no_grad(), stand_in_values(module.modules()), heard:
                 given_some = mapped(_valued, (args, kwargs))
                 out = module(*given_some[0], **given_some[1])
         except Exception as other:
@@ -269,13 +277,14 @@ class _Recorder(TorchFunctionMode):
         self._path.pop()
         call = self._begin(name, args, kwargs)
         call.out, call.end = mapped(self.ref, out), call.start + 1
+        self.trace.answers += [(call.number, answer) for answer in heard.answers]
         work = self.worked.taken()
         self._note(name, (call.args, call.kwargs), call.out, tuple(given), made, local=False, work=work)
         return out
 
     def _begin(self, name: str, args: Any, kwargs: Any) -> Call:
         t, parent = self.trace, self._path[-1] if self._path else -1
-        given = mapped(self.ref, args), mapped(self.ref, kwargs)
+        given = mapped(self._given, args), mapped(self._given, kwargs)
         t.calls.append(Call(len(t.calls), name, parent, len(t.ops), State.now(t.device.type), *given))
         self._path.append(t.calls[-1].number)
         return t.calls[-1]
@@ -314,6 +323,8 @@ class _Recorder(TorchFunctionMode):
         written = {storage_of(x) for x, v in zip(given, versions, strict=True) if x._version != v}
         written |= {storage_of(x) for x in _statistics(func, args, kwargs) if isinstance(x, torch.Tensor)}
         if not made and not written:
+            if func in ASKING:
+                self.trace.answers.append((self._path[-1] if self._path else -1, out))
             if given and name != "__get__":
                 self._note_read(func, reads, numbers, local, out)
             return out

@@ -16,6 +16,19 @@ class Ref(NamedTuple):
     number: int
 
 
+class Part:
+    """A module of the model, in its place: one that is given to another module.
+
+    Attributes:
+        name: the module's.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 _MEANT = (torch.Tensor, Ref)
 
 

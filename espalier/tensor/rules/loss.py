@@ -251,7 +251,6 @@ class _VocabularyParallel(torch.autograd.Function):
     """
 
     espalier = True
-    meets = True  # others, backward
 
     @staticmethod
     def forward(

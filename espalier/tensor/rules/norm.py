@@ -36,7 +36,6 @@ class _Standardize(torch.autograd.Function):
     """
 
     espalier = True
-    meets = True  # others, backward
 
     @staticmethod
     def forward(

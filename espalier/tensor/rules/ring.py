@@ -77,7 +77,6 @@ def ring(
 
 class _Ring(torch.autograd.Function):
     espalier = True
-    meets = True  # others, backward
 
     @staticmethod
     def forward(
@@ -89,7 +88,6 @@ class _Ring(torch.autograd.Function):
         key: Key | None,
         way: Way,
     ) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
         ctx.way, ctx.key = way, key
         out, lse = helping.forward(q, k, v, key, way) if way.helping else _round(q, k, v, bias, key, way)
         out = out.to(q.dtype)
@@ -97,9 +95,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        if grad is None:
-            return (None,) * 6
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         q, k, v, bias, out, lse = ctx.saved_tensors
         wanted = [x for x, needed in zip((q, k, v, bias), ctx.needs_input_grad, strict=False) if needed]
         if torch.is_grad_enabled():
