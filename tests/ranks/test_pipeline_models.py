@@ -204,7 +204,9 @@ class Decides(nn.Module):
             h = h * 2
         shift = int(h.mean((0, 1)).argmax())
         h = h.roll(shift, -1) * (1 + h.abs().max().item())
-        return x + self.down(h).narrow(1, 0, x.shape[1]) / self.least.item()
+        h = h + h[..., h.mean((0, 1)).argmin(), None]  # which torch reads, not Python
+        h = nn.functional.pad(h, (self.least - 1, self.least))[..., self.least - 1 : -self.least]
+        return x + self.down(h) / self.least.item()
 
 
 class Tied(nn.Module):
@@ -246,7 +248,7 @@ def decides(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
         net = Deciding().double()
         plain = copy.deepcopy(net)
         ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, plain))
-        engine = espalier.initialize(net, ours, {"accumulate": 2, **plan})
+        engine = espalier.initialize(net, ours, {"accumulate": 2, **plan}, count=lambda b: b[2].numel())
         ways = set()
         for step in range(4):
             x, mask, y = _undecided(step)

@@ -339,5 +339,5 @@ class Divided:
         state = None if done.state == self.trace.state else done.state
         reads = unit.call is None and done.read
         step = Step(func, name_of(func), done.args, done.kwargs, done.out, state, reads)
-        step.answers = () if unit.call is None else self.trace.answered(unit.call)
+        step.answers = self.trace.answered(unit.start, unit.call)
         return step

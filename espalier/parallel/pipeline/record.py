@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from espalier.parallel.pipeline.answers import Answer
 from espalier.tensor.flops import Work
 
 
@@ -125,8 +126,8 @@ class Trace:
         containers: names of modules that hold the outermost lists of blocks, and of the model.
         bound: storages that were written to and hold what is not local, and whether it has gradients.
         constants: by their numbers, the model's own tensors that are none of the others.
-        answers: what Python asked of tensors (``bool(x)``, ``x.item()``), in order, each with the number of
-            the innermost call around it.
+        answers: what was asked of tensors (``bool(x)``, ``x[:, i]``), in order, each with the number of the
+            innermost call around it, and that of the operation that asked, if it is one.
     """
 
     device: torch.device
@@ -141,16 +142,20 @@ class Trace:
     containers: frozenset[str] = frozenset()
     bound: dict[int, bool] = field(default_factory=dict)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
-    answers: list[tuple[int, Any]] = field(default_factory=list)
+    answers: list[tuple[int, int, Answer]] = field(default_factory=list)
 
-    def answered(self, call: Call) -> tuple[Any, ...]:
-        """What was asked within a call."""
-        within = {call.number}
-        for inner in self.calls[call.number + 1 :] if self.answers else ():
-            if inner.parent not in within:
-                break
-            within.add(inner.number)
-        return tuple(answer for number, answer in self.answers if number in within)
+    def answered(self, start: int, call: Call | None) -> tuple[Answer, ...]:
+        """What was asked within a call, or by an operation; nothing where torch read nothing."""
+        if call is None:
+            found = [answer for _, op, answer in self.answers if op == start]
+        else:
+            within = {call.number}
+            for inner in self.calls[call.number + 1 :] if self.answers else ():
+                if inner.parent not in within:
+                    break
+                within.add(inner.number)
+            found = [answer for number, _, answer in self.answers if number in within]
+        return tuple(found) if any(a.read or a.out is not None for a in found) else ()
 
     def chain(self, op: int) -> list[Call]:
         """The module calls around an operation, outermost first."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from espalier.parallel.pipeline.answers import answered
+from espalier.parallel.pipeline.answers import Answer, answered
 from espalier.parallel.pipeline.record import Call, SplitError, State
 from espalier.parallel.pipeline.trees import Part, Ref, leaves, mapped
 
@@ -38,8 +38,8 @@ class Step:
     Attributes:
         given, made: the values that it is given and gives.
         free: values that nothing needs after it.
-        answers: what Python asked of tensors within it when it was traced: where they have no data, it gets
-            the same.
+        answers: what was asked of tensors within it when it was traced: where they have no data, it gets the
+            same.
     """
 
     __slots__ = (
@@ -57,7 +57,7 @@ class Step:
         self.given = tuple(ref.number for ref in leaves((args, kwargs), Ref))
         self.made = tuple(ref.number for ref in leaves(out, Ref))
         self.free: tuple[int, ...] = ()
-        self.answers: tuple[Any, ...] = ()
+        self.answers: tuple[Answer, ...] = ()
 
     def by(self, func: Callable[..., Any]) -> Step:
         """The step that calls something else in place of what this one does."""

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from espalier.parallel.data.units import blocks
-from espalier.parallel.pipeline.answers import ASKING, Heard
+from espalier.parallel.pipeline.answers import METADATA, Heard, heard
 from espalier.parallel.pipeline.record import Call, Op, SplitError, State, Trace, Value, storage_of
 from espalier.parallel.pipeline.standing import Standing, name_of
 from espalier.parallel.pipeline.trees import Part, Ref, leaves, mapped
@@ -46,15 +46,6 @@ _HIDDEN = (
     NotImplementedError,
 )
 _NOISY = logging.getLogger("torch._subclasses.fake_tensor")  # logs what it raises
-# answers that shapes and dtypes give
-_METADATA = frozenset(
-    """
-    size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point
-    is_complex is_signed is_inference is_conj is_neg is_same_size get_device is_set_to dim_order result_type
-    untyped_storage is_shared is_pinned is_tensor is_storage can_cast has_names is_coalesced type _is_view
-    __len__ __hash__ __repr__ __format__ __class__ broadcast_shapes broadcast_tensors_shapes
-    """.split()
-)
 
 
 def trace(batch: Any, device: torch.device, standing: Standing) -> Trace:
@@ -244,14 +235,14 @@ class _Recorder(TorchFunctionMode):
         for value in t.values[mark[2] :]:
             self._known.pop(id(value.tensor), None)
         del t.ops[mark[0] :], t.calls[mark[1] :], t.values[mark[2] :]
-        t.answers[:] = [(number, answer) for number, answer in t.answers if number < mark[1]]
+        t.answers[:] = [said for said in t.answers if said[0] < mark[1]]
 
     def _whole(self, name: str, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
         """A module that does what fakes cannot follow: run by itself on some values, for its shapes."""
         self._quiet += 1
-        heard = Heard()
+        within = Heard()
         try:
-            with self.worked.as_one(), torch.no_grad(), stand_in_values(module.modules()), heard:
+            with self.worked.as_one(), torch.no_grad(), stand_in_values(module.modules()), within:
                 given_some = mapped(_valued, (args, kwargs))
                 out = module(*given_some[0], **given_some[1])
         except Exception as other:
@@ -277,7 +268,7 @@ class _Recorder(TorchFunctionMode):
         self._path.pop()
         call = self._begin(name, args, kwargs)
         call.out, call.end = mapped(self.ref, out), call.start + 1
-        self.trace.answers += [(call.number, answer) for answer in heard.answers]
+        self.trace.answers += [(call.number, -1, answer) for answer in within.answers]
         work = self.worked.taken()
         self._note(name, (call.args, call.kwargs), call.out, tuple(given), made, local=False, work=work)
         return out
@@ -296,7 +287,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if self._quiet or name in _METADATA:
+        if self._quiet or name in METADATA:
             return func(*args, **kwargs)
         given = leaves((args, kwargs), torch.Tensor)
         versions = [x._version for x in given]
@@ -311,7 +302,7 @@ class _Recorder(TorchFunctionMode):
         try:
             # what needs a gradient is followed here: what is real could not get one from what is fake
             with torch.no_grad() if given else contextlib.nullcontext():
-                out = func(*args, **kwargs)
+                out, answer = heard(func, args, kwargs)
         except DataDependentOutputException as error:
             raise _Hidden(f"{name_of(func)} reads what the model computes") from error
         except Exception as error:
@@ -322,9 +313,9 @@ class _Recorder(TorchFunctionMode):
         made = leaves(out, torch.Tensor)
         written = {storage_of(x) for x, v in zip(given, versions, strict=True) if x._version != v}
         written |= {storage_of(x) for x in _statistics(func, args, kwargs) if isinstance(x, torch.Tensor)}
+        if answer is not None:
+            self.trace.answers.append((self._path[-1] if self._path else -1, len(self.trace.ops), answer))
         if not made and not written:
-            if func in ASKING:
-                self.trace.answers.append((self._path[-1] if self._path else -1, out))
             if given and name != "__get__":
                 self._note_read(func, reads, numbers, local, out)
             return out
