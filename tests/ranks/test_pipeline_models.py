@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -270,6 +271,42 @@ def decides(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
 def test_blocks_that_decide_by_values(ranks: Any) -> None:
     ranks(2, decides, [{"pipe": 2}, {"pipe": 2, "schedule": "interleaved", "stages_per_rank": 2}])
     ranks(4, decides, [{"pipe": 2, "data": 2}, {"pipe": 2, "tensor": 2}])
+
+
+class Shortens(nn.Module):
+    """Gives as many columns as what it computes says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.weight
+        return x[:, : 4 if x.sum() > 0 else 2]
+
+
+def shortens(rank: int, world: int) -> None:
+    net = nn.Sequential(Shortens(), nn.Tanh(), Shortens(), nn.Tanh()).double()
+    engine = espalier.initialize(net, None, {"pipe": 2, "cuts": ("2",)}, loss_fn=lambda out, y: out.mean())
+    some = torch.ones(4, 6).double()
+    ends = []
+    for x in (some, -some, some):
+        try:
+            with torch.no_grad():
+                ends.append(engine((x, x)).item())
+        except RuntimeError as error:
+            ends.append(str(error))
+    told = [end for end in ends if isinstance(end, str)]
+    assert told and all(
+        "Stage 0 gives other tensors than when it was run without data" in end for end in told
+    )
+    right = [math.tanh(math.tanh(1.0)), math.tanh(math.tanh(-1.0)), math.tanh(math.tanh(1.0))]
+    pairs = zip(ends, right, strict=True)
+    assert all(isinstance(end, str) or abs(end - value) < 1e-12 for end, value in pairs) and len(told) < 3
+
+
+def test_other_answers_than_agreed_on_are_told(ranks: Any) -> None:
+    ranks(2, shortens)
 
 
 class Recurrent(nn.Module):
