@@ -12,6 +12,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm.collectives import broadcast
 from espalier.engine.accumulation import Number
+from espalier.engine.batches import loss_of
 from espalier.engine.predict import entered, plain_output
 from espalier.layout import gradient_layout
 from espalier.mesh import Mesh
@@ -50,7 +51,8 @@ class Step:
         assert accumulation is not None
         self._followed = accumulation.followed if counts else None
         of_parts = zip(self._splits, self._inputs, strict=True)
-        self.agreed = [agreement(*of, self._called, self._followed) for of in of_parts]
+        of_model = loss_of if engine._loss_fn is None else None
+        self.agreed = [agreement(*of, self._called, self._followed, of_model) for of in of_parts]
         self._fit: dict[StageProgram, bool] = {}
         self._is_plain, self._later = False, Later()
         self._put_off: set[tuple[int, int]] = set()

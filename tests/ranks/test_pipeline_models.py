@@ -357,3 +357,43 @@ def test_what_weights_alone_give_out_counts() -> None:
     later()
     assert x.grad is not None and x.grad.tolist() == [3.0] * 3
     assert w.grad is not None and w.grad.tolist() == [4.0] * 3
+
+
+class Aside(nn.Module):
+    """Gives more than its loss: what the loss does not hang on has no gradient, and is not decayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        aside = torch.tanh(self.aside(x))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        aside = self.last(aside)
+        return {"loss": x.square().mean(), "aside": aside}
+
+
+def leaves_aside(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for plan in plans:
+        torch.manual_seed(0)
+        net = Aside().double()
+        plain = copy.deepcopy(net)
+        ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (net, plain))
+        engine = espalier.initialize(net, ours, {**plan, "accumulate": 4})
+        for _ in range(2):
+            engine.train_step((x,))
+            plain(x)["loss"].backward()
+            theirs.step()
+            theirs.zero_grad()
+        state = engine.full_state_dict()
+        for name, p in plain.state_dict().items():
+            assert (state[name] - p).abs().max() < 1e-12, (plan, name)
+
+
+def test_what_crosses_and_has_no_gradient(ranks: Any) -> None:
+    interleaved = {"schedule": "interleaved", "stages_per_rank": 2}
+    plans: list[dict[str, Any]] = [{}, interleaved, {"schedule": "zb-h1"}, {"recompute": "full"}]
+    ranks(2, leaves_aside, [{"pipe": 2, **plan} for plan in plans])

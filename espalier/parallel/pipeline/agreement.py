@@ -8,11 +8,14 @@ knows them too, and each stage draws the random values that one process would dr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass as raw
 from torch.utils import _pytree as pytree
 
 from espalier.layout import Layout
@@ -79,7 +82,12 @@ class Agreement:
         self._known: dict[Any, Agreed] = {}
 
     def __call__(
-        self, split: Split, inputs: Any, forward: Forward, followed: Followed | None = None
+        self,
+        split: Split,
+        inputs: Any,
+        forward: Forward,
+        followed: Followed | None = None,
+        loss_of: Callable[[Any], Any] | None = None,
     ) -> Agreed:
         """What is agreed of a micro-batch.
 
@@ -88,6 +96,7 @@ class Agreement:
             inputs: of the model, as DTensors.
             forward: ``forward(program, received, inputs, runner)`` calls a stage.
             followed: the values that are followed in the last stage.
+            loss_of: what finds the loss in what the last stage gives; by default it may hang on all of that.
         """
         leaves, form = pytree.tree_flatten(inputs)
         # a split is one for whether modules train, and parameters need gradients
@@ -100,7 +109,7 @@ class Agreement:
             dry = pytree.tree_unflatten([self._bare(x) for x in leaves], form)
             programs = [program.on(self._twin) for program in split.stages]
             with untraced(self._model):  # nor does who counts memory or operations count the twin's
-                self._known[key] = self._run(programs, dry, forward, followed)
+                self._known[key] = self._run(programs, dry, forward, followed, loss_of)
         return self._known[key]
 
     def _bare(self, x: Any) -> Any:
@@ -111,19 +120,28 @@ class Agreement:
         return stamp(torch.empty(own.local_shape, dtype=x.dtype, device="meta"), own)
 
     def _run(
-        self, programs: Sequence[StageProgram], inputs: Any, forward: Forward, followed: Followed | None
+        self,
+        programs: Sequence[StageProgram],
+        inputs: Any,
+        forward: Forward,
+        followed: Followed | None,
+        loss_of: Callable[[Any], Any] | None,
     ) -> Agreed:
         device = torch.device("cpu") if self._here.is_dry else self._here.device()
         before = states(device)
         wires, rebuilds, draws = [], [], []
         alone: dict[int, Alone] = {}
         received: Callable[[], Trees] = tuple
+        graph = _Graph(self._twin)
         try:
             for i, program in enumerate(programs):
                 started, last = states(device), i + 1 == len(programs)
                 study = Study(program, followed if last else None) if i in self._alone else None
                 with Drawing(None if self._here.is_dry else device) as drawing:
-                    out = forward(program, received(), inputs, study)
+                    entered = received()
+                    graph.enter(entered)
+                    out = forward(program, entered, inputs, study)
+                    graph.leave(out, loss_of if last else None)
                 draws.append(tuple(drawing.found))
                 if not self._here.is_dry:
                     _check(drawing.found, started, device)
@@ -142,7 +160,58 @@ class Agreement:
                 received = partial(_received, tensors, bare, rebuild)
         finally:
             restore(device, before)
-        return Agreed(tuple(wires), tuple(rebuilds), tuple(draws), alone)
+        return Agreed(tuple(wires), graph.returns(), tuple(rebuilds), tuple(draws), alone)
+
+
+class _Graph:
+    """What hangs on what, in a run without data: the nodes of autograd's at the borders of stages."""
+
+    def __init__(self, twin: nn.Module) -> None:
+        self._parameters = {id(p) for p in twin.parameters()}
+        self._ins: list[list[Any]] = []
+        self._outs: list[list[Any]] = []
+
+    def enter(self, received: Trees) -> None:
+        """What a stage is given."""
+        self._ins.append(_nodes_of(received))
+
+    def leave(self, out: Any, loss_of: Callable[[Any], Any] | None) -> None:
+        """What it has given; of the last one, where the loss is in it."""
+        if loss_of is not None and torch.is_grad_enabled():
+            with suppress(ValueError):  # the last stage itself will say so
+                out = loss_of(out)
+        self._outs.append(_nodes_of(out))
+
+    def returns(self) -> tuple[tuple[bool, ...], ...]:
+        """Of each tensor at each border, whether the loss hangs on it."""
+        found: list[tuple[bool, ...]] = []
+        roots = self._outs[-1]
+        for ins, outs in zip(self._ins[:0:-1], self._outs[-2::-1], strict=True):
+            reached = self._reached(roots, set(ins))
+            back = tuple(x is not None and (reached is None or x in reached) for x in ins)
+            found.append(back)
+            roots = list(compress(outs, back))
+        return tuple(found[::-1])
+
+    def _reached(self, roots: Sequence[Any], ins: Collection[Any]) -> set[Any] | None:
+        """The nodes that these lead to; None if something stands there that hides what is behind it."""
+        seen, stack = set(), [*roots]
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in ins:
+                continue
+            if hasattr(node, "variable") and id(node.variable) not in self._parameters:
+                return None
+            stack += [beyond for beyond, _ in node.next_functions]
+        return seen
+
+
+def _nodes_of(tree: Any) -> list[Any]:
+    with raw():
+        return [x.grad_fn for x in taken_apart(tree)[0]]
 
 
 def taken_apart(out: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Trees]]:

@@ -45,6 +45,8 @@ def backward_for_inputs(
     Returns:
         what adds to the gradients of its weights.
     """
+    if not roots:
+        return lambda: None
     if not leaves:
         return lambda: torch.autograd.backward(tuple(roots), tuple(grads))
     way, weights = _explored((edge.node for edge in roots), {get_gradient_edge(x).node for x in leaves})

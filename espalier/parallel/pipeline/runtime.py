@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -45,7 +46,7 @@ class Wire(NamedTuple):
     Attributes:
         shape: of this rank's part.
         lies: states of the mesh's axes, cuts and global shape; None for a plain tensor.
-        has_gradient: whether a gradient comes back.
+        has_gradient: whether it needs a gradient.
     """
 
     shape: tuple[int, ...]
@@ -59,12 +60,14 @@ class Agreed(NamedTuple):
 
     Attributes:
         wires: of each stage but the last, the tensors among its outputs.
+        returns: of each of them, whether a gradient comes back: what the loss hangs on has one.
         rebuild: of each stage but the last, its outputs from these tensors.
         draws: what each stage draws from torch's generators.
         alone: how stages of this rank are run on it alone; without those that are run on DTensors.
     """
 
     wires: tuple[tuple[Wire, ...], ...]
+    returns: tuple[tuple[bool, ...], ...]
     rebuild: tuple[Callable[[Sequence[torch.Tensor]], Trees], ...]
     draws: tuple[tuple[Draw, ...], ...]
     alone: Mapping[int, Alone]
@@ -216,10 +219,10 @@ class Runtime:
         """What crosses in a message."""
         kind, stage, micro = action
         ahead = kind in (Kind.SEND_F, Kind.RECV_B)
-        wires = self._agreed[micro].wires[stage if ahead else stage - 1]
+        border, agreed = stage if ahead else stage - 1, self._agreed[micro]
         if kind in (Kind.SEND_F, Kind.RECV_F):
-            return list(wires)
-        return [wire for wire in wires if wire.has_gradient]
+            return list(agreed.wires[border])
+        return list(compress(agreed.wires[border], agreed.returns[border]))
 
     def _message(self, action: Action) -> None:
         if action.kind in _RECEIVES:
@@ -333,7 +336,7 @@ class Runtime:
                 wires = self._agreed[micro].wires[stage]
                 _check(outs, wires, stage)
                 self._hand_over(Action(Kind.SEND_F, stage, micro), [plain(x.detach()) for x in outs])
-                edges = [get_gradient_edge(x) for x, w in zip(outs, wires, strict=True) if w.has_gradient]
+                edges = [*map(get_gradient_edge, compress(outs, self._agreed[micro].returns[stage]))]
             elif outs[0].requires_grad:
                 edges = [get_gradient_edge(outs[0])]
         if torch.is_grad_enabled():
@@ -364,9 +367,30 @@ class Runtime:
                 torch.autograd.backward(tuple(live.edges), tuple(grads))
         live.edges = []
         if stage:
-            given = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-            self._hand_over(Action(Kind.SEND_B, stage, micro), given)
+            self._hand_over(Action(Kind.SEND_B, stage, micro), self._returned(stage, micro, leaves))
         live.leaves = []
+
+    def _returned(self, stage: int, micro: int, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of a stage's inputs that go back.
+
+        Raises:
+            RuntimeError: one has come that nobody waits for.
+        """
+        agreed, border = self._agreed[micro], stage - 1
+        returns = [
+            b for b, w in zip(agreed.returns[border], agreed.wires[border], strict=True) if w.has_gradient
+        ]
+        found = []
+        for i, (x, is_awaited) in enumerate(zip(leaves, returns, strict=True)):
+            if is_awaited:
+                found.append(torch.zeros_like(x) if x.grad is None else x.grad)
+            elif x.grad is not None:
+                raise RuntimeError(
+                    f"Stage {stage} has a gradient for its input {i}, of the shape {list(x.shape)}, on which "
+                    "the loss did not hang when the stage was run without data. What hangs on what must "
+                    "follow from shapes and from whether the model trains."
+                )
+        return found
 
     def _begin(self, action: Action) -> None:
         self._work.begin_backward(action.stage, self._last[action.stage] == action)
