@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from espalier.tensor.flex import _attended
 from espalier.tensor.rules import RULES
 from tests.ranks.brute import name_of
 from tests.ranks.cases import CASES
@@ -18,6 +19,8 @@ def test_every_ruled_function_has_a_case():
     functions = list(tried.values())
     # moving to a GPU is tried in tests/gpu
     functions.append(torch.Tensor.cuda)
+    # flex_attention, whose arguments are functions, in tests/ranks/test_functions.py
+    functions.append(_attended)
     missing = [name_of(f) for f in RULES.functions() if f not in functions]
     assert not missing, f"give these a case in tests/ranks/cases: {', '.join(missing)}"
 

@@ -206,7 +206,7 @@ def of_one_layer(
             before = settled(live)
             loss = engine({"input_ids": ids, "labels": ids})
             kept = settled(live) - before
-        with espalier.ledger(mesh) as backward:
+        with engine.no_sync(), espalier.ledger(mesh) as backward:
             engine.backward(loss)
         return kept, *(Counter((e.op, e.bytes) for e in book.entries) for book in (forward, backward))
 

@@ -77,6 +77,12 @@ CASES = [
         also=[torch.nn.functional.embedding_bag],
         most=40,
     ),
+    case(
+        "",
+        A(X((7, 3), grad=False), ints((5, 2), 0, 7), 0.5, 2.0),
+        also=[torch.embedding_renorm_],
+        gathers_in_place=True,
+    ),
 ]
 
 _QKV = (X((2, 4, 3, 5)), X((2, 4, 3, 5)), X((2, 4, 3, 5)))
