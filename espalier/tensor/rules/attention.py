@@ -144,18 +144,18 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     bound = bound_to(_NAMES, args, kwargs)
     q, k, v = bound["query"], bound["key"], bound["value"]
     whole_q, whole_k = placed.ins[0], placed.ins[1]
-    cut = placed.axes_of(whole_k, [whole_k.ndim - 2])
-    if cut and (times := _heads_are_cut(placed, cut[0], bool(bound.get("is_causal")))):
-        return _by_heads(func, bound, placed, cut[0], times)
     heads, kv = whole_q.shape[-3], whole_k.shape[-3]
-    if heads != kv:
-        if kv == 1:
-            bound["enable_gqa"] = True  # broadcast or grouped, that is the same
-        elif not bound.get("enable_gqa"):
+    if heads != kv and not bound.get("enable_gqa"):
+        if kv != 1:
             raise ValueError(
                 f"scaled_dot_product_attention: {heads} query heads but {kv} key heads; "
                 "pass enable_gqa=True for grouped queries."
             )
+        bound["enable_gqa"] = True  # broadcast or grouped, that is the same
+    cut = placed.axes_of(whole_k, [whole_k.ndim - 2])
+    if cut and (times := _heads_are_cut(placed, cut[0], bool(bound.get("is_causal")))):
+        return _by_heads(func, bound, placed, cut[0], times)
+    if heads != kv:
         if k.shape[-3] == kv and q.shape[-3] != heads:
             start = local_box(whole_q).offsets[-3]
             pick = torch.arange(start, start + q.shape[-3], device=q.device) // (heads // kv)
