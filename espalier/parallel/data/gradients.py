@@ -113,9 +113,8 @@ class Gradients:
         self._had.clear()
         with raw():
             for chunk in self.chunks:
-                for m in chunk.members:
-                    self._add_to(m)
-                if self.reduced or self._is_shown:
+                are_pieces = [self._add_to(m) for m in chunk.members]
+                if self.reduced or self._is_shown or any(are_pieces):
                     self._reopen(chunk)
         self.reduced = self._is_shown = False
         self._is_begun = self._is_open = True
@@ -135,16 +134,27 @@ class Gradients:
             for chunk in self.chunks:
                 chunk.gradient = None
 
-    def _add_to(self, m: Member) -> None:
-        """A gradient that is the same on several ranks becomes an addend: that of one of them."""
+    def _add_to(self, m: Member) -> bool:
+        """A gradient that is the same on several ranks becomes an addend: that of one of them.
+
+        Returns:
+            whether it was given by hand as a cut parameter lies: then it is shown as this rank's piece.
+        """
         grad = _grad.__get__(m.p)
         if grad is None:
-            return
+            return False
         self._had.add(id(m.p))
+        if type(grad) is DTensor and m.dim is not None and grad._layout.axes == m.shard.axes != m.full.axes:
+            if any(self.mesh.coordinate[a] for a in m.outer):
+                plain(grad).zero_()
+            m.p.__dict__["_reduced"] = grad
+            _grad.__set__(m.p, None)
+            return True
         if self._is_same(m):
             if any(self.mesh.coordinate[a] for a in (*m.outer, *m.lane.axes)):
                 plain(grad).zero_()
             stamp(grad, gradient_layout(m.full))
+        return False
 
     def _is_same(self, m: Member) -> bool:
         """Whether a parameter has a gradient, or a piece of it, that is no addend: finished, or by hand."""
