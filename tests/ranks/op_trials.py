@@ -184,7 +184,7 @@ def _sampled(samples: Iterable[Any]) -> list[Any]:
         warnings.simplefilter("ignore")
         for sample in itertools.islice(samples, 40):
             found.append(sample)
-    if any("indexing" in sample.kwargs for sample in found):
+    if any("indexing" in getattr(sample, "kwargs", ()) for sample in found):
         _bring_in_order(found)
     return found
 

@@ -155,12 +155,11 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     cut = placed.axes_of(whole_k, [whole_k.ndim - 2])
     if cut and (times := _heads_are_cut(placed, cut[0], bool(bound.get("is_causal")))):
         return _by_heads(func, bound, placed, cut[0], times)
-    if heads != kv:
-        if k.shape[-3] == kv and q.shape[-3] != heads:
-            start = local_box(whole_q).offsets[-3]
-            pick = torch.arange(start, start + q.shape[-3], device=q.device) // (heads // kv)
-            k, v = k.index_select(-3, pick), v.index_select(-3, pick)
-            bound["enable_gqa"] = False
+    if heads != kv and k.shape[-3] == kv and q.shape[-3] != heads:
+        start = local_box(whole_q).offsets[-3]
+        pick = torch.arange(start, start + q.shape[-3], device=q.device) // (heads // kv)
+        k, v = k.index_select(-3, pick), v.index_select(-3, pick)
+        bound["enable_gqa"] = False
     bound |= {"query": q, "key": k, "value": v}
     if cut or (bound.get("is_causal") and placed.axes_of(whole_q, [whole_q.ndim - 2])):
         return _over_sequence(func, bound, placed, cut)
