@@ -338,7 +338,7 @@ class Engine(Lasting):
 
     def _check_kept(self, of_step: Accumulation) -> None:
         """See that the gradients of a step's micro-batches so far are there."""
-        if of_step.done and not self._is_within and all(p.grad is None for p in self.module.parameters()):
+        if of_step.done and not self._is_within and not self._shows_gradients():
             raise ValueError(
                 f"zero_grad() after {of_step.done} of Plan(accumulate={of_step.size}) micro-batches has "
                 "dropped their gradients. Leave it out: engine.step() drops them when it has updated. To "
@@ -443,13 +443,15 @@ class Engine(Lasting):
 
     def _may_step(self) -> bool:
         """Whether there are gradients: of a backward pass, or given by hand."""
-        return self._has_gradients or any(p.grad is not None for p in self.module.parameters())
+        return self._has_gradients or self._shows_gradients()
 
     def _holds_gradients(self) -> bool:
         """Whether a step is begun: nobody has dropped its gradients."""
-        if self._has_gradients and not self._seen.is_barred:
-            return any(p.grad is not None for p in self.module.parameters())
-        return self._has_gradients
+        return self._has_gradients and (self._seen.is_barred or self._shows_gradients())
+
+    def _shows_gradients(self) -> bool:
+        """Whether a parameter shows a gradient, or a piece of one, to the program."""
+        return any(p.grad is not None for p in self.module.parameters())
 
     def step_in_loop(self) -> bool:
         """A step that the program has asked the optimizer for; False: there is nothing to update.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -41,20 +41,16 @@ class Standing:
         found = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
         return any(not _made_in(hook, "espalier", "transformers") for hook in found)
 
-    def apart(self, fake: FakeTensorMode, given: Any = None) -> AbstractContextManager[Apart]:
+    @contextmanager
+    def apart(self, fake: FakeTensorMode, given: Any = None) -> Iterator[Apart]:
         """A copy of the model as its author made it, to be run while this is open, and of what is given.
 
         Its parameters are fakes.
         """
-
-        @contextmanager
-        def opened() -> Iterator[Apart]:
-            with apart(self.model, given, partial(self._stand, fake), self._as_made) as twin:
-                for config in _caching(twin.module.modules()):
-                    config.use_cache = False
-                yield twin
-
-        return opened()
+        with apart(self.model, given, partial(self._stand, fake), self._as_made) as twin:
+            for config in _caching(twin.module.modules()):
+                config.use_cache = False
+            yield twin
 
     @staticmethod
     def snapshot(model: nn.Module) -> dict[str, dict[str, Any]]:
