@@ -10,15 +10,19 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.multiprocessing
+from torch.multiprocessing import ProcessRaisedException
 
 from espalier.mesh.mesh import Mesh
 from espalier.mesh.process import PATIENCE, finish, is_consequence, start, use_loopback
+
+_FAILED = ".failed"  # how the name ends under which a rank leaves what it raised
 
 
 def spawn(
@@ -45,7 +49,11 @@ def spawn(
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="espalier-") as folder:
         work = (fn, dict(axes), args, n, port, folder, device_type)
-        torch.multiprocessing.spawn(_rank, work, nprocs=n)  # type: ignore[no-untyped-call]
+        try:
+            torch.multiprocessing.spawn(_rank, work, nprocs=n)  # type: ignore[no-untyped-call]
+        except Exception:
+            _raise_cause(Path(folder), n)
+            raise
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(n)]
 
 
@@ -74,6 +82,12 @@ def _rank(
         try:
             result = fn(Mesh.from_env(axes), *args)
             Path(folder, str(rank)).write_bytes(pickle.dumps(result))
+        except Exception as error:
+            if not is_consequence(str(error)):
+                # before `finish` tells other ranks, which may be seen to stop sooner than this one
+                note = os.getpid(), traceback.format_exc()
+                Path(folder, f"{rank}{_FAILED}").write_bytes(pickle.dumps(note))
+            raise
         finally:
             finish()
     except Exception as error:
@@ -82,6 +96,16 @@ def _rank(
             time.sleep(PATIENCE)
         raise
     _leave()
+
+
+def _raise_cause(folder: Path, n: int) -> None:
+    """Raise what a rank has left, whichever rank was seen to end first."""
+    for rank in range(n):
+        left = folder / f"{rank}{_FAILED}"
+        if left.exists():
+            pid, text = pickle.loads(left.read_bytes())
+            message = f"\n\n-- Process {rank} terminated with the following error:\n{text}"
+            raise ProcessRaisedException(message, rank, pid) from None
 
 
 def _leave() -> NoReturn:

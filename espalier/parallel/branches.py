@@ -12,8 +12,8 @@ This is the operator-wise parallelism of Jia et al. 2019 (Beyond Data and Model 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import MappingProxyType, MethodType
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from espalier.layout import Layout
 from espalier.layout.layout import R, V
 from espalier.mesh import Mesh
 from espalier.mesh.parts import at
+from espalier.parallel.pipeline.chances import Drawing
 from espalier.tensor import full_tensor, plain, stamp
 from espalier.tensor.dtensor import DTensor, layout_of, redistribute
 from espalier.tensor.fallback import tree_map
@@ -166,12 +167,20 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
                         here = here + y.reshape(-1)[:0].sum().to(here.dtype)
             return stamp(here.view_as(here), layout)
 
-    # what is done without data is not this rank's work: a dry run is not to count it
-    unseen: AbstractContextManager[Any] = nullcontext() if home.is_member else _disable_current_modes()
     args, kwargs = tree_map(enter, args), tree_map(enter, kwargs)
-    with unseen:
+    with nullcontext() if home.is_member else _uncounted():
         out = forward(*args, **kwargs)
     return tree_map(leave, out)
+
+
+@contextmanager
+def _uncounted() -> Iterator[None]:
+    """What is done without data is not this rank's work: a dry run is not to count it; but it draws."""
+    with _disable_current_modes() as modes, ExitStack() as kept:
+        for mode in modes:
+            if isinstance(mode, Drawing):
+                kept.enter_context(mode)
+        yield
 
 
 def _on(mesh: Mesh, layout: Layout, axis: int, state: Any) -> Layout:

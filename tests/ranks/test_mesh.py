@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing import ProcessRaisedException
 
 import espalier
 from espalier import Mesh, Replicate, Shard
@@ -38,6 +39,21 @@ def test_spawn_runs_a_function_on_a_mesh() -> None:
 def test_spawn_reports_the_rank_that_raised() -> None:
     with pytest.raises(Exception, match="nothing of that name"):
         espalier.spawn(fail_on_one, {"data": 2})
+
+
+def fail_slowly(mesh: Mesh) -> None:
+    """The rank that raises takes its time to end; the other, which is told of it, stops at once."""
+    if mesh.rank == 1:
+        module: Any = sys.modules["espalier.mesh.spawn"]
+        end = module.finish
+        module.finish = lambda: (end(), time.sleep(5))
+        raise KeyError("nothing of that name")
+    time.sleep(60)
+
+
+def test_spawn_reports_the_cause_whoever_ends_first() -> None:
+    with pytest.raises(ProcessRaisedException, match="nothing of that name"):
+        espalier.spawn(fail_slowly, {"data": 2})
 
 
 def leaves_something(mesh: Mesh, folder: Path) -> int:
