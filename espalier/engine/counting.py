@@ -146,7 +146,9 @@ class Counting(Watcher):
             all(not is_partial(x._layout.axes[a]) for x in given) for a in summed
         ):
             return Mixture(name)
-        return _of_rows(func, name, args, kwargs, out)
+        mark = _of_rows(func, name, args, kwargs, out)
+        together = any(type(m) is Rows and not m.apart for m in before)
+        return Rows(False) if together and type(mark) is Rows else mark
 
 
 def _of_rows(func: Any, name: str, args: Any, kwargs: Any, out: DTensor) -> Mark:
