@@ -184,7 +184,9 @@ class _Call:
             if self._modes and not recorders():
                 for mode in self._modes:
                     stack.enter_context(mode)
-            return self._own(*args, **kwargs)
+            out = self._own(*args, **kwargs)
+        tree_map(lambda x: x.settle() if isinstance(x, _Cache) else x, self._tree)
+        return out
 
 
 class _Written:
@@ -389,30 +391,63 @@ def _put(held: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -
 
 
 class _Cache:
-    """A cache of keys and values (transformers'), to which blocks write."""
+    """A cache of keys and values, or of states (transformers'), to which blocks write."""
 
     def __init__(self, given: Any) -> None:
         self._given, self._before = given, _copied(given)
+        with raw():
+            self._held: list[tuple[torch.Tensor, int]] | None = [(x, x._version) for x in _inside(given)]
 
     def take(self) -> Any:
         """The cache given; from the second time on, one as that was before the first."""
         given, self._given = self._given, None
         return _copied(self._before) if given is None else given
 
+    def settle(self) -> None:
+        """After the first computation.
+
+        Raises:
+            ValueError: it has written to what the cache held before, which is not there any more.
+        """
+        held, self._held = self._held or (), None
+        with raw():
+            if any(x._version != version for x, version in held):
+                raise ValueError(
+                    f"recompute: a block writes in place to what its {type(self._before).__name__} held "
+                    "already, and could not be computed again from that. Train with use_cache=False, or with "
+                    "a cache that is empty at first, or leave this block out of recompute."
+                )
+
 
 def _held(x: Any) -> Any:
     return _Cache(x) if hasattr(x, "get_seq_length") and hasattr(x, "update") else x
+
+
+def _is_cache(x: Any) -> bool:
+    """Whether it is a cache, or a layer of one: it has methods that write to it."""
+    simple = isinstance(x, torch.Tensor | nn.Module | type) or not hasattr(x, "__dict__")
+    return not simple and any(name.startswith("update") for name in dir(type(x)))
 
 
 def _copied(x: Any) -> Any:
     """A copy of a cache, its layers and lists; tensors and all else are shared."""
     if isinstance(x, dict | list | tuple):
         return tree_map(_copied, x)
-    if isinstance(x, torch.Tensor | nn.Module) or not hasattr(x, "update"):
+    if not _is_cache(x):
         return x
     twin = copy.copy(x)
     vars(twin).update({name: _copied(value) for name, value in vars(x).items()})
     return twin
+
+
+def _inside(x: Any) -> list[torch.Tensor]:
+    """The tensors that a cache holds."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if isinstance(x, list | tuple):
+        return [tensor for value in x for tensor in _inside(value)]
+    inside = x if isinstance(x, dict) else vars(x) if _is_cache(x) else {}
+    return [tensor for value in inside.values() for tensor in _inside(value)]
 
 
 # ---- what is kept of a block's inputs

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import espalier
 from espalier.engine.live import LiveMemory
-from espalier.engine.recompute import chosen, keep_products
+from espalier.engine.recompute import chosen, keep_products, recompute
 from espalier.models import build
 from espalier.parallel.data.units import blocks
 from tests.ranks.test_engine import SIZES, TOLERANCE, apart, batch, model
@@ -174,10 +174,16 @@ def test_a_policy_of_ones_own_sees_local_operations(ranks: Any) -> None:
 def hugging_face(rank: int, world: int) -> None:
     import transformers as hf
 
-    for kind in ("gpt2", "llama"):
+    for kind in ("gpt2", "bamba", "llama"):
         torch.manual_seed(0)
         if kind == "gpt2":
             config: Any = hf.GPT2Config(vocab_size=37, n_embd=24, n_layer=2, n_head=4, n_positions=16)
+        elif kind == "bamba":  # states, with other methods than keys and values have
+            config = hf.BambaConfig(
+                vocab_size=37, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, attn_layer_indices=[1],
+                mamba_n_heads=4, mamba_d_head=12, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=4,
+            )  # fmt: skip
         else:
             config = hf.LlamaConfig(
                 vocab_size=37, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
@@ -202,6 +208,35 @@ def hugging_face(rank: int, world: int) -> None:
 
 def test_hugging_face_blocks_with_caches(ranks: Any) -> None:
     ranks(2, hugging_face)
+
+
+class Filled:
+    """A cache that is written to in place."""
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(8)
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def update(self, x: torch.Tensor) -> None:
+        self.sums.add_(x.sum(0))
+
+
+class Caching(nn.Linear):
+    """Hangs on what its cache held."""
+
+    def forward(self, x: torch.Tensor, cache: Filled) -> torch.Tensor:  # type: ignore[override]
+        out = super().forward(x) + cache.sums
+        cache.update(x.detach())
+        return out.tanh()
+
+
+def test_a_cache_that_is_not_empty_and_is_written_to_in_place_is_refused() -> None:
+    net = nn.ModuleList([Caching(8, 8)])
+    recompute(net, {"0": "full"}, "whole")
+    with pytest.raises(ValueError, match=r"Filled held already.*use_cache=False"):
+        net[0](torch.randn(4, 8), Filled())
 
 
 class Keeps(nn.Module):
