@@ -280,17 +280,21 @@ def move_as(
 
 class _MoveAs(torch.autograd.Function):
     espalier = True
+    meets = True  # others, backward
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, way: Itinerary, forward_dtype: torch.dtype, backward_dtype: torch.dtype
     ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.way, ctx.dtypes = way, (x.dtype, backward_dtype)
         out = travel(x.to(forward_dtype), way)
         return out.detach() if out is x else out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        if grad is None:
+            return None, None, None, None
         own, passing = ctx.dtypes
         back = ctx.way.back(grad.to(passing))
         return (back if ctx.way.scale is None else back * ctx.way.scale).to(own), None, None, None
@@ -298,9 +302,11 @@ class _MoveAs(torch.autograd.Function):
 
 class _Move(torch.autograd.Function):
     espalier = True
+    meets = True  # others, backward
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, way: Itinerary) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.way = way
         out = _carried(x, way)
         # not view_as: a view holds its base, which may remember the view (a cycle no collector sees);
@@ -308,8 +314,8 @@ class _Move(torch.autograd.Function):
         return out.detach() if out is x else out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.way.back(grad), None
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return None if grad is None else ctx.way.back(grad), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, way: None) -> torch.Tensor:
@@ -321,12 +327,13 @@ class _Shadow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, device: str) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.device = x.device
         return x.to(device)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.zeros_like(grad, device=ctx.device), None
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return None if grad is None else torch.zeros_like(grad, device=ctx.device), None
 
 
 def on_dry(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:

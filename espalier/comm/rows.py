@@ -26,19 +26,21 @@ def send_rows(x: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: li
 
 class _Send(torch.autograd.Function):
     espalier = True
+    meets = True  # others, backward
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list[int]
     ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.back = mesh, axis, gives, gets
         each = math.prod(x.shape[1:])
         flat = door.send(x.reshape(-1), mesh, axis, [n * each for n in gets], [n * each for n in gives])
         return flat.view(sum(gets), *x.shape[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return send_rows(grad, *ctx.back), None, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        return None if grad is None else send_rows(grad, *ctx.back), None, None, None, None
 
 
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Send).apply

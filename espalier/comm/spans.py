@@ -89,17 +89,20 @@ def exchange(
 
 class _Exchange(torch.autograd.Function):
     espalier = True
+    meets = True  # others, backward
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, have: Any, want: Any
     ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.way = mesh, (axis,), dim, want, have
         return _exchanged(x, mesh, axis, dim, have, want)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return exchange(grad, *ctx.way), None, None, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        found = None if grad is None else exchange(grad, *ctx.way)
+        return found, None, None, None, None, None
 
 
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Exchange).apply

@@ -61,11 +61,12 @@ class _Waited(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         out: torch.Tensor = x.wait()
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         return grad
 
 

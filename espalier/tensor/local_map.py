@@ -146,7 +146,8 @@ class _Local:
     """What ranks do between the edges of a call, each its own: the graphs of all have the same edges.
 
     A backward pass that reaches the call reaches all its inputs, on every rank. So what hangs on that, the
-    order of collectives above all, is the same on all. To an input that a rank has not used goes no gradient.
+    order of collectives above all, is the same on all. To an input that a rank has not used goes no gradient;
+    zeros, if what made it has others to meet backward.
 
     Attributes:
         inputs: the local inputs.
@@ -169,17 +170,37 @@ class _Local:
         return _leave(x, self._first) if x.requires_grad or (self._has_nothing and may_need) else x
 
 
+def _meets(node: Any) -> bool:
+    """Whether backward ranks meet in a collective, from a node of the graph on; all ranks say the same."""
+    seen, stack = set(), [node]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        if getattr(getattr(node, "_forward_cls", None), "meets", False):
+            return True
+        seen.add(node)
+        stack += [beyond for beyond, _ in node.next_functions]
+    return False
+
+
 class _Enter(torch.autograd.Function):
     espalier = True
 
     @staticmethod
     def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs]
         return tuple(x.detach() for x in inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return grads
+        if all(grad is not None for grad in grads):
+            return grads
+        return tuple(
+            torch.zeros(like[0], dtype=like[1], device=like[2]) if grad is None and _meets(node) else grad
+            for grad, like, (node, _) in zip(grads, ctx.like, ctx.next_functions, strict=True)
+        )
 
 
 class _Leave(torch.autograd.Function):

@@ -11,7 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from espalier import DTensor, Layout, Mesh, Partial, Replicate, Shard, distribute_tensor, full_tensor
+from espalier import (
+    DTensor,
+    Layout,
+    Mesh,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    full_tensor,
+    local_map,
+)
+from espalier.comm.rows import send_rows
 from espalier.tensor import redistribute
 
 R, P = Replicate(), Partial()
@@ -170,3 +181,95 @@ def duals(rank: int, world: int) -> list[str]:
 @pytest.mark.filterwarnings("ignore::espalier.GatherWarning", "ignore:.*torch.jit.script:DeprecationWarning")
 def test_forward_mode(ranks: Any) -> None:
     assert not any(ranks(2, duals))
+
+
+# --- no derivative -----------------------------------------------------------------------------------------
+
+
+class Nothing(torch.autograd.Function):
+    """Hands its input on, and has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+def functions_of(y: torch.Tensor) -> set[str]:
+    """The names of the autograd functions that a value hangs on."""
+    seen, stack = set(), [y.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [beyond for beyond, _ in node.next_functions]
+    return {node._forward_cls.__name__ for node in seen if hasattr(node, "_forward_cls")}  # type: ignore[union-attr]
+
+
+def undefined(rank: int, world: int) -> None:
+    mesh, face = Mesh.from_env({"a": world}), Mesh.from_env({"a": 2, "b": world // 2})
+    target = distribute_tensor(torch.arange(8) % 4, mesh)
+
+    def heads(q: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q.view(1, 1, 8, 8), q.view(1, 1, 8, 8), q.view(1, 1, 8, 8))
+
+    cases: dict[str, tuple[Program, Mesh, tuple[Any, ...]]] = {
+        "_Move": (lambda x, w: x.redistribute(placements=[S(1)]) + w, mesh, (S(0),)),
+        "_MoveAs": (
+            lambda x, w: x.redistribute(placements=[R], forward_dtype=torch.float32) + w, mesh, (S(0),)
+        ),
+        "_Exchange": (lambda x, w: x[1:7] + w[:6], mesh, (S(0),)),
+        "_Standardize": (lambda x, w: F.layer_norm(x, (8,)) + w, mesh, (S(1),)),
+        "_VocabularyParallel": (lambda x, w: F.cross_entropy(x + w, target), mesh, (S(1),)),
+        "_Ring": (lambda x, w: heads(x + w), mesh, (S(0),)),
+        "_Product": (lambda x, w: x @ w, face, (S(0), S(1))),
+        "_Send": (lambda x, w: local_map(sent, x.placements)(x, w), mesh, (S(0),)),
+    }  # fmt: skip
+
+    def sent(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        gets, gives = ([2 * (i == (rank + to) % world) for i in range(world)] for to in (-1, 1))
+        return send_rows(x + w, mesh, 0, gets, gives)
+
+    for name, (f, on, placements) in cases.items():
+        x, w = (distribute_tensor(values(8, 8, seed=i), on, placements).requires_grad_() for i in (1, 2))
+        inner = x * 2
+        inner.register_hook(lambda grad: pytest.fail("a hook without a gradient"))
+        y = f(inner, w)
+        assert name in functions_of(y), (name, functions_of(y))
+        Nothing.apply(y).sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is None and w.grad is None, name
+
+
+@pytest.mark.filterwarnings("ignore::espalier.GatherWarning")
+def test_what_has_no_gradient_has_none_in_every_layout(ranks: Any) -> None:
+    ranks(4, undefined)
+
+
+def beside(rank: int, world: int) -> None:
+    """A rank that does not use what others do meets them backward all the same."""
+    mesh = Mesh.from_env({"a": world})
+    x = distribute_tensor(values(4, 6), mesh, [S(0)])
+    w = distribute_tensor(values(6, seed=1), mesh).requires_grad_()
+    v = distribute_tensor(values(4, 6, seed=2), mesh, [S(1)]).requires_grad_()
+    u = distribute_tensor(values(4, 6, seed=3), mesh, [S(0)]).requires_grad_()
+    gate = distribute_tensor(values(4, 6, seed=4), mesh, [S(0)]).requires_grad_()
+
+    def body(*inputs: torch.Tensor) -> torch.Tensor:
+        x, w, v, _, gate = inputs
+        return x * gate + w + v if rank else x * gate
+
+    moved = v.redistribute(placements=[S(0)])
+    local_map(body, [S(0)])(x, w, moved, u, gate).sum().backward()
+    rows = torch.arange(4).unsqueeze(1) >= 2
+    assert w.grad is not None and v.grad is not None and gate.grad is not None
+    assert torch.equal(full_tensor(w.grad), torch.full((6,), 2.0, dtype=F64))
+    assert torch.equal(full_tensor(v.grad), rows.to(F64).expand(4, 6))
+    assert torch.equal(full_tensor(gate.grad), full_tensor(x))
+    assert u.grad is None
+
+
+def test_ranks_that_use_different_inputs(ranks: Any) -> None:
+    ranks(2, beside)

@@ -354,6 +354,53 @@ def test_optimizers_that_are_not_elementwise(ranks: Any) -> None:
     ranks(2, optimizers)
 
 
+class Beside(nn.Module):
+    """Is given what it does not use: what made that has no gradient, and is not decayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(6, 6), nn.Embedding(4, 6), Uses()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, inner = self.parts
+        beside = torch.tanh(second(torch.arange(len(x)) % 4)).flip(0)
+        beside.register_hook(lambda grad: 2 * grad)
+        return inner(torch.tanh(first(x)), F.linear(beside, first.weight))
+
+
+class Uses(nn.Module):
+    """Uses one of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+        return self.line(x).square().mean()
+
+
+def without_gradients(rank: int, world: int) -> None:
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for zero in range(4):
+        torch.manual_seed(0)
+        net = Beside().double()
+        plain = copy.deepcopy(net)
+        ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (net, plain))
+        plan = {"data": world, "zero": zero, "chunk_megabytes": 0.0001}
+        engine = espalier.initialize(net, ours, plan)
+        for _ in range(2):
+            engine.train_step((x,))
+            plain(x).backward()
+            assert plain.parts[1].weight.grad is None
+            theirs.step()
+            theirs.zero_grad()
+            assert apart(net, plain, gradients=False) < TOLERANCE, zero
+
+
+def test_what_the_loss_does_not_hang_on_has_no_gradient(ranks: Any) -> None:
+    ranks(2, without_gradients)
+
+
 def refusals(rank: int, world: int) -> None:
     x = torch.ones(8, 6)
     for zero in range(4):

@@ -297,6 +297,7 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.done = done
+        ctx.set_materialize_grads(False)  # what made an input that the loss does not hang on gets no gradient
         return tuple(x.detach() for x in inputs)
 
     @staticmethod

@@ -38,8 +38,9 @@ class Later:
     def add(
         self, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, version: int, grads: Any
     ) -> None:
-        """One more."""
-        self._products.append(_Product(weight, bias, x, version, grads[0]))
+        """One more, if a gradient has come."""
+        if grads[0] is not None:
+            self._products.append(_Product(weight, bias, x, version, grads[0]))
 
     def do(self) -> None:
         """Add to the gradients of the weights.

@@ -251,6 +251,7 @@ class _VocabularyParallel(torch.autograd.Function):
     """
 
     espalier = True
+    meets = True  # others, backward
 
     @staticmethod
     def forward(

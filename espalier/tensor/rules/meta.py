@@ -222,7 +222,9 @@ def register_hook(
     x, hook = args
     lay = gradient_layout(recorded_layout(x))
 
-    def wrapped(grad: torch.Tensor) -> torch.Tensor | None:
+    def wrapped(grad: torch.Tensor | None) -> torch.Tensor | None:
+        if grad is None:  # it goes past what needs one
+            return None
         result = hook(stamp(grad.view_as(grad), lay))
         if result is None:
             return None

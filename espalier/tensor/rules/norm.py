@@ -36,6 +36,7 @@ class _Standardize(torch.autograd.Function):
     """
 
     espalier = True
+    meets = True  # others, backward
 
     @staticmethod
     def forward(

@@ -77,6 +77,7 @@ def ring(
 
 class _Ring(torch.autograd.Function):
     espalier = True
+    meets = True  # others, backward
 
     @staticmethod
     def forward(
@@ -88,6 +89,7 @@ class _Ring(torch.autograd.Function):
         key: Key | None,
         way: Way,
     ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.way, ctx.key = way, key
         out, lse = helping.forward(q, k, v, key, way) if way.helping else _round(q, k, v, bias, key, way)
         out = out.to(q.dtype)
@@ -95,7 +97,9 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return (None,) * 6
         q, k, v, bias, out, lse = ctx.saved_tensors
         wanted = [x for x, needed in zip((q, k, v, bias), ctx.needs_input_grad, strict=False) if needed]
         if torch.is_grad_enabled():
