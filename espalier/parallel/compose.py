@@ -61,14 +61,14 @@ def arrange(
     (``table``, or the model's own), or, for a model nobody described, by what a run on ``batch`` (of one row)
     and trials of its blocks (of ``rows``) show (1d), that run alone
     (3d), or all alike (2d, 2.5d). Experts (``espalier.parallel.expert``) are cut one from another, along the
-    expert axis and the tensor axis of 1d. A pipeline's parameters lie on the meshes of their ``stages`` (by
-    their ids).
+    expert axis and the tensor axes. A pipeline's parameters lie on the meshes of their ``stages`` (by their
+    ids).
 
     Returns:
         name to layout; None if a batch is needed and missing.
 
     Raises:
-        ValueError: there is an expert axis and there are no experts, or experts and a grid.
+        ValueError: there is an expert axis and there are no experts.
     """
     table = table if table is not None else table_for(model)
     if plan.tensor_mode == "1d":
@@ -87,12 +87,7 @@ def arrange(
             f"expert = {plan.expert}, but {type(model).__name__} has no experts: no module with num_experts, "
             "parameters [num_experts, ...] and forward(hidden, top_k_index, top_k_weights)."
         )
-    if experts and plan.tensor > 1 and plan.tensor_mode != "1d":
-        raise ValueError(
-            f"tensor_mode = {plan.tensor_mode!r}, but {type(model).__name__} has experts, which are cut one "
-            'from another: expected tensor_mode = "1d", or tensor = 1.'
-        )
-    apart = tuple(axis for axis in ("expert", "tensor") if axis in mesh.names)
+    apart = tuple(axis for axis in ("expert", *plan.tensor_axes) if axis in mesh.names)
     layouts = Arrangement()
     layouts.chosen, layouts.branches = chosen, found_branches(model, branches, plan.branch)
     if apart:

@@ -206,8 +206,6 @@ class Plan(BaseModel):
         if self.tensor_mode != "1d" and self.sequence_parallel:
             told = "only tensor_mode = '1d' leaves anything whole to cut"
             return [("sequence_parallel", self.sequence_parallel, told)]
-        if self.tensor_mode != "1d" and self.expert > 1:
-            return [("expert", self.expert, "experts go with tensor_mode = '1d': expected 1")]
         if self.tensor_mode != "1d" and self.branch > 1:
             return [("branch", self.branch, "branches go with tensor_mode = '1d': expected 1")]
         try:

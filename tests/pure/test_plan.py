@@ -185,6 +185,3 @@ def test_experts_and_branches() -> None:
         net = build("gpt", {"layers": 1})
     with pytest.raises(ValueError, match="expert = 2, but GPT has no experts"):
         arrange(net, Plan(data=2, expert=2), Mesh.dry({"data": 1, "expert": 2, "tensor": 1}))
-    moe = build("moe", {"layers": 1, "hidden": 16, "heads": 2})
-    with pytest.raises(ValueError, match="tensor_mode = '2d', but MoE has experts"):
-        arrange(moe, Plan(tensor=4, tensor_mode="2d"), Mesh.dry({"data": 1, "row": 2, "col": 2}))

@@ -164,7 +164,11 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], float, dict[int, list[Plan]]]
     "experts": (
         experts,
         1e-9,
-        {1: [{}], 2: [{"data": 2, "expert": 2, "zero": 3}], 4: [{"data": 2, "expert": 2, "tensor": 2}]},
+        {
+            1: [{}],
+            2: [{"data": 2, "expert": 2, "zero": 3}],
+            4: [{"data": 2, "expert": 2, "tensor": 2}, {"tensor": 4, "tensor_mode": "2d"}],
+        },
     ),
     "branches": (parallel, 1e-9, {1: [{}], 2: [{"branch": 2}], 4: [{"branch": 2, "data": 2, "zero": 2}]}),
     "masters": (

@@ -13,6 +13,7 @@ from torch import nn
 
 import espalier
 from espalier.models import build
+from espalier.models.moe import Experts
 from tests.ranks.test_engine import TOLERANCE, apart, batch, same_steps
 
 SIZES = {
@@ -62,6 +63,53 @@ def train(rank: int, world: int, plans: list[dict[str, Any]], **changes: Any) ->
 )
 def test_training_equals_one_process(ranks: Any, plans: list[dict[str, Any]]) -> None:
     ranks(espalier.Plan.from_dict(plans[0]).world_size, train, plans)
+
+
+GRID = {"tensor": 4, "tensor_mode": "2d"}
+
+
+class Normed(Experts):
+    """Experts with a layer that all of them share: its parameters have no entry for each."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.norm = nn.RMSNorm(config.hidden)
+
+    def _expert(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(super()._expert(number, x))
+
+
+def on_grids(rank: int, world: int, trials: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for plan, changes in trials:
+        net = model(**changes)
+        for block in net.blocks:
+            block.moe.experts = Normed(net.config).double()
+            for p in block.moe.experts.parameters():
+                nn.init.normal_(p, std=0.3)
+        engine, plain = started(net, plan)
+        same(engine, plain, 2)
+        layout = espalier.layout_of(engine.module.blocks[0].moe.experts.up_proj)
+        # one from another, along all axes of the grid
+        assert {layout.mesh.names[a] for a in layout.cuts[0]} >= set(engine.plan.tensor_axes)
+
+
+@pytest.mark.parametrize(
+    ("world", "trials"),
+    [
+        (4, [(GRID, {}), ({**GRID, "recompute": "full"}, {"experts": 3, "layers": 1})]),  # fewer than ranks
+        (
+            8,
+            [
+                ({"tensor": 8, "tensor_mode": "2.5d", "depth": 2}, {"layers": 1}),
+                ({"tensor": 8, "tensor_mode": "3d"}, {"layers": 1}),
+                ({**GRID, "data": 2, "zero": 3}, {}),
+                ({**GRID, "data": 2, "expert": 2, "zero": 1}, {"layers": 1}),
+            ],
+        ),
+    ],
+)
+def test_experts_on_grids(ranks: Any, world: int, trials: Any) -> None:
+    ranks(world, on_grids, trials)
 
 
 def beside_context(rank: int, world: int) -> None:
@@ -178,10 +226,10 @@ def test_a_dry_run_takes_the_shares_of_experts_to_be_equal() -> None:
     assert sorted(sent) == sorted([6 * 8] * 2 + [rows] * 8)
 
 
-def balanced(rank: int, world: int) -> None:
+def balanced(rank: int, world: int, plan: dict[str, Any]) -> None:
     """Every token goes to every expert: then a dry run knows all."""
     sizes = {**SIZES, "experts": 4, "top_k": 4}
-    plan = {"data": 2, "expert": 2, "zero": 3, "clip": 1.0}
+    plan = {**plan, "clip": 1.0}
 
     def made(device: str) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
         with torch.device(device):
@@ -199,7 +247,8 @@ def balanced(rank: int, world: int) -> None:
 
 
 def test_a_dry_run_of_equal_shares_is_the_real_step(ranks: Any) -> None:
-    ranks(2, balanced)
+    ranks(2, balanced, {"data": 2, "expert": 2, "zero": 3})
+    ranks(4, balanced, GRID)
 
 
 class Listed(nn.Module):

@@ -114,6 +114,7 @@ TRIALS: list[Trial] = [
         {},
     ),
     ({**TWO, "accumulate": 2, "data": 4, "expert": 2, "zero": 2, "schedule": "zb-h1"}, "moe", {}),
+    ({**TWO, "accumulate": 2, "tensor": 4, "tensor_mode": "2d", "schedule": "gpipe"}, "moe", {}),
     ({"pipe": 4, "tensor": 2, "accumulate": 8, "sequence_parallel": True, "schedule": "zb-h1"}, "gpt2", TIED),
     ({"pipe": 4, "data": 2, "accumulate": 4, "zero": 2}, "gpt2", TIED),
     ({**TWO, "data": 2, "tensor": 2, "recompute": "selective", "zero": 3, "schedule": "zb-h1"}, "gpt", {}),

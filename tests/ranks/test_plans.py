@@ -96,7 +96,7 @@ def drawn_plan(lot: random.Random, world: int, kind: str, layers: int) -> Plan:
         4: [{}, {"tensor_mode": "2d"}],
         8: [{}, {"tensor_mode": "3d"}, {"tensor_mode": "2.5d", "depth": 2}],
     }
-    mode = {} if kind == "moe" else lot.choice(modes.get(sizes["tensor"], [{}]))
+    mode = lot.choice(modes.get(sizes["tensor"], [{}]))
     plan |= mode
     if sizes["tensor"] > 1 and not mode:
         plan["sequence_parallel"] = lot.choice([False, True, "auto"])

@@ -75,10 +75,7 @@ def _forward(
     rows = Layout.of(mesh, tuple(states), (given.cuts[0], ()), given.shape)
     x, weights, index = (_local(t, rows) for t in (hidden_states, top_k_weights, top_k_index))
     with raw():
-        own = {
-            name: plain(move(p, p._layout, p._layout.with_varied(differ)))  # type: ignore[attr-defined]
-            for name, p in module.named_parameters()
-        }
+        own = {name: _own(p, "." not in name, differ) for name, p in module.named_parameters()}
         y = _Dispatch(module, own, experts, [a for a in cutting if states[a] == 0])(x, index, weights)
         return stamp(y, Layout.of(mesh, tuple(out), rows.cuts, rows.shape))
 
@@ -89,6 +86,12 @@ def _local(x: torch.Tensor, rows: Layout) -> torch.Tensor:
     states = tuple(R if s == V and not x.is_floating_point() else s for s in rows.axes)
     dst = Layout.of(rows.mesh, states, rows.cuts, own.shape)
     return plain(redistribute(x if isinstance(x, DTensor) else stamp(x.view_as(x), own), dst))
+
+
+def _own(p: Any, stacked: bool, differ: list[int]) -> torch.Tensor:
+    """What experts here compute with of a parameter: their own, or the whole of what all of them share."""
+    layout = p._layout if stacked else Layout.replicated(p._layout.mesh, p._layout.shape)
+    return plain(move(p, p._layout, layout.with_varied(differ)))
 
 
 class _Leg(NamedTuple):
