@@ -375,17 +375,29 @@ class Aside(nn.Module):
         return {"loss": x.square().mean(), "aside": aside}
 
 
+def one_of(name: str) -> Any:
+    return lambda out, targets: out[name].mean()
+
+
+def rows_of(batch: Any) -> int:
+    return len(batch[0])
+
+
 def leaves_aside(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
     x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    for plan in plans:
+    for plan, taken in ((plan, taken) for plan in plans for taken in ("", "loss", "aside")):
+        loss_fn = one_of(taken) if taken else None
         torch.manual_seed(0)
         net = Aside().double()
         plain = copy.deepcopy(net)
         ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (net, plain))
-        engine = espalier.initialize(net, ours, {**plan, "accumulate": 4})
+        engine = espalier.initialize(
+            net, ours, {**plan, "accumulate": 4}, loss_fn=loss_fn, count=rows_of if taken else None
+        )
         for _ in range(2):
             engine.train_step((x,))
-            plain(x)["loss"].backward()
+            out = plain(x)
+            (loss_fn(out, None) if loss_fn else out["loss"]).backward()
             theirs.step()
             theirs.zero_grad()
         state = engine.full_state_dict()

@@ -141,7 +141,7 @@ class Agreement:
                     entered = received()
                     graph.enter(entered)
                     out = forward(program, entered, inputs, study)
-                    graph.leave(out, loss_of if last else None)
+                    graph.leave(out, last, loss_of)
                 draws.append(tuple(drawing.found))
                 if not self._here.is_dry:
                     _check(drawing.found, started, device)
@@ -160,13 +160,19 @@ class Agreement:
                 received = partial(_received, tensors, bare, rebuild)
         finally:
             restore(device, before)
-        return Agreed(tuple(wires), graph.returns(), tuple(rebuilds), tuple(draws), alone)
+        returns = graph.returns()
+        return Agreed(tuple(wires), returns, not graph.is_sure, tuple(rebuilds), tuple(draws), alone)
 
 
 class _Graph:
-    """What hangs on what, in a run without data: the nodes of autograd's at the borders of stages."""
+    """What hangs on what, in a run without data: the nodes of autograd's at the borders of stages.
+
+    Attributes:
+        is_sure: whether the loss hangs on all that it may hang on.
+    """
 
     def __init__(self, twin: nn.Module) -> None:
+        self.is_sure = True
         self._parameters = {id(p) for p in twin.parameters()}
         self._ins: list[list[Any]] = []
         self._outs: list[list[Any]] = []
@@ -175,19 +181,23 @@ class _Graph:
         """What a stage is given."""
         self._ins.append(_nodes_of(received))
 
-    def leave(self, out: Any, loss_of: Callable[[Any], Any] | None) -> None:
+    def leave(self, out: Any, is_last: bool, loss_of: Callable[[Any], Any] | None) -> None:
         """What it has given; of the last one, where the loss is in it."""
-        if loss_of is not None and torch.is_grad_enabled():
+        if is_last and loss_of is not None and torch.is_grad_enabled():
             with suppress(ValueError):  # the last stage itself will say so
                 out = loss_of(out)
-        self._outs.append(_nodes_of(out))
+        roots = _nodes_of(out)
+        if loss_of is None and is_last and len(set(roots) - {None}) > 1:
+            self.is_sure = False  # a loss function may take one output, and leave others
+        self._outs.append(roots)
 
     def returns(self) -> tuple[tuple[bool, ...], ...]:
-        """Of each tensor at each border, whether the loss hangs on it."""
+        """Of each tensor at each border, whether the loss may hang on it."""
         found: list[tuple[bool, ...]] = []
         roots = self._outs[-1]
         for ins, outs in zip(self._ins[:0:-1], self._outs[-2::-1], strict=True):
             reached = self._reached(roots, set(ins))
+            self.is_sure = self.is_sure and reached is not None
             back = tuple(x is not None and (reached is None or x in reached) for x in ins)
             found.append(back)
             roots = list(compress(outs, back))

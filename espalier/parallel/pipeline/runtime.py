@@ -60,7 +60,8 @@ class Agreed(NamedTuple):
 
     Attributes:
         wires: of each stage but the last, the tensors among its outputs.
-        returns: of each of them, whether a gradient comes back: what the loss hangs on has one.
+        returns: of each of them, whether a gradient may come back: what the loss hangs on has one.
+        tells: whether a stage tells the one before which of these have.
         rebuild: of each stage but the last, its outputs from these tensors.
         draws: what each stage draws from torch's generators.
         alone: how stages of this rank are run on it alone; without those that are run on DTensors.
@@ -68,6 +69,7 @@ class Agreed(NamedTuple):
 
     wires: tuple[tuple[Wire, ...], ...]
     returns: tuple[tuple[bool, ...], ...]
+    tells: bool
     rebuild: tuple[Callable[[Sequence[torch.Tensor]], Trees], ...]
     draws: tuple[tuple[Draw, ...], ...]
     alone: Mapping[int, Alone]
@@ -222,7 +224,8 @@ class Runtime:
         border, agreed = stage if ahead else stage - 1, self._agreed[micro]
         if kind in (Kind.SEND_F, Kind.RECV_F):
             return list(agreed.wires[border])
-        return list(compress(agreed.wires[border], agreed.returns[border]))
+        back = list(compress(agreed.wires[border], agreed.returns[border]))
+        return [*back, Wire((len(back),), torch.uint8, None, False)] if agreed.tells and back else back
 
     def _message(self, action: Action) -> None:
         if action.kind in _RECEIVES:
@@ -358,6 +361,11 @@ class Runtime:
             grads = [self._work.weight(micro)] if live.edges else []
         else:
             grads = self._take(Kind.RECV_B, stage, micro)
+            if self._agreed[micro].tells and grads:
+                came = grads.pop()
+                if not came.is_meta:
+                    there = came.tolist()
+                    grads, live.edges = [*compress(grads, there)], [*compress(live.edges, there)]
         leaves = live.leaves
         if parted:
             live.later = backward_for_inputs(live.edges, grads, leaves, self._mesh.is_dry)
@@ -390,6 +398,9 @@ class Runtime:
                     "the loss did not hang when the stage was run without data. What hangs on what must "
                     "follow from shapes and from whether the model trains."
                 )
+        if agreed.tells and found:
+            there = [x.grad is not None for x in compress(leaves, returns)]
+            found.append(torch.tensor(there, dtype=torch.uint8, device=found[0].device))
         return found
 
     def _begin(self, action: Action) -> None:
