@@ -16,12 +16,14 @@ from espalier.engine.accumulation import Number, averaged
 from espalier.engine.engine import Engine
 from espalier.engine.micro import Prediction, Step
 from espalier.engine.norm import Norm, scale_gradients, share_of
-from espalier.layout import Layout
+from espalier.layout import Layout, gradient_layout
 from espalier.parallel import Arrangement, arrange, everywhere
+from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.pipeline import Kind, Schedule, Timeline
 from espalier.parallel.pipeline.measure import measured_by_all
 from espalier.parallel.pipeline.stages import Stages
 from espalier.tensor import DTensor, full_tensor, plain, stamp
+from espalier.tensor.dtensor import layout_of
 from espalier.tensor.fallback import tree_map
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -85,6 +87,7 @@ class PipelineEngine(Engine):
         if self._data is None:
             super().lay_out(batch)
             if self._data is not None:
+                self._data.gradients.share({id(p) for p, _ in self._shared()})
                 self._share_values()
 
     # ---- a step
@@ -271,22 +274,31 @@ class PipelineEngine(Engine):
                 own.copy_(self._exchanged(own.contiguous(), among)[0])
 
     def _sum_shared(self) -> None:
-        """The gradient of a parameter is the sum of those of its copies."""
+        """The gradient of a parameter is the sum of those of its copies; None if none of them has one."""
+        assert self._data is not None
+        without = self._data.gradients.without
         with raw():
             for p, among in self._shared():
-                grad = p.grad if type(_grad.__get__(p)) is not DTensor else _grad.__get__(p)
-                here = plain(p.detach()) if grad is None else plain(grad)
+                grad = gradient_of(p)
+                is_there = grad is not None and id(p) not in without
+                if grad is None:
+                    own = plain(p.detach())
+                    grad = stamp(own.new_zeros(own.shape, dtype=p.grad_dtype), gradient_layout(layout_of(p)))
+                here = plain(grad)
                 # with it whether there is one
-                wire = torch.zeros(here.numel() + 1, dtype=here.dtype, device=here.device)
-                if grad is not None:
-                    wire[:-1].copy_(here.reshape(-1))
-                    wire[-1] = 1
+                wire = torch.empty(here.numel() + 1, dtype=here.dtype, device=here.device)
+                wire[:-1].copy_(here.reshape(-1))
+                wire[-1] = float(is_there)
                 others = self._exchanged(wire, among)
-                if grad is not None:
-                    total = others[0][:-1]
-                    for other in others[1:]:
-                        total = total + other[:-1]
-                    here.copy_(total.view(here.shape))
+                if not is_there and not self.mesh.is_dry and not any(other[-1].item() for other in others):
+                    p.grad = None
+                    continue
+                total = others[0][:-1]
+                for other in others[1:]:
+                    total = total + other[:-1]
+                here.copy_(total.view(here.shape))
+                if gradient_of(p) is None:
+                    _grad.__set__(p, grad)
 
     # ---- evaluation
 

@@ -409,3 +409,51 @@ def test_what_crosses_and_has_no_gradient(ranks: Any) -> None:
     interleaved = {"schedule": "interleaved", "stages_per_rank": 2}
     plans: list[dict[str, Any]] = [{}, interleaved, {"schedule": "zb-h1"}, {"recompute": "full"}]
     ranks(2, leaves_aside, [{"pipe": 2, **plan} for plan in plans])
+
+
+class Looks(nn.Module):
+    """Heads that several stages use, of which some look only: what decides has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.early, self.never = (nn.Linear(6, 6) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            with torch.set_grad_enabled(i == 0):
+                early = self.early(x)
+            with torch.set_grad_enabled(i == 3):
+                late = self.late(x)
+            with torch.no_grad():
+                never = self.never(x)
+            x = torch.tanh(block(x)) + early * (late > 0) + late * (never > 0)
+        return x.square().mean()
+
+
+def looks(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for plan in plans:
+        torch.manual_seed(0)
+        net = Looks().double()
+        plain = copy.deepcopy(net)
+        ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (net, plain))
+        engine = espalier.initialize(net, ours, {**plan, "accumulate": 2}, max_grad_norm=0.1)
+        for _ in range(3):
+            engine.train_step((x,))
+            plain(x).backward()
+            assert plain.never.weight.grad is None
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            assert engine.grad_norm is not None and abs(float(engine.grad_norm) - float(norm)) < 1e-12, plan
+            theirs.step()
+            theirs.zero_grad()
+        state = engine.full_state_dict()
+        for name, p in plain.state_dict().items():
+            assert (state[name] - p).abs().max() < 1e-12, (plan, name)
+
+
+def test_stages_that_share_what_only_some_have_gradients_of(ranks: Any) -> None:
+    interleaved = {"schedule": "interleaved", "stages_per_rank": 2}
+    ranks(2, looks, [{"pipe": 2}, {"pipe": 2, **interleaved}])
+    zero = [{"pipe": 2, "data": 2, "zero": zero} for zero in range(4)]
+    ranks(4, looks, [*zero, {"pipe": 2, "tensor": 2}])

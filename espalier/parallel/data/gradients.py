@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,11 @@ class Gradients:
         on_sent: called with a chunk whose gradients have been taken.
         shelf: where finished gradients go that are to be off the device.
         in_place: puts those of some chunks in the place of the parameters.
+
+    Attributes:
+        shared: by ``id``, parameters whose gradients others add to when they are finished: they have one then
+            in any case, zeros if no rank used them.
+        without: those of them that no rank used.
     """
 
     def __init__(
@@ -68,6 +73,8 @@ class Gradients:
         self._next, self._blank = 0, False  # whose turn it is; whether something came without values
         self._is_whole = True  # the pass that began last makes the gradient whole
         self.unannounced: Callable[[bool], None] | None = None
+        self.shared: Set[int] = frozenset()
+        self.without: set[int] = set()
         self._had: set[int] = set()  # parameters with a gradient when this pass began
         self._flying: deque[tuple[Chunk, torch.Tensor, Summing]] = deque()
         self._spreading: deque[tuple[Chunk, Pending]] = deque()
@@ -402,6 +409,8 @@ class Gradients:
     def _hand_out(self, *, is_whole: bool = True) -> None:
         used = self._used()
         whole = self.stage.gradients == "R"
+        unused = set() if used is None else {key for key, is_used in used.items() if not is_used}
+        self.without = unused & self.shared if is_whole else set()
         for chunk in self.chunks:
             if whole or chunk.in_place:
                 parts = self._parts.pop(id(chunk))
@@ -410,7 +419,7 @@ class Gradients:
                 parts = chunk.pieces(chunk.gradient)
             for m, part in zip(chunk.members, parts, strict=True):
                 layout = self._finished(m) if is_whole else self._summed(m, m.lane.axes)
-                if used is not None and not used[id(m)]:
+                if id(m.p) in unused and id(m.p) not in self.without:
                     _grad.__set__(m.p, None)
                 elif whole:
                     wide = m.p.grad_dtype
@@ -443,7 +452,7 @@ class Gradients:
         for over, last in self._last.items():
             flags = (self._told[over] if last.in_place else self._flags_of(last)).tolist()
             members = [m for chunk in self.chunks if _over(chunk) == over for m in chunk.members]
-            found.update((id(m), n > 0) for m, n in zip(members, flags, strict=True))
+            found.update((id(m.p), n > 0) for m, n in zip(members, flags, strict=True))
         return found
 
     def _flags_of(self, last: Chunk) -> torch.Tensor:
@@ -498,6 +507,16 @@ class AllGradients:
 
     def __init__(self, parts: Sequence[Gradients]) -> None:
         self.parts = list(parts)
+
+    def share(self, ps: Set[int]) -> None:
+        """Others add to the gradients of these parameters, by ``id``, when they are finished."""
+        for part in self.parts:
+            part.shared = ps
+
+    @property
+    def without(self) -> set[int]:
+        """See :class:`Gradients`."""
+        return set().union(*(part.without for part in self.parts))
 
     def announce(self, unannounced: Callable[[bool], None]) -> None:
         """Have this called when a gradient comes outside a pass: is what it adds to finished?"""
