@@ -43,6 +43,7 @@ from espalier.tensor.saved import Outer, outer_hooks
 from espalier.tensor.traces import Generators, put_back
 
 Policy = Callable[..., Any]
+Slot = tuple[dict[str, Any], str, Any]
 # attributes that no forward sets
 _INTERNAL = vars(nn.Module()).keys() - {"training"} | {"forward"}
 
@@ -197,6 +198,8 @@ class _Written:
         self._names: dict[tuple[bool, ...], set[str]] = {}
         self._modules: list[nn.Module] = []
         self._places: list[tuple[str, dict[str, Any], str]] = []
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        self._sizes: list[int] = []
 
     def contexts(self, block: nn.Module) -> tuple[Any, Any]:
         """Around the first computation of a block and the later ones, in ``torch.utils.checkpoint``'s sense.
@@ -209,10 +212,16 @@ class _Written:
         if not self._modules:
             self._modules = _reached(block)
             self._places = _places(self._modules)
+        sizes = [n for m in self._modules for n in (len(vars(m)), len(m._parameters))]
+        if sizes != self._sizes:
+            self._slots, self._sizes = _slots(self._modules), sizes
         modes = tuple(m.training for m in self._modules)
         tensors = {name: held[key] for name, held, key in self._places if held.get(key) is not None}
         before = _Before(
-            self._modules, {n: x for n, x in tensors.items() if not x.is_meta}, self._names.get(modes)
+            self._modules,
+            {n: x for n, x in tensors.items() if not x.is_meta},
+            self._names.get(modes),
+            [(table, key, x) for table, key in self._slots if (x := table.get(key)) is not None],
         )
 
         def settle() -> None:
@@ -225,16 +234,23 @@ class _Before:
     """What a block's forward may write to beside its outputs, as it is now.
 
     Values of parameters and buffers; attributes of modules whose forward is not torch's, what lists, dicts
-    and sets among these hold, and the states of generators; those of Python's and NumPy's own.
+    and sets among these hold, and the states of generators; those of Python's and NumPy's own. And the
+    tensors that stand in the place of parameters (``torch.func.functional_call``).
 
     Args:
         tensors: the parameters and buffers, by name.
         written: of those that the block is known to write to, the names; None: all may be.
+        slots: what stands where parameters do: each dict, its key, and the tensor.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], tensors: Mapping[str, torch.Tensor], written: set[str] | None
+        self,
+        modules: Sequence[nn.Module],
+        tensors: Mapping[str, torch.Tensor],
+        written: set[str] | None,
+        slots: list[Slot],
     ) -> None:
+        self._slots = slots
         own = [vars(m) for m in modules if not type(m).__module__.startswith("torch.")]
         self._entries = [(table, _Entries(table)) for table in own]
         self._entries += [(m._buffers, _Entries(m._buffers)) for m in modules if m._buffers]
@@ -253,6 +269,9 @@ class _Before:
 
     def settle(self) -> set[str]:
         """After the first computation: the names of what was written to; what was not needs not be kept."""
+        self._slots = [slot for slot in self._slots if slot[0].get(slot[1]) is slot[2]]
+        for table, then in self._entries:
+            then.settle(table)
         if self._generators is not None and self._generators.as_now():
             self._generators = None
         if self._known is not None:
@@ -272,6 +291,9 @@ class _Before:
 
     def swap(self) -> Callable[[], None]:
         """Let all be as it was; gives what puts it back as it is now."""
+        slots = [(table, key, table.get(key)) for table, key, x in self._slots if table.get(key) is not x]
+        if slots:
+            _stand(self._slots)
         entries = [(table, _Entries(table, whole=True)) for table, _ in self._entries]
         for table, then in self._entries:
             then.put(table)
@@ -294,21 +316,31 @@ class _Before:
                 put()
             for table, now in entries:
                 now.put(table)
+            _stand(slots)
 
         return back
 
 
 class _Entries:
-    """What a dict of attributes or buffers has; values with a history only if it is asked for ``whole``."""
+    """What a dict of attributes or buffers has.
+
+    Of values with a history, unless all are asked for as a ``whole``, those that are still there after a
+    computation: somebody else has put them there. What the block itself puts there may hang on its past.
+    """
 
     def __init__(self, table: dict[str, Any], whole: bool = False) -> None:
         self._names = frozenset(table)
         with raw():
-            self._values = {
-                name: x
-                for name, x in table.items()
-                if name not in _INTERNAL and (whole or not (isinstance(x, torch.Tensor) and x.requires_grad))
-            }
+            held = {name: x for name, x in table.items() if name not in _INTERNAL}
+            made = {} if whole else {name: x for name, x in held.items() if _has_history(x)}
+        self._values = {name: x for name, x in held.items() if name not in made} if made else held
+        self._made = made
+
+    def settle(self, table: dict[str, Any]) -> None:
+        """After a computation."""
+        if self._made:
+            self._values |= {name: x for name, x in self._made.items() if table.get(name) is x}
+            self._made = {}
 
     def put(self, table: dict[str, Any]) -> None:
         """Let it have that again."""
@@ -317,6 +349,19 @@ class _Entries:
         for name, x in self._values.items():
             if table.get(name, _INTERNAL) is not x:
                 table[name] = x
+
+
+def _has_history(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def _stand(slots: Sequence[Slot]) -> None:
+    """Let tensors stand in their places."""
+    for table, key, x in slots:
+        if x is not None:
+            table[key] = x
+        else:
+            table.pop(key, None)
 
 
 class _Around:
@@ -375,6 +420,13 @@ def _places(modules: Sequence[nn.Module]) -> list[tuple[str, dict[str, Any], str
                     seen.add(id(x))
                     found.append((f"{i}.{key}", held, key))
     return found
+
+
+def _slots(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str]]:
+    """Where tensors stand that may be swapped for others, as parameters or in their place."""
+    found = [(m._parameters, key) for m in modules for key, x in m._parameters.items() if x is not None]
+    torchs = (vars(m) for m in modules if type(m).__module__.startswith("torch."))
+    return found + [(own, key) for own in torchs for key, x in own.items() if isinstance(x, torch.Tensor)]
 
 
 def _values(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

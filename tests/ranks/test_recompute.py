@@ -272,6 +272,65 @@ def test_buffers_are_written_once(ranks: Any) -> None:
             assert ranks(world, buffers, {**plan, **how}) == expected, (world, how)
 
 
+class Gate(nn.Module):
+    """Computes with what others have put into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 8)
+        self.scale: torch.Tensor = torch.ones(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.last(x)) * self.scale.sin()
+
+
+class Lent(nn.Module):
+    """Blocks that are called several times before one backward pass, each time with other weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in "ab")
+        nn.utils.parametrizations.weight_norm(self.blocks[1][0])
+        self.gates = nn.ModuleList([Gate()])
+        self.maker = nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (gate,) = self.gates
+        for step in (1.0, 0.5, 0.25):
+            for block in self.blocks:
+                weights = {name: p * step for name, p in block.named_parameters()}
+                x = x + torch.func.functional_call(block, weights, (x,))
+            gate.scale = x.square().mean() + step
+            made = {"last.weight": self.maker(x).mean(0).view(8, 8)}
+            x = torch.func.functional_call(gate, made, (x,))
+            own = gate.last._parameters.pop("bias")
+            gate.last.bias = x.mean(0)
+            x = gate(x)
+            del gate.last.bias
+            gate.last._parameters["bias"] = own
+        return x.square().mean()
+
+
+def lent(rank: int, world: int, plan: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    net = Lent().double()
+    engine = espalier.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), plan)
+    torch.manual_seed(3)
+    losses = [engine.train_step((torch.randn(6, 8).double(),)).item() for _ in range(3)]
+    return losses, {k: v.tolist() for k, v in engine.full_state_dict().items()}
+
+
+def test_blocks_are_computed_again_with_the_weights_they_were_lent(ranks: Any) -> None:
+    for world, plan in ((1, {}), (2, {"data": 2}), (2, {"data": 2, "zero": 3})):
+        (losses, state), (right, at_end) = (
+            ranks(world, lent, {**plan, **how})[0] for how in ({"recompute": "full"}, {})
+        )
+        assert losses == pytest.approx(right, rel=0, abs=1e-14), plan
+        assert state.keys() == at_end.keys()
+        for name, x in state.items():
+            assert (torch.tensor(x) - torch.tensor(at_end[name])).abs().max() < 1e-14, (plan, name)
+
+
 def test_patterns_that_match_nothing() -> None:
     mesh = espalier.Mesh.dry({"data": 2, "tensor": 1})
     with pytest.raises(ValueError, match=r"'block\.1' matches no block; close: blocks\.1"):
