@@ -40,7 +40,7 @@ SIZES: tuple[tuple[int | None, str], ...] = (
     (None, "spatial_merge_size temporal_patch_size merge_size kernel_size mamba_expand mamba_d_conv"),
     # counts
     (64, "codebook_size num_embeddings"),
-    (VOCABULARY, "*vocab_size input_vocab entity_vocab* *_vocab n_token"),
+    (VOCABULARY, "vocab_size_per_layer_input *vocab_size input_vocab entity_vocab* *_vocab n_token"),
     (2, "*num_experts_per_tok *experts_per_token *moe_k *moe_topk *top_k_experts"),
     (4, "num_experts moe_num_experts n_routed_experts num_local_experts"),
     (1, "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group num_expert_group"),
