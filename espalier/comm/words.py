@@ -31,7 +31,8 @@ def words_of_all(thing: Any, mesh: Mesh) -> list[Any]:
     rows[0, : len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
     for axis in reversed(range(mesh.ndim)):
         rows = door.all_gather(rows, mesh, axis, 0, rows.shape[0] * mesh.shape[axis])
-    return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+    said_by = rows.cpu().numpy()
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(said_by, sizes, strict=True)]
 
 
 __all__ = ["numbers_of_all", "words_of_all"]

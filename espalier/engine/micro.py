@@ -11,6 +11,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm.collectives import broadcast
+from espalier.comm.words import words_of_all
 from espalier.engine.accumulation import Number
 from espalier.engine.batches import loss_of
 from espalier.engine.predict import entered, plain_output
@@ -24,6 +25,7 @@ from espalier.parallel.pipeline.later import Later
 from espalier.parallel.pipeline.runtime import Agreed, Trees
 from espalier.parallel.pipeline.split import StageProgram
 from espalier.parallel.pipeline.trees import leaves
+from espalier.parallel.pipeline.undivided import Drawing, Undivided, WholeProgram
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.fallback import tree_map
 from espalier.tensor.seeding import stream_of
@@ -58,6 +60,10 @@ class Step:
         self._put_off: set[tuple[int, int]] = set()
         self._device = engine.mesh.device()
         self._states, self._after = _random_states(self.agreed, self._stages.local, engine.mesh)
+        self._drawing: Drawing | None = None
+        if isinstance(self._stages.split, Undivided) and not engine.mesh.is_dry:
+            stream_of(engine.mesh)  # agreed on by all at once, not by the last stage alone
+            self._drawing = Drawing(engine.mesh, engine.plan.pipe - 1)
 
     def at(self, action: Action) -> None:
         """An action begins: the watch over ranks may ask which."""
@@ -68,6 +74,8 @@ class Step:
         self._engine.pulse.action = ""
         if self._after is not None:
             restore(self._device, self._after)
+        if self._drawing is not None:
+            self._drawing.tell()
 
     def _typed(self, part: Any) -> Any:
         return self._engine._batches.typed(part)
@@ -170,9 +178,11 @@ class Prediction(Step):
 
     Attributes:
         tensors: among the output, whole; of a rank without the last stage, None.
+        output: of a model that is not divided, all of it.
     """
 
     tensors: list[torch.Tensor] | None = None
+    output: Any = None
 
     def _typed(self, part: Any) -> Any:
         return entered(self._engine, part)
@@ -182,12 +192,17 @@ class Prediction(Step):
 
     def _last(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Sequence[torch.Tensor]:
         output = self._called(program, received, self._inputs[micro_batch], runner)
-        self.tensors = leaves(plain_output(output), torch.Tensor)
+        whole = plain_output(output)
+        if isinstance(program, WholeProgram):  # no other rank knows its form
+            self.output = whole
+        self.tensors = leaves(whole, torch.Tensor)
         return [torch.zeros(())]  # where a loss would be
 
     def everywhere(self, source: int) -> Any:
         """The output on all ranks."""
         mesh, program = self._engine.mesh, self._splits[0].stages[-1]
+        if isinstance(program, WholeProgram):
+            return words_of_all(self.output, mesh["pipe"])[source]
         found = []
         for i, (shape, dtype) in enumerate(program.result):
             if self.tensors is None:

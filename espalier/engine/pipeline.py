@@ -19,9 +19,10 @@ from espalier.engine.norm import Norm, scale_gradients, share_of
 from espalier.layout import Layout, gradient_layout
 from espalier.parallel import Arrangement, arrange, everywhere
 from espalier.parallel.data.gradients import gradient_of
-from espalier.parallel.pipeline import Kind, Schedule, Timeline
+from espalier.parallel.pipeline import Kind, Schedule, SplitError, Timeline
 from espalier.parallel.pipeline.measure import measured_by_all
 from espalier.parallel.pipeline.stages import Stages
+from espalier.parallel.pipeline.undivided import Undivided
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.fallback import tree_map
@@ -50,8 +51,15 @@ class PipelineEngine(Engine):
             return None
         inputs = self._parted(dict(batch) if isinstance(batch, Mapping) else batch)[0]
         example = tree_map(self._plain, inputs)
-        costs = self._measured(example) if self.plan.balance == "measured" else None
+        costs, unmeasured = None, None
+        if self.plan.balance == "measured":
+            try:
+                costs = self._measured(example)
+            except SplitError as error:
+                unmeasured = error
         self._stages = Stages(self.module, self.plan, self.mesh, example, costs)
+        if unmeasured is not None and not isinstance(self._stages.split, Undivided):
+            raise unmeasured
         found = arrange(self.module, self.plan, self._here, batch=sample, stages=self.stages.meshes, **given)
         assert found is not None
         found.parts = self.stages.parts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from espalier.layout import Layout
 from espalier.models.caches import keepers
 from espalier.models.generate import generate as continued
+from espalier.parallel.pipeline.trees import called as given_to
 from espalier.parallel.pipeline.trees import leaves, mapped
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.fallback import tree_map
@@ -37,9 +37,7 @@ def entered(engine: Engine, inputs: Any) -> Any:
 def called(engine: Engine, inputs: Any) -> Any:
     """What the engine's module gives."""
     with engine._autocast():
-        if isinstance(inputs, Mapping):
-            return engine.module(**inputs)
-        return engine.module(*inputs) if isinstance(inputs, tuple | list) else engine.module(inputs)
+        return given_to(engine.module, inputs)
 
 
 def plain_output(output: Any) -> Any:

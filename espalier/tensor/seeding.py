@@ -205,6 +205,16 @@ def same_position(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) or torch.equal(a[_SEED:], b[_SEED:])
 
 
+def same_seed(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two states of generators are of one seeding."""
+    return torch.equal(a[:_SEED], b[:_SEED])
+
+
+def at_position(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A generator's state, of the seeding of one and with what another has drawn."""
+    return torch.cat([own[:_SEED], other[_SEED:]])
+
+
 def true_seeds(initial_seed: Callable[[], int]) -> Callable[[], int]:
     """torch's ``initial_seed``, which tells the seed that a tag stands for."""
 

@@ -84,23 +84,27 @@ class Generators:
 
     def __init__(self) -> None:
         self._python = random.getstate()
-        self._numpy: Any = sys.modules.get("numpy.random")
-        self._state = None if self._numpy is None else self._numpy.get_state()
+        numpy = _numpy()
+        self._state = None if numpy is None else numpy.get_state()
 
     def restore(self) -> None:
         """Put them back."""
         random.setstate(self._python)
-        if self._numpy is not None:
-            self._numpy.set_state(self._state)
+        if self._state is not None and (numpy := _numpy()) is not None:
+            numpy.set_state(self._state)
 
     def as_now(self) -> bool:
         """Whether nothing was drawn since."""
         if random.getstate() != self._python:
             return False
-        if self._numpy is None or self._state is None:
+        if self._state is None:
             return True
-        (_, keys, *rest), (_, before, *others) = self._numpy.get_state(), self._state
+        (_, keys, *rest), (_, before, *others) = _numpy().get_state(), self._state
         return rest == others and bool((keys == before).all())
+
+
+def _numpy() -> Any:
+    return sys.modules.get("numpy.random")
 
 
 class _Traces:

@@ -16,6 +16,21 @@ class SplitError(ValueError):
     """A model cannot be split so; the message says what stands in the way, and where."""
 
 
+class ValuesError(SplitError):
+    """The forward of a module that was to be divided depends on values that its stages compute.
+
+    Attributes:
+        module: its name; empty for the model.
+    """
+
+    def __init__(self, module: str, message: str) -> None:
+        super().__init__(message)
+        self.module = module
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.module, *self.args)
+
+
 def storage_of(x: torch.Tensor) -> int:
     """A number that views of one tensor share, while it lives."""
     return int(x.untyped_storage()._cdata)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from espalier.parallel.data.units import parts
 from espalier.parallel.pipeline.balance import Piece, balance, joined, whole_blocks
 from espalier.parallel.pipeline.programs import Body, Divided, Value
-from espalier.parallel.pipeline.record import Call, SplitError, State, Trace
+from espalier.parallel.pipeline.record import Call, SplitError, State, Trace, ValuesError
 from espalier.parallel.pipeline.standing import Standing
 from espalier.parallel.pipeline.steps import Env, Step
 from espalier.parallel.pipeline.trace import trace
@@ -160,6 +160,7 @@ class Split:
             call of one.
         stages: the programs.
         pieces: what the model consists of between possible cuts, with its costs.
+        whole: why modules that were to be divided lie in one stage.
     """
 
     def __init__(self, family: _Family, found: Trace, cuts: Sequence[str]) -> None:
@@ -167,7 +168,7 @@ class Split:
         divided = Divided(found, _bounds(found, cuts, family.model), family.model, family.standing)
         self.stages = tuple(StageProgram(divided, i, family.model) for i in range(divided.number))
         self._guards = divided.guards()
-        self.pieces = family.pieces
+        self.pieces, self.whole = family.pieces, tuple(family.whole.values())
 
     def at(self, batch: Any) -> Split:
         """The same stages for another batch; traced anew if its shapes, or what is read of it, are new."""
@@ -212,11 +213,22 @@ class Split:
 
 
 class _Family:
-    """One model's splits at the same cuts, by the shapes of batches."""
+    """One model's splits at the same cuts, by the shapes of batches.
 
-    def __init__(self, model: nn.Module, standing: Standing, device: torch.device) -> None:
+    Args:
+        is_cut: whether it was said where: then nothing is left whole that cannot be divided so.
+
+    Attributes:
+        whole: modules that lie in one stage, as they cannot be divided, and why.
+    """
+
+    def __init__(
+        self, model: nn.Module, standing: Standing, device: torch.device, is_cut: bool = False
+    ) -> None:
         self.model, self.standing, self.device = model, standing, device
         self.cuts: tuple[str, ...] = ()
+        self.is_cut = is_cut
+        self.whole: dict[str, ValuesError] = {}
         self.pieces: list[Piece] = []
         self.known: OrderedDict[Any, list[Split]] = OrderedDict()
         self._modules = tuple(model.modules())
@@ -224,7 +236,13 @@ class _Family:
 
     def trace(self, batch: Any) -> Trace:
         with _disable_current_modes():  # who counts memory or operations is not to count these
-            return trace(mapped(_plain, batch), self.device, self.standing)
+            while True:
+                try:
+                    return trace(mapped(_plain, batch), self.device, self.standing, self.whole)
+                except ValuesError as error:
+                    if not error.module or self.is_cut or error.module in self.whole:
+                        raise
+                    self.whole[error.module] = error
 
     def at(self, batch: Any, state: Any) -> Split:
         key = *self.key(batch), *state
@@ -284,7 +302,7 @@ def split(
         SplitError: listing what is wrong with the cuts; there are too few places for cuts; or the model does
             what stages cannot do (see ``docs/pipeline.md``).
     """
-    family = _family(model, device)
+    family = _family(model, device, is_cut=cuts is not None)
     found = family.trace(example)
     family.pieces = pieces(found, family, costs)
     if not divide:
@@ -355,10 +373,12 @@ def in_pieces(
     return names, Split(family, found, names[1:]).stages, family.standing
 
 
-def _family(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None = None) -> _Family:
+def _family(
+    model: nn.Module, device: torch.device | None, dtype: torch.dtype | None = None, is_cut: bool = False
+) -> _Family:
     if device is None:
         device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    return _Family(model, Standing(model, device, dtype), device)
+    return _Family(model, Standing(model, device, dtype), device, is_cut)
 
 
 def pieces(

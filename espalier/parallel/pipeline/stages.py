@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +18,18 @@ from espalier.parallel.offload import Offload
 from espalier.parallel.pipeline.actions import Action, Kind, Schedule
 from espalier.parallel.pipeline.agreement import Agreement, twin_of
 from espalier.parallel.pipeline.messages import with_messages
-from espalier.parallel.pipeline.runtime import Runtime
-from espalier.parallel.pipeline.split import split
+from espalier.parallel.pipeline.record import SplitError
+from espalier.parallel.pipeline.runtime import Agreed, Runtime
+from espalier.parallel.pipeline.split import Split, split
 from espalier.parallel.pipeline.table import find_schedule
+from espalier.parallel.pipeline.undivided import Undivided
 from espalier.parallel.plan import Plan
+from espalier.tensor.apart import NotCopiedError
+from espalier.tensor.caller import user_frame
+
+
+class UndividedWarning(UserWarning):
+    """A pipeline has only one stage that does something."""
 
 
 class Stages:
@@ -47,10 +56,26 @@ class Stages:
     ) -> None:
         self._model, self._plan, self._mesh = model, plan, mesh
         self._schedules: dict[tuple[int, Kind | None], Schedule] = {}
+        self._is_whole = False  # no stage but the last has anything
         places = self.schedule(plan.accumulate).stage_to_rank
         device = torch.device("cpu") if mesh.is_dry else mesh.device()
         whole = plan.recompute != "none"  # what is computed again are whole blocks
-        self.split = split(model, len(places), example, plan.cuts, costs, device=device, divide=not whole)
+        self.split: Split | Undivided
+        try:
+            self.split = split(model, len(places), example, plan.cuts, costs, device=device, divide=not whole)
+        except SplitError as error:
+            if plan.cuts is not None or isinstance(error.__cause__, NotCopiedError):
+                raise
+            self.split, self._is_whole = Undivided(model, plan.pipe), True
+            self._schedules.clear()
+            places = self.schedule(plan.accumulate).stage_to_rank
+            _warn(
+                f"{error} Until then the last stage computes and holds the whole model, and the other "
+                f"{plan.pipe - 1} do nothing: right, but no faster than without a pipeline."
+            )
+        else:
+            for why in self.split.whole:
+                _warn(f"{why} Until then {why.module!r} lies in one stage, however long that takes.")
         here = mesh.coordinate[mesh.axis("pipe")]
         self.local = tuple(i for i, rank in enumerate(places) if rank == here)
         self.has_last = places[-1] == here
@@ -65,7 +90,7 @@ class Stages:
         # a block that is computed again would be so for inputs and for weights
         parts_backward = plan.zero < 3 and plan.recompute == "none" and plan.offload == Offload()
         self.runtime = Runtime(mesh, at(mesh, "pipe", here), parts_backward)
-        self.agreement: Agreement
+        self.agreement: Callable[..., Agreed]
 
     def prepare(self, arrangement: Arrangement, mesh: Mesh) -> None:
         """Before the model is laid out: make its twin.
@@ -74,6 +99,9 @@ class Stages:
             arrangement: of the model.
             mesh: of this rank's stages.
         """
+        if isinstance(self.split, Undivided):
+            self.agreement = self.split.agreement
+            return
         shape = dict(zip(mesh.names, mesh.shape, strict=True))
         dry = Mesh.dry(shape, mesh.coordinate).telling(**mesh.words)
         twin = twin_of(self._model)
@@ -110,4 +138,11 @@ class Stages:
                 for rank in range(of.ranks)
             ]
             return replace(of, micro_batches=m, actions=tuple(rows))
+        if self._is_whole:
+            # as one process does: the backward pass of a micro-batch before the next one's forward
+            return find_schedule("1f1b", plan.pipe, m)
         return find_schedule(plan.schedule, plan.pipe, m, plan.stages_per_rank)
+
+
+def _warn(said: str) -> None:
+    warnings.warn(said, UndividedWarning, stacklevel=user_frame()[0])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,18 @@ from torch.overrides import TorchFunctionMode
 
 from espalier.parallel.data.units import blocks
 from espalier.parallel.pipeline.answers import METADATA, Heard, heard
-from espalier.parallel.pipeline.record import Call, Op, SplitError, State, Trace, Value, storage_of
+from espalier.parallel.pipeline.record import (
+    Call,
+    Op,
+    SplitError,
+    State,
+    Trace,
+    Value,
+    ValuesError,
+    storage_of,
+)
 from espalier.parallel.pipeline.standing import Standing, name_of
-from espalier.parallel.pipeline.trees import Part, Ref, leaves, mapped
+from espalier.parallel.pipeline.trees import Part, Ref, called, leaves, mapped
 from espalier.tensor.apart import Apart, NotCopiedError
 from espalier.tensor.flops import Work, Worked
 from espalier.tensor.rules.spec import bound_to
@@ -48,17 +57,19 @@ _HIDDEN = (
 _NOISY = logging.getLogger("torch._subclasses.fake_tensor")  # logs what it raises
 
 
-def trace(batch: Any, device: torch.device, standing: Standing) -> Trace:
+def trace(batch: Any, device: torch.device, standing: Standing, whole: Collection[str] = ()) -> Trace:
     """Run a copy of a model once, with stand-ins for its parameters.
 
     Args:
         batch: the model's arguments: a dict (keywords), a tuple or list, or one tensor; plain tensors.
         device: on which it will be computed; what is local is computed there.
         standing: the model, and what stands in for its parameters and buffers.
+        whole: names of modules that are not to be divided.
 
     Raises:
-        SplitError: it cannot be copied, or its control flow depends on the values of parameters or
-            activations.
+        ValuesError: the control flow of a module that is to be divided depends on the values of parameters
+            or activations.
+        SplitError: the model cannot be copied.
     """
     batch = mapped(lambda x: x.detach().to(device) if isinstance(x, torch.Tensor) else x, batch)
     with contextlib.ExitStack() as stack:
@@ -67,11 +78,11 @@ def trace(batch: Any, device: torch.device, standing: Standing) -> Trace:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         twin = stack.enter_context(_copied(standing, fake, batch))
         before = standing.snapshot(twin.module)
-        found = _recorded(twin, device, fake)
+        found = _recorded(twin, device, fake, whole)
         if standing.changes(twin.module, before):
             # what a first run only sets up is no loss, as each stage begins like it; what changes again is
             before = standing.snapshot(twin.module)
-            _recorded(twin, device, fake)
+            _recorded(twin, device, fake, whole)
             for name, keys in standing.changes(twin.module, before).items():
                 found.changed.setdefault(name, []).extend(f"sets {key!r}" for key in keys)
     return found
@@ -90,14 +101,11 @@ def _copied(standing: Standing, fake: FakeTensorMode, batch: Any) -> Iterator[Ap
         yield twin
 
 
-def _recorded(twin: Apart, device: torch.device, fake: FakeTensorMode) -> Trace:
-    recorder, batch = _Recorder(twin, device, fake), twin.given
+def _recorded(twin: Apart, device: torch.device, fake: FakeTensorMode, whole: Collection[str]) -> Trace:
+    recorder, batch = _Recorder(twin, device, fake, whole), twin.given
     recorder.begin(batch)
     with _calls_seen(recorder.module), recorder.worked, recorder:
-        if isinstance(batch, dict):
-            out = twin.module(**batch)
-        else:
-            out = twin.module(*(batch if isinstance(batch, tuple | list) else (batch,)))
+        out = called(twin.module, batch)
     trace = recorder.trace
     trace.out = mapped(recorder.ref, out)
     constants = [value for value in trace.values if value.source[0] == "constant"]
@@ -125,7 +133,9 @@ class _Hidden(Exception):
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, twin: Apart, device: torch.device, fake: FakeTensorMode) -> None:
+    def __init__(
+        self, twin: Apart, device: torch.device, fake: FakeTensorMode, whole: Collection[str]
+    ) -> None:
         super().__init__()
         self.model, self.fake = twin.module, fake
         self.trace, self._original = Trace(device, State.now(device.type)), twin.original
@@ -133,7 +143,7 @@ class _Recorder(TorchFunctionMode):
         self.worked = Worked()
         self._known: dict[int, int] = {}  # by id of tensors, which the trace keeps
         self._names = {id(m): name for name, m in model.named_modules()}
-        inner = blocks(model)
+        inner = [name for name in blocks(model) if not name.startswith(tuple(f"{w}." for w in whole))]
         self.trace.containers = frozenset(
             name for name in self._names.values() if not name or any(b.startswith(f"{name}.") for b in inner)
         )
@@ -220,14 +230,15 @@ class _Recorder(TorchFunctionMode):
             found.append("draws random numbers from Python's generator")
         self._drawn = now
 
-    def _refused(self, name: str, error: Exception) -> SplitError:
+    def _refused(self, name: str, error: Exception) -> ValuesError:
         said = str(error) if isinstance(error, _Hidden) else f"{type(error).__name__}: {error}"
-        return SplitError(
+        return ValuesError(
+            name,
             f"{type(self.model).__name__} cannot be split: the forward of {name or 'the model'!r}, which is "
             "to be "
             f"divided among stages, depends on the values of activations or parameters ({said}). Move this "
             "part "
-            "into a module of its own, which then lies in one stage, or decide it from the batch."
+            "into a module of its own, which then lies in one stage, or decide it from the batch.",
         )
 
     def _forget(self, mark: tuple[int, int, int]) -> None:

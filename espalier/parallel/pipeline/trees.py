@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -75,3 +75,10 @@ def leaves(tree: Any, kind: type | tuple[type, ...] = object) -> list[Any]:
         if any(isinstance(x, _MEANT) for x in found):
             return [x for x in found if isinstance(x, kind)]
     return [tree] if isinstance(tree, kind) else []
+
+
+def called(model: Callable[..., Any], batch: Any) -> Any:
+    """What a model gives for a batch: a dict (keywords), a tuple or list, or one value."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)

@@ -1,0 +1,145 @@
+"""Models that no pipeline can divide: the last stage has them, and all is as on one process."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import espalier
+from espalier.parallel.pipeline.stages import UndividedWarning
+from espalier.parallel.pipeline.undivided import Undivided
+
+TOLERANCE = 1e-10
+
+
+class Follows(nn.Module):
+    """Writes to a follower's parameters and to a buffer, counts, and draws as values and its count say."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.follower = nn.Linear(6, 4).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(4))
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        out = self.net(x)
+        self.steps += 1
+        if out.std() > 0.01 and self.steps % 2:
+            out = out + 0.1 * torch.randn(4, dtype=out.dtype) * random.random() + numpy.random.rand()  # noqa: NPY002
+        with torch.no_grad():
+            self.mean.lerp_(out.mean(0), 0.1)
+            self.follower.bias.lerp_(self.net[2].bias, 0.5)
+        return {"loss": F.mse_loss(out + self.follower(x), y), "out": out + self.mean}
+
+
+class Penalised(nn.Module):
+    """Takes gradients within its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Softplus(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = self.net(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return {"loss": F.mse_loss(out, y) + 0.1 * slope.square().mean(), "out": out}
+
+
+class One(nn.Linear):
+    """Has no places for two stages."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
+        out = super().forward(x)
+        return {"loss": F.mse_loss(out, y), "out": out}
+
+
+MODELS: dict[str, Any] = {"follows": Follows, "penalised": Penalised, "one": lambda: One(6, 4)}
+
+
+def numbers(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 6, dtype=torch.float64, generator=generator)
+    return {"x": x, "y": torch.randn(8, 4, dtype=torch.float64, generator=generator)}
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)  # noqa: NPY002
+
+
+def run(kind: str, plan: dict[str, Any], folder: Path) -> list[Any]:
+    """What training, evaluation, prediction and a checkpoint give, and what is drawn after it."""
+    torch.manual_seed(1)
+    net = MODELS[kind]().double()
+    trained = [p for p in net.parameters() if p.requires_grad]
+    engine = espalier.initialize(
+        net, torch.optim.AdamW(trained, lr=0.05), plan, max_grad_norm=0.5, count=lambda rows: len(rows["x"])
+    )
+    seed_all(3)
+    found: list[Any] = [engine.train_step(numbers(i)) for i in range(3)]
+    found.append(engine.grad_norm)
+    found.append(engine.evaluate([numbers(7)]))
+    found.append(engine.predict(numbers(8))["out"])
+    drawn = torch.rand(3, dtype=torch.float64), torch.tensor([random.random(), numpy.random.rand()])  # noqa: NPY002
+    engine.save(folder)
+    found.append(engine.train_step(numbers(4)))
+    found += [x.clone() for _, x in sorted(engine.full_state_dict().items())]
+    engine.load(folder)
+    found += [x.clone() for _, x in sorted(engine.full_state_dict().items())]
+    if plan.get("pipe", 1) > 1:
+        assert isinstance(engine.stages.split, Undivided)  # type: ignore[attr-defined]
+    plain = [espalier.full_tensor(torch.as_tensor(x)) for x in (*found, *drawn)]
+    return [x.detach().double().reshape(-1).cpu() for x in plain]
+
+
+def follow(rank: int, world: int, plans: list[dict[str, Any]], folder: Path) -> Any:
+    told = {}
+    for i, plan in enumerate(plans):
+        for kind in MODELS:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                told[kind, i] = run(kind, plan, folder / f"{kind}{i}")
+            words = {str(w.message) for w in caught if w.category is UndividedWarning}
+            assert len(words) == (plan.get("pipe", 1) > 1), words
+            assert all("the last stage computes and holds the whole model" in said for said in words)
+    return told
+
+
+def test_equals_one_process(ranks: Any, tmp_path: Path) -> None:
+    pipe = {"pipe": 2, "accumulate": 4}
+    plans = {
+        2: [pipe, {**pipe, "schedule": "gpipe"}, {**pipe, "schedule": "interleaved", "stages_per_rank": 2}],
+        4: [{**pipe, "data": 2, "zero": 3}, {**pipe, "tensor": 2}, {"pipe": 4, "accumulate": 4}],
+    }
+    (right,) = ranks(1, follow, [{"accumulate": 4}], tmp_path / "one")
+    for world, some in plans.items():
+        for told in ranks(world, follow, some, tmp_path / str(world)):
+            for (kind, i), found in told.items():
+                for j, (a, b) in enumerate(zip(found, right[kind, 0], strict=True)):
+                    assert a.shape == b.shape and (a - b).abs().max() < TOLERANCE, (kind, some[i], j)
+
+
+def test_cuts_that_were_said_are_not_passed_over(ranks: Any) -> None:
+    ranks(2, cut)
+
+
+def cut(rank: int, world: int) -> None:
+    net = Penalised().double()
+    plan = {"pipe": 2, "accumulate": 2, "cuts": ["net.2"]}
+    engine = espalier.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), plan)
+    with pytest.raises(ValueError, match="cannot be split"):
+        engine.train_step(numbers(0))
