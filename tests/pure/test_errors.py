@@ -15,6 +15,7 @@ from espalier.engine.spikes import SpikeError
 from espalier.mesh.launch import LaunchError
 from espalier.models.config import ConfigError
 from espalier.parallel.pipeline.check import ScheduleError
+from espalier.parallel.pipeline.record import ValuesError
 from espalier.parallel.plan import PlanError
 from espalier.tensor.compare import SanitizeError
 from espalier.train.mistakes import MISSING, JobError, Mistake
@@ -22,6 +23,7 @@ from espalier.train.mistakes import MISSING, JobError, Mistake
 EXAMPLES = [
     Absent([(3, "loads"), (4, "")], 4, "rank 1 did not come"),
     SpikeError("a spike", 7, True, ["head.weight"]),
+    ValuesError("encoder", "it decides by values"),
     LaunchError("rank 1 failed", 1, -9),
     ConfigError("GPT2Config", ["heads = 3: expected a divisor of hidden"]),
     ScheduleError("mine", [f"rank {i} waits for ever" for i in range(30)]),

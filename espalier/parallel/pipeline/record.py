@@ -170,7 +170,7 @@ class Trace:
                     break
                 within.add(inner.number)
             found = [answer for number, _, answer in self.answers if number in within]
-        return tuple(found) if any(a.read or a.out is not None for a in found) else ()
+        return tuple(found) if any(a != Answer(None, {}) for a in found) else ()
 
     def chain(self, op: int) -> list[Call]:
         """The module calls around an operation, outermost first."""

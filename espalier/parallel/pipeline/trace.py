@@ -320,6 +320,9 @@ class _Recorder(TorchFunctionMode):
             if isinstance(error, _HIDDEN) or not any(isinstance(x, FakeTensor) for x in given):
                 raise
             raise _Hidden(f"{name_of(func)} on tensors without values: {error}") from error
+        if name == "to" and any(out is x for x in given):
+            # it moves nothing here, but may where the stages run
+            out = torch.ops.aten.alias.default(out)
         work, drew = self.worked.taken(), self.worked.random
         made = leaves(out, torch.Tensor)
         written = {storage_of(x) for x, v in zip(given, versions, strict=True) if x._version != v}
