@@ -56,7 +56,7 @@ class Undivided:
         self.stages = tuple(WholeProgram(i, model if i == last else None) for i in range(number))
         nothing = ((),) * last
         rebuild: tuple[Callable[[Any], tuple[Any, ...]], ...] = (tuple,) * last
-        self._agreed = Agreed(nothing, nothing, rebuild, ((),) * number, {}, False)
+        self._agreed = Agreed(nothing, nothing, False, rebuild, ((),) * number, {})
 
     def at_all(self, batches: Iterable[Any]) -> list[Undivided]:
         """The same for each batch."""
