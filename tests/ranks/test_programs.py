@@ -19,7 +19,7 @@ from tests.zoo import drawn
 from tests.zoo.train import TrialError, Verdict, reference, trial
 
 ASKED = int(os.environ.get("ESPALIER_SWEEP", "0"))
-SEEDS = [*range(6, 8), *range(1000, 1000 + ASKED)]
+SEEDS = [*range(8), *range(1000, 1000 + ASKED)]
 
 
 def ended(ranks: Any, n: int, function: Any, *args: Any) -> Verdict:
