@@ -227,7 +227,8 @@ class _Written:
         def settle() -> None:
             self._names[modes] = before.settle()
 
-        return _Around(first, at_end=settle), _Around(again, before)
+        around = _Around(first, at_end=settle)
+        return around, _Around(_Once(again, around), before)
 
 
 class _Before:
@@ -380,18 +381,43 @@ class _Around:
     ) -> None:
         self._inner, self._before, self._at_end = inner, before, at_end
         self._back: Callable[[], None] = lambda: None
+        self.is_open = False
 
     def __enter__(self) -> None:
+        self.is_open = True
         if self._before is not None:
             self._back = self._before.swap()
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> Any:
         told = self._inner.__exit__(*error)
+        self.is_open = False
         self._back()
         if error[0] is None:
             self._at_end()
         return told
+
+
+class _Once:
+    """What gives a computation the results that the first one kept (selective recomputation): but once.
+
+    torch lets go of them then. And before the first one has ended, where a block takes gradients itself, not
+    all are there. Without them all is computed again.
+    """
+
+    def __init__(self, inner: AbstractContextManager[Any], first: _Around) -> None:
+        self._inner, self._first = inner, first
+        self._entered: AbstractContextManager[Any] = nullcontext()
+        self._is_used = False
+
+    def __enter__(self) -> None:
+        whole = self._is_used or self._first.is_open
+        self._entered = nullcontext() if whole else self._inner
+        self._is_used = self._is_used or not whole
+        self._entered.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._entered.__exit__(*error)
 
 
 def _reached(block: nn.Module) -> list[nn.Module]:

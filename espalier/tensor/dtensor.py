@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
+from torch.overrides import handle_torch_function
 
 from espalier.comm import move
 from espalier.comm.moves import move_as
@@ -403,11 +404,11 @@ class DTensor(torch.Tensor):
 
     def item(self) -> Any:
         """The value of a one-element tensor (a collective unless it is replicated)."""
-        return self.full_tensor().item()
+        return full_value(self).item()
 
     def tolist(self) -> Any:
         """The global tensor as nested lists (a collective unless it is replicated)."""
-        return self.full_tensor().tolist()
+        return full_value(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """The global tensor as a NumPy array (a collective unless it is replicated)."""
@@ -426,7 +427,7 @@ class DTensor(torch.Tensor):
     __dlpack_c_exchange_api__ = _Absent()  # it would go by the local tensor, and ask nobody
 
     def __bool__(self) -> bool:
-        return bool(self.full_tensor())
+        return bool(full_value(self))
 
     def __int__(self) -> int:
         return int(self.item())
@@ -435,7 +436,7 @@ class DTensor(torch.Tensor):
         return float(self.item())
 
     def __index__(self) -> int:
-        return self.full_tensor().__index__()
+        return full_value(self).__index__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # never a collective: debuggers and tracebacks call it on one rank alone
@@ -490,6 +491,14 @@ class DTensor(torch.Tensor):
         from espalier.tensor.stored import shard
 
         return shard(self)
+
+
+def full_value(x: DTensor) -> torch.Tensor:
+    """The global tensor; one call for modes of torch functions, which do not see how it is made."""
+    if recorders():
+        found: torch.Tensor = handle_torch_function(full_value, (), x)
+        return found
+    return x.full_tensor()
 
 
 def _known(layout: Layout) -> Layout:

@@ -19,7 +19,8 @@ from tests.zoo import drawn
 from tests.zoo.train import TrialError, Verdict, reference, trial
 
 ASKED = int(os.environ.get("ESPALIER_SWEEP", "0"))
-SEEDS = [*range(8), *range(1000, 1000 + ASKED)]
+FOUND = (1005, 1039, 1046)  # ended otherwise once
+SEEDS = [*range(8), *FOUND, *range(2000, 2000 + ASKED)]
 
 
 def ended(ranks: Any, n: int, function: Any, *args: Any) -> Verdict:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from espalier.layout import Layout
 from espalier.parallel.pipeline.trees import leaves, mapped
 from espalier.tensor import DTensor, stamp
-from espalier.tensor.dtensor import layout_of
+from espalier.tensor.dtensor import full_value, layout_of
 
 _NAMES = """
     __bool__ __int__ __float__ __index__ __complex__ __contains__ item tolist equal allclose is_nonzero
@@ -43,7 +43,7 @@ METADATA = frozenset(
     __len__ __hash__ __repr__ __format__ __class__ broadcast_shapes broadcast_tensors_shapes
     """.split()
 )
-_QUIET = METADATA | {"__get__", "__set__"}
+_QUIET = METADATA | {"__get__", "__set__", full_value.__name__}
 
 
 class Answer(NamedTuple):

@@ -28,7 +28,7 @@ from espalier.parallel.pipeline.chances import Draw
 from espalier.parallel.pipeline.simulate import Timeline
 from espalier.parallel.pipeline.stopwatch import Stopwatch, gathered
 from espalier.tensor import DTensor, plain, stamp
-from espalier.tensor.dtensor import layout_of
+from espalier.tensor.dtensor import layout_of, redistribute
 
 Trees = tuple[Any, ...]
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
@@ -337,6 +337,8 @@ class Runtime:
         with raw():
             if stage + 1 < self._schedule.stages:
                 wires = self._agreed[micro].wires[stage]
+                if len(outs) == len(wires):
+                    outs = [*map(_as_agreed, outs, wires)]
                 _check(outs, wires, stage)
                 self._hand_over(Action(Kind.SEND_F, stage, micro), [plain(x.detach()) for x in outs])
                 edges = [*map(get_gradient_edge, compress(outs, self._agreed[micro].returns[stage]))]
@@ -430,6 +432,17 @@ def _check(outs: Sequence[torch.Tensor], wires: Sequence[Wire], stage: int) -> N
             f"Stage {stage} gives other tensors than when it was run without data: {found}, and there "
             f"{list(wires)}. What it gives must follow from shapes and from whether the model trains."
         )
+
+
+def _as_agreed(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """What a stage gives, in the layout that was agreed on: which one it has may hang on values."""
+    if type(x) is not DTensor or wire.lies is None:
+        return x
+    axes, cuts, shape = wire.lies
+    own = layout_of(x)
+    if own.shape != shape or (own.axes, own.cuts) == (axes, cuts):
+        return x
+    return redistribute(x, Layout.of(own.mesh, axes, cuts, shape))
 
 
 def wire_of(x: torch.Tensor) -> Wire:
