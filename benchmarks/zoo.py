@@ -51,7 +51,7 @@ process (torch {torch}, transformers {transformers}). *Exact*: losses, gradient 
 differ by less than {tolerance} of their size (where a change of 1e-15 of the parameters makes more than a
 300th of that, by less than 300 times what it makes). *Refused*: an error of Espalier's own, in words.
 *Failed*: any other error. The models are tiny, and otherwise as their libraries have them, with dropout off;
-a program that draws random numbers is compared with the engine on one process."""
+a model that draws random numbers is compared with the engine on one process."""
 Pair = tuple[str, str]
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from torch import nn
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, IMAGE, PATCH = 96, 32, 2, 4, 32, 8
-LARGEST = 1_500_000  # parameters: what is larger was not made small
 
 # The mappings of transformers' Auto classes, the first that knows an architecture says which class is built.
 TASKS = (
@@ -76,6 +75,7 @@ SIZES: tuple[tuple[int | None, str], ...] = (
     # widths
     (48, "*intermediate_size *ffn_dim *d_ff n_inner *mlp_dim *ffn_hidden_size *feedforward_dim *dim_ff dff"),
     (16, "*moe*size *moe*dim *shared*size *shared*dim *expert*size *expert*dim"),
+    (64, "upsample_initial_channel"),
     (16, "hidden_sizes neck_hidden_sizes embed_dims encoder_hidden_sizes *channels num_filters"),
     (16, "conv_dim tdnn_dim xvector_output_dim classifier_proj_size codevector_dim proj_codevector_dim"),
     (
@@ -102,6 +102,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("glm_ocr_text", "qwen2_5_omni_text", "glm_image_text"), SECTIONS),
     **dict.fromkeys(("paddleocr_vl_text", "cosmos3_edge_text"), SECTIONS),
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), SERIES),
+    **{f"vibevoice_acoustic_tokenizer{part}": {"num_filters": 4} for part in ("", "_encoder", "_decoder")},
     **dict.fromkeys(("donut-swin", "maskformer-swin", "swin", "swinv2"), PYRAMID),
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
     "big_bird": {"attention_type": "original_full"},  # it is what so short a sequence is given

@@ -33,8 +33,6 @@ class Case:
         build: makes it, in float64, with values from torch's generator.
         draw: batches that it may take, the likeliest first; the first that works is taken.
         causal: what comes later in a sequence does not touch what is earlier: ``context`` applies.
-        draws: it draws random numbers, by the stream that does not hang on layouts: the one process that
-            it is compared with has an engine too.
         loop: trains it, where one optimizer and its loss are not all: ``loop(model, trainer, batches)``, with
             ``trainer(module, loss_fn)`` for each that is trained (see ``tests/zoo/train.py``); its losses.
     """
@@ -43,7 +41,6 @@ class Case:
     build: Callable[[], nn.Module]
     draw: Draw
     causal: bool = False
-    draws: bool = False
     loop: Callable[..., list[Any]] | None = None
 
     @property

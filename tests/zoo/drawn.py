@@ -238,7 +238,7 @@ def case(seed: int) -> Case:
             "y": torch.randint(0, CLASSES, (ROWS,), generator=generator),
         }
 
-    return Case(f"drawn/{seed}", build, draw, draws="noisy" in build().names)  # type: ignore[operator]
+    return Case(f"drawn/{seed}", build, draw)
 
 
 def plan(seed: int) -> dict[str, Any]:

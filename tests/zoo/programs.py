@@ -33,18 +33,17 @@ class Program:
 
     build: Callable[[], nn.Module]
     draw: Callable[[Generator], Batch]
-    draws: bool = False
     loop: Callable[..., Any] | None = None
 
 
 PROGRAMS: dict[str, Program] = {}
 
 
-def program(name: str, draw: Callable[[Generator], Batch], *, draws: bool = False, loop: Any = None) -> Any:
+def program(name: str, draw: Callable[[Generator], Batch], *, loop: Any = None) -> Any:
     """Enter a model into the zoo."""
 
     def enter(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        PROGRAMS[name] = Program(build, draw, draws, loop)
+        PROGRAMS[name] = Program(build, draw, loop)
         return build
 
     return enter
@@ -57,7 +56,7 @@ def case(name: str) -> Case:
     def drawn(model: nn.Module, generator: Generator) -> Iterator[Batch]:
         yield of.draw(generator)
 
-    return Case(f"programs/{name}", of.build, drawn, draws=of.draws, loop=of.loop)
+    return Case(f"programs/{name}", of.build, drawn, loop=of.loop)
 
 
 # ---- batches
@@ -642,7 +641,7 @@ class Glow(nn.Module):
         return (0.5 * x.pow(2).sum(1) - total).mean()
 
 
-@program("vae", points, draws=True)
+@program("vae", points)
 class Vae(nn.Module):
     """A variational autoencoder (Kingma & Welling, 2014): noise by ``randn_like``."""
 
@@ -689,7 +688,7 @@ class VqVae(nn.Module):
         return F.mse_loss(back, x) + 0.25 * F.mse_loss(h, code.detach())
 
 
-@program("ddpm", images, draws=True)
+@program("ddpm", images)
 class Ddpm(nn.Module):
     """Diffusion (Ho et al., 2020): times by ``randint``, noise by ``randn_like``."""
 
@@ -728,7 +727,7 @@ class ScoreMatching(nn.Module):
         return (trace + 0.5 * s.pow(2).sum(1)).mean()
 
 
-@program("langevin", points, draws=True)
+@program("langevin", points)
 class Langevin(nn.Module):
     """An energy-based model (Du & Mordatch, 2019): samples by noisy descent within forward."""
 
@@ -933,7 +932,7 @@ class Annealed(nn.Module):
         return F.cross_entropy(self.net(x) / sum(self.history), y)
 
 
-@program("gumbel-softmax", points, draws=True)
+@program("gumbel-softmax", points)
 class Gumbel(nn.Module):
     """Discrete choices with a gradient (Jang et al., 2017)."""
 
@@ -945,7 +944,7 @@ class Gumbel(nn.Module):
         return F.cross_entropy(F.gumbel_softmax(self.choose(x), tau=0.7, hard=True) @ self.values, y)
 
 
-@program("dropout-net", images, draws=True)
+@program("dropout-net", images)
 class DropoutNet(nn.Module):
     """Dropout of every kind."""
 
@@ -958,7 +957,7 @@ class DropoutNet(nn.Module):
         return F.cross_entropy(self.head(F.dropout(h, 0.2, self.training)), y)
 
 
-@program("augmented", images, draws=True)
+@program("augmented", images)
 class Augmented(nn.Module):
     """Mixup by a permutation and a beta that the module draws (Zhang et al., 2018)."""
 

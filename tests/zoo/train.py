@@ -231,13 +231,27 @@ def reference(rank: int, world: int, name: str, accumulate: int, file: Path) -> 
 
 
 def _alone(of: Case, model: nn.Module, own: bool, batches: Sequence[Batch], accumulate: int) -> Trained:
-    if not of.draws:
-        return plain(of, model, own, batches, accumulate)
+    """What one process trains; with an engine if the model draws random numbers.
+
+    These come by the stream that does not hang on layouts.
+    """
+    start = values_of(model)
+    found = plain(of, model, own, batches, accumulate)
+    if not found.drew:
+        return found
     try:
-        return laid(of, model, own, batches, {"accumulate": accumulate})
+        return laid(of, _as_at(of, start), own, batches, {"accumulate": accumulate})
     except UnseenCountError:
-        again = of.model()
-        return laid(of, again, own, batches, {"accumulate": accumulate}, rows_of)
+        return laid(of, _as_at(of, start), own, batches, {"accumulate": accumulate}, rows_of)
+
+
+def _as_at(of: Case, start: dict[str, torch.Tensor]) -> nn.Module:
+    """The model, with these values."""
+    model = of.model()
+    with torch.no_grad():
+        for name, x in (*model.named_parameters(), *model.named_buffers()):
+            x.copy_(start[name])
+    return model
 
 
 # ---- who trains
@@ -250,17 +264,20 @@ class Alone:
         self.module, self.loss_fn, self.accumulate = module, loss_fn, accumulate
         self.optimizer = optimizer_of(module)
         self.norms: list[float] = []
+        self.drew = False  # within the model, or its loss
 
     def train(self, batch: Batch) -> float:
         """One step; the loss."""
         self.optimizer.zero_grad()
         total = 0.0
+        before = torch.get_rng_state()
         for part in parts_of(batch, self.accumulate):
             found = called(self.module, part)
             loss = own_loss(found) if self.loss_fn is None else self.loss_fn(found, part)
             assert loss is not None
             (loss / self.accumulate).backward()
             total += loss.item() / self.accumulate
+        self.drew = self.drew or not torch.equal(torch.get_rng_state(), before)
         self.norms.append(nn.utils.clip_grad_norm_(self.module.parameters(), CLIP).item())
         self.optimizer.step()
         return total
@@ -323,11 +340,16 @@ class Strewn(Alone):
 
 @dataclass
 class Trained:
-    """What came of a training: losses, gradient norms, and parameters and buffers by name."""
+    """What came of a training: losses, gradient norms, and parameters and buffers by name.
+
+    Attributes:
+        drew: whether a model drew random numbers from torch's generator.
+    """
 
     losses: list[float]
     norms: list[float]
     values: dict[str, torch.Tensor]
+    drew: bool = False
 
 
 def plain(of: Case, model: nn.Module, own: bool, batches: Sequence[Batch], accumulate: int) -> Trained:
@@ -339,7 +361,8 @@ def plain(of: Case, model: nn.Module, own: bool, batches: Sequence[Batch], accum
         return trainers[-1]
 
     losses = _loop(of, model, own, batches, trainer)
-    return Trained(losses, [n for t in trainers for n in t.norms], values_of(model))
+    drew = any(t.drew for t in trainers)
+    return Trained(losses, [n for t in trainers for n in t.norms], values_of(model), drew)
 
 
 def laid(
@@ -414,10 +437,7 @@ def gathered_in(caught: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
 def _compared(
     of: Case, plan: dict[str, Any], kept: dict[str, Any], count: Callable[[Any], int] | None
 ) -> Verdict:
-    model = of.model()
-    with torch.no_grad():
-        for name, x in (*model.named_parameters(), *model.named_buffers()):
-            x.copy_(kept["start"][name])
+    model = _as_at(of, kept["start"])
     found, right = laid(of, model, kept["own"], kept["batches"], plan, count), kept["end"]
     if wrong := differences(found, right, kept["near"]):
         more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
