@@ -25,7 +25,7 @@ from espalier.parallel.pipeline.later import Later
 from espalier.parallel.pipeline.runtime import Agreed, Trees
 from espalier.parallel.pipeline.split import StageProgram
 from espalier.parallel.pipeline.trees import leaves
-from espalier.parallel.pipeline.undivided import Drawing, Undivided, WholeProgram
+from espalier.parallel.pipeline.undivided import Drawing, WholeProgram
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.fallback import tree_map
 from espalier.tensor.seeding import stream_of
@@ -61,9 +61,10 @@ class Step:
         self._device = engine.mesh.device()
         self._states, self._after = _random_states(self.agreed, self._stages.local, engine.mesh)
         self._drawing: Drawing | None = None
-        if isinstance(self._stages.split, Undivided) and not engine.mesh.is_dry:
-            stream_of(engine.mesh)  # agreed on by all at once, not by the last stage alone
-            self._drawing = Drawing(engine.mesh, engine.plan.pipe - 1)
+        dice = [of.dice for of in self._splits if of.dice is not None]
+        if dice and not engine.mesh.is_dry:
+            stream_of(engine.mesh)  # agreed on by all at once, not by one stage alone
+            self._drawing = Drawing(engine.mesh, self._stages.places[max(dice)])
 
     def at(self, action: Action) -> None:
         """An action begins: the watch over ranks may ask which."""

@@ -64,7 +64,8 @@ class Divided:
             if not self._open_leaks():
                 break
         refuse_lost(trace, self.bounds, self.units, self._modules, standing)
-        self._refuse_shared_buffers()
+        self._refuse_shared_values()
+        self._refuse_shared_state()
 
     # ---- units
 
@@ -89,20 +90,43 @@ class Divided:
     def _loses(self, call: Call) -> bool:
         return call.name in self.trace.changed or self._standing.hooked(self._modules[call.name])
 
-    def _refuse_shared_buffers(self) -> None:
-        names = {v.storage: v.source[1] for v in self.trace.values if v.source[0] == "buffer"}
-        written: dict[str, int] = {}
+    def _refuse_shared_values(self) -> None:
+        sources = {v.storage: v.source for v in self.trace.values if v.source[0] in ("parameter", "buffer")}
+        written: dict[str, tuple[str, int]] = {}
         for unit in self.units:
-            for s in self._changes(unit) & names.keys():
-                written[names[s]] = self.stage(unit.start)
+            for s in self._changes(unit) & sources.keys():
+                kind, name = sources[s]
+                written[name] = kind, self.stage(unit.start)
         for unit in self.units:
             for name in self._uses(unit) & written.keys():
-                if self.stage(unit.start) != written[name]:
+                kind, stage = written[name]
+                if self.stage(unit.start) != stage:
                     raise SplitError(
-                        f"The buffer {name!r} is written to in stage {written[name]} and used in stage "
+                        f"The {kind} {name!r} is written to in stage {stage} and used in stage "
                         f"{self.stage(unit.start)} too, which would not see it. Give cuts such that one "
                         "stage has all its uses."
                     )
+
+    def _refuse_shared_state(self) -> None:
+        """What modules remember beside tensors, and generators that are not torch's, are each rank's own."""
+        called: dict[str, set[int]] = {}
+        for call in self.trace.calls:
+            called.setdefault(call.name, set()).add(self.stage(call.start))
+        for name in sorted(self.trace.changed.keys() - self.trace.dice):
+            if len(stages := called.get(name, set())) > 1:
+                raise SplitError(
+                    f"{name!r} is called in the stages {sorted(stages)}, and its forward "
+                    f"{', '.join(self.trace.changed[name])}, of which each stage would know its own calls "
+                    "alone. Give cuts such that one stage has all of them."
+                )
+        rolling = set().union(*(called.get(name, set()) for name in self.trace.dice))
+        if len(rolling) > 1:
+            raise SplitError(
+                f"{', '.join(map(repr, sorted(self.trace.dice)))} draw random numbers from Python's or "
+                f"NumPy's generator in the stages {sorted(rolling)}, of which each would draw the same. Draw "
+                "them with torch (torch.rand), or give cuts such that one stage has all of them."
+            )
+        self.dice = next(iter(rolling), None)
 
     def _changes(self, unit: Unit) -> set[int]:
         return {s for op in self.trace.ops[unit.start : unit.end] for s in op.writes}

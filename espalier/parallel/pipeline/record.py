@@ -138,6 +138,7 @@ class Trace:
         state: around the model.
         device: on which it was traced.
         changed: what each module's forward did that is not in the ops.
+        dice: names of the modules that draw random numbers which are not torch's.
         containers: names of modules that hold the outermost lists of blocks, and of the model.
         bound: storages that were written to and hold what is not local, and whether it has gradients.
         constants: by their numbers, the model's own tensors that are none of the others.
@@ -154,6 +155,7 @@ class Trace:
     inputs: list[int] = field(default_factory=list)
     sources: dict[tuple[str, str], int] = field(default_factory=dict)
     changed: dict[str, list[str]] = field(default_factory=dict)
+    dice: set[str] = field(default_factory=set)
     containers: frozenset[str] = frozenset()
     bound: dict[int, bool] = field(default_factory=dict)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)

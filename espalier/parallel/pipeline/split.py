@@ -161,6 +161,7 @@ class Split:
         stages: the programs.
         pieces: what the model consists of between possible cuts, with its costs.
         whole: why modules that were to be divided lie in one stage.
+        dice: the stage that draws random numbers which are not torch's; None: none does.
     """
 
     def __init__(self, family: _Family, found: Trace, cuts: Sequence[str]) -> None:
@@ -168,6 +169,7 @@ class Split:
         divided = Divided(found, _bounds(found, cuts, family.model), family.model, family.standing)
         self.stages = tuple(StageProgram(divided, i, family.model) for i in range(divided.number))
         self._guards = divided.guards()
+        self.dice = divided.dice
         self.pieces, self.whole = family.pieces, tuple(family.whole.values())
 
     def at(self, batch: Any) -> Split:

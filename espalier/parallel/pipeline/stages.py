@@ -42,6 +42,7 @@ class Stages:
 
     Attributes:
         split: the model as stages.
+        places: the coordinate on the axis ``pipe`` of each stage.
         local: the numbers of this rank's.
         has_last: whether the last one is among them.
         users: for each parameter, the coordinates on the axis ``pipe`` whose stages use it, in their order.
@@ -76,6 +77,7 @@ class Stages:
         else:
             for why in self.split.whole:
                 _warn(f"{why} Until then {why.module!r} lies in one stage, however long that takes.")
+        self.places = places
         here = mesh.coordinate[mesh.axis("pipe")]
         self.local = tuple(i for i, rank in enumerate(places) if rank == here)
         self.has_last = places[-1] == here

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -45,6 +44,7 @@ from espalier.parallel.pipeline.trees import Part, Ref, called, leaves, mapped
 from espalier.tensor.apart import Apart, NotCopiedError
 from espalier.tensor.flops import Work, Worked
 from espalier.tensor.rules.spec import bound_to
+from espalier.tensor.traces import Generators
 
 # what a module that is called whole may do and a trace of fake tensors cannot
 _HIDDEN = (
@@ -149,7 +149,7 @@ class _Recorder(TorchFunctionMode):
         )
         self._path: list[int] = []
         self._quiet = 0
-        self._drawn: Any = None  # the state of Python's generator of random numbers
+        self._drawn: Generators | None = None
 
     # ---- values
 
@@ -224,11 +224,15 @@ class _Recorder(TorchFunctionMode):
 
     def _watch_python(self) -> None:
         """Note if the module whose forward goes on here has drawn random numbers that are not torch's."""
-        now = random.getstate()
-        if now != self._drawn and self._drawn is not None and self._path:
-            found = self.trace.changed.setdefault(self.trace.calls[self._path[-1]].name, [])
-            found.append("draws random numbers from Python's generator")
-        self._drawn = now
+        if self._drawn is not None and not self._drawn.as_now() and self._path:
+            name = self.trace.calls[self._path[-1]].name
+            if name not in self.trace.dice:
+                self.trace.changed.setdefault(name, []).append(
+                    "draws random numbers from Python's or NumPy's generator"
+                )
+                self.trace.dice.add(name)
+            self._drawn = None
+        self._drawn = self._drawn or Generators()
 
     def _refused(self, name: str, error: Exception) -> ValuesError:
         said = str(error) if isinstance(error, _Hidden) else f"{type(error).__name__}: {error}"
@@ -253,9 +257,14 @@ class _Recorder(TorchFunctionMode):
         self._quiet += 1
         within = Heard()
         try:
-            with self.worked.as_one(), torch.no_grad(), stand_in_values(module.modules()), within:
+            with self.worked.as_one(), torch.no_grad(), stand_in_values(module.modules()) as stood:
                 given_some = mapped(_valued, (args, kwargs))
-                out = module(*given_some[0], **given_some[1])
+                standing = set(map(id, stood.values()))
+                held = [*stood.items(), *((b, b) for b in module.buffers() if id(b) not in standing)]
+                before = {storage_of(own): _sum(x) for own, x in held}
+                with within:
+                    out = module(*given_some[0], **given_some[1])
+                written = {s for own, x in held if _sum(x) != before[s := storage_of(own)]}
         except Exception as other:
             raise _Hidden(f"{error} in {name!r}, which could not be run by itself either: {other}") from error
         finally:
@@ -281,7 +290,8 @@ class _Recorder(TorchFunctionMode):
         call.out, call.end = mapped(self.ref, out), call.start + 1
         self.trace.answers += [(call.number, -1, answer) for answer in within.answers]
         work = self.worked.taken()
-        self._note(name, (call.args, call.kwargs), call.out, tuple(given), made, local=False, work=work)
+        given_and_out = (call.args, call.kwargs), call.out, tuple(given), made, written
+        self._note(name, *given_and_out, local=False, work=work)
         return out
 
     def _begin(self, name: str, args: Any, kwargs: Any) -> Call:
@@ -401,24 +411,29 @@ def _statistics(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def stand_in_values(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While open, the fake parameters of modules have some values."""
+def stand_in_values(modules: Iterable[nn.Module]) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+    """While open, the fake parameters of modules have some values: these, by what they stand in for."""
     kept: list[tuple[Any, str, torch.Tensor]] = []
-    table: dict[str, Any]
-    stood: dict[int, Any] = {}
+    table: Any
+    stood: dict[torch.Tensor, torch.Tensor] = {}
     for m in modules:
         for table in (m._parameters, m._buffers):
             for key, x in table.items():
                 if isinstance(x, FakeTensor):
                     kept.append((table, key, x))
-                    if id(x) not in stood:
-                        stood[id(x)] = _valued(x).requires_grad_(x.requires_grad)
-                    table[key] = stood[id(x)]
+                    if x not in stood:
+                        stood[x] = _valued(x).requires_grad_(x.requires_grad)
+                    table[key] = stood[x]
     try:
-        yield
+        yield stood
     finally:
         for table, key, x in kept:
             table[key] = x
+
+
+def _sum(x: torch.Tensor) -> float:
+    """A number that tells whether values were changed."""
+    return float(x.detach().nan_to_num().double().sum()) if x.numel() else 0.0
 
 
 def _valued(x: Any) -> Any:

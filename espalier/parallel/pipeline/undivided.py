@@ -53,6 +53,7 @@ class Undivided:
     def __init__(self, model: nn.Module, number: int) -> None:
         self._model, last = model, number - 1
         self.cuts: tuple[str, ...] = ()
+        self.dice = last
         self.stages = tuple(WholeProgram(i, model if i == last else None) for i in range(number))
         nothing = ((),) * last
         rebuild: tuple[Callable[[Any], tuple[Any, ...]], ...] = (tuple,) * last
