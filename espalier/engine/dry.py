@@ -21,11 +21,13 @@ from espalier.comm import Ledger, ledger
 from espalier.engine.accumulation import Count
 from espalier.engine.engine import Engine
 from espalier.engine.live import LiveMemory
+from espalier.engine.pipeline import PipelineEngine
 from espalier.engine.recompute import Policy
 from espalier.engine.start import initialize
 from espalier.engine.tables import local_bytes, state_bytes
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
+from espalier.parallel.pipeline.undivided import Undivided
 from espalier.tensor.apart import Apart, NotCopiedError
 from espalier.tensor.caller import user_frame
 from espalier.tensor.flops import ATTENTION
@@ -95,7 +97,8 @@ def dry_run(
         batch: the global batch, as meta tensors.
         optimizer: built on the model's parameters; copied, too.
         max_grad_norm, layouts, branches, count, recompute_policy: as for :func:`initialize`.
-        coordinate: which rank to play; by default the first, which holds the most.
+        coordinate: which rank to play; by default the first, which holds the most; of a pipeline whose last
+            stage has all of the model, that of the last stage.
 
     Raises:
         ValueError: a parameter is not on ``meta``.
@@ -104,12 +107,17 @@ def dry_run(
     given: dict[str, Any] = {"layouts": layouts, "max_grad_norm": max_grad_norm, "count": count}
     given.update(recompute_policy=recompute_policy, branches=branches)
     engine = dry_engine(model, plan, batch, optimizer=optimizer, coordinate=coordinate, **given)
+    given_optimizer = optimizer
     plan, mesh, optimizer = engine.plan, engine.mesh, engine.optimizer
     memory, flops = engine.watch().live, FlopCounterMode(display=False, custom_mapping=ATTENTION)
     flops.mod_tracker = _Untold()  # type: ignore[assignment]
     with memory:
         # a first step, so that the optimizer's states exist and are counted
         _step(engine, batch, memory)
+    if coordinate is None and isinstance(engine, PipelineEngine):
+        at_work = tuple(engine.stages.places[-1] if name == "pipe" else 0 for name in mesh.names)
+        if isinstance(engine.stages.split, Undivided):
+            return dry_run(model, plan, batch, optimizer=given_optimizer, coordinate=at_work, **given)
     memory.peak = 0
     # the counter of FLOPs takes operations apart: beneath the memory, which sees those of a real step
     with ledger(mesh) as book, flops, memory:

@@ -133,6 +133,15 @@ def test_equals_one_process(ranks: Any, tmp_path: Path) -> None:
                     assert a.shape == b.shape and (a - b).abs().max() < TOLERANCE, (kind, some[i], j)
 
 
+def test_a_dry_run_plays_the_rank_that_computes() -> None:
+    with torch.device("meta"):
+        net = Penalised()
+        data = {key: torch.empty(x.shape) for key, x in numbers(0).items()}
+    with pytest.warns(UndividedWarning, match="takes gradients|depends on the values"):
+        told = espalier.dry_run(net, {"pipe": 2, "accumulate": 2}, data, count=lambda rows: len(rows["x"]))
+    assert told.parameter_bytes == 4 * told.parameters and told.flops > 0
+
+
 def test_cuts_that_were_said_are_not_passed_over(ranks: Any) -> None:
     ranks(2, cut)
 
