@@ -39,6 +39,7 @@ from espalier.tensor import DTensor, plain
 from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.fallback import tree_map
 from espalier.tensor.functions import layouts_of, stamped
+from espalier.tensor.loans import written_mark
 from espalier.tensor.saved import Outer, outer_hooks
 from espalier.tensor.traces import Generators, put_back
 
@@ -265,8 +266,7 @@ class _Before:
         else:
             self._held = {name: tensors[name] for name in written if name in tensors}
         self._values = _values(self._held)
-        with raw():
-            self._versions = {name: x._version for name, x in tensors.items()}
+        self._marks = {name: written_mark(x) for name, x in tensors.items()}
 
     def settle(self) -> set[str]:
         """After the first computation: the names of what was written to; what was not needs not be kept."""
@@ -276,8 +276,7 @@ class _Before:
         if self._generators is not None and self._generators.as_now():
             self._generators = None
         if self._known is not None:
-            with raw():
-                late = {name: x for name, x in self._tensors.items() if x._version != self._versions[name]}
+            late = {name: x for name, x in self._tensors.items() if written_mark(x) != self._marks[name]}
             # what they were is not known: so they are left as the first computation leaves them, and no more
             self._late = {name: x for name, x in late.items() if name not in self._held}
             return self._known | self._late.keys()
@@ -285,7 +284,10 @@ class _Before:
             now = {name: plain(x.detach()) for name, x in self._held.items()}
         before = self._values
         # of other shapes are parameters that are gathered within the block
-        names = {n for n, x in now.items() if x.shape == before[n].shape and not torch.equal(x, before[n])}
+        same = {n: x for n, x in now.items() if x.shape == before[n].shape}
+        # what is written may have had that value: a teacher that begins as its student
+        marked = {n for n in same if written_mark(self._held[n]) != self._marks[n]}
+        names = marked | {n for n, x in same.items() if not torch.equal(x, before[n])}
         self._held = {name: self._held[name] for name in names}
         self._values = {name: self._values[name] for name in names}
         return names
