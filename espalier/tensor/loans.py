@@ -25,7 +25,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 from espalier.comm import move
 from espalier.layout import Layout
 from espalier.tensor.dtensor import DTensor, plain, stamp
-from espalier.tensor.rules.spec import VIEWS
+from espalier.tensor.rules.table import VIEWS
 
 Call = Callable[..., Any]
 # the C getters themselves: to be called where torch functions are not intercepted

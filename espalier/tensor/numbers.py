@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from espalier.tensor.rules.spec import spellings
+from espalier.tensor.rules.table import spellings
 
 _NAMES = """
     view reshape view_copy expand expand_copy broadcast_to repeat tile unflatten flatten narrow narrow_copy

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 from espalier.layout import Placement
 from espalier.layout.layout import AxisState, R, normal_dim
 from espalier.tensor.api import register_rule
-from espalier.tensor.rules.spec import Operand, RuleFunction, Spec, spellings
+from espalier.tensor.rules.spec import Operand, RuleFunction, Spec
+from espalier.tensor.rules.table import spellings
 
 Way = tuple[Sequence[Placement | None], Sequence[Placement | None]]
 ShardingFunction = Callable[..., Sequence[Way]]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pkgutil
+
+import pytest
 import torch
 
+from espalier.tensor import rules
 from espalier.tensor.flex import _attended
 from espalier.tensor.rules import RULES
+from espalier.tensor.rules.pointwise import nonlinear
+from espalier.tensor.rules.table import rule
 from tests.ranks.brute import name_of
 from tests.ranks.cases import CASES
 from tests.ranks.ours import ruled_names
@@ -28,3 +34,16 @@ def test_every_ruled_function_has_a_case():
 def test_so_many_public_functions_have_rules():
     names = ruled_names()
     assert len(names) >= LEAST, f"{len(names)} functions have rules: {' '.join(sorted(names))}"
+
+
+def test_every_file_of_rules_is_imported():
+    files = [file.name for file in pkgutil.iter_modules(rules.__path__)]
+    assert "table" in files and not [name for name in files if name not in vars(rules)]
+
+
+def test_two_files_cannot_both_have_a_rule_for_a_function():
+    with pytest.raises(AssertionError, match=r"rules.pointwise has a rule for .*rules.rows another"):
+        rule("flip")(nonlinear)
+    with pytest.raises(AssertionError, match="torch has no flap"):
+        rule("flap")(nonlinear)
+    assert RULES.get(torch.flip).__module__ == "espalier.tensor.rules.rows"

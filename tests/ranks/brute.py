@@ -25,7 +25,7 @@ from espalier.layout import gradient_layout, local_box
 from espalier.layout.layout import R, V, is_partial
 from espalier.tensor import stamp
 from espalier.tensor.rules import RULES
-from espalier.tensor.rules.spec import spellings
+from espalier.tensor.rules.table import spellings
 from tests.ranks.samples import A, X, described, others, put, without_gradient
 from tests.ranks.samples import bools as bools
 from tests.ranks.samples import ints as ints

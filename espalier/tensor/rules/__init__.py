@@ -1,6 +1,6 @@
-"""The rules, by kind of function. New functions are lines in these tables."""
+"""The rules, by kind of function: importing a file puts the rules that it defines into the table."""
 
-from espalier.tensor.rules import (
+from espalier.tensor.rules import (  # noqa: F401
     attention,
     composed,
     conv,
@@ -24,33 +24,6 @@ from espalier.tensor.rules import (
     scatter,
     views,
 )
-from espalier.tensor.rules.spec import Rules
-
-RULES = Rules()
-for _part in (
-    pointwise,
-    matmul,
-    reduction,
-    views,
-    joining,
-    rows,
-    indexing,
-    conv,
-    images,
-    pool,
-    rnn,
-    scatter,
-    order,
-    linalg,
-    fft,
-    composed,
-    norm,
-    attention,
-    loss,
-    randomness,
-    optim,
-    meta,
-):
-    _part.register(RULES)
+from espalier.tensor.rules.table import RULES
 
 __all__ = ["RULES"]

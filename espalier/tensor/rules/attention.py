@@ -20,12 +20,14 @@ from espalier.tensor.rules.helping import sends
 from espalier.tensor.rules.pointwise import letters
 from espalier.tensor.rules.randomness import dropped
 from espalier.tensor.rules.ring import ring
-from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, bound_to, of_nothing
+from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Spec, bound_to, of_nothing
+from espalier.tensor.rules.table import rule
 from espalier.tensor.rules.way import Way
 
 _NAMES = "query key value attn_mask dropout_p is_causal"
 
 
+@rule(F.scaled_dot_product_attention, loose=True)
 def attention(
     query: Operand,
     key: Operand,
@@ -355,8 +357,3 @@ def _with_dropout(bound: dict[str, Any], placed: Placed) -> torch.Tensor:
     shape = (*out.shape[:-1], placed.ins[1].shape[-2])
     lay = Layout.of(out.mesh, out.axes, out.cuts, shape)
     return dropped(weights, Placed(out.mesh, (), (lay,)), bound["dropout_p"]) @ v
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    rules.add(F.scaled_dot_product_attention, attention, loose=True)

@@ -11,21 +11,12 @@ import torch.nn.functional as F
 
 from espalier.layout.layout import normal_dim
 from espalier.tensor.rules.reduction import normal_dims
-from espalier.tensor.rules.spec import Rules
+from espalier.tensor.rules.table import composed, composed_with
 
 
 def _many(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """Tensors given one by one or as one sequence."""
     return tuple(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], tuple | list) else tensors
-
-
-def _of_each(one: Callable[[Any], Any]) -> Callable[..., Any]:
-    def body(*tensors: Any) -> Any:
-        if len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
-            return one(tensors[0])
-        return tuple(map(one, _many(tensors)))
-
-    return body
 
 
 def _at_least_1d(x: Any) -> Any:
@@ -40,27 +31,46 @@ def _at_least_3d(x: Any) -> Any:
     return _at_least_2d(x).unsqueeze(-1) if x.ndim < 3 else x
 
 
+@composed_with("atleast_1d", _at_least_1d)
+@composed_with("atleast_2d", _at_least_2d)
+@composed_with("atleast_3d", _at_least_3d)
+def _of_each(one: Callable[[Any], Any]) -> Callable[..., Any]:
+    def body(*tensors: Any) -> Any:
+        if len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
+            return one(tensors[0])
+        return tuple(map(one, _many(tensors)))
+
+    return body
+
+
+@composed("hstack")
 def hstack(tensors: Sequence[Any]) -> Any:
     """Side by side: along dim 1, of vectors along dim 0."""
     tensors = [_at_least_1d(x) for x in tensors]
     return torch.cat(tensors, 0 if tensors[0].ndim == 1 else 1)
 
 
+@composed("vstack row_stack")
 def vstack(tensors: Sequence[Any]) -> Any:
     """One below the other."""
     return torch.cat([_at_least_2d(x) for x in tensors], 0)
 
 
+@composed("dstack")
 def dstack(tensors: Sequence[Any]) -> Any:
     """One behind the other."""
     return torch.cat([_at_least_3d(x) for x in tensors], 2)
 
 
+@composed("column_stack")
 def column_stack(tensors: Sequence[Any]) -> Any:
     """Side by side, vectors as columns."""
     return torch.cat([x.reshape(-1, 1) if x.ndim < 2 else x for x in tensors], 1)
 
 
+@composed_with("hsplit", lambda n: 0 if n == 1 else 1, 1)
+@composed_with("vsplit", lambda n: 0, 2)
+@composed_with("dsplit", lambda n: 2, 3)
 def _splitting(dim: Callable[[int], int], least: int) -> Callable[..., Any]:
     def body(x: Any, indices_or_sections: Any = None, *rest: Any, **named: Any) -> Any:
         cut = named.get("sections", named.get("indices", indices_or_sections))
@@ -74,16 +84,19 @@ def _splitting(dim: Callable[[int], int], least: int) -> Callable[..., Any]:
     return body
 
 
+@composed("fliplr")
 def fliplr(x: Any) -> Any:
     """Dim 1 reversed."""
     return x.flip(1) if x.ndim > 1 else NotImplemented
 
 
+@composed("flipud")
 def flipud(x: Any) -> Any:
     """Dim 0 reversed."""
     return x.flip(0) if x.ndim else NotImplemented
 
 
+@composed("rot90")
 def rot90(x: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
     """Turned by quarters in the plane of two dims."""
     if len(dims) != 2 or x.ndim < 2:
@@ -96,22 +109,26 @@ def rot90(x: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
     return x.flip(b).transpose(a, b) if k % 4 == 1 else x.transpose(a, b).flip(b)
 
 
+@composed("tile")
 def tile(x: Any, *dims: Any) -> Any:
     """Repeated; of the dims given too few count the last."""
     times = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims
     return x.repeat(*(1,) * (x.ndim - len(times)), *times)
 
 
+@composed("adjoint", torch.Tensor.mH.__get__)  # type: ignore[attr-defined]
 def adjoint(x: Any) -> Any:
     """The last two dims swapped, conjugate."""
     return x.transpose(-2, -1).conj()
 
 
+@composed(torch.Tensor.H.__get__)  # type: ignore[attr-defined]
 def hermitian(x: Any) -> Any:
     """x.H."""
     return x.transpose(0, 1).conj() if x.ndim == 2 else x.conj() if x.ndim == 0 else NotImplemented
 
 
+@composed("kron")
 def kron(x: Any, y: Any) -> Any:
     """Each element of x times all of y."""
     n = max(x.ndim, y.ndim)
@@ -124,6 +141,7 @@ def kron(x: Any, y: Any) -> Any:
     return (left * right).reshape(shape)
 
 
+@composed(torch.block_diag)
 def block_diag(*tensors: Any) -> Any:
     """Matrices along the diagonal of one."""
     blocks = [_at_least_2d(x) for x in _many(tensors)]
@@ -134,6 +152,7 @@ def block_diag(*tensors: Any) -> Any:
     return torch.cat(rows, 0)
 
 
+@composed(torch.cartesian_prod)
 def cartesian_prod(*tensors: Any) -> Any:
     """All combinations of one element of each vector."""
     given = _many(tensors)
@@ -142,6 +161,7 @@ def cartesian_prod(*tensors: Any) -> Any:
     return torch.stack([g.reshape(-1) for g in torch.meshgrid(*given, indexing="ij")], 1)
 
 
+@composed("combinations")
 def combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
     """All choices of r elements of a vector."""
     if x.ndim != 1 or r < 1:
@@ -151,6 +171,16 @@ def combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
     return x.index_select(0, chosen.reshape(-1)).reshape(-1, r)
 
 
+def _select_index(x: Any, dim: int, index: int) -> tuple[Any, ...]:
+    return (*[slice(None)] * normal_dim(dim, x.ndim), index)
+
+
+def _slice_index(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> tuple[Any, ...]:
+    return (*[slice(None)] * normal_dim(dim, x.ndim), slice(start, end, step))
+
+
+@composed_with("select_scatter", _select_index)
+@composed_with("slice_scatter", _slice_index)
 def _scattered(place: Callable[..., Any]) -> Callable[..., Any]:
     def body(x: Any, src: Any, *args: Any, **kwargs: Any) -> Any:
         index = place(x, *args, **kwargs)
@@ -163,14 +193,7 @@ def _scattered(place: Callable[..., Any]) -> Callable[..., Any]:
     return body
 
 
-def _select_index(x: Any, dim: int, index: int) -> tuple[Any, ...]:
-    return (*[slice(None)] * normal_dim(dim, x.ndim), index)
-
-
-def _slice_index(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> tuple[Any, ...]:
-    return (*[slice(None)] * normal_dim(dim, x.ndim), slice(start, end, step))
-
-
+@composed("sum_to_size")
 def sum_to_size(x: Any, *size: Any) -> Any:
     """Summed over the dims along which x would have been stretched from that size."""
     wanted = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
@@ -184,11 +207,13 @@ def sum_to_size(x: Any, *size: Any) -> Any:
 # ---- arithmetic
 
 
+@composed("dist")
 def dist(x: Any, other: Any, p: float = 2) -> Any:
     """The p-norm of a difference."""
     return torch.linalg.vector_norm(x - other, p)
 
 
+@composed("diff")
 def diff(x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     """Differences of neighbours, n times."""
     if x.ndim == 0 or n < 0:
@@ -221,6 +246,7 @@ def _steps(y: Any, x: Any, dx: Any, dim: int) -> Any:
     return sums * width / 2
 
 
+@composed("trapezoid trapz")
 def trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
     """The integral by trapezoids."""
     if not y.ndim or not y.shape[dim] or (x is not None and x.ndim not in (1, y.ndim)):
@@ -228,6 +254,7 @@ def trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
     return _steps(y, x, dx, dim).sum(dim)
 
 
+@composed("cumulative_trapezoid")
 def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
     """The integral up to each point."""
     if not y.ndim or not y.shape[dim] or (x is not None and x.ndim not in (1, y.ndim)):
@@ -235,6 +262,7 @@ def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -
     return _steps(y, x, dx, dim).cumsum(dim)
 
 
+@composed("renorm")
 def renorm(x: Any, p: float, dim: int, maxnorm: float) -> Any:
     """Slices of a larger norm scaled down."""
     if x.ndim < 2:
@@ -244,12 +272,14 @@ def renorm(x: Any, p: float, dim: int, maxnorm: float) -> Any:
     return x * torch.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1.0).to(x.dtype)
 
 
+@composed("renorm_")
 def renorm_(x: Any, p: float, dim: int, maxnorm: float) -> Any:
     """renorm in place."""
     scaled = renorm(x.clone(), p, dim, maxnorm)
     return scaled if scaled is NotImplemented else x.copy_(scaled)
 
 
+@composed("cov")
 def cov(x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
     """Covariances of the rows."""
     if x.ndim > 2 or not (x.is_floating_point() or x.is_complex()):
@@ -274,6 +304,7 @@ def cov(x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = No
     return out.squeeze()
 
 
+@composed("corrcoef")
 def corrcoef(x: Any) -> Any:
     """Correlations of the rows."""
     if x.ndim > 2:
@@ -286,6 +317,8 @@ def corrcoef(x: Any) -> Any:
     return c if c.is_complex() else c.clip(-1, 1)
 
 
+@composed_with("var_mean", torch.var)
+@composed_with("std_mean", torch.std)
 def _moments(variance: Callable[..., Any]) -> Callable[..., Any]:
     def body(x: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
         flat = isinstance(dim, bool)
@@ -296,6 +329,7 @@ def _moments(variance: Callable[..., Any]) -> Callable[..., Any]:
     return body
 
 
+@composed("aminmax")
 def aminmax(x: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
     """The least and the largest."""
     if dim is None:
@@ -303,27 +337,32 @@ def aminmax(x: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
     return torch.return_types.aminmax((x.amin(dim, keepdim), x.amax(dim, keepdim)))
 
 
+@composed("nanmean")
 def nanmean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """The mean of what is a number."""
     dims = normal_dims(dim, x.ndim)
     return x.nansum(dims, keepdim, dtype=dtype) / (~x.isnan()).sum(dims, keepdim)
 
 
+@composed("msort")
 def msort(x: Any) -> Any:
     """Sorted along dim 0."""
     return x.sort(0).values
 
 
+@composed("allclose")
 def allclose(x: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
     """Whether all elements are close."""
     return bool(torch.isclose(x, other, rtol, atol, equal_nan).all())
 
 
+@composed("equal")
 def equal(x: Any, other: Any) -> bool:
     """Whether shapes and all elements are equal."""
     return x.shape == other.shape and bool((x == other).all())
 
 
+@composed("glu")
 def glu(x: Any, dim: int = -1) -> Any:
     """Half of a dim by the sigmoid of the other half."""
     if not x.ndim or x.shape[dim] % 2:
@@ -332,11 +371,13 @@ def glu(x: Any, dim: int = -1) -> Any:
     return value * gate.sigmoid()
 
 
+@composed("pairwise_distance")
 def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
     """The p-norm of the differences along the last dim."""
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
+@composed("cosine_similarity")
 def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """The cosine of the angle between vectors along a dim."""
     x1, x2 = torch.broadcast_tensors(x1, x2)
@@ -346,6 +387,7 @@ def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     return (x1 / lengths[0] * (x2 / lengths[1])).sum(dim)
 
 
+@composed("bincount")
 def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
     """How often each number occurs; how many there are must be known, so the largest is fetched."""
     if x.ndim != 1 or not x.shape[0] or int(x.min()) < 0:
@@ -358,11 +400,13 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
     return weights.new_zeros(n).index_add(0, x.long(), weights.detach())
 
 
+@composed("fill")
 def fill(x: Any, value: Any) -> Any:
     """torch.fill."""
     return x.clone().fill_(value)
 
 
+@composed(torch.norm_except_dim)
 def norm_except_dim(x: Any, pow: int = 2, dim: int = 0) -> Any:
     """The norms of the slices along a dim; of all of it for -1."""
     if dim == -1:
@@ -370,60 +414,7 @@ def norm_except_dim(x: Any, pow: int = 2, dim: int = 0) -> Any:
     return torch.linalg.vector_norm(x, pow, [d for d in range(x.ndim) if d != dim % x.ndim], True)
 
 
+@composed(torch._weight_norm)
 def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
     """Slices of lengths ``g`` (Salimans and Kingma 2016)."""
     return v * (g / norm_except_dim(v, 2, dim))
-
-
-def register(rules: Rules) -> None:
-    """Put the bodies of this file into the table."""
-    bodies: dict[str, Callable[..., Any]] = {
-        "atleast_1d": _of_each(_at_least_1d),
-        "atleast_2d": _of_each(_at_least_2d),
-        "atleast_3d": _of_each(_at_least_3d),
-        "hstack": hstack,
-        "vstack row_stack": vstack,
-        "dstack": dstack,
-        "column_stack": column_stack,
-        "hsplit": _splitting(lambda n: 0 if n == 1 else 1, 1),
-        "vsplit": _splitting(lambda n: 0, 2),
-        "dsplit": _splitting(lambda n: 2, 3),
-        "fliplr": fliplr,
-        "flipud": flipud,
-        "rot90": rot90,
-        "tile": tile,
-        "adjoint": adjoint,
-        "kron": kron,
-        "combinations": combinations,
-        "select_scatter": _scattered(_select_index),
-        "slice_scatter": _scattered(_slice_index),
-        "sum_to_size": sum_to_size,
-        "dist": dist,
-        "diff": diff,
-        "trapezoid trapz": trapezoid,
-        "cumulative_trapezoid": cumulative_trapezoid,
-        "renorm": renorm,
-        "renorm_": renorm_,
-        "cov": cov,
-        "corrcoef": corrcoef,
-        "var_mean": _moments(torch.var),
-        "std_mean": _moments(torch.std),
-        "aminmax": aminmax,
-        "nanmean": nanmean,
-        "msort": msort,
-        "allclose": allclose,
-        "equal": equal,
-        "glu": glu,
-        "pairwise_distance": pairwise_distance,
-        "cosine_similarity": cosine_similarity,
-        "bincount": bincount,
-        "fill": fill,
-    }
-    for names, body in bodies.items():
-        rules.composed(*names.split())(body)
-    rules.compose(block_diag, torch.block_diag)
-    rules.compose(cartesian_prod, torch.cartesian_prod)
-    rules.compose(norm_except_dim, torch.norm_except_dim)
-    rules.compose(weight_norm, torch._weight_norm)
-    rules.compose(hermitian, torch.Tensor.H.__get__)  # type: ignore[attr-defined]
-    rules.compose(adjoint, torch.Tensor.mH.__get__)  # type: ignore[attr-defined]

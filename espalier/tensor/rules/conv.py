@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from espalier.layout import local_box
-from espalier.tensor.rules.space import cut_dims, fetched, meta_shapes, several
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
+from espalier.tensor.rules.space import cut_dims, fetched, meta_shapes, rule_of_dims, several
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Spec, bound_to, of_nothing
 
 _NAMES = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
@@ -26,6 +26,7 @@ def _refused(operands: tuple[Operand | None, ...], stride: Any, padding: Any, di
     return mixed or step < 1 or gap < 1 or edge < 0
 
 
+@rule_of_dims("conv{}d")
 def convolution(nd: int) -> Callable[..., Spec | None]:
     """input[b, c, s...] with weight[o, c/groups, k...]: all dims but those of the kernel may be sharded.
 
@@ -50,6 +51,7 @@ def convolution(nd: int) -> Callable[..., Spec | None]:
     return rule
 
 
+@rule_of_dims("conv_transpose{}d")
 def transposed(nd: int) -> Callable[..., Spec | None]:
     """input[b, c, s...] with weight[c, o/groups, k...]."""
 
@@ -196,10 +198,3 @@ def _nothing(
     # torch convolves no empty tensors
     out = of_nothing(placed, x, weight)
     return out if bias is None else out + bias.view(-1, *[1] * nd)
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    for nd in (1, 2, 3):
-        rules.name(f"conv{nd}d")(convolution(nd))
-        rules.name(f"conv_transpose{nd}d")(transposed(nd))

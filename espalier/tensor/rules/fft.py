@@ -7,18 +7,18 @@ from typing import Any
 import torch
 
 from espalier.layout.layout import normal_dim
-from espalier.tensor.rules.spec import Dims, Operand, Placed, RuleFunction, Rules, Spec, of_one, outcome
-
-# names to the dims transformed by default; None: all, or as many of the last as there are sizes
-TRANSFORMS: list[tuple[str, tuple[int, ...] | None]] = [
-    ("fft ifft rfft irfft hfft ihfft", (-1,)),
-    ("fft2 ifft2 rfft2 irfft2 hfft2 ihfft2", (-2, -1)),
-    ("fftn ifftn rfftn irfftn hfftn ihfftn", None),
-]
+from espalier.tensor.rules.spec import Dims, Operand, Placed, RuleFunction, Spec, of_one, outcome
+from espalier.tensor.rules.table import rule, rule_of_each
 
 
+@rule_of_each("fft ifft rfft irfft hfft ihfft", (-1,))
+@rule_of_each("fft2 ifft2 rfft2 irfft2 hfft2 ihfft2", (-2, -1))
+@rule_of_each("fftn ifftn rfftn irfftn hfftn ihfftn", None)
 def transform(function: Any, default: tuple[int, ...] | None) -> RuleFunction:
-    """The rule of ``function(x, n, dim, norm)``."""
+    """The rule of ``function(x, n, dim, norm)``, which transforms these dims by default.
+
+    None: all, or as many of the last as there are sizes.
+    """
 
     def rule(x: Operand, n: Any = None, dim: Any = None, norm: str | None = None, **kw: Any) -> Spec:
         n = kw.pop("s", n)
@@ -39,12 +39,14 @@ def _over_others(x: Operand, whole: set[int], shape: tuple[int, ...]) -> Spec:
     return Spec([dims], [out], [shape], linear=[(0,)], run=of_one, when=Placed.lacks)
 
 
+@rule(torch.fft.fftshift, torch.fft.ifftshift)
 def shift(x: Operand, dim: Any = None) -> Spec:
     """fftshift and ifftshift."""
     given = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     return _over_others(x, {normal_dim(d, x.ndim) for d in given}, x.shape)
 
 
+@rule_of_each("stft istft")
 def short_time(function: Any) -> RuleFunction:
     """stft and istft: the batch may be sharded, the window is whole."""
 
@@ -57,15 +59,3 @@ def short_time(function: Any) -> RuleFunction:
         return Spec([given, *window], [result], [shape], linear=[(0,)], run=of_one, when=Placed.lacks)
 
     return rule
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    for names, default in TRANSFORMS:
-        for name in names.split():
-            function = getattr(torch.fft, name)
-            rules.add(function, transform(function, default))
-    rules.add(torch.fft.fftshift, shift)
-    rules.add(torch.fft.ifftshift, shift)
-    rules.made("stft", short_time)
-    rules.made("istft", short_time)

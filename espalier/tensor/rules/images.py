@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from espalier.tensor.rules.space import meta_shapes
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Spec, bound_to, of_nothing
+from espalier.tensor.rules.table import rule, rule_of_each
 
 _nn = torch._C._nn
 _UPSAMPLE = (
@@ -23,6 +24,7 @@ def _empty(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> 
     return of_nothing(placed, *(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)))
 
 
+@rule_of_each(tuple(getattr(_nn, name) for name in _UPSAMPLE if hasattr(_nn, name)))
 def upsample(function: Callable[..., Any]) -> Callable[..., Spec]:
     """input[b, c, s...]; linear."""
 
@@ -35,6 +37,7 @@ def upsample(function: Callable[..., Any]) -> Callable[..., Spec]:
     return rule
 
 
+@rule(torch.grid_sampler)
 def grid_sampler(input: Operand, grid: Operand, *args: Any) -> Spec:
     """input[b, c, s...] sampled at grid[b, o..., :], whose points may be sharded; linear in input."""
     points: Dims = tuple(("o", i) for i in range(grid.ndim - 2))
@@ -49,6 +52,7 @@ def grid_sampler(input: Operand, grid: Operand, *args: Any) -> Spec:
     )
 
 
+@rule(torch.affine_grid_generator)
 def affine_grid(theta: Operand, size: Any, align_corners: bool) -> Spec:
     """A grid for each theta[b, :, :]; linear."""
 
@@ -61,6 +65,7 @@ def affine_grid(theta: Operand, size: Any, align_corners: bool) -> Spec:
     return Spec([("b", None, None)], [out], [(size[0], *space, len(space))], linear=[(0,)], run=run)
 
 
+@rule(_nn.im2col)
 def im2col(input: Operand, kernel_size: Any, *args: Any) -> Spec:
     """Patches of input[b, c, h, w] (F.unfold): a patch of a channel stays together; linear."""
     (shape,) = meta_shapes(_nn.im2col, input, kernel_size, *args)
@@ -68,6 +73,7 @@ def im2col(input: Operand, kernel_size: Any, *args: Any) -> Spec:
     return _patches((*batch, "c", None, None), (*batch, "c", None), input.shape[-3], shape, shape[-2])
 
 
+@rule(_nn.col2im)
 def col2im(input: Operand, output_size: Any, kernel_size: Any, *args: Any) -> Spec:
     """Patches added up to [b, c, h, w] (F.fold); linear."""
     (shape,) = meta_shapes(_nn.col2im, input, output_size, kernel_size, *args)
@@ -80,11 +86,13 @@ def _patches(dims: Dims, out: Dims, channels: int, shape: tuple[int, ...], rows:
     return Spec([dims], [out], [shape], factors=factors, linear=[(0,)], run=_empty, when=Placed.lacks)
 
 
+@rule("pixel_shuffle")
 def pixel_shuffle(input: Operand, upscale_factor: int) -> Spec:
     """[..., c·r², h, w] to [..., c, h·r, w·r]: every dim may be sharded between whole groups; linear."""
     return _shuffled(input, upscale_factor, 1)
 
 
+@rule("pixel_unshuffle")
 def pixel_unshuffle(input: Operand, downscale_factor: int) -> Spec:
     """[..., c, h·r, w·r] to [..., c·r², h, w]: every dim may be sharded between whole groups; linear."""
     return _shuffled(input, 1, downscale_factor)
@@ -101,22 +109,8 @@ def _shuffled(x: Operand, up: int, down: int) -> Spec:
     return Spec([dims], [dims], [shape], factors=factors, linear=[(0,)], run=_empty, when=Placed.lacks)
 
 
+@rule("channel_shuffle")
 def channel_shuffle(input: Operand, groups: int) -> Spec:
     """The channels, dim 1, must be whole; linear."""
     dims = input.dims()
     return Spec([dims], [dims], [input.shape], linear=[(0,)], blocked=frozenset([dims[1]]))
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    for name in _UPSAMPLE:
-        function = getattr(_nn, name, None)
-        if function is not None:
-            rules.add(function, upsample(function))
-    rules.name("pixel_shuffle")(pixel_shuffle)
-    rules.name("pixel_unshuffle")(pixel_unshuffle)
-    rules.name("channel_shuffle")(channel_shuffle)
-    rules.add(torch.grid_sampler, grid_sampler)
-    rules.add(torch.affine_grid_generator, affine_grid)
-    rules.add(_nn.im2col, im2col)
-    rules.add(_nn.col2im, col2im)

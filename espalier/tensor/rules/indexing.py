@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from espalier.comm import exchange, pieces
 from espalier.layout import Layout, local_box
 from espalier.layout.layout import normal_dim
-from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec, bound_to
+from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Spec, bound_to
+from espalier.tensor.rules.table import rule
 from espalier.tensor.rules.together import within
 
 Tensors = Operand | torch.Tensor
@@ -121,6 +122,8 @@ def read(shape: tuple[int, ...], items: Sequence[Any]) -> Reading:
     return Reading(ins, out, sizes, (place, joint), tensors, singles, sliced)
 
 
+# a mask is not an index
+@rule(torch.Tensor.__getitem__)
 def getitem(x: Operand, index: Any) -> Spec | None:
     """x[index]. Along a sharded dim a slice exchanges rows; an integer, or few indices, leave a Partial."""
     items = items_of(index, x.ndim)
@@ -237,6 +240,7 @@ def sliced(x: torch.Tensor, item: slice, lay: Layout, dim: int, out: Layout, to:
     return exchange(x[(*[slice(None)] * dim, local)], lay.mesh, lay.cuts[dim], dim, have, pieces(out, to))
 
 
+@rule(torch.Tensor.__setitem__)
 def setitem(x: Operand, index: Any, value: Any) -> Spec | None:
     """x[index] = value: each rank writes what falls into its box."""
     if isinstance(index, tuple) and len(index) == 1:
@@ -346,6 +350,7 @@ def _write_among(
     return True
 
 
+@rule("index_put", inplace=True)
 def index_put(x: Operand, indices: Any, values: Any, accumulate: bool = False) -> Spec | None:
     """x with values at x[indices]: as x[indices] = values."""
     items = items_of(tuple(indices), x.ndim)
@@ -372,6 +377,7 @@ def index_put(x: Operand, indices: Any, values: Any, accumulate: bool = False) -
     return spec
 
 
+@rule("narrow narrow_copy")
 def narrow(x: Operand, dim: int, start: Any, length: int) -> Spec | None:
     """A stretch of a dim."""
     if isinstance(start, Operand):
@@ -383,6 +389,7 @@ def narrow(x: Operand, dim: int, start: Any, length: int) -> Spec | None:
     return _of_dim(x, at, slice(first, first + length))
 
 
+@rule("select select_copy")
 def select(x: Operand, dim: int, index: Any) -> Spec | None:
     """One index of a dim."""
     return None if isinstance(index, Operand) else _of_dim(x, normal_dim(dim, x.ndim), operator.index(index))
@@ -395,19 +402,9 @@ def _of_dim(x: Operand, at: int, item: Any) -> Spec:
     return spec
 
 
+@rule("one_hot")
 def one_hot(x: Operand, num_classes: int = -1) -> Spec | None:
     """A new last dim of classes."""
     if num_classes == -1:
         return None
     return Spec([x.dims()], [(*x.dims(), None)], [(*x.shape, num_classes)], fails=(0,))
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    # a mask is not an index
-    rules.add(torch.Tensor.__getitem__, getitem)
-    rules.add(torch.Tensor.__setitem__, setitem)
-    rules.name("index_put", inplace=True)(index_put)
-    rules.name("narrow", "narrow_copy")(narrow)
-    rules.name("select", "select_copy")(select)
-    rules.name("one_hot")(one_hot)

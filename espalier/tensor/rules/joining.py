@@ -10,9 +10,11 @@ import torch
 
 from espalier.comm import Spans, exchange, pieces
 from espalier.layout.layout import normal_dim
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Spec
+from espalier.tensor.rules.table import rule
 
 
+@rule("cat concat concatenate", loose=True)
 def cat(tensors: Sequence[Operand], dim: int = 0) -> Spec | None:
     """Put together along a dim; jointly linear. Empty 1-d tensors join anything, as in torch.
 
@@ -47,6 +49,7 @@ def cat(tensors: Sequence[Operand], dim: int = 0) -> Spec | None:
     return Spec(ins, [dims], [shape], linear=[tuple(range(len(tensors)))], run=run if apart else None)
 
 
+@rule("stack", loose=True)
 def stack(tensors: Sequence[Operand], dim: int = 0) -> Spec | None:
     """Put together along a new dim; jointly linear."""
     first = tensors[0]
@@ -88,6 +91,9 @@ def _pieces(x: Operand, dim: int, lengths: Sequence[int]) -> Spec:
     return Spec([dims], [dims] * len(lengths), shapes, linear=[(0,)], run=run)
 
 
+@rule(
+    "split split_with_sizes split_copy split_with_sizes_copy unsafe_split unsafe_split_with_sizes", loose=True
+)
 def split(x: Operand, split_size: Any, dim: int = 0) -> Spec:
     """Pieces of a size, or of given sizes."""
     total = x.shape[normal_dim(dim, x.ndim)]
@@ -99,6 +105,7 @@ def split(x: Operand, split_size: Any, dim: int = 0) -> Spec:
     return _pieces(x, dim, lengths)
 
 
+@rule("chunk unsafe_chunk", loose=True)
 def chunk(x: Operand, chunks: int, dim: int = 0) -> Spec:
     """At most so many pieces."""
     total = x.shape[normal_dim(dim, x.ndim)]
@@ -106,6 +113,7 @@ def chunk(x: Operand, chunks: int, dim: int = 0) -> Spec:
     return _pieces(x, dim, [min(step, total - i) for i in range(0, total, step)] or [0] * chunks)
 
 
+@rule("tensor_split", loose=True)
 def tensor_split(x: Operand, indices_or_sections: Any, dim: int = 0) -> Spec | None:
     """Pieces of nearly equal sizes, or between given indices."""
     shape = torch.empty(x.shape, device="meta")
@@ -115,6 +123,7 @@ def tensor_split(x: Operand, indices_or_sections: Any, dim: int = 0) -> Spec | N
     return _pieces(x, dim, [p.shape[at] for p in torch.tensor_split(shape, indices_or_sections, at)])
 
 
+@rule("unbind unbind_copy", loose=True)
 def unbind(x: Operand, dim: int = 0) -> Spec:
     """One tensor for each index of a whole dim."""
     at = normal_dim(dim, x.ndim)
@@ -122,16 +131,3 @@ def unbind(x: Operand, dim: int = 0) -> Spec:
     out = dims[:at] + dims[at + 1 :]
     n = x.shape[at]
     return Spec([dims], [out] * n, [x.shape[:at] + x.shape[at + 1 :]] * n, linear=[(0,)])
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    rules.name("cat", "concat", "concatenate", loose=True)(cat)
-    rules.name("stack", loose=True)(stack)
-    rules.name(
-        "split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "unsafe_split", loose=True
-    )(split)
-    rules.name("unsafe_split_with_sizes", loose=True)(split)
-    rules.name("chunk", "unsafe_chunk", loose=True)(chunk)
-    rules.name("tensor_split", loose=True)(tensor_split)
-    rules.name("unbind", "unbind_copy", loose=True)(unbind)

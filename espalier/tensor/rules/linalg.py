@@ -17,20 +17,19 @@ from espalier.tensor.rules.spec import (
     Operand,
     Placed,
     RuleFunction,
-    RuleMaker,
-    Rules,
     Spec,
     bound_to,
     of_nothing,
     of_one,
     outcome,
 )
+from espalier.tensor.rules.table import composed, rule, rule_of_each
 
 MATRIX = """
     cholesky cholesky_ex cholesky_inverse cholesky_solve qr svd svdvals eigvals eigh eigvalsh inv inverse
     inv_ex det slogdet logdet lu_factor lu_factor_ex ldl_factor ldl_factor_ex matrix_exp matrix_power
     solve_triangular triangular_solve geqrf
-""".split()
+"""
 
 # what refuses a matrix that is singular, not positive, or not finite
 FAILING = frozenset(
@@ -41,38 +40,36 @@ FAILING = frozenset(
     """.split()
 )
 
-# how many dims of each operand belong to the matrix (or vector), where that is not 2 for all
-CORES: list[tuple[str, tuple[int, ...]]] = [
-    ("householder_product orgqr", (2, 1)),
-    ("ormqr", (2, 1, 2)),
-    ("ldl_solve", (2, 1, 2)),
-    ("lu_unpack", (2, 1)),
-    ("vander", (1,)),
-    ("pinv pinverse", (2, 0)),
-]
+# of which the second operand may be vectors
+_SOLVES = frozenset({torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.lstsq})
 
 
-def batched(*cores: int) -> RuleMaker:
-    """Rules of functions whose operands end in so many dims of their own, after dims of the batch.
+# what is given as a function: torch has others of these names, removed or of another kind
+@rule_of_each((MATRIX, torch.linalg.eig, torch.linalg.lu, *_SOLVES), 2)
+@rule_of_each("householder_product orgqr lu_unpack", 2, 1)
+@rule_of_each("ormqr ldl_solve", 2, 1, 2)
+@rule_of_each("vander", 1)
+@rule_of_each(("pinv pinverse", torch.linalg.matrix_rank), 2, 0)
+@rule_of_each(torch.linalg.lu_solve, 2, 1, 2)
+@rule_of_each((torch.lu_solve, torch.Tensor.lu_solve), 2, 2, 1)
+def batched(function: Any, *cores: int) -> RuleFunction:
+    """The rule of a function whose operands end in so many dims of their own, after dims of the batch.
 
-    The batches are broadcast; the outputs begin with them. The last number stands for the operands
-    that follow.
+    The batches are broadcast; the outputs begin with them. The numbers stand for the operands in the order
+    of the parameters, the last for those that follow too.
     """
 
-    def make(function: Any) -> RuleFunction:
-        def rule(*args: Any, **kwargs: Any) -> Spec | None:
-            operands = found(args, kwargs)
-            own = [*cores, *cores[-1:] * len(operands)][: len(operands)]
-            if function in _SOLVES and _is_vector(operands):
-                own[1] = 1
-            spec = _over_batch(function, args, kwargs, operands, own)
-            if spec is not None and len(operands) > 1 and not spec.fails:
-                spec.run, spec.when = _nothing, Placed.lacks
-            return spec
+    def rule(*args: Any, **kwargs: Any) -> Spec | None:
+        operands = found(args, kwargs)
+        own = [*cores, *cores[-1:] * len(operands)][: len(operands)]
+        if function in _SOLVES and _is_vector(operands):
+            own[1] = 1
+        spec = _over_batch(function, args, kwargs, operands, own)
+        if spec is not None and len(operands) > 1 and not spec.fails:
+            spec.run, spec.when = _nothing, Placed.lacks
+        return spec
 
-        return rule
-
-    return make
+    return rule
 
 
 def _nothing(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
@@ -109,15 +106,12 @@ def _over_batch(
     return Spec(ins, outs, shapes, reduce=reduce, fails=fails)
 
 
-# of which the second operand may be vectors
-_SOLVES = frozenset({torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.lstsq})
-
-
 def _is_vector(operands: Sequence[Operand]) -> bool:
     a, b = operands
     return b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
 
 
+@rule_of_each((torch.cross, torch.linalg.cross, torch.Tensor.cross))
 def cross(function: Any) -> RuleFunction:
     """Vectors of three along a whole dim; linear in each."""
 
@@ -144,6 +138,7 @@ def cross(function: Any) -> RuleFunction:
     return rule
 
 
+@rule(torch.linalg.vecdot)
 def vecdot(x: Operand, y: Operand, *, dim: int = -1) -> Spec:
     """Products summed along a dim that may be sharded."""
     shape = tuple(torch.broadcast_shapes(x.shape, y.shape))
@@ -162,6 +157,7 @@ def vecdot(x: Operand, y: Operand, *, dim: int = -1) -> Spec:
     )  # fmt: skip
 
 
+@rule(torch.tensordot)
 def tensordot(x: Operand, y: Operand, dims: Any = 2, out: Any = None) -> Spec | None:
     """Dims of x contracted with dims of y."""
     if isinstance(dims, Operand) or out is not None:
@@ -188,6 +184,7 @@ def tensordot(x: Operand, y: Operand, dims: Any = 2, out: Any = None) -> Spec | 
     )  # fmt: skip
 
 
+@rule("inner")
 def inner(x: Operand, y: Operand) -> Spec | None:
     """The last dims contracted; a 0-d operand multiplies."""
     if not x.ndim or not y.ndim:
@@ -196,16 +193,19 @@ def inner(x: Operand, y: Operand) -> Spec | None:
     return tensordot(x, y, ([-1], [-1]))
 
 
+@rule("addmv", inplace=True)
 def addmv(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Spec:
     """beta·bias + alpha·x[m, k]·y[k]."""
     return _added(bias, [("m", "k"), ("k",)], ("m",), (x.shape[0],), ("k",))
 
 
+@rule("addr", inplace=True)
 def addr(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Spec:
     """beta·bias + alpha·x[m] ⊗ y[n]."""
     return _added(bias, [("m",), ("n",)], ("m", "n"), (*x.shape, *y.shape), ())
 
 
+@rule("addbmm", inplace=True)
 def addbmm(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Spec:
     """beta·bias + alpha·Σ x[b, m, k]·y[b, k, n]."""
     shape = (x.shape[1], y.shape[2])
@@ -221,6 +221,7 @@ def _added(bias: Operand, ins: list[Dims], out: Dims, shape: tuple[int, ...], su
     )  # fmt: skip
 
 
+@rule("bilinear")
 def bilinear(x: Operand, y: Operand, weight: Operand, bias: Operand | None = None) -> Spec:
     """x[..., i] · weight[o, i, j] · y[..., j] + bias[o]."""
     lead: Dims = tuple(("b", i) for i in range(x.ndim - 1))
@@ -242,6 +243,7 @@ def _bilinear(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) 
     return out if bound.get("bias") is None else out + bound["bias"]
 
 
+@rule("trace")
 def trace(x: Operand) -> Spec:
     """The sum of what falls on the diagonal of each rank's box."""
 
@@ -252,6 +254,7 @@ def trace(x: Operand) -> Spec:
     return Spec([("m", "n")], [()], [()], reduce={"m": "sum", "n": "sum"}, linear=[(0,)], run=run)
 
 
+@composed(torch.linalg.matrix_norm)
 def matrix_norm(
     x: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
@@ -275,6 +278,7 @@ def matrix_norm(
     return out if keepdim else out.squeeze((a, b))
 
 
+@composed(torch.linalg.norm)
 def norm(x: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """torch.linalg.norm: of vectors or of matrices."""
     if dim is None and ord is not None and x.ndim == 2:
@@ -286,6 +290,7 @@ def norm(x: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dty
     return torch.linalg.vector_norm(x, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
 
 
+@composed(torch.linalg.multi_dot)
 def multi_dot(matrices: Sequence[Any]) -> Any:
     """The products in the cheapest order (Cormen, Leiserson, Rivest: matrix-chain order)."""
     first, last = matrices[0], matrices[-1]
@@ -310,6 +315,7 @@ def multi_dot(matrices: Sequence[Any]) -> Any:
     return out.squeeze(tuple(gone)) if gone else out
 
 
+@rule(torch.linalg.cond)
 def condition(A: Operand, p: Any = None) -> Spec | None:
     """torch.linalg.cond, which of no matrices has no gradient."""
     spec = _over_batch(torch.linalg.cond, (A, p), {}, [A], [2])
@@ -318,38 +324,7 @@ def condition(A: Operand, p: Any = None) -> Spec | None:
     return spec
 
 
+@composed(torch.chain_matmul, torch.functional.chain_matmul)
 def chain_matmul(*matrices: Any) -> Any:
     """torch.chain_matmul: the matrices one by one."""
     return multi_dot(matrices) if len(matrices) > 1 else matrices[0]
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    rules.made(" ".join(MATRIX), batched(2))
-    for f in _SOLVES:
-        rules.add(f, batched(2)(f))
-    for names, cores in CORES:
-        rules.made(names, batched(*cores))
-    # operands in the order of their parameters
-    # torch has others of these names, removed or of another kind
-    for f in (torch.linalg.eig, torch.linalg.lu):
-        rules.add(f, batched(2)(f))
-    rules.add(torch.linalg.cond, condition)
-    rules.add(torch.linalg.matrix_rank, batched(2, 0)(torch.linalg.matrix_rank))
-    rules.add(torch.linalg.lu_solve, batched(2, 1, 2)(torch.linalg.lu_solve))
-    for f in (torch.lu_solve, torch.Tensor.lu_solve):
-        rules.add(f, batched(2, 2, 1)(f))
-    for f in (torch.cross, torch.linalg.cross, torch.Tensor.cross):
-        rules.add(f, cross(f))
-    rules.add(torch.linalg.vecdot, vecdot)
-    rules.add(torch.tensordot, tensordot)
-    rules.name("inner")(inner)
-    rules.name("addmv", inplace=True)(addmv)
-    rules.name("addr", inplace=True)(addr)
-    rules.name("addbmm", inplace=True)(addbmm)
-    rules.name("bilinear")(bilinear)
-    rules.name("trace")(trace)
-    rules.compose(matrix_norm, torch.linalg.matrix_norm)
-    rules.compose(norm, torch.linalg.norm)
-    rules.compose(multi_dot, torch.linalg.multi_dot)
-    rules.compose(chain_matmul, torch.chain_matmul, torch.functional.chain_matmul)

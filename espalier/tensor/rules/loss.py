@@ -17,7 +17,8 @@ from espalier.comm.traced import recorders
 from espalier.layout import Layout, local_box
 from espalier.tensor.rules.counts import Count, Kind, ahead, counted
 from espalier.tensor.rules.pointwise import found, letters
-from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
+from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Spec, bound_to, of_nothing
+from espalier.tensor.rules.table import rule, rule_with
 from espalier.tensor.rules.together import within
 
 # where a list is, means over tokens put there what they divide by, the same on all ranks; of nothing they
@@ -25,6 +26,7 @@ from espalier.tensor.rules.together import within
 divisors: ContextVar[list[torch.Tensor] | None] = ContextVar("divisors", default=None)
 
 
+@rule(F.mse_loss, F.l1_loss, F.huber_loss)
 def weighted_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     """As :func:`elementwise_loss`; with weights torch's own formula is entered, for its mean is another."""
     if kwargs.get("weight") is not None:
@@ -32,6 +34,15 @@ def weighted_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) ->
     return elementwise_loss(input, target, *args, **kwargs)
 
 
+@rule(
+    F.smooth_l1_loss,
+    F.binary_cross_entropy_with_logits,
+    F.soft_margin_loss,
+    F.kl_div,
+    F.poisson_nll_loss,
+    F.hinge_embedding_loss,
+    F.margin_ranking_loss,
+)
 def elementwise_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     """Losses that compare element by element (bce, ...), reduced to mean, sum or not."""
     reduction = kwargs.get("reduction", next((a for a in args if isinstance(a, str)), "mean"))
@@ -53,6 +64,7 @@ def elementwise_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any)
     return Spec(ins, [()], [()], reduce=dict.fromkeys(names, "sum"), run=run)
 
 
+@rule(F.binary_cross_entropy)
 def probability_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     """binary_cross_entropy, which refuses what is no probability."""
     spec = elementwise_loss(input, target, *args, **kwargs)
@@ -68,6 +80,7 @@ def _summing(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor:
     return func(*args, **{**kwargs, "reduction": "sum"})
 
 
+@rule(F.cross_entropy)
 def cross_entropy(
     input: Operand,
     target: Operand,
@@ -85,6 +98,7 @@ def cross_entropy(
     return _of_classes(input, target, weight, reduction, "c", soft, _cross_entropy)
 
 
+@rule(F.nll_loss)
 def nll_loss(
     input: Operand,
     target: Operand,
@@ -361,6 +375,7 @@ def _shares(
     return part, divisor
 
 
+@rule("logsumexp")
 def log_sum_exp(x: Operand, dim: Any, keepdim: bool = False) -> Spec | None:
     """logsumexp over a dim that may be sharded: an all-reduce of the maxima and one of the sums."""
     from espalier.tensor.rules.reduction import normal_dims, reduced
@@ -387,6 +402,10 @@ def log_sum_exp(x: Operand, dim: Any, keepdim: bool = False) -> Spec | None:
     return Spec([x.dims()], [out], [shape], reduce=reduce, run=run)
 
 
+@rule_with(F.cosine_embedding_loss, "n_", "n_", "n")
+@rule_with(F.triplet_margin_loss, "n_", "n_", "n_")
+@rule_with(F.multi_margin_loss, "n_", "n", "_")
+@rule_with(F.multilabel_margin_loss, "n_", "n_")
 def row_loss(*letters: str) -> Callable[..., Spec | None]:
     """Losses of rows: for each tensor its dims (``n`` rows, ``_`` whole); a mean is one over the rows."""
 
@@ -431,6 +450,7 @@ def row_loss(*letters: str) -> Callable[..., Spec | None]:
     return rule
 
 
+@rule(F.ctc_loss)
 def ctc_loss(
     log_probs: Operand, targets: Operand, input_lengths: Any, target_lengths: Any, blank: int = 0,
     reduction: str = "mean", zero_infinity: bool = False,
@@ -468,28 +488,3 @@ def ctc_loss(
         when=lambda placed: placed.axes_of(placed.ins[0], (1,)),
         fails=(0,),  # lengths, tensors or numbers, are as long as its batch
     )
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    rules.add(F.cross_entropy, cross_entropy)
-    rules.add(F.nll_loss, nll_loss)
-    for weighted in (F.mse_loss, F.l1_loss, F.huber_loss):
-        rules.add(weighted, weighted_loss)
-    rules.add(F.binary_cross_entropy, probability_loss)
-    for f in (
-        F.smooth_l1_loss,
-        F.binary_cross_entropy_with_logits,
-        F.soft_margin_loss,
-        F.kl_div,
-        F.poisson_nll_loss,
-        F.hinge_embedding_loss,
-        F.margin_ranking_loss,
-    ):
-        rules.add(f, elementwise_loss)
-    rules.add(F.cosine_embedding_loss, row_loss("n_", "n_", "n"))
-    rules.add(F.triplet_margin_loss, row_loss("n_", "n_", "n_"))
-    rules.add(F.multi_margin_loss, row_loss("n_", "n", "_"))
-    rules.add(F.multilabel_margin_loss, row_loss("n_", "n_"))
-    rules.add(F.ctc_loss, ctc_loss)
-    rules.name("logsumexp")(log_sum_exp)

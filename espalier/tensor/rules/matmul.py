@@ -13,10 +13,12 @@ from espalier.comm.moves import carry_out
 from espalier.layout import Layout, local_box
 from espalier.layout.layout import AxisState, R
 from espalier.tensor.rules.grids import ADDMM, LINEAR, MATMUL, REVERSED, lay_on_grid
-from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
+from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Spec, bound_to, of_nothing
+from espalier.tensor.rules.table import rule
 from espalier.tensor.rules.together import with_one, within
 
 
+@rule("linear", loose=True)
 def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Spec:
     """x[..., k] · weight[n, k]ᵀ + bias[n]."""
     batch: Dims = tuple(("b", i) for i in range(x.ndim - 1))
@@ -37,6 +39,7 @@ def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Spec:
     return lay_on_grid(spec, LINEAR, x, weight, bias)
 
 
+@rule("matmul mm bmm mv dot vdot", loose=True)
 def matmul(x: Operand, y: Operand) -> Spec:
     """torch.matmul with all its broadcasting."""
     a, b = x.shape, y.shape
@@ -60,11 +63,13 @@ def matmul(x: Operand, y: Operand) -> Spec:
     return lay_on_grid(spec, MATMUL if x.index < y.index else REVERSED, x, y)
 
 
+@rule(torch.Tensor.__rmatmul__, loose=True)
 def reverse_matmul(x: Operand, y: Operand) -> Spec:
     """y @ x."""
     return matmul(y, x)
 
 
+@rule("addmm baddbmm", loose=True)
 def addmm(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Spec | None:
     """beta·bias + alpha·x[m, k]·y[k, n]; also addbmm's batched sister baddbmm."""
     lead: Dims = ("z",) if x.ndim == 3 else ()
@@ -85,11 +90,13 @@ def addmm(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 
     return lay_on_grid(spec, ADDMM, x, y, bias)
 
 
+@rule("outer ger", loose=True)
 def outer(x: Operand, y: Operand) -> Spec:
     """x[m] ⊗ y[n]."""
     return Spec([("m",), ("n",)], [("m", "n")], [(*x.shape, *y.shape)], linear=[(0,), (1,)])
 
 
+@rule(torch.einsum, torch.functional.einsum, loose=True)
 def einsum(equation: str, *operands: Any) -> Spec | None:
     """Any equation in letters, without ellipsis or repeated letters in one operand."""
     tensors: list[Operand] = list(operands[0]) if isinstance(operands[0], list | tuple) else list(operands)
@@ -119,6 +126,7 @@ def einsum(equation: str, *operands: Any) -> Spec | None:
     )
 
 
+@rule(F.embedding, loose=True)
 def embedding(
     input: Operand,
     weight: Operand,
@@ -165,6 +173,7 @@ def _shared_lookup(dim: int, place: int) -> tuple[tuple[AxisState, ...], tuple[A
     return ((dim, 0) if place == 0 else (0, dim)), (dim,)
 
 
+@rule(F.embedding_bag)
 def embedding_bag(
     input: Operand,
     weight: Operand,
@@ -194,6 +203,7 @@ def embedding_bag(
     return Spec(ins, [("b", "h")], [shape], run=run, when=Placed.lacks, fails=(0,))
 
 
+@rule(torch.embedding, loose=True)
 def table_embedding(
     weight: Operand,
     indices: Operand,
@@ -208,6 +218,7 @@ def table_embedding(
     return spec
 
 
+@rule(torch.embedding_renorm_)
 def embedding_renorm(weight: Operand, indices: Operand, max_norm: float, norm_type: float) -> Spec | None:
     """Rows of weight[v, h] cut to a norm: on every rank those that any of all the indices names."""
     if any(weight.layout.cuts):
@@ -255,18 +266,3 @@ def _gathered(layout: Layout, axes: Sequence[int]) -> Layout:
     for axis in axes:
         layout = layout.with_axis(axis, R)
     return layout
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    rules.name("linear", loose=True)(linear)
-    rules.name("matmul", "mm", "bmm", "mv", "dot", "vdot", loose=True)(matmul)
-    rules.add(torch.Tensor.__rmatmul__, reverse_matmul, loose=True)
-    rules.name("addmm", "baddbmm", loose=True)(addmm)
-    rules.name("outer", "ger", loose=True)(outer)
-    for f in (torch.einsum, torch.functional.einsum):
-        rules.add(f, einsum, loose=True)
-    rules.add(F.embedding, embedding, loose=True)
-    rules.add(F.embedding_bag, embedding_bag)
-    rules.add(torch.embedding, table_embedding, loose=True)
-    rules.add(torch.embedding_renorm_, embedding_renorm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,8 @@ from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import R, is_partial
 from espalier.tensor import memory, numbers
 from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, stamp
-from espalier.tensor.rules.spec import Rules, bound_to, spellings
+from espalier.tensor.rules.spec import bound_to
+from espalier.tensor.rules.table import special, spellings
 from espalier.tensor.saved import saving_places
 
 _plain_call = torch._C._disabled_torch_function_impl
@@ -26,12 +27,20 @@ _ASIDE = """
     requires_grad_ is_floating_point is_complex is_signed is_inference element_size get_device retain_grad
     is_contiguous register_post_accumulate_grad_hook detach_
     is_set_to share_memory_ is_shared is_pinned is_conj is_neg is_distributed result_type is_coalesced
-    _is_view __hash__ __class__ __dlpack_device__ dim_order _has_compatible_shallow_copy_type
+    _is_view __hash__ __dlpack_device__ dim_order _has_compatible_shallow_copy_type
 """.split()
 
-_NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
+
+def _attributes() -> Iterator[Any]:
+    """The getters and setters of what tensors have besides data and other tensors."""
+    apart = set(vars(DTensor)) | {"T", "mT", "H", "mH", "real", "imag", "data"}
+    for name, attribute in vars(torch._C.TensorBase).items():
+        if type(attribute).__name__ == "getset_descriptor" and name not in apart:
+            yield attribute.__get__
+            yield attribute.__set__
 
 
+@special(*spellings(*_ASIDE), *_attributes())
 def aside(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -39,6 +48,7 @@ def aside(
     return _plain_call(func, types, args, kwargs)
 
 
+@special(torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 def same(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -62,6 +72,7 @@ def written(x: torch.Tensor, func: Callable[..., Any]) -> Any:
     return source.stand_in(func) if isinstance(source, Elsewhere) and source.takes(func) else x
 
 
+@special(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -83,6 +94,13 @@ def set_data(
     return None
 
 
+@special(
+    torch.Tensor.new_zeros,
+    torch.Tensor.new_ones,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_full,
+    torch.Tensor.new_tensor,
+)
 def new(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -96,6 +114,7 @@ def new(
         return stamp(out, Layout.replicated(mesh, tuple(out.shape)))
 
 
+@special(torch.Tensor.backward)
 def backward(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -109,6 +128,7 @@ def backward(
         torch.autograd.backward(local, gradient, **bound)
 
 
+@special(torch.autograd.grad)
 def gradients(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -195,6 +215,7 @@ def seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, tor
     return start, None if share == 1 else torch.full_like(start, share)
 
 
+@special(torch._VF._make_dual)
 def make_dual(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> DTensor:
@@ -206,6 +227,7 @@ def make_dual(
         return stamp(func(plain(x), tangent, *level, **kwargs), lay)
 
 
+@special(torch._VF._unpack_dual)
 def unpack_dual(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -215,6 +237,7 @@ def unpack_dual(
     return type(found)([x if x is None else stamp(x, args[0]._layout) for x in found])
 
 
+@special(torch.Tensor.register_hook)
 def register_hook(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -235,6 +258,7 @@ def register_hook(
         return func(x, wrapped)
 
 
+@special("is_same_size")
 def same_size(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
@@ -243,40 +267,7 @@ def same_size(
     return bool(a.shape == b.shape)
 
 
-def register(rules: Rules) -> None:
-    """Put the handlers of this file into the table."""
-    for name in _ASIDE:
-        for f in spellings(name):
-            rules.add_special(f, aside)
-    own = set(vars(DTensor))
-    for name, attribute in vars(torch._C.TensorBase).items():
-        if type(attribute).__name__ == "getset_descriptor" and name not in own | {
-            "T",
-            "mT",
-            "H",
-            "mH",
-            "real",
-            "imag",
-            "data",
-        }:
-            rules.add_special(attribute.__get__, aside)
-            rules.add_special(attribute.__set__, aside)
-    rules.add_special(torch.Tensor.data.__get__, same)  # type: ignore[attr-defined]
-    rules.add_special(torch.Tensor.data.__set__, set_data)  # type: ignore[attr-defined]
-    for name in _NEW:
-        rules.add_special(getattr(torch.Tensor, name), new)
-    for name in ("data_ptr", "const_data_ptr", "__dlpack__"):
-        for f in spellings(name):
-            rules.add_special(f, memory.address)
-    for name in ("untyped_storage", "storage", "_typed_storage"):
-        for f in spellings(name):
-            rules.add_special(f, memory.storage)
-    rules.add_special(torch.Tensor.storage_offset, memory.storage_offset)
-    rules.add_special(torch.Tensor.__cuda_array_interface__.__get__, memory.interface)
-    rules.add_special(torch.Tensor.backward, backward)
-    rules.add_special(torch.autograd.grad, gradients)
-    rules.add_special(torch.Tensor.register_hook, register_hook)
-    rules.add_special(torch._VF._make_dual, make_dual)
-    rules.add_special(torch._VF._unpack_dual, unpack_dual)
-    for f in spellings("is_same_size"):
-        rules.add_special(f, same_size)
+special(*spellings("data_ptr", "const_data_ptr", "__dlpack__"))(memory.address)
+special(*spellings("untyped_storage", "storage", "_typed_storage"))(memory.storage)
+special(torch.Tensor.storage_offset)(memory.storage_offset)
+special(torch.Tensor.__cuda_array_interface__.__get__)(memory.interface)

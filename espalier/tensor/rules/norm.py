@@ -15,17 +15,8 @@ import torch
 from espalier.comm import collectives as door
 from espalier.comm.moves import summed
 from espalier.mesh import Mesh
-from espalier.tensor.rules.spec import (
-    Dims,
-    Letter,
-    Operand,
-    Placed,
-    Rules,
-    Spec,
-    bound_to,
-    of_nothing,
-    of_one,
-)
+from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Spec, bound_to, of_nothing, of_one
+from espalier.tensor.rules.table import rule
 
 
 class _Standardize(torch.autograd.Function):
@@ -108,6 +99,7 @@ def _affine(
 # ---- batches and instances
 
 
+@rule(torch.nn.functional.batch_norm)
 def batch_norm(
     input: Operand,
     running_mean: Operand | None,
@@ -143,6 +135,7 @@ def batch_norm(
     return spec
 
 
+@rule(torch.batch_norm)
 def torch_batch_norm(
     input: Operand, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, *rest: Any
 ) -> Spec | None:
@@ -151,6 +144,7 @@ def torch_batch_norm(
     return _reordered(spec, [weight, bias, running_mean, running_var])
 
 
+@rule(torch.nn.functional.instance_norm)
 def instance_norm(
     input: Operand,
     running_mean: Operand | None = None,
@@ -184,6 +178,7 @@ def instance_norm(
     return spec
 
 
+@rule(torch.instance_norm)
 def torch_instance_norm(
     input: Operand, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
     *rest: Any,
@@ -271,6 +266,7 @@ def _follow(bound: dict[str, Any], mean: torch.Tensor, variance: torch.Tensor) -
 # ---- groups and rows
 
 
+@rule("group_norm")
 def group_norm(x: Operand, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Spec:
     """x[b, c, s...], every sample and group by itself; whole groups and space may be sharded."""
     spec = _by_channel(x, [weight, bias], ("g",))
@@ -297,6 +293,7 @@ def group_norm(x: Operand, num_groups: int, weight: Any = None, bias: Any = None
     return spec
 
 
+@rule("layer_norm", loose=True)
 def layer_norm(
     x: Operand, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5,
     cudnn_enable: bool = True,
@@ -305,6 +302,7 @@ def layer_norm(
     return _over_last(x, normalized_shape, [weight, bias], True)
 
 
+@rule("rms_norm", loose=True)
 def rms_norm(
     x: Operand, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Spec:
@@ -339,6 +337,7 @@ def _over_last(x: Operand, normalized_shape: Sequence[int], small: Sequence[Any]
     )
 
 
+@rule("normalize")
 def normalize(x: Operand, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Spec:
     """F.normalize: over a sharded dim the ranks add up the powers."""
     over = tuple(sorted({d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)}))
@@ -367,23 +366,10 @@ def normalize(x: Operand, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out:
     )
 
 
+@rule("local_response_norm")
 def local_response_norm(x: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     """x[b, c, s...] over neighbouring channels, which are whole."""
     if 0 in x.shape:
         return None  # given back as it is
     dims = x.dims()
     return Spec([dims], [dims], [x.shape], blocked=frozenset([dims[1]]), run=of_one, when=Placed.lacks)
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    functional = torch.nn.functional
-    rules.add(functional.batch_norm, batch_norm)
-    rules.add(torch.batch_norm, torch_batch_norm)
-    rules.add(functional.instance_norm, instance_norm)
-    rules.add(torch.instance_norm, torch_instance_norm)
-    rules.name("layer_norm", loose=True)(layer_norm)
-    rules.name("rms_norm", loose=True)(rms_norm)
-    rules.name("group_norm")(group_norm)
-    rules.name("normalize")(normalize)
-    rules.name("local_response_norm")(local_response_norm)

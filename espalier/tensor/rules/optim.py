@@ -18,11 +18,18 @@ from espalier.comm import move
 from espalier.layout import Layout, same_data
 from espalier.layout.layout import R
 from espalier.tensor.dtensor import DTensor, layout_of, stamp
-from espalier.tensor.rules.spec import Rules
+from espalier.tensor.rules.table import special
 
 _plain_call = torch._C._disabled_torch_function_impl
 
 
+@special(
+    *(
+        getattr(torch, name)
+        for name in dir(torch)
+        if name.startswith(("_foreach_", "_fused_")) and callable(getattr(torch, name))
+    )
+)
 def foreach(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -85,6 +92,7 @@ def _aligned(a: Any, layouts: list[Layout | None], written: bool) -> Any:
     return type(a)(out) if type(a) in (tuple, list) else out
 
 
+@special(torch._foreach_norm)
 def foreach_norm(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -93,6 +101,7 @@ def foreach_norm(
     return tuple(torch.linalg.vector_norm(x, ord_, dtype=kwargs.get("dtype")) for x in args[0])
 
 
+@special(torch._amp_foreach_non_finite_check_and_unscale_)
 def unscale(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -107,12 +116,3 @@ def unscale(
                     found.copy_(door.all_reduce(found, mesh, axis, "max"))
                 break
     return None
-
-
-def register(rules: Rules) -> None:
-    """Put the handlers of this file into the table."""
-    for name in dir(torch):
-        if name.startswith(("_foreach_", "_fused_")) and callable(getattr(torch, name)):
-            rules.add_special(getattr(torch, name), foreach)
-    rules.add_special(torch._foreach_norm, foreach_norm)
-    rules.add_special(torch._amp_foreach_non_finite_check_and_unscale_, unscale)

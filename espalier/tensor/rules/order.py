@@ -14,29 +14,33 @@ from espalier.tensor.rules.spec import (
     Operand,
     Placed,
     RuleFunction,
-    Rules,
     Spec,
     bound_to,
     of_nothing,
     outcome,
 )
+from espalier.tensor.rules.table import composed, rule, rule_of_each
 
 
+@rule("median nanmedian")
 def middle(x: Operand, dim: Any = None, keepdim: bool = False) -> Spec:
     """median and nanmedian: of all, or along a dim with the index."""
     return whole(x, dim, keepdim, outs=1 if dim is None else 2)
 
 
+@rule("mode")
 def mode(x: Operand, dim: int = -1, keepdim: bool = False) -> Spec:
     """The commonest value along a dim, and its index."""
     return whole(x, dim if x.ndim else None, keepdim, outs=2)
 
 
+@rule("kthvalue")
 def kthvalue(x: Operand, k: Any, dim: int = -1, keepdim: bool = False) -> Spec:
     """The k-th smallest along a dim, and its index."""
     return whole(x, dim if x.ndim else None, keepdim, outs=2)
 
 
+@rule("quantile nanquantile")
 def quantile(
     x: Operand, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
 ) -> Spec:
@@ -56,6 +60,7 @@ def quantile(
     )
 
 
+@rule("searchsorted")
 def searchsorted(sequence: Operand, input: Any, *args: Any, **kwargs: Any) -> Spec:
     """Where values belong in a whole sorted dim."""
     many = sequence.ndim > 1
@@ -72,6 +77,7 @@ def searchsorted(sequence: Operand, input: Any, *args: Any, **kwargs: Any) -> Sp
     return Spec(ins, [out], [input.shape if isinstance(input, Operand) else ()], fails=fails)
 
 
+@rule("bucketize")
 def bucketize(input: Any, boundaries: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     """Between which boundaries values lie."""
     if boundaries.ndim != 1:
@@ -81,6 +87,7 @@ def bucketize(input: Any, boundaries: Operand, *args: Any, **kwargs: Any) -> Spe
     return Spec([input.dims(), (None,)], [input.dims()], [input.shape])
 
 
+@rule("isin")
 def isin(elements: Any, test_elements: Any, **kwargs: Any) -> Spec:
     """Whether elements are among others, which are whole."""
     shape = elements.shape if isinstance(elements, Operand) else ()
@@ -88,6 +95,8 @@ def isin(elements: Any, test_elements: Any, **kwargs: Any) -> Spec:
     return Spec(ins, [tuple(("d", i) for i in range(len(shape)))], [shape])
 
 
+# whether two bounds differ hangs on their values
+@rule("histc")
 def histc(x: Operand, bins: int = 100, min: Any = 0, max: Any = 0) -> Spec:
     """Counts in bins; of the given range they are Partial, else the range is that of all elements."""
     known = min != max
@@ -98,6 +107,7 @@ def histc(x: Operand, bins: int = 100, min: Any = 0, max: Any = 0) -> Spec:
     )  # fmt: skip
 
 
+@rule("gradient")
 def gradient(x: Operand, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> Spec:
     """Differences along whole dims, one output for each."""
     given = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
@@ -108,6 +118,7 @@ def gradient(x: Operand, *, spacing: Any = 1, dim: Any = None, edge_order: int =
     return Spec(ins, [dims] * n, [x.shape] * n, linear=[(0,)])
 
 
+@rule("cdist")
 def cdist(x1: Operand, x2: Operand, p: float = 2.0, compute_mode: Any = None) -> Spec:
     """Distances of all rows of one from all rows of the other."""
     lead = tuple(torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2]))
@@ -118,6 +129,7 @@ def cdist(x1: Operand, x2: Operand, p: float = 2.0, compute_mode: Any = None) ->
     )  # fmt: skip
 
 
+@rule_of_each((torch.diagonal, torch.Tensor.diagonal, torch.diagonal_copy))
 def whole_matrix(function: Any) -> RuleFunction:
     """diagonal and its like: some dims whole, others kept, the new ones last; linear."""
 
@@ -133,11 +145,13 @@ def whole_matrix(function: Any) -> RuleFunction:
     return rule
 
 
+@rule(torch.linalg.diagonal)
 def diagonal_of_matrix(x: Operand, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec:
     """torch.linalg.diagonal."""
     return whole_matrix(torch.diagonal)(x, offset, dim1, dim2)  # type: ignore[return-value]
 
 
+@rule("diag_embed")
 def diag_embed(x: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec:
     """The last dim on the diagonal of two new ones; linear."""
     dims = x.dims()
@@ -149,6 +163,7 @@ def diag_embed(x: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1) -> S
     return Spec([(*dims[:-1], None)], [out], shape, linear=[(0,)])
 
 
+@composed("diag")
 def diag(x: Any, diagonal: int = 0) -> Any:
     """A matrix of a vector, or a vector of a matrix."""
     if x.ndim == 1:
@@ -156,11 +171,13 @@ def diag(x: Any, diagonal: int = 0) -> Any:
     return torch.diagonal(x, diagonal).clone() if x.ndim == 2 else NotImplemented
 
 
+@composed("diagflat")
 def diagflat(x: Any, offset: int = 0) -> Any:
     """A matrix with all elements on its diagonal."""
     return torch.diag_embed(x.flatten(), offset)
 
 
+@rule("diagonal_scatter")
 def diagonal_scatter(x: Operand, src: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Spec:
     """Other values on a diagonal; jointly linear."""
     spec = whole_matrix(torch.diagonal)(x, offset, dim1, dim2)
@@ -168,6 +185,7 @@ def diagonal_scatter(x: Operand, src: Operand, offset: int = 0, dim1: int = 0, d
     return Spec([*spec.ins, *spec.outs], spec.ins, [x.shape], linear=[(0, 1)])
 
 
+@rule("meshgrid")
 def meshgrid(*tensors: Any, indexing: str | None = None) -> Spec:
     """Vectors (or numbers) spread along dims of their own; jointly linear."""
     given: list[Operand] = found(tensors)
@@ -178,26 +196,3 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> Spec:
         names[:2], shape[:2] = names[1::-1], shape[1::-1]
     n = len(given)
     return Spec(ins, [tuple(names)] * n, [tuple(shape)] * n, linear=[tuple(range(n))])
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    rules.name("median", "nanmedian")(middle)
-    rules.name("mode")(mode)
-    rules.name("kthvalue")(kthvalue)
-    rules.name("quantile", "nanquantile")(quantile)
-    rules.name("searchsorted")(searchsorted)
-    rules.name("bucketize")(bucketize)
-    rules.name("isin")(isin)
-    # whether two bounds differ hangs on their values
-    rules.name("histc")(histc)
-    rules.name("gradient")(gradient)
-    rules.name("cdist")(cdist)
-    for f in (torch.diagonal, torch.Tensor.diagonal, torch.diagonal_copy):
-        rules.add(f, whole_matrix(f))
-    rules.add(torch.linalg.diagonal, diagonal_of_matrix)
-    rules.name("diag_embed")(diag_embed)
-    rules.composed("diag")(diag)
-    rules.composed("diagflat")(diagflat)
-    rules.name("diagonal_scatter")(diagonal_scatter)
-    rules.name("meshgrid")(meshgrid)

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from espalier.tensor.rules.spec import Dims, Operand, Placed, RuleFunction, Rules, Spec, spellings, writing
+from espalier.tensor.rules.spec import Dims, Operand, Placed, RuleFunction, Spec
+from espalier.tensor.rules.table import rule, rule_in_place, rule_with
 
 # f(x) linear in x: a Partial passes through
 LINEAR = """
-    neg negative positive clone cpu cuda detach alias alias_copy detach_copy resolve_conj
+    neg negative positive clone cpu cuda detach alias_copy detach_copy resolve_conj
     resolve_neg conj conj_physical
-""".split()
+"""
 
 NONLINEAR = """
     abs absolute acos acosh angle arccos arcsin arctan asin asinh atan atanh bitwise_not ceil
@@ -23,22 +24,22 @@ NONLINEAR = """
     tan tanh trunc bool int long short byte char i0 expit entr log_ndtr ndtr ndtri
     relu relu6 elu selu celu gelu silu mish hardtanh hardsigmoid hardswish hardshrink softshrink
     tanhshrink softsign softplus logsigmoid leaky_relu threshold clamp clamp_min clamp_max clip
-    invert abs gammaln psi multigammaln exp2 i0e i1 i1e erfcx airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1
+    invert gammaln psi multigammaln i0e i1 i1e erfcx airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1
     modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0
     scaled_modified_bessel_k1 spherical_bessel_j0
-""".split()
+"""
 
 # several tensors, no linearity used
 BROADCAST = """
     pow float_power atan2 fmod remainder floor_divide maximum minimum fmax fmin hypot copysign nextafter
     logaddexp logaddexp2 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
-    bitwise_left_shift bitwise_right_shift eq ne lt le gt ge equal_ greater greater_equal less less_equal
+    bitwise_left_shift bitwise_right_shift eq ne lt le gt ge greater greater_equal less less_equal
     not_equal xlogy heaviside ldexp isclose mod floordiv and or xor lshift rshift gcd lcm igamma igammac
     gammainc gammaincc xlog1py zeta polar arctan2 chebyshev_polynomial_t chebyshev_polynomial_u
     chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he
     laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
     shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
-""".split()
+"""
 
 
 def letters(shape: Sequence[int], out: Sequence[int]) -> Dims:
@@ -69,16 +70,20 @@ def found(*trees: Any) -> list[Operand]:
     return sorted(flat, key=lambda o: o.index)
 
 
+@rule(NONLINEAR, BROADCAST, inplace=True, loose=True)
 def nonlinear(*args: Any, **kwargs: Any) -> Spec:
     """No linearity: a Partial is reduced first."""
     return elementwise(found(args, kwargs))
 
 
+@rule(LINEAR, torch.real, torch.imag, torch.Tensor.real.__get__, torch.Tensor.imag.__get__, loose=True)  # type: ignore[attr-defined]
+@rule_in_place("neg_ negative_ conj_physical_", loose=True)
 def linear(x: Operand, *args: Any, **kwargs: Any) -> Spec:
     """Linear in its one operand."""
     return elementwise([x], linear=[(0,)])
 
 
+@rule("contiguous", loose=True)
 def contiguous(x: Operand, memory_format: torch.memory_format = torch.contiguous_format) -> Spec:
     """One row of a dim is contiguous wherever it lies; its stride is to tell of the global tensor's too."""
 
@@ -96,6 +101,11 @@ def contiguous(x: Operand, memory_format: torch.memory_format = torch.contiguous
     return spec
 
 
+@rule_with("to type type_as")
+@rule_with("float", torch.float32)
+@rule_with("double", torch.float64)
+@rule_with("half", torch.float16)
+@rule_with("bfloat16", torch.bfloat16)
 def casting(default: torch.dtype | None = None) -> RuleFunction:
     """The rule of a cast: a Partial is reduced first, unless the type stays."""
 
@@ -114,6 +124,7 @@ def casting(default: torch.dtype | None = None) -> RuleFunction:
     return rule
 
 
+@rule("prelu", inplace=True, loose=True)
 def prelu(x: Operand, weight: Operand) -> Spec:
     """One slope for all, or one for each index of dim 1."""
     dims = x.dims()
@@ -121,6 +132,7 @@ def prelu(x: Operand, weight: Operand) -> Spec:
     return Spec([dims, (channel,) * weight.ndim], [dims], [x.shape])
 
 
+@rule("add sub subtract rsub", inplace=True, loose=True)
 def add(x: Any, other: Any, *, alpha: Any = 1) -> Spec:
     """x + other: jointly linear in two tensors, affine in one and a number; 0 is what sum() starts from."""
     operands = found(x, other)
@@ -135,12 +147,14 @@ def _is_zero(number: Any) -> bool:
     return isinstance(number, int | float) and not number
 
 
+@rule("mul multiply", inplace=True, loose=True)
 def mul(x: Any, other: Any) -> Spec:
     """x * other: linear in each."""
     operands = found(x, other)
     return elementwise(operands, linear=[(i,) for i in range(len(operands))])
 
 
+@rule("div divide true_divide truediv", inplace=True, loose=True)
 def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Spec:
     """x / other: linear in x."""
     operands = found(x, other)
@@ -148,17 +162,20 @@ def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Spec:
     return elementwise(operands, linear=[(x.index,)] if over else ())
 
 
+@rule(torch.Tensor.__rdiv__, torch.Tensor.__rtruediv__, loose=True)
 def reverse_div(x: Any, other: Any) -> Spec:
     """other / x."""
     return elementwise(found(x, other))
 
 
+@rule_in_place(torch.Tensor.copy_)
 def copy_(x: Operand, source: Any, non_blocking: bool = False) -> Spec:
     """x takes the values of source, whatever it held."""
     operands = found(x, source)
     return elementwise(operands, linear=[(0, 1)] if len(operands) == 2 else ())
 
 
+@rule("where", inplace=True, loose=True)
 def where(condition: Operand, x: Any = None, other: Any = None) -> Spec | None:
     """Linear in the two values together."""
     if x is None or other is None:
@@ -173,52 +190,62 @@ def where(condition: Operand, x: Any = None, other: Any = None) -> Spec | None:
     return elementwise(operands, linear=[(1,)] if _is_zero(x) or _is_zero(other) else ())
 
 
+@rule("masked_fill", inplace=True, loose=True)
 def masked_fill(x: Operand, mask: Operand, value: Any) -> Spec:
     """Where the mask is, value; linear if that is zero."""
     return elementwise(found(x, mask, value), linear=[(0,)] if _is_zero(value) else ())
 
 
+@rule("addcmul", inplace=True, loose=True)
 def addcmul(x: Operand, t1: Operand, t2: Operand, *, value: Any = 1) -> Spec:
     """x + value * t1 * t2."""
     return elementwise([x, t1, t2], linear=[(0, 1), (0, 2)])
 
 
+@rule("addcdiv", inplace=True, loose=True)
 def addcdiv(x: Operand, t1: Operand, t2: Operand, *, value: Any = 1) -> Spec:
     """x + value * t1 / t2."""
     return elementwise([x, t1, t2], linear=[(0, 1)])
 
 
+@rule("lerp", inplace=True, loose=True)
 def lerp(x: Operand, end: Operand, weight: Any) -> Spec:
     """x + weight * (end - x)."""
     return elementwise(found(x, end, weight), linear=[(0, 1)])
 
 
+@rule("complex", loose=True)
 def complex_(real: Operand, imag: Operand) -> Spec:
     """real + i imag: jointly linear."""
     return elementwise([real, imag], linear=[(0, 1)])
 
 
+@rule("view_as_real view_as_real_copy", loose=True)
 def as_real(x: Operand) -> Spec:
     """Complex numbers as a new last dim of two; linear."""
     return Spec([x.dims()], [(*x.dims(), None)], [(*x.shape, 2)], linear=[(0,)])
 
 
+@rule("view_as_complex view_as_complex_copy", loose=True)
 def as_complex(x: Operand) -> Spec:
     """A last dim of two as complex numbers; linear."""
     dims = x.dims()[:-1]
     return Spec([(*dims, None)], [dims], [x.shape[:-1]], linear=[(0,)])
 
 
+@rule("frexp", loose=True)
 def frexp(x: Operand) -> Spec:
     """Mantissa and exponent."""
     return Spec([x.dims()], [x.dims()] * 2, [x.shape] * 2)
 
 
+@rule_in_place("zero_", loose=True)
 def zero_(x: Operand) -> Spec:
     """Zeros are zeros in every layout, a Partial too."""
     return elementwise([x], linear=[(0,)])
 
 
+@rule_in_place(torch.Tensor.fill_, loose=True)
 def fill_(x: Operand, value: Any) -> Spec:
     """One value everywhere; where x is Partial, coordinate 0 takes it and the others zero."""
 
@@ -232,6 +259,7 @@ def fill_(x: Operand, value: Any) -> Spec:
     return elementwise(found(x, value), linear=[] if averaged else [(0,)], run=run)
 
 
+@rule(torch.functional.broadcast_tensors, loose=True)
 def broadcast_tensors(*tensors: Any) -> Spec:
     """Each stretched to the shape of all: a shard of one is stretched to a shard."""
     operands = found(tensors)
@@ -245,61 +273,7 @@ def broadcast_tensors(*tensors: Any) -> Spec:
     return Spec(spec.ins, [*spec.outs] * n, [*spec.shapes] * n, run=run)
 
 
+@rule("zeros_like ones_like empty_like full_like", loose=True)
 def like(x: Operand, *args: Any, **kwargs: Any) -> Spec:
     """zeros_like and friends: the layout of x, where it is Partial replicated."""
     return elementwise([x])
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    for name in LINEAR:
-        for f in spellings(name):
-            rules.add(f, linear, loose=True)
-    for f in spellings("contiguous"):
-        rules.add(f, contiguous, loose=True)
-    for names in (NONLINEAR, BROADCAST):
-        for name in names:
-            for f in spellings(name):
-                rules.add(f, nonlinear, loose=True)
-            for f in spellings(name + "_", f"__i{name}__"):
-                rules.add(f, writing(nonlinear), loose=True)
-    named: list[tuple[RuleFunction, str]] = [
-        (add, "add sub subtract rsub"),
-        (mul, "mul multiply"),
-        (div, "div divide true_divide truediv"),
-        (where, "where"),
-        (masked_fill, "masked_fill"),
-        (addcmul, "addcmul"),
-        (addcdiv, "addcdiv"),
-        (lerp, "lerp"),
-        (prelu, "prelu"),
-    ]
-    for rule, names_ in named:
-        rules.name(*names_.split(), inplace=True, loose=True)(rule)
-    casts: list[tuple[RuleFunction, str]] = [
-        (casting(), "to type type_as"),
-        (casting(torch.float32), "float"),
-        (casting(torch.float64), "double"),
-        (casting(torch.float16), "half"),
-        (casting(torch.bfloat16), "bfloat16"),
-    ]
-    for cast, names_ in casts:
-        rules.name(*names_.split())(cast)
-    rules.name("complex", loose=True)(complex_)
-    rules.name("view_as_real", "view_as_real_copy", loose=True)(as_real)
-    rules.name("view_as_complex", "view_as_complex_copy", loose=True)(as_complex)
-    rules.name("frexp", loose=True)(frexp)
-    for part in (torch.real, torch.imag, torch.Tensor.real.__get__, torch.Tensor.imag.__get__):  # type: ignore[attr-defined]
-        rules.add(part, linear, loose=True)
-    rules.add(torch.Tensor.__itruediv__, writing(div), loose=True)
-    for f in spellings("neg_", "negative_", "conj_physical_"):
-        rules.add(f, writing(linear), loose=True)
-    rules.add(torch.Tensor.__rtruediv__, reverse_div, loose=True)
-    rules.add(torch.Tensor.__rdiv__, reverse_div, loose=True)
-    rules.add(torch.Tensor.copy_, writing(copy_))
-    rules.add(torch.Tensor.zero_, writing(zero_), loose=True)
-    rules.add(torch.zero_, writing(zero_), loose=True)
-    rules.add(torch.Tensor.fill_, writing(fill_), loose=True)
-    rules.add(torch.functional.broadcast_tensors, broadcast_tensors, loose=True)
-    for f in spellings("zeros_like", "ones_like", "empty_like", "full_like"):
-        rules.add(f, like, loose=True)

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from espalier.layout import local_box
-from espalier.tensor.rules.space import cut_dims, fetched, meta_shapes, several
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
+from espalier.tensor.rules.space import cut_dims, fetched, meta_shapes, rule_of_dims, several
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Spec, bound_to, of_nothing
+from espalier.tensor.rules.table import rule_with
 
 _MAX = "input kernel_size stride padding dilation ceil_mode return_indices"
 _AVG = "input kernel_size stride padding ceil_mode count_include_pad divisor_override"
@@ -29,6 +31,7 @@ def _needed(nd: int) -> Callable[[Placed], Any]:
     return lambda p: p.lacks() or cut_dims(p, p.ins[0], range(p.ins[0].ndim - nd, p.ins[0].ndim))
 
 
+@rule_of_dims("max_pool{}d")
 def max_pool(nd: int) -> Callable[..., Spec]:
     """input[..., s...]; indices are those of the whole of space."""
 
@@ -41,7 +44,7 @@ def max_pool(nd: int) -> Callable[..., Spec]:
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Spec:
-        function = getattr(torch.nn.functional, f"max_pool{nd}d_with_indices")
+        function = getattr(F, f"max_pool{nd}d_with_indices")
         shape = meta_shapes(function, input, kernel_size, stride, padding, dilation, ceil_mode)[0]
         dims = (*_lead(input, nd), *_space(nd))
         windows = _windows(nd, kernel_size, stride, padding, dilation)
@@ -51,6 +54,7 @@ def max_pool(nd: int) -> Callable[..., Spec]:
     return rule
 
 
+@rule_of_dims("max_pool{}d_with_indices")
 def max_pool_with_indices(nd: int) -> Callable[..., Spec]:
     """As :func:`max_pool`; two outputs."""
     one = max_pool(nd)
@@ -110,6 +114,7 @@ def _globally(
     return found
 
 
+@rule_of_dims("avg_pool{}d")
 def avg_pool(nd: int) -> Callable[..., Spec | None]:
     """input[..., s...]; linear."""
 
@@ -125,7 +130,7 @@ def avg_pool(nd: int) -> Callable[..., Spec | None]:
         given = kernel_size, kernel_size if stride is None else stride, padding, ceil_mode
         if not input.dtype.is_floating_point:
             return None  # of whole numbers the mean is cut down
-        (shape,) = meta_shapes(getattr(torch.nn.functional, f"avg_pool{nd}d"), input, *given)
+        (shape,) = meta_shapes(getattr(F, f"avg_pool{nd}d"), input, *given)
         dims = (*_lead(input, nd), *_space(nd))
         run = _avg_pooled(nd, _windows(nd, kernel_size, stride, padding))
         return Spec([dims], [dims], [shape], linear=[(0,)], run=run, when=_needed(nd))
@@ -166,6 +171,12 @@ def _avg_pooled(nd: int, windows: Sequence[Window]) -> Callable[..., torch.Tenso
     return run
 
 
+@rule_of_dims("adaptive_avg_pool{}d", "avg")
+@rule_of_dims("adaptive_max_pool{}d_with_indices", "max")
+# torch's own give the indices too
+@rule_with(torch.adaptive_max_pool1d, 1, "max")
+@rule_with(torch._C._nn.adaptive_max_pool2d, 2, "max")
+@rule_with(torch._C._nn.adaptive_max_pool3d, 3, "max")
 def adaptive(nd: int, kind: str) -> Callable[..., Spec | None]:
     """To given sizes. Space may be sharded where all windows are equal, or where a mean is one for all."""
 
@@ -197,6 +208,9 @@ def adaptive(nd: int, kind: str) -> Callable[..., Spec | None]:
     return rule
 
 
+@rule_with(F.adaptive_max_pool1d, 1)
+@rule_with(F.adaptive_max_pool2d, 2)
+@rule_with(F.adaptive_max_pool3d, 3)
 def adaptive_max(nd: int) -> Callable[..., Spec | None]:
     """Adaptive maxima without their indices."""
     both = adaptive(nd, "max")
@@ -237,6 +251,8 @@ def _adapted(nd: int) -> Callable[..., Any]:
     return run
 
 
+@rule_with(torch._C._nn.max_unpool2d, 2)
+@rule_with(torch._C._nn.max_unpool3d, 3)
 def max_unpool(nd: int) -> Callable[..., Spec | None]:
     """input and indices[..., s...] to a given size of space, which is whole."""
 
@@ -252,20 +268,3 @@ def max_unpool(nd: int) -> Callable[..., Spec | None]:
         return Spec([dims, dims], [dims], [shape], run=run, when=Placed.lacks, fails=(1,))
 
     return rule
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    for nd in (1, 2, 3):
-        rules.name(f"max_pool{nd}d")(max_pool(nd))
-        rules.name(f"max_pool{nd}d_with_indices")(max_pool_with_indices(nd))
-        rules.name(f"avg_pool{nd}d")(avg_pool(nd))
-        rules.name(f"adaptive_avg_pool{nd}d")(adaptive(nd, "avg"))
-        rules.name(f"adaptive_max_pool{nd}d_with_indices")(adaptive(nd, "max"))
-        rules.add(getattr(torch.nn.functional, f"adaptive_max_pool{nd}d"), adaptive_max(nd))
-        for place in (torch, torch._C._nn):
-            # torch's own give the indices too
-            if hasattr(place, f"adaptive_max_pool{nd}d"):
-                rules.add(getattr(place, f"adaptive_max_pool{nd}d"), adaptive(nd, "max"))
-    for nd in (2, 3):
-        rules.add(getattr(torch._C._nn, f"max_unpool{nd}d"), max_unpool(nd))

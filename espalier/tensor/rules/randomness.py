@@ -14,9 +14,12 @@ from espalier.layout import Layout
 from espalier.layout.layout import R
 from espalier.tensor.random import draw_key, integers, normal, uniform
 from espalier.tensor.rules.pointwise import found, letters
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, bound_to, writing
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Spec, bound_to
+from espalier.tensor.rules.table import composed_with, rule, rule_in_place, rule_with
 
 
+@rule(torch.nn.functional.dropout, torch.dropout)
+@rule_in_place(torch.dropout_)
 def dropout(input: Operand, p: float = 0.5, training: bool = True, inplace: bool = False) -> Spec:
     """The same mask under every layout."""
     dims = input.dims()
@@ -62,6 +65,9 @@ def _features(placed: Placed) -> Placed:
     return Placed(placed.mesh, placed.ins, (few,))
 
 
+@rule_with(torch.feature_dropout, True, False)
+@rule_with(torch.alpha_dropout, False, True)
+@rule_with(torch.feature_alpha_dropout, True, True)
 def _dropping(features: bool, alpha: bool) -> Callable[..., Spec]:
     """The forms that drop whole channels, or keep mean and variance (Klambauer et al., 2017)."""
 
@@ -87,6 +93,7 @@ def _dropping(features: bool, alpha: bool) -> Callable[..., Spec]:
     return rule
 
 
+@rule(torch.rrelu)
 def rrelu(
     input: Operand, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> Spec:
@@ -106,6 +113,10 @@ def rrelu(
     return Spec([input.dims()], [input.dims()], [input.shape], run=run)
 
 
+@composed_with(torch.feature_dropout_, torch.feature_dropout)
+@composed_with(torch.alpha_dropout_, torch.alpha_dropout)
+@composed_with(torch.feature_alpha_dropout_, torch.feature_alpha_dropout)
+@composed_with(torch.rrelu_, torch.rrelu)
 def _written(func: Callable[..., Any]) -> Callable[..., Any]:
     def body(input: Any, *args: Any, **kwargs: Any) -> Any:
         return input.copy_(func(input, *args, **kwargs))
@@ -136,6 +147,8 @@ def _filler(draw: Callable[..., torch.Tensor]) -> Callable[..., Spec]:
     return rule
 
 
+@rule(torch.Tensor.uniform_)
+@_filler
 def _uniform(
     placed: Placed, x: torch.Tensor, a: float = 0.0, b: float = 1.0, *, generator: Any = None, **kw: Any
 ) -> torch.Tensor:
@@ -143,16 +156,22 @@ def _uniform(
     return uniform(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device) * (b - a) + a
 
 
+@rule(torch.Tensor.normal_)
+@_filler
 def _normal(
     placed: Placed, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
 ) -> torch.Tensor:
     return normal(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device) * std + mean
 
 
+@rule(torch.Tensor.bernoulli_)
+@_filler
 def _bernoulli(placed: Placed, x: torch.Tensor, p: Any = 0.5, *, generator: Any = None) -> torch.Tensor:
     return uniform(placed.outs[0], draw_key(placed.mesh, generator), torch.float32, x.device) < p
 
 
+@rule(torch.Tensor.random_)
+@_filler
 def _integers(
     placed: Placed, x: torch.Tensor, low: int = 0, high: int | None = None, *, generator: Any = None
 ) -> torch.Tensor:
@@ -161,17 +180,23 @@ def _integers(
     return integers(placed.outs[0], draw_key(placed.mesh, generator), low, high, x.device)
 
 
+@rule(torch.Tensor.exponential_)
+@_filler
 def _exponential(
     placed: Placed, x: torch.Tensor, lambd: float = 1.0, *, generator: Any = None
 ) -> torch.Tensor:
     return -torch.log1p(-uniform(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device)) / lambd
 
 
+@rule(torch.Tensor.geometric_)
+@_filler
 def _geometric(placed: Placed, x: torch.Tensor, p: float, *, generator: Any = None) -> torch.Tensor:
     drawn = uniform(placed.outs[0], draw_key(placed.mesh, generator), torch.float64, x.device)
     return torch.log1p(-drawn).div_(math.log1p(-p)).ceil_().clamp_min_(1)
 
 
+@rule(torch.Tensor.cauchy_)
+@_filler
 def _cauchy(
     placed: Placed, x: torch.Tensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None
 ) -> torch.Tensor:
@@ -179,12 +204,17 @@ def _cauchy(
     return drawn.sub_(0.5).mul_(math.pi).tan_() * sigma + median
 
 
+@rule(torch.Tensor.log_normal_)
+@_filler
 def _log_normal(
     placed: Placed, x: torch.Tensor, mean: float = 1.0, std: float = 2.0, *, generator: Any = None
 ) -> torch.Tensor:
-    return _normal(placed, x, mean, std, generator=generator).exp_()
+    drawn = normal(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device)
+    return (drawn * std + mean).exp_()
 
 
+@rule_with(torch.rand_like, uniform)
+@rule_with(torch.randn_like, normal)
 def _like(draw: Callable[..., torch.Tensor]) -> Callable[..., Spec]:
     """rand_like and randn_like: a new tensor that lies as the given one."""
 
@@ -200,6 +230,7 @@ def _like(draw: Callable[..., torch.Tensor]) -> Callable[..., Spec]:
     return rule
 
 
+@rule(torch.randint_like)
 def randint_like(x: Operand, *bounds: Any, **kwargs: Any) -> Spec:
     """Whole numbers, which lie as the given tensor."""
 
@@ -224,6 +255,7 @@ def _flat(drawn: torch.Tensor, *inputs: Any) -> torch.Tensor:
     return drawn
 
 
+@rule("bernoulli")
 def bernoulli(x: Operand, p: Any = None, *, generator: Any = None, out: Any = None) -> Spec | None:
     """Each element is the probability of its own 1, or p is that of all."""
     if out is not None:
@@ -241,6 +273,7 @@ def bernoulli(x: Operand, p: Any = None, *, generator: Any = None, out: Any = No
     return Spec([x.dims()], [x.dims()], [x.shape], run=run, fails=(0,) if p is None else ())
 
 
+@rule(torch.normal)
 def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = None) -> Spec | None:
     """torch.normal: each element has a mean and a deviation of its own."""
     given = found((mean, std), {})
@@ -262,6 +295,7 @@ def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = No
     return Spec(dims, [letters(shape, shape)], [shape], run=run, fails=range(len(given)))
 
 
+@rule(torch.poisson)
 def poisson(input: Operand, generator: Any = None) -> Spec:
     """Each element is the mean of its own count: the least k whose distribution function reaches a uniform
     value, found by halving."""
@@ -282,6 +316,7 @@ def poisson(input: Operand, generator: Any = None) -> Spec:
     return Spec([input.dims()], [input.dims()], [input.shape], run=run, fails=(0,))
 
 
+@rule("multinomial")
 def multinomial(
     input: Operand, num_samples: int, replacement: bool = False, *, generator: Any = None, out: Any = None
 ) -> Spec | None:
@@ -306,38 +341,3 @@ def multinomial(
 
     dims = (*input.dims()[:-1], None)
     return Spec([dims], [dims], [(*input.shape[:-1], num_samples)], run=run, fails=(0,))
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    rules.add(torch.nn.functional.dropout, dropout)
-    rules.add(torch.dropout, dropout)
-    rules.add(torch.dropout_, writing(dropout))
-    fillers: dict[str, Callable[..., torch.Tensor]] = {
-        "uniform_": _uniform,
-        "normal_": _normal,
-        "bernoulli_": _bernoulli,
-        "random_": _integers,
-        "exponential_": _exponential,
-        "geometric_": _geometric,
-        "cauchy_": _cauchy,
-        "log_normal_": _log_normal,
-    }
-    for name, draw in fillers.items():
-        rules.add(getattr(torch.Tensor, name), _filler(draw))
-    rules.add(torch.rand_like, _like(uniform))
-    rules.add(torch.randn_like, _like(normal))
-    rules.add(torch.randint_like, randint_like)
-    rules.name("bernoulli")(bernoulli)
-    rules.name("multinomial")(multinomial)
-    rules.add(torch.poisson, poisson)
-    rules.add(torch.normal, normal_of)
-    for name, features, alpha in (
-        ("feature_dropout", True, False),
-        ("alpha_dropout", False, True),
-        ("feature_alpha_dropout", True, True),
-    ):
-        rules.add(getattr(torch, name), _dropping(features, alpha))
-    rules.add(torch.rrelu, rrelu)
-    for name in ("feature_dropout", "alpha_dropout", "feature_alpha_dropout", "rrelu"):
-        rules.compose(_written(getattr(torch, name)), getattr(torch, name + "_"))

@@ -10,7 +10,8 @@ import torch
 
 from espalier.layout import local_box
 from espalier.layout.layout import normal_dim
-from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Rules, Spec, of_nothing
+from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Spec, of_nothing
+from espalier.tensor.rules.table import rule, rule_with
 
 DimsArgument = int | Sequence[int] | None
 
@@ -39,6 +40,7 @@ def reduced(x: Operand, dims: tuple[int, ...], keepdim: bool) -> tuple[Dims, tup
     return tuple(("d", i) for i in kept), tuple(x.shape[i] for i in kept)
 
 
+@rule("sum")
 def sum_(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Spec:
     """The sum: Partial where a summed dim is sharded."""
     dims = normal_dims(dim, x.ndim)
@@ -47,6 +49,7 @@ def sum_(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: 
     return Spec([x.dims()], [out], [shape], reduce=reduce, linear=[(0,)] if exact(x.dtype, dtype) else [])
 
 
+@rule("nansum")
 def nansum(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Spec:
     """The sum of what is a number, so not linear."""
     spec = sum_(x, dim, keepdim)
@@ -54,6 +57,7 @@ def nansum(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype
     return spec
 
 
+@rule("mean")
 def mean(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
     """The mean: each rank divides its sum by the global count."""
     kind = x.dtype if dtype is None else dtype
@@ -72,6 +76,7 @@ def mean(x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, dtype: 
     return spec
 
 
+@rule("amax amin")
 def extreme(x: Operand, dim: DimsArgument = (), keepdim: bool = False) -> Spec:
     """amax and amin: sharded dims are reduced by a collective that keeps ties' gradients right."""
     dims = normal_dims(dim, x.ndim)
@@ -79,6 +84,7 @@ def extreme(x: Operand, dim: DimsArgument = (), keepdim: bool = False) -> Spec:
     return Spec([x.dims()], [out], [shape], blocked=frozenset(("d", i) for i in dims))
 
 
+@rule("prod count_nonzero")
 def whole(
     x: Operand, dim: DimsArgument = None, keepdim: bool = False, *, outs: int = 1, everything: bool = False
 ) -> Spec:
@@ -88,6 +94,9 @@ def whole(
     return Spec([x.dims()], [out] * outs, [shape] * outs, blocked=frozenset(("d", i) for i in dims))
 
 
+@rule_with("cumprod logcumsumexp softmax log_softmax softmin", 1, loose=True)
+@rule_with("sort cummax cummin", 2)
+@rule_with("argsort", 1)
 def _along(outs: int, default: int = -1) -> Callable[..., Spec]:
     """Same-shape functions along one dim (softmax, cumsum, sort): that dim must be whole."""
 
@@ -100,6 +109,7 @@ def _along(outs: int, default: int = -1) -> Callable[..., Spec]:
     return rule
 
 
+@rule("cumsum")
 def cumsum(x: Operand, dim: int, *, dtype: Any = None) -> Spec:
     """Linear in x; the dim must be whole."""
     at = normal_dim(dim, x.ndim)
@@ -112,6 +122,7 @@ def cumsum(x: Operand, dim: int, *, dtype: Any = None) -> Spec:
     )
 
 
+@rule("topk")
 def topk(x: Operand, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Spec:
     """The k largest along a whole dim."""
     if x.ndim == 0:
@@ -122,6 +133,7 @@ def topk(x: Operand, k: int, dim: int = -1, largest: bool = True, sorted: bool =
     return Spec([x.dims()], [out] * 2, [shape] * 2, blocked=frozenset([("d", at)]))
 
 
+@rule("max min")
 def max_(x: Operand, dim: Any = None, keepdim: bool = False) -> Spec | None:
     """max/min: of all elements, along a dim (values and indices), or of two tensors."""
     if isinstance(dim, Operand):
@@ -131,6 +143,7 @@ def max_(x: Operand, dim: Any = None, keepdim: bool = False) -> Spec | None:
     return whole(x, dim, keepdim, outs=1 if dim is None else 2)
 
 
+@rule("argmax argmin")
 def argmax(x: Operand, dim: int | None = None, keepdim: bool = False) -> Spec:
     """Index of the largest."""
     if dim is None and keepdim:
@@ -138,6 +151,7 @@ def argmax(x: Operand, dim: int | None = None, keepdim: bool = False) -> Spec:
     return whole(x, dim, keepdim)
 
 
+@rule("var std")
 def variance(x: Operand, dim: Any = None, unbiased: Any = None, keepdim: bool = False, **kw: Any) -> Spec:
     """var and std: var(x, unbiased) and var(x, dim, unbiased, keepdim), or correction by keyword."""
     spec = whole(x, None if isinstance(dim, bool) else dim, keepdim)
@@ -153,11 +167,13 @@ def variance(x: Operand, dim: Any = None, unbiased: Any = None, keepdim: bool = 
     return spec
 
 
+@rule("all any")
 def truth(x: Operand, dim: DimsArgument = None, keepdim: bool = False) -> Spec:
     """all and any, over whole dims."""
     return whole(x, dim, keepdim)
 
 
+@rule("vector_norm")
 def vector_norm(
     x: Operand, ord: Any = 2, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Spec:
@@ -180,6 +196,7 @@ def vector_norm(
     return Spec([x.dims()], [out], [shape], reduce=reduce, blocked=blocked, run=run)
 
 
+@rule("tril triu", inplace=True)
 def triangle(x: Operand, diagonal: int = 0) -> Spec:
     """tril and triu: each rank's diagonal starts where its box does."""
 
@@ -188,23 +205,3 @@ def triangle(x: Operand, diagonal: int = 0) -> Spec:
         return func(args[0] if args else kwargs["input"], diagonal + row - column)
 
     return Spec([x.dims()], [x.dims()], [x.shape], linear=[(0,)], run=run)
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    rules.name("sum")(sum_)
-    rules.name("nansum")(nansum)
-    rules.name("mean")(mean)
-    rules.name("amax", "amin")(extreme)
-    rules.name("max", "min")(max_)
-    rules.name("argmax", "argmin")(argmax)
-    rules.name("var", "std")(variance)
-    rules.name("all", "any")(truth)
-    rules.name("logsumexp", "prod", "count_nonzero")(whole)
-    rules.name("cumsum")(cumsum)
-    rules.name("cumprod", "logcumsumexp", "softmax", "log_softmax", "softmin", loose=True)(_along(1))
-    rules.name("sort", "cummax", "cummin")(_along(2))
-    rules.name("argsort")(_along(1))
-    rules.name("topk")(topk)
-    rules.name("vector_norm")(vector_norm)
-    rules.name("tril", "triu", inplace=True)(triangle)

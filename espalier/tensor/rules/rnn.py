@@ -12,11 +12,13 @@ import torch
 
 from espalier.tensor.random import draw_key
 from espalier.tensor.rules.randomness import keep_mask
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, bound_to, of_nothing
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Spec, bound_to, of_nothing
+from espalier.tensor.rules.table import rule
 
 _NAMES = "input hx params has_biases num_layers dropout train bidirectional batch_first"
 
 
+@rule("lstm gru rnn_tanh rnn_relu")
 def recurrent(
     input: Operand, hx: Any, params: Any, has_biases: Any, num_layers: Any, *rest: Any, **kwargs: Any
 ) -> Spec | None:
@@ -66,6 +68,7 @@ def _layered(func: Callable[..., Any], bound: dict[str, Any], placed: Placed, la
     return (x, *(torch.cat(each) for each in zip(*last, strict=True)))
 
 
+@rule("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
 def cell(
     input: Operand, hx: Any, w_ih: Operand, w_hh: Operand, b_ih: Operand | None = None,
     b_hh: Operand | None = None,
@@ -88,9 +91,3 @@ def cell(
     return Spec(
         [rows, *(rows for _ in states), *small], [rows] * len(states), [s.shape for s in states], run=run
     )
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    rules.name("lstm", "gru", "rnn_tanh", "rnn_relu")(recurrent)
-    rules.name("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")(cell)

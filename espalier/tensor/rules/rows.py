@@ -10,7 +10,8 @@ import torch
 from espalier.comm import Spans, exchange, pieces
 from espalier.layout import Layout, local_box
 from espalier.layout.layout import normal_dim
-from espalier.tensor.rules.spec import Operand, Placed, Rules, Spec, of_nothing
+from espalier.tensor.rules.spec import Operand, Placed, Spec, of_nothing
+from espalier.tensor.rules.table import composed, rule
 from espalier.tensor.rules.views import sizes
 
 # rows [start, end) to the spans where they land
@@ -35,6 +36,7 @@ def _reordered(x: Operand, moves: Sequence[tuple[int, Callable[..., torch.Tensor
     return Spec([x.dims()], [x.dims()], [x.shape], linear=[(0,)], run=run)
 
 
+@rule("flip")
 def flip(x: Operand, *some: Any, dims: Any = ()) -> Spec:
     """Reversed along dims."""
     given = some or ((dims,) if isinstance(dims, int) else dims)
@@ -55,6 +57,7 @@ def flip(x: Operand, *some: Any, dims: Any = ()) -> Spec:
     return spec
 
 
+@rule("roll")
 def roll(x: Operand, shifts: Any, dims: Any = None) -> Spec | None:
     """Rolled along dims."""
     if dims is None:
@@ -78,11 +81,13 @@ def _rolled(x: Operand, shift: int, dim: int) -> tuple[int, Any, Landing]:
     return dim, None if x.layout.cuts[dim] else lambda local: torch.roll(local, shift, dim), landing
 
 
+@composed("roll")
 def roll_flat(x: Any, shifts: Any, dims: Any = None) -> Any:
     """Rolled as one row."""
     return x.flatten().roll(shifts, 0).view(x.shape) if dims is None else NotImplemented
 
 
+@rule("pad")
 def padding(x: Operand, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Spec:
     """F.pad: along a sharded dim with a constant, else also with what x has. Linear but for constants."""
     ends = {x.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
@@ -130,11 +135,13 @@ def _own(lay: Layout, dim: int, shift: int = 0) -> tuple[int, int]:
     return box.offsets[dim] + shift, box.offsets[dim] + box.sizes[dim] + shift
 
 
+@rule("constant_pad_nd")
 def constant_pad(input: Operand, pad: Sequence[int], value: Any = 0) -> Spec:
     """torch.constant_pad_nd."""
     return padding(input, pad, "constant", value)
 
 
+@rule("unfold_copy", torch.Tensor.unfold)
 def unfold(x: Operand, dimension: int, size: int, step: int) -> Spec | None:
     """Windows along a dim: a rank has some of them, and fetches the rows that they reach beyond its own."""
     if x.ndim == 0:
@@ -157,14 +164,3 @@ def unfold(x: Operand, dimension: int, size: int, step: int) -> Spec | None:
     shape = (*x.shape[:at], count, *x.shape[at + 1 :], size)
     run_ = run if x.layout.cuts[at] else None
     return Spec([x.dims()], [(*x.dims(), None)], [shape], linear=[(0,)], run=run_)
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    rules.name("flip")(flip)
-    rules.name("roll")(roll)
-    rules.composed("roll")(roll_flat)
-    rules.name("pad")(padding)
-    rules.name("constant_pad_nd")(constant_pad)
-    rules.add(torch.Tensor.unfold, unfold)
-    rules.name("unfold_copy")(unfold)

@@ -14,7 +14,8 @@ import torch
 
 from espalier.layout.layout import normal_dim
 from espalier.tensor.rules.indexing import absent, local_index, one_more
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Rules, Spec, bound_to
+from espalier.tensor.rules.spec import Dims, Operand, Placed, Spec, bound_to
+from espalier.tensor.rules.table import composed, rule
 from espalier.tensor.rules.together import with_one
 
 
@@ -57,6 +58,7 @@ def _alone(x: Operand, at: int) -> list[int]:
     return [n if d == at else 1 for d, n in enumerate(x.shape)]
 
 
+@rule("index_select")
 def index_select(x: Operand, dim: int, index: Operand) -> Spec | None:
     """The index may be sharded; few indices of a sharded dim leave a Partial."""
     if x.ndim == 0:
@@ -72,6 +74,7 @@ def index_select(x: Operand, dim: int, index: Operand) -> Spec | None:
     )  # fmt: skip
 
 
+@rule("gather")
 def gather(x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -> Spec | None:
     """Where the index spans another dim fully, that may be sharded; so may dim, for few indices."""
     if x.ndim != index.ndim or x.ndim == 0:
@@ -86,6 +89,7 @@ def gather(x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -
     )  # fmt: skip
 
 
+@rule("take_along_dim")
 def take_along_dim(x: Operand, indices: Operand, dim: int | None = None) -> Spec | None:
     """gather with broadcasting."""
     if dim is None or x.ndim != indices.ndim:
@@ -108,17 +112,20 @@ def take_along_dim(x: Operand, indices: Operand, dim: int | None = None) -> Spec
     )  # fmt: skip
 
 
+@composed("take_along_dim")
 def flat_take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
     """take_along_dim without a dim."""
     return torch.take_along_dim(x.flatten(), indices.flatten(), 0) if dim is None else NotImplemented
 
 
+@composed("take")
 def take(x: Any, index: Any) -> Any:
     """x as one row, read at flat indices."""
     found = x.reshape(x.shape or (1,))[_coordinates(index, x.shape)]
     return found if index.ndim else found.clone()  # one index makes a view
 
 
+@composed("put")
 def put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     """x as one row, written at flat indices."""
     if not x.shape:
@@ -126,6 +133,7 @@ def put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     return x.index_put(_coordinates(index, x.shape), source.reshape(index.shape), accumulate)
 
 
+@composed("put_")
 def put_(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     """put in place."""
     if not x.shape:
@@ -191,11 +199,13 @@ def _instead(args: tuple[Any, ...], kwargs: dict[str, Any], x: Any, index: Any) 
     return args, kwargs
 
 
+@rule("scatter scatter_reduce", inplace=True)
 def scatter(x: Operand, dim: int, index: Operand, src: Any = None, *args: Any, **kwargs: Any) -> Spec | None:
     """Where x, index and src span another dim fully, that may be sharded; dim itself too."""
     return _scattered(x, dim, index, src, linear=False)
 
 
+@rule("scatter_add", inplace=True)
 def scatter_add(x: Operand, dim: int, index: Operand, src: Operand) -> Spec | None:
     """As scatter, and linear: over a sharded index the output is Partial."""
     return _scattered(x, dim, index, src, linear=True)
@@ -216,16 +226,19 @@ def _scattered(x: Operand, dim: int, index: Operand, src: Any, linear: bool) -> 
     return _writing(x, at, ins, linear=linear, summed=along, like=source)
 
 
+@rule("index_add", inplace=True)
 def index_add(x: Operand, dim: int, index: Operand, source: Operand, *, alpha: Any = 1) -> Spec | None:
     """Rows added; over a sharded index the output is Partial."""
     return _rows(x, dim, index, source, summed="j", linear=True)
 
 
+@rule("index_copy", inplace=True)
 def index_copy(x: Operand, dim: int, index: Operand, source: Operand) -> Spec | None:
     """Rows put in place of others."""
     return _rows(x, dim, index, source, linear=True)
 
 
+@rule("index_reduce", inplace=True)
 def index_reduce(
     x: Operand, dim: int, index: Operand, source: Operand, reduce: str, *, include_self: bool = True
 ) -> Spec | None:
@@ -244,6 +257,7 @@ def _rows(
     return _writing(x, at, ins, linear=linear, summed=summed, like=source)
 
 
+@rule("index_fill", inplace=True)
 def index_fill(x: Operand, dim: int, index: Operand, value: Any) -> Spec | None:
     """One value in some rows."""
     if x.ndim == 0 or index.ndim != 1:
@@ -251,20 +265,3 @@ def index_fill(x: Operand, dim: int, index: Operand, value: Any) -> Spec | None:
     ins: list[Dims] = [x.dims(), (None,), *([()] if isinstance(value, Operand) else [])]
     like = value if isinstance(value, Operand) else None
     return _writing(x, normal_dim(dim, x.ndim), ins, linear=like is not None, like=like)
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    rules.name("index_select")(index_select)
-    rules.name("gather")(gather)
-    rules.name("take_along_dim")(take_along_dim)
-    rules.composed("take_along_dim")(flat_take_along_dim)
-    rules.composed("take")(take)
-    rules.composed("put")(put)
-    rules.composed("put_")(put_)
-    rules.name("scatter", "scatter_reduce", inplace=True)(scatter)
-    rules.name("scatter_add", inplace=True)(scatter_add)
-    rules.name("index_add", inplace=True)(index_add)
-    rules.name("index_copy", inplace=True)(index_copy)
-    rules.name("index_reduce", inplace=True)(index_reduce)
-    rules.name("index_fill", inplace=True)(index_fill)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from espalier.comm import Spans, exchange, pieces
 from espalier.layout import Layout, local_box
 from espalier.tensor.rules.spec import Operand, Placed
+from espalier.tensor.rules.table import Decorator, Definition, rule_with
 
 Reach = Callable[[int, int], tuple[int, int]]
 
@@ -73,3 +74,17 @@ def fetched(
 def cut_dims(placed: Placed, layout: Layout, dims: Sequence[int]) -> list[int]:
     """Those of the dims that some axis of more than one rank cuts."""
     return [d for d in dims if placed.axes_of(layout, (d,))]
+
+
+def rule_of_dims(named: str, *given: Any) -> Decorator:
+    """What the function below makes of a count of dims, and of ``given``, is the rule for these names.
+
+    In ``named`` the counts 1, 2 and 3 stand in place of ``{}``.
+    """
+
+    def register(maker: Definition) -> Definition:
+        for nd in (1, 2, 3):
+            rule_with(named.format(nd), nd, *given)(maker)
+        return maker
+
+    return register

@@ -18,7 +18,8 @@ from espalier.comm import Spans, exchange, pieces
 from espalier.layout import Layout, local_box
 from espalier.layout.layout import R, normal_dim
 from espalier.mesh import Mesh
-from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Rules, Spec
+from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Spec
+from espalier.tensor.rules.table import rule
 
 # of so many a rank's rows may be made up, where dims are merged
 _STRETCHES = 1024
@@ -67,6 +68,7 @@ def regroup(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
     return groups
 
 
+@rule("view reshape view_copy", loose=True)
 def view(x: Operand, *shape: Any, **by_name: Any) -> Spec | None:
     """view and reshape."""
     # called shape, size or dtype
@@ -168,6 +170,7 @@ def _stretches(layout: Layout, dims: Sequence[int], where: tuple[int, ...]) -> S
     return tuple(found)
 
 
+@rule("view_as reshape_as", loose=True)
 def view_as(x: Operand, other: Operand) -> Spec | None:
     """view_as and reshape_as: the other tensor lends its global shape."""
     spec = view(x, other.shape)
@@ -183,6 +186,7 @@ def _reshaped(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) 
     return out.clone() if func.__name__.endswith("_copy") else out
 
 
+@rule("flatten", loose=True)
 def flatten(x: Operand, start_dim: int = 0, end_dim: int = -1) -> Spec | None:
     """Merge the dims from start to end."""
     if x.ndim == 0:
@@ -193,11 +197,13 @@ def flatten(x: Operand, start_dim: int = 0, end_dim: int = -1) -> Spec | None:
     return _reshaping(spec)
 
 
+@rule("ravel", loose=True)
 def ravel(x: Operand) -> Spec | None:
     """All dims merged."""
     return _reshaping(view(x, (-1,)))
 
 
+@rule("unflatten", loose=True)
 def unflatten(x: Operand, dim: int, sizes: Any) -> Spec | None:
     """Split one dim."""
     at = normal_dim(dim, x.ndim)
@@ -216,6 +222,7 @@ def _reshaping(spec: Spec | None) -> Spec | None:
     return spec
 
 
+@rule("transpose swapaxes swapdims transpose_copy", loose=True)
 def transpose(x: Operand, dim0: int, dim1: int) -> Spec:
     """Swap two dims."""
     order = list(range(x.ndim))
@@ -225,11 +232,13 @@ def transpose(x: Operand, dim0: int, dim1: int) -> Spec:
     return _permuted(x, order)
 
 
+@rule("permute permute_copy", loose=True)
 def permute(x: Operand, *order: Any, dims: Any = ()) -> Spec:
     """Any order of the dims."""
     return _permuted(x, [normal_dim(d, x.ndim) for d in sizes(order or dims)])
 
 
+@rule("movedim moveaxis", loose=True)
 def movedim(x: Operand, source: Any, destination: Any) -> Spec:
     """Dims moved, the rest in order."""
     src = [normal_dim(d, x.ndim) for d in ([source] if isinstance(source, int) else source)]
@@ -241,11 +250,13 @@ def movedim(x: Operand, source: Any, destination: Any) -> Spec:
     return _permuted(x, [next(rest) if o == -1 else o for o in order])
 
 
+@rule("t t_copy", torch.Tensor.T.__get__, loose=True)  # type: ignore[attr-defined]
 def t(x: Operand) -> Spec:
     """A matrix transposed (also .T)."""
     return _permuted(x, list(range(x.ndim))[::-1])
 
 
+@rule(torch.Tensor.mT.__get__, loose=True)  # type: ignore[attr-defined]
 def mt(x: Operand) -> Spec:
     """The last two dims swapped (.mT)."""
     return transpose(x, -2, -1)
@@ -256,6 +267,7 @@ def _permuted(x: Operand, order: list[int]) -> Spec:
     return linear_view(x, dims, tuple(dims[i] for i in order), [x.shape[i] for i in order])
 
 
+@rule("unsqueeze unsqueeze_copy", loose=True)
 def unsqueeze(x: Operand, dim: int) -> Spec:
     """A new dim of size 1."""
     at = normal_dim(dim, x.ndim + 1)
@@ -263,6 +275,7 @@ def unsqueeze(x: Operand, dim: int) -> Spec:
     return linear_view(x, dims, (*dims[:at], None, *dims[at:]), (*x.shape[:at], 1, *x.shape[at:]))
 
 
+@rule("squeeze squeeze_copy", loose=True)
 def squeeze(x: Operand, dim: Any = None) -> Spec:
     """Dims of size 1 gone (such a dim cannot stay sharded)."""
     some = (dim,) if isinstance(dim, int) else dim
@@ -275,6 +288,7 @@ def squeeze(x: Operand, dim: Any = None) -> Spec:
     return _reshaping(spec) or spec
 
 
+@rule("expand expand_copy", loose=True)
 def expand(x: Operand, *shape: Any, size: Any = (), implicit: bool = False) -> Spec:
     """Dims of size 1 stretched, new ones in front."""
     wanted = sizes(shape or size)
@@ -284,6 +298,7 @@ def expand(x: Operand, *shape: Any, size: Any = (), implicit: bool = False) -> S
     return linear_view(x, dims, (*(None,) * skip, *dims), new, tail=lambda p: (p.outs[0].local_shape,))
 
 
+@rule("expand_as", loose=True)
 def expand_as(x: Operand, other: Operand) -> Spec:
     """Stretched to the other's global shape."""
     spec = expand(x, other.shape)
@@ -293,11 +308,13 @@ def expand_as(x: Operand, other: Operand) -> Spec:
     return spec
 
 
+@rule("broadcast_to", loose=True)
 def broadcast_to(x: Operand, size: Any) -> Spec:
     """torch.broadcast_to."""
     return expand(x, size)
 
 
+@rule("repeat", loose=True)
 def repeat(x: Operand, *counts: Any, repeats: Any = ()) -> Spec:
     """Tiled: dims repeated once may be sharded."""
     times = sizes(counts or repeats)
@@ -307,6 +324,7 @@ def repeat(x: Operand, *counts: Any, repeats: Any = ()) -> Spec:
     return linear_view(x, dims, (*(None,) * skip, *dims), shape)
 
 
+@rule("repeat_interleave", loose=True)
 def repeat_interleave(
     x: Operand, repeats: Any, dim: int | None = None, *, output_size: int | None = None
 ) -> Spec | None:
@@ -319,25 +337,3 @@ def repeat_interleave(
     spec.factors = {("d", at): [(x.shape[at], repeats)]}
     spec.run = lambda func, args, kwargs, placed: torch.repeat_interleave(args[0], repeats, at)
     return spec
-
-
-def register(rules: Rules) -> None:
-    """Put the rules of this file into the table."""
-    rules.name("view", "reshape", "view_copy", loose=True)(view)
-    rules.name("view_as", "reshape_as", loose=True)(view_as)
-    rules.name("flatten", loose=True)(flatten)
-    rules.name("ravel", loose=True)(ravel)
-    rules.name("unflatten", loose=True)(unflatten)
-    rules.name("transpose", "swapaxes", "swapdims", "transpose_copy", loose=True)(transpose)
-    rules.name("permute", "permute_copy", loose=True)(permute)
-    rules.name("movedim", "moveaxis", loose=True)(movedim)
-    rules.name("t", "t_copy", loose=True)(t)
-    rules.add(torch.Tensor.T.__get__, t, loose=True)  # type: ignore[attr-defined]
-    rules.add(torch.Tensor.mT.__get__, mt, loose=True)  # type: ignore[attr-defined]
-    rules.name("unsqueeze", "unsqueeze_copy", loose=True)(unsqueeze)
-    rules.name("squeeze", "squeeze_copy", loose=True)(squeeze)
-    rules.name("expand", "expand_copy", loose=True)(expand)
-    rules.name("expand_as", loose=True)(expand_as)
-    rules.name("broadcast_to", loose=True)(broadcast_to)
-    rules.name("repeat", loose=True)(repeat)
-    rules.name("repeat_interleave", loose=True)(repeat_interleave)
