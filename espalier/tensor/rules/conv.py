@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from espalier.layout import local_box
-from espalier.tensor.rules.space import cut_dims, fetched, meta_shapes, rule_of_dims, several
+from espalier.tensor.rules.space import Window, cut_dims, meta_shapes, rule_of_dims, several, with_halo
 from espalier.tensor.rules.spec import Dims, Operand, Placed, Spec, bound_to, of_nothing
 
 _NAMES = "input weight bias stride padding dilation groups"
@@ -96,14 +96,11 @@ def _spec(
     if bias is not None:
         ins.append((o,))
     stride, padding, dilation = given
-    taps = tuple(weight.shape[2:])
-    steps, gaps = several(stride, nd), several(dilation, nd)
+    taps = weight.shape[2:]
     if padding == "same":
-        edges = tuple(d * (k - 1) // 2 for d, k in zip(gaps, taps, strict=True))
-    else:
-        edges = several(0 if padding == "valid" else padding, nd)
-    windows = tuple(zip(taps, steps, edges, gaps, strict=True))
-    run = _transposed(nd, windows) if transposed else _convolved(nd, windows, padding == "same")
+        padding = tuple(d * (k - 1) // 2 for d, k in zip(several(dilation, nd), taps, strict=True))
+    windows = Window.each(nd, taps, stride, 0 if padding == "valid" else padding, dilation)
+    run = _transposed(nd, windows) if transposed else _convolved(nd, windows, given[1] == "same")
     return Spec(
         ins,
         [(*batch, o, *space)],
@@ -119,77 +116,61 @@ def _spec(
     )
 
 
-Windows = tuple[tuple[int, int, int, int], ...]
-
-
-def _convolved(nd: int, windows: Windows, same: bool) -> Callable[..., torch.Tensor]:
+def _convolved(nd: int, windows: Sequence[Window], same: bool) -> Callable[..., torch.Tensor]:
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         bound = bound_to(_NAMES, args, kwargs)
-        x, weight, bias, groups = bound["input"], bound["weight"], bound.get("bias"), bound.get("groups", 1)
-        lay, out = placed.ins[0], placed.outs[0]
-        front = x.ndim - nd
-        cut = cut_dims(placed, lay, range(front, x.ndim))
-        reach = {front + i: _looking(w) for i, w in enumerate(windows)}
-        x, _ = fetched(x, lay, out, reach)
-        if not x.numel() or not weight.numel() or 0 in out.local_shape:
+        weight, bias = bound["weight"], bound.get("bias")
+        halo = with_halo(bound["input"], placed, windows)
+        x = halo.rows
+        if not x.numel() or not weight.numel() or 0 in placed.outs[0].local_shape:
             return _nothing(placed, nd, x, weight, bias)
-        edges = [0 if front + i in cut else w[2] for i, w in enumerate(windows)]
-        # an even kernel needs one row more on the far side
-        uneven = [
-            (w[3] * (w[0] - 1)) % 2 if same and front + i not in cut else 0 for i, w in enumerate(windows)
-        ]
-        if any(uneven):
-            x = F.pad(x, [n for extra in reversed(uneven) for n in (0, extra)])
-        _, steps, _, gaps = zip(*windows, strict=True)
-        if groups > 1:
-            groups = groups * weight.shape[0] // placed.ins[1].shape[0]
-        return func(x, weight, bias, steps, edges, gaps, groups)
+        if same:
+            # an even kernel needs one row more on the far side
+            uneven = [
+                (w.gap * (w.taps - 1)) % 2 if d not in halo.cut else 0
+                for d, w in enumerate(windows, x.ndim - nd)
+            ]
+            if any(uneven):
+                x = F.pad(x, [n for extra in reversed(uneven) for n in (0, extra)])
+        steps, gaps = [w.step for w in windows], [w.gap for w in windows]
+        return func(x, weight, bias, steps, halo.edges, gaps, _groups(bound, placed))
 
     return run
 
 
-def _looking(window: tuple[int, int, int, int]) -> Callable[[int, int], tuple[int, int]]:
-    taps, step, edge, gap = window
-    return lambda a, b: (a * step - edge, b * step - edge + gap * (taps - 1))
-
-
-def _transposed(nd: int, windows: Windows) -> Callable[..., torch.Tensor]:
+def _transposed(nd: int, windows: Sequence[Window]) -> Callable[..., torch.Tensor]:
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         bound = bound_to(_TRANSPOSED, args, kwargs)
-        x, weight, bias, groups = bound["input"], bound["weight"], bound.get("bias"), bound.get("groups", 1)
-        lay, out = placed.ins[0], placed.outs[0]
-        front = x.ndim - nd
-        cut = cut_dims(placed, lay, range(front, x.ndim))
-        reach = {front + i: _sources(w) for i, w in enumerate(windows)}
-        x, first = fetched(x, lay, out, reach)
+        weight, bias, out = bound["weight"], bound.get("bias"), placed.outs[0]
+        halo = with_halo(bound["input"], placed, windows, reach=_sources)
+        x, front = halo.rows, halo.rows.ndim - nd
         if not x.numel() or not weight.numel() or 0 in out.local_shape:
             return _nothing(placed, nd, x, weight, bias)
-        edges = [0 if front + i in cut else w[2] for i, w in enumerate(windows)]
         given = several(bound.get("output_padding", 0), nd)
-        more = [0 if front + i in cut else n for i, n in enumerate(given)]
-        _, steps, _, gaps = zip(*windows, strict=True)
-        if groups > 1:
-            groups = groups * weight.shape[0] // placed.ins[1].shape[0]
-        y = func(x, weight, bias, steps, edges, more, groups, gaps)
-        for dim in cut:
-            _, step, edge, _ = windows[dim - front]
-            start = local_box(out).offsets[dim] + edge - first[dim] * step
+        more = [0 if front + i in halo.cut else n for i, n in enumerate(given)]
+        steps, gaps = [w.step for w in windows], [w.gap for w in windows]
+        y = func(x, weight, bias, steps, halo.edges, more, _groups(bound, placed), gaps)
+        for dim in halo.cut:
+            window, first = windows[dim - front], halo.first[dim - front]
+            start = local_box(out).offsets[dim] + window.edge - first * window.step
             y = y.narrow(dim, start, out.local_shape[dim])
         return y
 
     return run
 
 
-def _sources(window: tuple[int, int, int, int]) -> Callable[[int, int], tuple[int, int]]:
+def _groups(bound: dict[str, Any], placed: Placed) -> int:
+    """How many of the groups are this rank's."""
+    groups: int = bound.get("groups", 1)
+    return groups * bound["weight"].shape[0] // placed.ins[1].shape[0] if groups > 1 else groups
+
+
+def _sources(window: Window, a: int, b: int) -> tuple[int, int]:
     """Input rows i with i·step - edge + t·gap among the output rows; so many that they reach the last."""
-    taps, step, edge, gap = window
-    extent = gap * (taps - 1)
-
-    def of(a: int, b: int) -> tuple[int, int]:
-        last = (b + edge) // step
-        return (a + edge - extent) // step, last if last * step - edge + extent >= b else last + 1
-
-    return of
+    extent = window.gap * (window.taps - 1)
+    last = (b + window.edge) // window.step
+    end = last if last * window.step - window.edge + extent >= b else last + 1
+    return (a + window.edge - extent) // window.step, end
 
 
 def _nothing(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from espalier.layout import local_box
-from espalier.tensor.rules.space import cut_dims, fetched, meta_shapes, rule_of_dims, several
+from espalier.tensor.rules.space import Halo, Window, cut_dims, meta_shapes, rule_of_dims, several, with_halo
 from espalier.tensor.rules.spec import Dims, Operand, Placed, Spec, bound_to, of_nothing
 from espalier.tensor.rules.table import rule_with
 
@@ -48,7 +48,7 @@ def max_pool(nd: int) -> Callable[..., Spec]:
         shape = meta_shapes(function, input, kernel_size, stride, padding, dilation, ceil_mode)[0]
         dims = (*_lead(input, nd), *_space(nd))
         windows = _windows(nd, kernel_size, stride, padding, dilation)
-        run = _max_pooled(nd, windows, ceil_mode)
+        run = _max_pooled(windows, ceil_mode)
         return Spec([dims], [dims], [shape], run=run, when=_needed(nd))
 
     return rule
@@ -66,40 +66,36 @@ def max_pool_with_indices(nd: int) -> Callable[..., Spec]:
     return rule
 
 
-Window = tuple[int, int, int, int]
-
-
 def _windows(nd: int, kernel: Any, stride: Any, padding: Any, dilation: Any = 1) -> list[Window]:
     steps = kernel if stride is None or (not isinstance(stride, int) and not len(stride)) else stride
-    return list(zip(*(several(x, nd) for x in (kernel, steps, padding, dilation)), strict=True))
+    return Window.each(nd, kernel, steps, padding, dilation)
 
 
-def _reach(window: Window) -> Callable[[int, int], tuple[int, int]]:
-    taps, step, edge, gap = window
-    return lambda a, b: (a * step - edge, b * step - edge + gap * (taps - 1))
+def _max_pooled(windows: Sequence[Window], ceil_mode: bool) -> Callable[..., Any]:
+    taps, steps, _, gaps = zip(*windows, strict=True)
 
-
-def _max_pooled(nd: int, windows: Sequence[Window], ceil_mode: bool) -> Callable[..., Any]:
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
         x = bound_to(_MAX, args, kwargs)["input"]
-        front = x.ndim - nd
-        cut = cut_dims(placed, placed.ins[0], range(front, x.ndim))
         lowest = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-        reach = {front + i: _reach(w) for i, w in enumerate(windows)}
-        x, first = fetched(x, placed.ins[0], placed.outs[0], reach, lowest)
-        if not x.numel() or 0 in placed.outs[0].local_shape:
-            none = of_nothing(placed, x)
-            return none if len(placed.outs) == 1 else (none, none.detach().long())
-        taps, steps, edges, gaps = zip(*windows, strict=True)
-        edges = tuple(0 if front + i in cut else n for i, n in enumerate(edges))
-        out = func(x, taps, steps, edges, gaps, ceil_mode)
-        if len(placed.outs) == 1:
-            return out
-        values, indices = out
-        offsets = [first.get(front + i, 0) for i in range(nd)]
-        return values, _globally(indices, x.shape[front:], offsets, placed.ins[0].shape[front:])
+        halo = with_halo(x, placed, windows, lowest)
+        if not halo.rows.numel() or 0 in placed.outs[0].local_shape:
+            return _nothing(halo, placed)
+        return _with_indices(func(halo.rows, taps, steps, halo.edges, gaps, ceil_mode), halo, placed)
 
     return run
+
+
+def _nothing(halo: Halo, placed: Placed) -> Any:
+    none = of_nothing(placed, halo.rows)
+    return none if len(placed.outs) == 1 else (none, none.detach().long())
+
+
+def _with_indices(out: Any, halo: Halo, placed: Placed) -> Any:
+    """The outputs; the indices, if they are among them, into all of space."""
+    if len(placed.outs) == 1:
+        return out
+    front = halo.rows.ndim - len(halo.first)
+    return out[0], _globally(out[1], halo.rows.shape[front:], halo.first, placed.ins[0].shape[front:])
 
 
 def _globally(
@@ -132,31 +128,28 @@ def avg_pool(nd: int) -> Callable[..., Spec | None]:
             return None  # of whole numbers the mean is cut down
         (shape,) = meta_shapes(getattr(F, f"avg_pool{nd}d"), input, *given)
         dims = (*_lead(input, nd), *_space(nd))
-        run = _avg_pooled(nd, _windows(nd, kernel_size, stride, padding))
+        run = _avg_pooled(_windows(nd, kernel_size, stride, padding))
         return Spec([dims], [dims], [shape], linear=[(0,)], run=run, when=_needed(nd))
 
     return rule
 
 
-def _avg_pooled(nd: int, windows: Sequence[Window]) -> Callable[..., torch.Tensor]:
+def _avg_pooled(windows: Sequence[Window]) -> Callable[..., torch.Tensor]:
+    taps, steps, _, _ = zip(*windows, strict=True)
+
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         bound = bound_to(_AVG, args, kwargs)
-        x = bound.pop("input")
-        front = x.ndim - nd
+        halo = with_halo(bound.pop("input"), placed, windows)
         lay, out = placed.ins[0], placed.outs[0]
-        cut = cut_dims(placed, lay, range(front, x.ndim))
-        x, _ = fetched(x, lay, out, {front + i: _reach(w) for i, w in enumerate(windows)})
-        if not x.numel() or 0 in out.local_shape:
-            return of_nothing(placed, x)
-        taps, steps, edges, _ = zip(*windows, strict=True)
-        bound |= {"kernel_size": taps, "stride": steps}
-        bound["padding"] = tuple(0 if front + i in cut else n for i, n in enumerate(edges))
-        y = func(x, **bound)
+        if not halo.rows.numel() or 0 in out.local_shape:
+            return of_nothing(placed, halo.rows)
+        bound |= {"kernel_size": taps, "stride": steps, "padding": halo.edges}
+        y = func(halo.rows, **bound)
         if bound.get("divisor_override"):
             return y
         start = local_box(out).offsets
-        for dim in cut:
-            k, step, edge, _ = windows[dim - front]
+        for dim in halo.cut:
+            k, step, edge, _ = windows[dim - lay.ndim]
             rows = torch.arange(start[dim], start[dim] + y.shape[dim]) * step - edge
             size = lay.shape[dim]
             if bound.get("count_include_pad", True):
@@ -229,24 +222,17 @@ def adaptive_max(nd: int) -> Callable[..., Spec | None]:
 def _adapted(nd: int) -> Callable[..., Any]:
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
         x = bound_to("input output_size return_indices", args, kwargs)["input"]
-        lay, out = placed.ins[0], placed.outs[0]
-        front = x.ndim - nd
-        reach, share = {}, 1.0
-        for dim in range(front, x.ndim):
-            n, m = lay.shape[dim], out.shape[dim]
+        out, share = placed.outs[0], 1.0
+        windows: list[Window | None] = []
+        for own, n, m in zip(x.shape[-nd:], placed.ins[0].shape[-nd:], out.shape[-nd:], strict=True):
             if m == 1:
-                share *= x.shape[dim] / max(n, 1)
-            else:
-                reach[dim] = _reach((n // max(m, 1), n // max(m, 1), 0, 1))
-        x, first = fetched(x, lay, out, reach)
-        if not x.numel() or 0 in out.local_shape:
-            none = of_nothing(placed, x)
-            return none if len(placed.outs) == 1 else (none, none.detach().long())
-        y = func(x, out.local_shape[front:])
-        if len(placed.outs) == 1:
-            return y if share == 1 else y * share
-        offsets = [first.get(front + i, 0) for i in range(nd)]
-        return y[0], _globally(y[1], x.shape[front:], offsets, lay.shape[front:])
+                share *= own / max(n, 1)
+            windows.append(None if m == 1 else Window(n // max(m, 1), n // max(m, 1)))
+        halo = with_halo(x, placed, windows)
+        if not halo.rows.numel() or 0 in out.local_shape:
+            return _nothing(halo, placed)
+        y = func(halo.rows, out.local_shape[-nd:])
+        return _with_indices(y if share == 1 else y * share, halo, placed)
 
     return run
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,71 @@ from espalier.tensor.rules.spec import Operand, Placed
 from espalier.tensor.rules.table import Decorator, Definition, rule_with
 
 Reach = Callable[[int, int], tuple[int, int]]
+
+
+class Window(NamedTuple):
+    """A window along one dim of space.
+
+    Attributes:
+        taps: how many rows it looks at.
+        step: how many rows it goes on from one output to the next.
+        edge: how many rows the first stands beyond the border.
+        gap: how far apart the rows are that it looks at.
+    """
+
+    taps: int
+    step: int
+    edge: int = 0
+    gap: int = 1
+
+    @classmethod
+    def each(cls, nd: int, *given: Any) -> list[Window]:
+        """A window for each dim; its attributes are given once for all dims or one by one."""
+        return [cls(*one) for one in zip(*(several(a, nd) for a in given), strict=True)]
+
+    def reach(self, a: int, b: int) -> tuple[int, int]:
+        """The first and the last row that the outputs a to b look at."""
+        return a * self.step - self.edge, b * self.step - self.edge + self.gap * (self.taps - 1)
+
+
+@dataclass(slots=True)
+class Halo:
+    """What this rank's outputs look at: rows of its own, and of its neighbours (the halo).
+
+    Attributes:
+        rows: the input's rows (and all of its other dims), none where this rank has no outputs.
+        cut: the dims of space that axes cut; beyond the borders their rows are filled in.
+        first: for each dim of space the global number of the first row.
+        edges: for each dim of space the padding that is left to do.
+    """
+
+    rows: torch.Tensor
+    cut: list[int]
+    first: list[int]
+    edges: list[int]
+
+
+def with_halo(
+    x: torch.Tensor,
+    placed: Placed,
+    windows: Sequence[Window | None],
+    fill: Any = 0,
+    reach: Callable[[Window, int, int], tuple[int, int]] = Window.reach,
+) -> Halo:
+    """What this rank's outputs look at, through a window for each of the last dims.
+
+    Args:
+        x: the local part of the first input.
+        windows: those of a dim that is looked at as a whole: None.
+        fill: what stands beyond the borders.
+        reach: the first and the last row that a window of outputs looks at.
+    """
+    front, lay = x.ndim - len(windows), placed.ins[0]
+    reaches: dict[int, Reach] = {front + i: partial(reach, w) for i, w in enumerate(windows) if w is not None}
+    rows, first = fetched(x, lay, placed.outs[0], reaches, fill)
+    cut = cut_dims(placed, lay, reaches)
+    edges = [0 if w is None or front + i in cut else w.edge for i, w in enumerate(windows)]
+    return Halo(rows, cut, [first.get(d, 0) for d in range(front, x.ndim)], edges)
 
 
 def several(value: Any, nd: int) -> tuple[Any, ...]:
@@ -71,7 +138,7 @@ def fetched(
     return (F.pad(x, pads, value=fill) if any(pads) else x), first
 
 
-def cut_dims(placed: Placed, layout: Layout, dims: Sequence[int]) -> list[int]:
+def cut_dims(placed: Placed, layout: Layout, dims: Iterable[int]) -> list[int]:
     """Those of the dims that some axis of more than one rank cuts."""
     return [d for d in dims if placed.axes_of(layout, (d,))]
 
