@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 from torch._C import DisableTorchFunctionSubclass as raw
 from torch.overrides import handle_torch_function
 
@@ -447,7 +448,13 @@ class DTensor(torch.Tensor):
         return f"DTensor({name}{local!r}, placements={lay.placements!r}, {lay!r})"
 
     def __format__(self, spec: str) -> str:
-        return self.item().__format__(spec) if not self._layout.shape else repr(self)
+        if self._layout.shape:
+            return repr(self)
+        whole = full_value(self)
+        if whole.is_meta:
+            return format(math.nan if whole.is_floating_point() else 0, spec)
+        with DisableTorchFunction():  # modes see no question, as of a plain tensor's
+            return whole.__format__(spec)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> DTensor:
         if id(self) in memo:

@@ -206,6 +206,7 @@ class Decides(nn.Module):
         if (h.mean(0) > 0).any() and h.sum() > 0:  # of what is computed: a trace cannot know
             h = h * 2
         shift = int(h.mean((0, 1)).argmax())
+        assert f"{h.sum() * 2:.3f}"  # no question, so no answer either
         h = h.roll(shift, -1) * (1 + h.abs().max().item())
         h = h + h[..., h.mean((0, 1)).argmin(), None]  # which torch reads, not Python
         h = nn.functional.pad(h, (self.least - 1, self.least))[..., self.least - 1 : -self.least]
