@@ -363,6 +363,8 @@ _LIVES = {
     "layout": "layouts, regions, transitions, routes: pure",
     "mesh": "named axes over ranks; how processes start",
     "models": "plain models, without a word of parallelism",
+    "files": "bytes to files and back",
+    "trees": "nested containers",
 }
 
 
@@ -387,7 +389,8 @@ def house() -> Figure:
         y = base + i * step
         room = width / len(rooms)
         for k, name in enumerate(rooms):
-            built = (HERE.parent / "espalier" / name).is_dir()
+            home = HERE.parent / "espalier" / name
+            built = home.is_dir() or home.with_suffix(".py").is_file()
             box(
                 axes, left + k * room + 0.03, y + 0.03, room - 0.06, step - 0.06,
                 SOFT_GREEN if built else PAPER, GREEN if built else FAINT,

@@ -16,6 +16,7 @@ import torch
 
 from espalier.checkpoint.pickles import FormatError, Record, read_metadata, read_value, told
 from espalier.layout.regions import Box, overlap
+from espalier.trees import named_leaves
 
 INDEX = ".safetensors.index.json"
 DTYPES = {
@@ -238,16 +239,14 @@ class TorchFile(Source):
         return x.untyped_storage().data_ptr(), x.storage_offset(), x.stride(), x.shape
 
 
-def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Any) -> Iterator[tuple[str, Any]]:
     """The leaves of dicts, and of lists that have dicts or tensors in them, with their names."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from flat(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(tree, list) and any(isinstance(x, Mapping | list | torch.Tensor) for x in tree):
-        for i, value in enumerate(tree):
-            yield from flat(value, f"{path}.{i}" if path else str(i))
-    else:
-        yield path, tree
+    return named_leaves(tree, _is_tree)
+
+
+def _is_tree(x: Any) -> bool:
+    held = (Mapping, list, torch.Tensor)
+    return isinstance(x, Mapping) or (isinstance(x, list) and any(isinstance(y, held) for y in x))
 
 
 class Sharded(Source):

@@ -18,9 +18,9 @@ from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor, redistribute, stamp
 from espalier.tensor.caller import user_frame
-from espalier.tensor.fallback import tree_map
 from espalier.tensor.rules.counts import alike
 from espalier.tensor.watch import claim
+from espalier.trees import named_leaves, tree_map
 
 _EXHAUSTED, _RAGGED = -1, -2
 
@@ -235,16 +235,10 @@ def _stretch(start: int, n: int) -> Callable[[Any], Any]:
     return lambda x: x[start : start + n] if _has_rows(x) else x
 
 
-def _leaves(tree: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
+def _leaves(batch: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors with rows, and where they stand."""
-    if _has_rows(tree):
-        return [(name or "batch", tree)]
-    items: Any = ()
-    if isinstance(tree, Mapping):
-        items = tree.items()
-    elif isinstance(tree, tuple | list):
-        items = enumerate(tree)
-    return [leaf for key, x in items for leaf in _leaves(x, f"{name}.{key}" if name else str(key))]
+    found = named_leaves(batch, lambda x: isinstance(x, Mapping | tuple | list))
+    return [(name or "batch", x) for name, x in found if _has_rows(x)]
 
 
 def _lengths(batch: Any) -> frozenset[int]:

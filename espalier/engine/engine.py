@@ -37,10 +37,9 @@ from espalier.parallel import Arrangement, Plan, arrange, lay_out_model
 from espalier.parallel.data.axis import DataAxis
 from espalier.tensor import DTensor, full_tensor, redistribute
 from espalier.tensor.deferred import share_random_state
-from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dry_autocast import DryAutocast
-from espalier.tensor.fallback import tree_map
 from espalier.tensor.rules.counts import Ahead
+from espalier.trees import tensors_in, tree_map
 
 _grad: Any = torch.Tensor.grad
 LossFunction = Callable[[Any, Any], torch.Tensor]

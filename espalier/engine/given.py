@@ -15,8 +15,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.mesh import Mesh
-from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import DTensor
+from espalier.trees import tensors_in
 
 _SAMPLES = 2**20  # of a tensor, that are looked at
 _APART = 1e-4  # rounding is less (a batch that each rank computed by itself); another batch is about 1 away

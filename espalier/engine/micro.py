@@ -27,8 +27,8 @@ from espalier.parallel.pipeline.split import StageProgram
 from espalier.parallel.pipeline.trees import leaves
 from espalier.parallel.pipeline.undivided import Drawing, WholeProgram
 from espalier.tensor import DTensor, plain, stamp
-from espalier.tensor.fallback import tree_map
 from espalier.tensor.seeding import stream_of
+from espalier.trees import tree_map
 
 if TYPE_CHECKING:
     from espalier.engine.pipeline import PipelineEngine

@@ -25,7 +25,7 @@ from espalier.parallel.pipeline.stages import Stages
 from espalier.parallel.pipeline.undivided import Undivided
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.dtensor import layout_of
-from espalier.tensor.fallback import tree_map
+from espalier.trees import tree_map
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _grad: Any = torch.Tensor.grad

@@ -13,7 +13,7 @@ from espalier.models.generate import generate as continued
 from espalier.parallel.pipeline.trees import called as given_to
 from espalier.parallel.pipeline.trees import leaves, mapped
 from espalier.tensor import DTensor, full_tensor, stamp
-from espalier.tensor.fallback import tree_map
+from espalier.trees import tree_map
 
 if TYPE_CHECKING:
     from espalier.engine.engine import Engine

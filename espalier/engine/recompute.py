@@ -36,12 +36,11 @@ from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
 from espalier.parallel.data.units import blocks, parts, segments
 from espalier.tensor import DTensor, plain
-from espalier.tensor.dispatch import tensors_in
-from espalier.tensor.fallback import tree_map
 from espalier.tensor.functions import layouts_of, stamped
 from espalier.tensor.loans import written_mark
 from espalier.tensor.saved import Outer, outer_hooks
 from espalier.tensor.traces import Generators, put_back
+from espalier.trees import tensors_in, tree_map
 
 Policy = Callable[..., Any]
 Slot = tuple[dict[str, Any], str, Any]

@@ -30,7 +30,7 @@ from espalier.mesh.parts import at
 from espalier.parallel.pipeline.chances import Drawing
 from espalier.tensor import full_tensor, plain, stamp
 from espalier.tensor.dtensor import DTensor, layout_of, redistribute
-from espalier.tensor.fallback import tree_map
+from espalier.trees import tree_map
 
 Branches = Mapping[str, int]
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
-from torch.utils import _pytree as pytree
 
 from espalier.comm.traced import symbolic
 from espalier.layout import Layout
@@ -26,6 +25,7 @@ from espalier.tensor.random import draw_key
 from espalier.tensor.recording import Key, Place, Recorder, Refused
 from espalier.tensor.strictness import is_strict
 from espalier.tensor.watch import watchers
+from espalier.trees import flatten, unflatten
 
 Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
@@ -115,7 +115,7 @@ class _Region:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if symbolic() or any(watcher.inside for watcher in watchers()):
             return self._call(*args, **kwargs)
-        leaves, form = pytree.tree_flatten((args, kwargs))
+        leaves, form = flatten((args, kwargs))
         key = (_state(), *map(_kind, leaves), _repeats(leaves), form)
         for variant in self._variants.get(key, ()):
             if variant.fits():
@@ -244,7 +244,7 @@ class _Variant:
                 outs.append(leaves[source] if type(source) is int else source.get())
             else:
                 outs.append(which)
-        return pytree.tree_unflatten(outs, self._form)
+        return unflatten(outs, self._form)
 
 
 def _record(
@@ -264,11 +264,11 @@ def _record(
             entered[i] = _fresh(x) if at == i else entered[at]
             if at == i:
                 recorder.take(entered[i], i)
-    args, kwargs = pytree.tree_unflatten(entered, form)
+    args, kwargs = unflatten(entered, form)
     with recorder:
         out = call(*args, **kwargs)
     _refuse_changes(watch, owner, places)
-    results, out_form = pytree.tree_flatten(out)
+    results, out_form = flatten(out)
     given = {node: i for i, node in enumerate(n for n in recorder.graph.nodes if n.op == "placeholder")}
     made: dict[Any, int] = {}
     outputs = [_output(x, recorder, given, made) for x in results]
@@ -279,7 +279,7 @@ def _record(
         if type(source) is int:
             results[i] = leaves[source]
     variant = _Variant(compiled, recorder, watch, outputs, out_form)
-    return variant, pytree.tree_unflatten(results, out_form)
+    return variant, unflatten(results, out_form)
 
 
 def _fresh(x: torch.Tensor) -> torch.Tensor:

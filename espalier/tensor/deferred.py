@@ -23,12 +23,11 @@ from espalier.comm import collectives as door
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.tensor.api import lay_out
-from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import plain, stamp
-from espalier.tensor.fallback import tree_map
 from espalier.tensor.modules import lay_out_parameter
 from espalier.tensor.seeding import same_position, without_tag
 from espalier.tensor.tape import Op, Ref, Schedule
+from espalier.trees import leaves, tensors_in, tree_map
 
 _aten = torch.ops.aten
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -108,7 +107,7 @@ class Tape:
         for name, value in (("device", torch.device("cpu")), ("pin_memory", False)):
             if kwargs.get(name) is not None:
                 kwargs[name] = value
-        reads = {x.storage for x in _refs((args, kwargs))} - filled
+        reads = {x.storage for x in leaves((args, kwargs), Ref)} - filled
         alone = not random or func.overloadpacket in (_DRAWS | _MAKES)
         self.ops.append(Op(func, args, kwargs, reads, writes, makes, filled, random, alone))
 
@@ -191,12 +190,6 @@ class Tape:
         finally:
             if start is None or not same_position(before, start):
                 torch.set_rng_state(before)  # the program has drawn or seeded since
-
-
-def _refs(tree: Any) -> list[Ref]:
-    if isinstance(tree, tuple | list | dict):
-        return [at for x in (tree.values() if isinstance(tree, dict) else tree) for at in _refs(x)]
-    return [tree] if isinstance(tree, Ref) else []
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

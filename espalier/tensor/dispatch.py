@@ -28,7 +28,6 @@ from espalier.tensor.fallback import (
     function_of,
     rejected,
     torch_error,
-    tree_map,
     writes,
 )
 from espalier.tensor.keys import TOLD, Path, key_of, put, told
@@ -47,6 +46,7 @@ from espalier.tensor.saved import (
     saving_shards,
 )
 from espalier.tensor.strictness import is_strict, refuse_plain
+from espalier.trees import leaves, tensors_in, tree_map
 
 _plain_call = torch._C._disabled_torch_function_impl
 # the C getters themselves: to be called where torch functions are not intercepted
@@ -381,7 +381,11 @@ def ask(
             bound = RULES.signature(func).bind(*seen_args, **seen_kwargs)
         except TypeError:
             return None  # an overload that the rule does not know
-        operands = _renumbered(bound.arguments)
+        operands = leaves(bound.arguments, Operand)
+        for i, operand in enumerate(
+            operands
+        ):  # in the order of the rule's parameters, not as they were given
+            operand.index = i
         spec = rule(*seen_args, **seen_kwargs)
     if spec is None or len(spec.ins) != len(operands):
         return None  # or it is given a tensor where it expects a number
@@ -397,20 +401,6 @@ def _operands(a: Any, mesh: Mesh, found: list[Operand], path: Path) -> Any:
     return a
 
 
-def _renumbered(tree: Any) -> list[Operand]:
-    """The operands in the order of the rule's parameters, whatever the order of the keywords given."""
-    if isinstance(tree, Operand):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, tuple | list):
-        return []
-    operands = [o for x in tree for o in _renumbered(x)]
-    for i, operand in enumerate(operands):
-        operand.index = i
-    return operands
-
-
 def mesh_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Mesh:
     """The one mesh on which the DTensors of a call lie.
 
@@ -424,17 +414,6 @@ def mesh_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Mesh:
             f"{', '.join(map(repr, meshes.values()))}. x.redistribute(mesh, placements) brings them to one."
         )
     return next(iter(meshes.values()))
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, tuple | list):
-        return []
-    return [t for x in tree for t in tensors_in(x)]
 
 
 def unruled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library, fallthrough_kernel
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from espalier.trees import flatten, unflatten
 
 # its devices have no tensors here: so nothing else comes this way
 _KIND = "ipu"
@@ -86,7 +87,7 @@ class DryAutocast:
         below = keys & _BELOW
         if not torch.is_autocast_enabled(_LIKE):
             return op.redispatch(below, *args, **kwargs)
-        flat, form = pytree.tree_flatten((args, kwargs))
+        flat, form = flatten((args, kwargs))
         given = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
         key = op, torch.get_autocast_dtype(_LIKE), str(form), tuple((i, flat[i].dtype) for i in given)
         with torch._C.DisableTorchFunction():
@@ -95,7 +96,7 @@ class DryAutocast:
             for i, dtype in zip(given, self._casts[key], strict=True):
                 if dtype is not None and flat[i].is_meta:
                     flat[i] = self._cast(flat[i], dtype)
-        args, kwargs = pytree.tree_unflatten(flat, form)
+        args, kwargs = unflatten(flat, form)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
             return op.redispatch(below, *args, **kwargs)
 
@@ -142,7 +143,7 @@ def _asked(op: Any, flat: Sequence[Any], given: Sequence[int], form: Any) -> tup
         for i in given:
             x = flat[i]
             stand_ins[i] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_LIKE)
-        args, kwargs = pytree.tree_unflatten(stand_ins, form)
+        args, kwargs = unflatten(stand_ins, form)
         op(*args, **kwargs)
     return tuple(next((to for x, to in casts.seen if x is stand_ins[i]), None) for i in given)
 

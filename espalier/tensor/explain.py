@@ -26,10 +26,11 @@ from espalier.layout import Layout
 from espalier.layout.layout import AxisState, R, V, state_name
 from espalier.mesh import Mesh
 from espalier.tensor.caller import library_function, module_path, site, user_frame
-from espalier.tensor.dispatch import ask, at, tensors_in
+from espalier.tensor.dispatch import ask, at
 from espalier.tensor.dtensor import DTensor, plain
 from espalier.tensor.rules.reasons import Choice, choices
 from espalier.tensor.watch import Trail, Watcher, in_backward, watching
+from espalier.trees import tensors_in
 
 _WIDTH = 108
 
@@ -252,20 +253,15 @@ def explain(fn: Callable[..., Any], *inputs: Any, backward: bool = True, **kwarg
 
 def _backward(result: Any) -> None:
     with raw():
-        ends = [plain(x) for x in tensors_in(_leaves(result)) if x.requires_grad and x.is_floating_point()]
+        if not isinstance(result, torch.Tensor | tuple | list | dict):
+            result = getattr(result, "__dict__", None)  # a model's output of a class of its own
+        ends = [plain(x) for x in tensors_in(result) if x.requires_grad and x.is_floating_point()]
         ends = [x for x in ends if x.grad_fn is not None]
         leaves = [get_gradient_edge(x) for x in _accumulated([x.grad_fn for x in ends])]
         ones = [torch.ones_like(x) for x in ends]
     if leaves:
         # intercepted again: hooks and recomputation see DTensors
         torch.autograd.grad(ends, leaves, ones, allow_unused=True)
-
-
-def _leaves(result: Any) -> Any:
-    """What a model's output holds, if it is no tensor itself."""
-    if isinstance(result, torch.Tensor | tuple | list | dict):
-        return result
-    return list(vars(result).values()) if hasattr(result, "__dict__") else []
 
 
 def _accumulated(nodes: list[Any]) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from espalier.tensor.functions import on_wholes
 from espalier.tensor.keys import whole_key_of
 from espalier.tensor.loans import is_view, lend, loans_in, version
 from espalier.tensor.seeding import drawing_alike
+from espalier.trees import tree_map
 
 # a composite asks these whether to hand itself over; entered, it must go on instead
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -357,20 +358,6 @@ def writes(func: Callable[..., Any]) -> bool:
             and name not in ("__invert__", "__index__", "__int__")
         )
     )
-
-
-def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """``fn`` on every leaf of nested tuples (named ones too), lists and dicts."""
-    if isinstance(tree, dict):
-        return {k: tree_map(fn, v) for k, v in tree.items()}
-    if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
-        parts = [tree_map(fn, x) for x in tree]
-        if hasattr(tree, "_fields"):
-            return type(tree)(*parts)
-        if type(tree) in (tuple, list):
-            return type(tree)(parts)
-        return type(tree)(parts)
-    return fn(tree)
 
 
 @lru_cache(maxsize=4096)

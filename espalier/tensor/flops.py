@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from espalier.tensor.dispatch import tensors_in
+from espalier.trees import tensors_in
 
 
 def _forward_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:

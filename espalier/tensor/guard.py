@@ -29,12 +29,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from espalier.comm.traced import recorders
 from espalier.layout import any_alive
 from espalier.tensor import flex, functions, library, stepping, transforms
-from espalier.tensor.dispatch import dispatch, tensors_in, unruled
+from espalier.tensor.dispatch import dispatch, unruled
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.memory import whole
 from espalier.tensor.modules import typed_conversion
 from espalier.tensor.rules.meta import seeded
 from espalier.tensor.seeding import drawing_alike, true_seeds
+from espalier.trees import tensors_in
 
 _intercepted = torch._C._is_torch_function_enabled
 _DOORS = (

@@ -26,6 +26,7 @@ from espalier.comm import move
 from espalier.layout import Layout
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.tensor.rules.table import VIEWS
+from espalier.trees import tree_map
 
 Call = Callable[..., Any]
 # the C getters themselves: to be called where torch functions are not intercepted
@@ -194,8 +195,6 @@ def call(
             stand[id(x)] = x._source.stand_in(func)  # type: ignore[attr-defined]
     first = args[0] if args else None
     if stand:
-        from espalier.tensor.fallback import tree_map
-
         args, kwargs = tree_map(lambda a: stand.get(id(a), a), (args, kwargs))
         loans = [x for x in loans if id(x) not in stand]
         if one and args[0] is not first:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 
 from espalier.comm import collectives as door
 from espalier.comm import move
@@ -21,6 +20,7 @@ from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.tensor.api import check_parts, from_local, to_local
 from espalier.tensor.dtensor import DTensor, as_recorded, plain, redistribute
+from espalier.trees import flat_map, flatten, unflatten
 
 
 def local_map(
@@ -66,8 +66,8 @@ def local_map(
 
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        flat, tree = pytree.tree_flatten(args)
-        flat_kwargs, kwargs_tree = pytree.tree_flatten(kwargs)
+        flat, tree = flatten(args)
+        flat_kwargs, kwargs_tree = flatten(kwargs)
         flat, flat_kwargs = [*map(as_recorded, flat)], [*map(as_recorded, flat_kwargs)]
         seen = [x for x in (*flat, *flat_kwargs) if isinstance(x, DTensor)]
         if not seen:
@@ -85,9 +85,9 @@ def local_map(
         local = _Local([*entered, *named], layouts) if differ else None
         if local is not None:
             entered, named = local.inputs[: len(entered)], local.inputs[len(entered) :]
-        out = call(*pytree.tree_unflatten(entered, tree), **pytree.tree_unflatten(named, kwargs_tree))
+        out = call(*unflatten(entered, tree), **unflatten(named, kwargs_tree))
         if local is not None:
-            out = pytree.tree_map(local.leaving, out)
+            out = flat_map(local.leaving, out)
         return _left(out, mesh, outs, layouts)
 
     return wrapped
@@ -221,7 +221,7 @@ _leave: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Leave).app
 
 
 def _left(out: Any, mesh: Mesh, outs: tuple[Any, ...], inputs: list[Layout]) -> Any:
-    flat, tree = pytree.tree_flatten(out)
+    flat, tree = flatten(out)
     if len(flat) != len(outs):
         raise ValueError(
             f"local_map: {len(flat)} value(s) came out, out_placements speaks of {len(outs)}. "
@@ -235,7 +235,7 @@ def _left(out: Any, mesh: Mesh, outs: tuple[Any, ...], inputs: list[Layout]) -> 
                 "Tensors need placements, other values None."
             )
         found.append(x if placements is None else _typed(x, mesh, placements, inputs))
-    return pytree.tree_unflatten(found, tree)
+    return unflatten(found, tree)
 
 
 def _typed(x: torch.Tensor, mesh: Mesh, placements: Sequence[Placement], inputs: list[Layout]) -> DTensor:

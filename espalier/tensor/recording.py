@@ -20,11 +20,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from espalier.comm.moves import travel
 from espalier.mesh import Mesh
-from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import DTensor
-from espalier.tensor.fallback import tree_map, writes
+from espalier.tensor.fallback import writes
 from espalier.tensor.random import draw_key
 from espalier.tensor.saved import close_saving, gather_before_backward, hold, open_saving
+from espalier.trees import leaves, tensors_in, tree_map
 
 _intercepted = torch._C._is_torch_function_enabled
 
@@ -256,7 +256,8 @@ def _call(graph: fx.Graph, func: Callable[..., Any], args: Any, kwargs: dict[str
         if attribute == "data":
             return graph.call_method("detach", args[:1])
         return graph.call_function(getattr, (args[0], attribute))
-    plain = all(isinstance(x, _SIMPLE) or x is None or x is Ellipsis for x in _leaves((args, kwargs)))
+    values = leaves((args, kwargs), sought=())
+    plain = all(isinstance(x, _SIMPLE) or x is None or x is Ellipsis for x in values)
     if plain and args and isinstance(args[0], fx.Node) and getattr(torch.Tensor, name, None) is func:
         return graph.call_method(name, args, kwargs)
     module = getattr(func, "__module__", None) or "torch"
@@ -267,7 +268,7 @@ def _call(graph: fx.Graph, func: Callable[..., Any], args: Any, kwargs: dict[str
 
 def _bound(graph: fx.Graph, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> fx.Node:
     """A call with arguments that no graph can print: they are kept by a function made for it."""
-    given = [x for x in _leaves((args, kwargs)) if isinstance(x, fx.Node)]
+    given = [x for x in leaves((args, kwargs), sought=()) if isinstance(x, fx.Node)]
 
     def call(*tensors: Any) -> Any:
         values = iter(tensors)
@@ -295,17 +296,3 @@ def _title(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
     owner = getattr(func, "__self__", None)
     name = f"{owner.__name__}_apply" if isinstance(owner, type) else getattr(func, "__name__", "call")
     return "".join(c if c.isalnum() else "_" for c in name)
-
-
-def _leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
-
-    def see(x: Any) -> Any:
-        if isinstance(x, slice):
-            found.extend(_leaves((x.start, x.stop, x.step)))
-        else:
-            found.append(x)
-        return x
-
-    tree_map(see, tree)
-    return found

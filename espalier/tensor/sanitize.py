@@ -22,13 +22,13 @@ from espalier.layout.layout import R, V
 from espalier.mesh import Mesh
 from espalier.tensor.caller import library_function, module_path, site, user_frame
 from espalier.tensor.compare import Desk, Record, SanitizeError, version
-from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import DTensor, plain
-from espalier.tensor.fallback import tree_map, writes
+from espalier.tensor.fallback import writes
 from espalier.tensor.fingerprint import fingerprint
 from espalier.tensor.rules import RULES
 from espalier.tensor.seeding import position_of_keys, same_position
 from espalier.tensor.watch import Trail, Watcher, in_backward, watching
+from espalier.trees import tensors_in, tree_map
 
 _grad: Any = torch.Tensor.grad
 # their content is whatever the memory held

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from espalier.layout import Placement
 from espalier.layout.layout import AxisState, R, normal_dim
 from espalier.tensor.api import register_rule
 from espalier.tensor.rules.spec import Operand, RuleFunction, Spec
 from espalier.tensor.rules.table import spellings
+from espalier.trees import leaves, tensors_in, tree_map
 
 Way = tuple[Sequence[Placement | None], Sequence[Placement | None]]
 ShardingFunction = Callable[..., Sequence[Way]]
@@ -49,19 +49,17 @@ def register_sharding(op: Any) -> Callable[[ShardingFunction], ShardingFunction]
 
 def _rule(op: Any, function: ShardingFunction) -> RuleFunction:
     def rule(*args: Any, **kwargs: Any) -> Spec:
-        leaves = [*pytree.tree_leaves(args), *pytree.tree_leaves(kwargs)]
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Operand)]
-        whole = [pytree.tree_map_only(Operand, _on_meta, tree) for tree in (args, kwargs)]
-        shapes = [
-            x.shape for x in pytree.tree_leaves(op(*whole[0], **whole[1])) if isinstance(x, torch.Tensor)
-        ]
-        ins = [leaves[i].shape for i in places]
+        values = leaves((args, kwargs))
+        places = [i for i, x in enumerate(values) if isinstance(x, Operand)]
+        ins = [values[i].shape for i in places]
+        args_on_meta, kwargs_on_meta = tree_map(_on_meta, (args, kwargs))
+        shapes = [x.shape for x in tensors_in(op(*args_on_meta, **kwargs_on_meta))]
         ways = []
         for outs, given in function(*args, **kwargs):
             wanted = [given[i] for i in places if i < len(given)]
             if len(outs) != len(shapes) or len(wanted) != len(ins) or None in (*outs, *wanted):
                 raise ValueError(
-                    f"register_sharding for {op}: the call has {len(leaves)} argument(s), tensors at "
+                    f"register_sharding for {op}: the call has {len(values)} argument(s), tensors at "
                     f"{places}, and {len(shapes)} output(s); got placements {list(given)} and {list(outs)}."
                 )
             ways.append((_states(wanted, ins), _states(outs, shapes)))
@@ -75,8 +73,8 @@ def _rule(op: Any, function: ShardingFunction) -> RuleFunction:
     return rule
 
 
-def _on_meta(x: Operand) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+def _on_meta(x: Any) -> Any:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Operand) else x
 
 
 def _states(placements: Sequence[Any], shapes: Sequence[Sequence[int]]) -> tuple[AxisState, ...]:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from espalier.tensor.dispatch import tensors_in
-from espalier.tensor.fallback import tree_map
+from espalier.trees import tensors_in, tree_map
 
 
 @dataclass(frozen=True)

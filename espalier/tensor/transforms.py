@@ -18,7 +18,6 @@ from torch._C import DisableTorchFunctionSubclass as raw
 from torch._functorch import apis, eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils import _pytree as pytree
 
 from espalier.comm import move
 from espalier.comm.moves import on_dry
@@ -27,6 +26,7 @@ from espalier.layout import Layout, any_alive, same_data
 from espalier.tensor.caller import user_frame
 from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp, up_to_date
 from espalier.tensor.fallback import GatherWarning, cut_again, writes
+from espalier.trees import flat_map, flatten
 
 # where transforms begin, looked up at each call
 _DOORS = (
@@ -82,12 +82,10 @@ class Inside(TorchFunctionMode):
                 f"{getattr(func, '__name__', func)} writes to a DTensor ({args[0]._layout!r}) inside of "
                 "torch.vmap or a transform of torch.func. Give it back instead, and write to it outside."
             )
-        args, kwargs = pytree.tree_map(self.whole, (args, kwargs))
+        args, kwargs = flat_map(self.whole, (args, kwargs))
         mesh = self.held[-1].mesh
         if mesh.is_dry:
-            args, kwargs = pytree.tree_map_only(
-                torch.Tensor, lambda x: x.to(mesh.device_type), (args, kwargs)
-            )
+            args, kwargs = flat_map(lambda x: x.to(mesh.device_type), (args, kwargs), torch.Tensor)
         return func(*args, **kwargs)
 
 
@@ -106,7 +104,7 @@ def _transform(door: Callable[..., Any], gives: bool = False) -> Callable[..., A
     def entered(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return door(*args, **kwargs)
-        given = any(type(x) is DTensor for x in pytree.tree_leaves((args, kwargs)))
+        given = any(type(x) is DTensor for x in flatten((args, kwargs))[0])
         if not given and (not any_alive() or around() is not None):
             return door(*args, **kwargs)
         out = _on_wholes(door, args, kwargs)
@@ -123,10 +121,10 @@ def around() -> Inside | None:
 
 def _on_wholes(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mode = Inside()
-    args, kwargs = pytree.tree_map(mode.whole, (args, kwargs))
+    args, kwargs = flat_map(mode.whole, (args, kwargs))
     if mode.held and mode.held[0].mesh.is_dry:
         mesh = mode.held[0].mesh
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: on_dry(x, mesh), (args, kwargs))
+        args, kwargs = flat_map(lambda x: on_dry(x, mesh), (args, kwargs), torch.Tensor)
     with mode:
         out = call(*args, **kwargs)
     if not mode.held or around() is not None:
@@ -141,7 +139,7 @@ def _on_wholes(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         with raw():
             return cut_again(stamp(x.view_as(x), Layout.replicated(mesh, tuple(x.shape))), of_args)
 
-    return pytree.tree_map_only(torch.Tensor, typed, out)
+    return flat_map(typed, out, torch.Tensor)
 
 
 @functools.lru_cache(maxsize=1)

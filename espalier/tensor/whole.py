@@ -15,8 +15,8 @@ from torch._C import DisableTorchFunctionSubclass as raw
 from espalier.layout import Layout
 from espalier.tensor.dispatch import Move, _moved, _shard_of
 from espalier.tensor.dtensor import DTensor, stamp, up_to_date
-from espalier.tensor.fallback import tree_map
 from espalier.tensor.saved import Shard, close_saving, gather_before_backward, open_saving
+from espalier.trees import tree_map
 
 
 def call_on_whole(

@@ -13,6 +13,7 @@ from espalier.checkpoint import checkpoints, newest
 from espalier.comm.words import words_of_all
 from espalier.train.job import Job
 from espalier.train.progress import Progress
+from espalier.trees import named_leaves
 
 
 class Keeper:
@@ -155,7 +156,7 @@ def _directory(job: Job) -> Path | None:
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """What two jobs say differently, a line each."""
-    before, after = dict(_flat(then)), dict(_flat(now))
+    before, after = (dict(named_leaves(x, lambda y: isinstance(y, Mapping))) for x in (then, now))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             yield f"{key}: {_shown(before, key)} then, {_shown(after, key)} now"
@@ -163,14 +164,6 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key]) if key in values else "not given"
-
-
-def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _flat(value, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, tree
 
 
 def _plain(raw: Mapping[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from espalier.tensor.fallback import tree_map
+from espalier.trees import tree_map
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,12 @@ from espalier.parallel.data.gathered import Gathered
 from espalier.parallel.data.residency import Shelf
 from espalier.parallel.data.resting import Resting
 from espalier.tensor import stamp
-from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import DTensor
-from espalier.tensor.fallback import tree_map
 from espalier.tensor.loans import stamp_alias
+from espalier.trees import tensors_in, tree_map
+
+_OBJECTS = 3
+"""So many objects of classes of their own, one within another, are looked into for what a module gives."""
 
 
 class Use(NamedTuple):
@@ -119,7 +121,7 @@ class Gathering:
         with raw():
             views = {
                 id(x): None
-                for x in _all_tensors(out)
+                for x in tensors_in(out, objects=_OBJECTS)
                 if not isinstance(x, nn.Parameter)
                 and x.layout is torch.strided
                 and x.untyped_storage()._cdata in stores
@@ -269,18 +271,6 @@ def _is_elsewhere(chunk: Chunk) -> bool:
     return chunk.home is not None and chunk.home.device != chunk.device
 
 
-def _all_tensors(tree: Any, depth: int = 3) -> list[torch.Tensor]:
-    """The tensors in what a module gives: in containers, and in objects of classes of its own."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, tuple | list | dict):
-        found = list(tree.values()) if isinstance(tree, dict) else tree
-    else:
-        found = list(getattr(tree, "__dict__", {}).values()) if depth else []
-        depth -= 1
-    return [t for x in found for t in _all_tensors(x, depth)]
-
-
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
@@ -343,6 +333,6 @@ def _before_backward(out: Any, need: Callable[..., None]) -> Any:
     if torch.is_grad_enabled():
         if isinstance(out, torch.Tensor) or type(out) in (tuple, list):
             return tree_map(hooked, out)
-        for x in _all_tensors(out):
+        for x in tensors_in(out, objects=_OBJECTS):
             hooked(x)
     return out

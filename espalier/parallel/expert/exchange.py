@@ -35,7 +35,7 @@ from espalier.layout.layout import R, V
 from espalier.parallel.expert.modules import stacks
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor, layout_of, redistribute
-from espalier.tensor.fallback import tree_map
+from espalier.trees import tree_map
 
 
 def send_tokens(model: nn.Module) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as raw
-from torch.utils import _pytree as pytree
 
 from espalier.layout import Layout
 from espalier.mesh import Mesh
@@ -28,6 +27,7 @@ from espalier.tensor import DTensor, stamp
 from espalier.tensor.apart import Apart, on_meta
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.traces import untraced
+from espalier.trees import flatten, unflatten
 
 _MOST_KNOWN = 256
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -98,7 +98,7 @@ class Agreement:
             followed: the values that are followed in the last stage.
             loss_of: what finds the loss in what the last stage gives; by default it may hang on all of that.
         """
-        leaves, form = pytree.tree_flatten(inputs)
+        leaves, form = flatten(inputs)
         # a split is one for whether modules train, and parameters need gradients
         key = (split, str(form), tuple(map(_told, leaves)), torch.is_grad_enabled(), followed is None)
         if len(self._known) > _MOST_KNOWN:
@@ -106,7 +106,7 @@ class Agreement:
         if key not in self._known:
             for ours, theirs in zip(self._model.modules(), self._twin.modules(), strict=True):
                 theirs.training = ours.training
-            dry = pytree.tree_unflatten([self._bare(x) for x in leaves], form)
+            dry = unflatten([self._bare(x) for x in leaves], form)
             programs = [program.on(self._twin) for program in split.stages]
             with untraced(self._model):  # nor does who counts memory or operations count the twin's
                 self._known[key] = self._run(programs, dry, forward, followed, loss_of)
@@ -228,7 +228,7 @@ def taken_apart(out: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.
     """The tensors in what a stage gives, and what puts it together again from others."""
     if type(out) is tuple and all(isinstance(x, torch.Tensor) for x in out):
         return list(out), tuple
-    leaves, form = pytree.tree_flatten(out)
+    leaves, form = flatten(out)
     places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     rest = [None if isinstance(x, torch.Tensor) else x for x in leaves]
 
@@ -236,7 +236,7 @@ def taken_apart(out: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.
         found = list(rest)
         for i, x in zip(places, tensors, strict=True):
             found[i] = x
-        return pytree.tree_unflatten(found, form)
+        return unflatten(found, form)
 
     return [leaves[i] for i in places], rebuild
 

@@ -13,8 +13,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from espalier.tensor.fallback import tree_map
 from espalier.tensor.seeding import same_position
+from espalier.trees import tree_map
 
 _META = torch.device("meta")
 States = tuple[torch.Tensor, ...]

@@ -31,10 +31,9 @@ from espalier.comm.moves import on_dry
 from espalier.layout import Layout
 from espalier.layout.layout import R, V
 from espalier.parallel.tensor.tables import parts_of, transposed
-from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import DTensor, layout_of, redistribute, stamp
-from espalier.tensor.fallback import tree_map
 from espalier.tensor.whole import call_on_whole
+from espalier.trees import tensors_in, tree_map
 
 Call = Callable[..., Any]
 

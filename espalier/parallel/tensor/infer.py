@@ -30,10 +30,10 @@ from torch.overrides import TorchFunctionMode
 from espalier.layout import Layout, same_cuts
 from espalier.mesh import Mesh
 from espalier.tensor.apart import NotCopiedError, apart
-from espalier.tensor.dispatch import tensors_in
-from espalier.tensor.fallback import _entrance, tree_map
+from espalier.tensor.fallback import _entrance
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.spec import Letter, Operand, Spec
+from espalier.trees import tensors_in, tree_map
 
 # an embedding, or a head over classes, below this share of all parameters is not worth its messages
 _LARGE_SHARE = 0.005

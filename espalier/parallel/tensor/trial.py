@@ -26,11 +26,10 @@ from espalier.mesh import Mesh
 from espalier.parallel.tensor.boundary import SEQUENCE, cut_sequences
 from espalier.parallel.tensor.infer import Group
 from espalier.tensor.apart import apart, on_meta
-from espalier.tensor.dispatch import tensors_in
 from espalier.tensor.dtensor import DTensor, plain, redistribute, stamp
-from espalier.tensor.fallback import tree_map
 from espalier.tensor.live import LiveMemory
 from espalier.tensor.modules import lay_out_parameter
+from espalier.trees import tensors_in, tree_map
 
 # a trained parameter's bytes: itself, its gradient, two states
 _COPIES = 4

@@ -9,6 +9,7 @@ import torch
 
 from espalier.tensor.rules.spec import Dims, Operand, Placed, RuleFunction, Spec
 from espalier.tensor.rules.table import rule, rule_in_place, rule_with
+from espalier.trees import leaves
 
 # f(x) linear in x: a Partial passes through
 LINEAR = """
@@ -59,15 +60,7 @@ def elementwise(
 
 def found(*trees: Any) -> list[Operand]:
     """All operands among arguments, in the order of their indices."""
-    flat: list[Operand] = []
-    for tree in trees:
-        if isinstance(tree, Operand):
-            flat.append(tree)
-        elif isinstance(tree, dict):
-            flat += found(*tree.values())
-        elif isinstance(tree, tuple | list):
-            flat += found(*tree)
-    return sorted(flat, key=lambda o: o.index)
+    return sorted(leaves(trees, Operand), key=lambda o: o.index)
 
 
 @rule(NONLINEAR, BROADCAST, inplace=True, loose=True)

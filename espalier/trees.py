@@ -1,0 +1,145 @@
+"""Nested containers: what is in them, and the same containers with other things in them.
+
+What a walk opens is the same everywhere: tuples, lists and dicts, of any class. ``torch.Size`` is one value.
+More is opened where it is asked for: slices and dataclasses (``sought``), objects of other classes
+(``objects``), what torch's own functions open (:func:`flatten`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+_CONTAINERS = (dict, tuple, list)
+
+
+def tensors_in(tree: Any, objects: int = 0) -> list[torch.Tensor]:
+    """All tensors in nested tuples, lists and dicts.
+
+    Args:
+        tree: the containers.
+        objects: how many objects of other classes, one within another, are looked into.
+    """
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        if not objects or not hasattr(tree, "__dict__"):
+            return []
+        tree, objects = list(vars(tree).values()), objects - 1
+    return [t for x in tree for t in tensors_in(x, objects)]
+
+
+def tree_map(fn: Callable[[Any], Any], tree: Any, sought: tuple[type, ...] | None = None) -> Any:
+    """``fn`` on every leaf of nested tuples, lists and dicts.
+
+    A container of a class of its own (a named tuple, transformers' ``ModelOutput``) stays one of that class.
+
+    Args:
+        fn: what is done with a leaf.
+        tree: the containers.
+        sought: if given, slices are opened too, and those dataclasses in which one of these kinds is. What is
+            of these kinds is a leaf, whatever it is besides.
+    """
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([tree_map(fn, x, sought) for x in tree])
+    if kind is dict:
+        return {k: tree_map(fn, v, sought) for k, v in tree.items()}
+    if sought is None and not isinstance(tree, _CONTAINERS):
+        return fn(tree)  # most leaves: at once
+    if _inner(tree, sought) is None:
+        return fn(tree)
+    if isinstance(tree, dict):
+        other = copy.copy(tree)
+        for k, v in tree.items():
+            other[k] = tree_map(fn, v, sought)
+        return other
+    if isinstance(tree, tuple | list):
+        parts = [tree_map(fn, x, sought) for x in tree]
+        return kind(*parts) if hasattr(tree, "_fields") else kind(parts)
+    if kind is slice:
+        return slice(*[tree_map(fn, x, sought) for x in (tree.start, tree.stop, tree.step)])
+    other = copy.copy(tree)
+    for field in dataclasses.fields(tree):
+        object.__setattr__(other, field.name, tree_map(fn, getattr(tree, field.name), sought))
+    return other
+
+
+def leaves(
+    tree: Any, kind: type | tuple[type, ...] = object, sought: tuple[type, ...] | None = None
+) -> list[Any]:
+    """The leaves of a kind, in the order of :func:`tree_map`."""
+    inner = _inner(tree, sought)
+    if inner is None:
+        return [tree] if isinstance(tree, kind) else []
+    return [x for part in inner for x in leaves(part, kind, sought)]
+
+
+def _inner(tree: Any, sought: tuple[type, ...] | None) -> Iterable[Any] | None:
+    """What is in a container; None of a leaf."""
+    if isinstance(tree, _CONTAINERS):
+        if isinstance(tree, torch.Size) or (sought is not None and isinstance(tree, sought)):
+            return None
+        return tree.values() if isinstance(tree, dict) else tree
+    if sought is None or isinstance(tree, sought):
+        return None
+    if isinstance(tree, slice):
+        return (tree.start, tree.stop, tree.step)
+    return _fields(tree) if _is_record(tree) and _holds(_fields(tree), sought) else None
+
+
+def _is_record(x: Any) -> bool:
+    return dataclasses.is_dataclass(x) and not isinstance(x, type)
+
+
+def _fields(record: Any) -> list[Any]:
+    return [getattr(record, field.name) for field in dataclasses.fields(record)]
+
+
+def _holds(tree: Any, sought: tuple[type, ...]) -> bool:
+    """Whether one of these kinds is in a tree whose dataclasses are all opened: in one pass."""
+    if isinstance(tree, sought):
+        return True
+    inner = _fields(tree) if _is_record(tree) and not isinstance(tree, _CONTAINERS) else _inner(tree, sought)
+    return inner is not None and any(_holds(x, sought) for x in inner)
+
+
+def named_leaves(tree: Any, opened: Callable[[Any], bool], name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of mappings and sequences, each with its name: keys and places, joined by dots.
+
+    Args:
+        tree: the containers.
+        opened: whether one is opened.
+        name: the tree's own.
+    """
+    if not opened(tree):
+        yield name, tree
+        return
+    for key, x in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        yield from named_leaves(x, opened, f"{name}.{key}" if name else str(key))
+
+
+# ---- what torch's own functions open: also classes that are registered with torch.utils._pytree
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves, and the form of the containers: it can be hashed, printed and compared."""
+    return _pytree.tree_flatten(tree)
+
+
+def unflatten(parts: Sequence[Any], form: Any) -> Any:
+    """Containers of a form with these leaves."""
+    return _pytree.tree_unflatten(parts, form)
+
+
+def flat_map(fn: Callable[[Any], Any], tree: Any, kind: type = object) -> Any:
+    """``fn`` on every leaf of a kind, other leaves as they are."""
+    parts, form = flatten(tree)
+    return unflatten([fn(x) if isinstance(x, kind) else x for x in parts], form)
