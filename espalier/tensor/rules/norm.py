@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,17 +123,7 @@ def batch_norm(
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {input.shape}"
         )
-    spec = _by_channel(input, [running_mean, running_var, weight, bias], ("c",))
-    if training:
-        written = _buffers(running_mean, running_var)
-        if written is None:
-            return None
-        spec.buffers = written
-        spec.sends = {name: 2 * input.layout.padded_shape[1] for name in spec.ins[0] if name != "c"}
-    spec.run = _batch_normed
-    over = [0, *range(2, input.ndim)] if training else []
-    spec.when = lambda placed: placed.lacks() or placed.axes_of(placed.ins[0], over)
-    return spec
+    return _tracking(input, [running_mean, running_var, weight, bias], training, each_sample=False)
 
 
 @rule(torch.batch_norm)
@@ -164,18 +155,7 @@ def instance_norm(
         raise ValueError(
             f"Expected more than 1 spatial element when training, got input size {list(input.shape)}"
         )
-    spec = _by_channel(input, [running_mean, running_var, weight, bias], ("c",))
-    if use_input_stats:
-        written = _buffers(running_mean, running_var)
-        if written is None:
-            return None
-        spec.buffers = written
-        spec.sends = {("s", i): 2 * math.prod(input.layout.padded_shape[:2]) for i in range(input.ndim - 2)}
-    spec.run = _instance_normed
-    space = range(2, input.ndim)
-    over = [*([0] if running_mean is not None else []), *space] if use_input_stats else []
-    spec.when = lambda placed: placed.lacks() or placed.axes_of(placed.ins[0], over)
-    return spec
+    return _tracking(input, [running_mean, running_var, weight, bias], use_input_stats, each_sample=True)
 
 
 @rule(torch.instance_norm)
@@ -186,6 +166,26 @@ def torch_instance_norm(
     """torch.instance_norm: other names for the same."""
     spec = instance_norm(input, running_mean, running_var, weight, bias, use_input_stats)
     return _reordered(spec, [weight, bias, running_mean, running_var])
+
+
+def _tracking(
+    x: Operand, small: Sequence[Operand | None], training: bool, *, each_sample: bool
+) -> Spec | None:  # fmt: skip
+    """The rule of batches, or of each sample; ``small``: running mean and variance, weight, bias."""
+    spec = _by_channel(x, small, ("c",))
+    over: list[int] = []
+    if training:
+        written = _buffers(*small[:2])
+        if written is None:
+            return None
+        spec.buffers = written
+        samples, channels = x.layout.padded_shape[:2]
+        names = spec.ins[0][2:] if each_sample else ("b", *spec.ins[0][2:])
+        spec.sends = dict.fromkeys(names, 2 * channels * (samples if each_sample else 1))
+        over = [*([] if each_sample and small[0] is None else [0]), *range(2, x.ndim)]
+    spec.run = partial(_normed, each_sample)
+    spec.when = lambda placed: placed.lacks() or placed.axes_of(placed.ins[0], over)
+    return spec
 
 
 def _by_channel(x: Operand, small: Sequence[Operand | None], channel: Dims) -> Spec:
@@ -220,36 +220,25 @@ def _named(func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
     return bound
 
 
-def _batch_normed(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+def _normed(
+    each_sample: bool, func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed
+) -> torch.Tensor:  # fmt: skip
     bound = _named(func, args, kwargs)
     x, weight, bias = bound["input"], bound.get("weight"), bound.get("bias")
     lay = placed.ins[0]
-    over = [0, *range(2, x.ndim)]
-    axes = placed.axes_of(lay, over) if bound.get("training", False) else ()
-    if not axes:
+    over = [*([] if each_sample else [0]), *range(2, x.ndim)]
+    axes, apart = placed.axes_of(lay, over), placed.axes_of(lay, [0]) if each_sample else ()
+    tracks = bound.get("running_mean") is not None
+    if not bound.get("training", each_sample) or not (axes or (tracks and apart)):
         return of_nothing(placed, x, *(p for p in (weight, bias) if p is not None))
     count = math.prod(lay.shape[d] for d in over)
     out, mean, variance = _standardized(x, over, placed.mesh, axes, count, bound.get("eps", 1e-5))
-    _follow(bound, mean.flatten(), variance.flatten() * (count / max(count - 1, 1)))
-    return _affine(out, weight, bias, (1, -1, *[1] * (x.ndim - 2)))
-
-
-def _instance_normed(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-    bound = _named(func, args, kwargs)
-    x, weight, bias = bound["input"], bound.get("weight"), bound.get("bias")
-    lay = placed.ins[0]
-    space = range(2, x.ndim)
-    axes, batch = placed.axes_of(lay, space), placed.axes_of(lay, [0])
-    tracks = bound.get("running_mean") is not None
-    if not bound.get("training", True) or not (axes or (tracks and batch)):
-        return of_nothing(placed, x, *(p for p in (weight, bias) if p is not None))
-    count = math.prod(lay.shape[d] for d in space)
-    out, mean, variance = _standardized(x, space, placed.mesh, axes, count, bound.get("eps", 1e-5))
     if tracks:
+        # of each sample by itself: what is followed is the mean over the samples
         each = torch.stack([mean.flatten(1), variance.flatten(1) * (count / max(count - 1, 1))]).sum(1)
-        for axis in batch:
+        for axis in apart:
             each = door.all_reduce(each, placed.mesh, axis)
-        _follow(bound, *(each / lay.shape[0]))
+        _follow(bound, *(each / (lay.shape[0] if each_sample else 1)))
     return _affine(out, weight, bias, (1, -1, *[1] * (x.ndim - 2)))
 
 
