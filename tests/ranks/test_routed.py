@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -113,3 +114,39 @@ def test_modules_that_data_chooses(ranks: Any) -> None:
 
 def test_on_four_ranks(ranks: Any) -> None:
     ranks(4, routed, PLANS[:2])
+
+
+class Scales(nn.Module):
+    """Writes in place to what modules give: views of products, of more than two dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.sin())
+            x *= 2
+        return x.square().mean()
+
+
+def scales(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    net = Scales().double()
+    plain = copy.deepcopy(net)
+    plan = {"data": world, "zero": 3, "chunk_megabytes": 0.0001, "prefetch_megabytes": 0.0}
+    engine = espalier.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), plan)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.randn(4, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        loss = plain(x)
+        theirs.zero_grad()
+        loss.backward()
+        theirs.step()
+        assert abs(engine.train_step((x,)).item() - loss.item()) < 1e-12
+    state = engine.full_state_dict()
+    assert all((state[name] - value).abs().max() < 1e-12 for name, value in plain.state_dict().items())
+
+
+def test_outputs_that_are_written_to_in_place(ranks: Any) -> None:
+    ranks(2, scales)

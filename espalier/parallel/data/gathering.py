@@ -316,7 +316,8 @@ def _before_backward(out: Any, need: Callable[..., None]) -> Any:
     """What a module gives; before its backward ``need`` is called.
 
     It must come before other hooks of the last operation, which may gather or recompute: so in a node of
-    its own. What then is written to in place goes past that node, and has the hook on its own one.
+    its own. What then is written to in place goes past that node, and has the hook on its own one; where it is
+    a view (as of linear's product, of more than two dims), on the one of what it views.
     """
 
     def hooked(x: Any) -> Any:
@@ -324,6 +325,8 @@ def _before_backward(out: Any, need: Callable[..., None]) -> Any:
             return x
         x.grad_fn.register_prehook(need)
         with raw():
+            if x._is_view() and x._base is not None and x._base.grad_fn is not None:
+                x._base.grad_fn.register_prehook(need)
             alias = x.view_as(x)
             alias = stamp_alias(alias, x) if type(x) is DTensor else alias
         assert alias.grad_fn is not None
