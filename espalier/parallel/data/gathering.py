@@ -316,8 +316,8 @@ def _before_backward(out: Any, need: Callable[..., None]) -> Any:
     """What a module gives; before its backward ``need`` is called.
 
     It must come before other hooks of the last operation, which may gather or recompute: so in a node of
-    its own. What then is written to in place goes past that node, and has the hook on its own one; where it is
-    a view (as of linear's product, of more than two dims), on the one of what it views.
+    its own. What then is written to in place goes past that node, and has the hook on its own one, or, where
+    it is a view (of linear's product, if that has more than two dims), on the one of what it views.
     """
 
     def hooked(x: Any) -> Any:
