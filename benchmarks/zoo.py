@@ -246,6 +246,7 @@ def page(results: Sequence[Result], unfit: Sequence[Result], bars: Sequence[str]
         "",
         *(f"- {bar}" for bar in bars),
         "",
+        *versions(results),
         markdown(totals(results)),
         "",
         "The plans: " + "; ".join(f"*{name}* `{plan}`" for name, plan in PLANS.items()) + ".",
@@ -275,6 +276,15 @@ def page(results: Sequence[Result], unfit: Sequence[Result], bars: Sequence[str]
         ]
     missing = [said for group in GROUPS if (said := absent(group))]
     return "\n".join([*lines, *missing]).rstrip() + "\n"
+
+
+def versions(results: Iterable[Result]) -> list[str]:
+    """Where the code changed between pairs: how many were run on which."""
+    counted = Counter(r.version for r in results).most_common()
+    if len(counted) < 2:
+        return []
+    told = ", ".join(f"{n:,} on {name}" for name, n in counted)
+    return [f"The code was mended while they were tried; by a digest of it, there are {told}.", ""]
 
 
 def bars(results: Sequence[Result]) -> tuple[list[str], bool]:
