@@ -122,6 +122,7 @@ class Diffusion(nn.Module):
                 h = h * torch.bernoulli(torch.full_like(h, 0.7))
                 h = h + torch.empty(h.shape, dtype=h.dtype, device=h.device).normal_(0, 0.1)
                 h = (h + torch.normal(0.0, 0.1, (16,), dtype=h.dtype))[:, torch.randperm(16, device=h.device)]
+        h = h * (1 + 0.1 * torch.randn((16,), generator=None, dtype=h.dtype, device=h.device))
         return nn.functional.mse_loss(self.leave(h), noise)
 
 

@@ -72,7 +72,8 @@ class Drawing(TorchDispatchMode):
         with raw():
             if not _draws(func, kwargs):
                 return func(*args, **kwargs)
-            given = args, {name: x for name, x in kwargs.items() if x is not None}
+            # an overload with a generator is called with it, be it None
+            given = args, {k: x for k, x in kwargs.items() if x is not None or k == "generator"}
             draw = Draw(func, *tree_map(_like, given))
             out = func(*args, **kwargs)
             if isinstance(out, torch.Tensor) and out.is_meta and self._device is not None:
