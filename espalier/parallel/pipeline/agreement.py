@@ -270,8 +270,8 @@ def _check(draws: Sequence[Draw], started: States, device: torch.device) -> None
     if not equal(states(device), now):
         raise RuntimeError(
             "A stage has changed the state of torch's random generator: it was seeded anew, or drew as many "
-            "numbers as its values say. Other stages could not know where to go on. Draw from a torch.Generator "
-            "of the module's own, or plan without pipe."
+            "numbers as its values say. Other stages could not know where to go on. Draw from a "
+            "torch.Generator of the module's own, or plan without pipe."
         )
 
 
