@@ -114,10 +114,10 @@ def dry_run(
     with memory:
         # a first step, so that the optimizer's states exist and are counted
         _step(engine, batch, memory)
-    if coordinate is None and isinstance(engine, PipelineEngine):
-        at_work = tuple(engine.stages.places[-1] if name == "pipe" else 0 for name in mesh.names)
-        if isinstance(engine.stages.split, Undivided):
-            return dry_run(model, plan, batch, optimizer=given_optimizer, coordinate=at_work, **given)
+    idle = isinstance(engine, PipelineEngine) and isinstance(engine.stages.split, Undivided)
+    if coordinate is None and idle:
+        at_work = tuple(plan.pipe - 1 if name == "pipe" else 0 for name in mesh.names)
+        return dry_run(model, plan, batch, optimizer=given_optimizer, coordinate=at_work, **given)
     memory.peak = 0
     # the counter of FLOPs takes operations apart: beneath the memory, which sees those of a real step
     with ledger(mesh) as book, flops, memory:

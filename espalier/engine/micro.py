@@ -20,12 +20,12 @@ from espalier.mesh import Mesh
 from espalier.parallel.pipeline.actions import Action, Kind, Schedule
 from espalier.parallel.pipeline.agreement import taken_apart
 from espalier.parallel.pipeline.alone import Alone, as_plain
-from espalier.parallel.pipeline.chances import States, draw_again, restore, states
+from espalier.parallel.pipeline.chances import Dice, States, draw_again, restore, states
 from espalier.parallel.pipeline.later import Later
 from espalier.parallel.pipeline.runtime import Agreed, Trees
 from espalier.parallel.pipeline.split import StageProgram
 from espalier.parallel.pipeline.trees import leaves
-from espalier.parallel.pipeline.undivided import Drawing, WholeProgram
+from espalier.parallel.pipeline.undivided import WholeProgram
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.seeding import stream_of
 from espalier.trees import tree_map
@@ -60,11 +60,11 @@ class Step:
         self._put_off: set[tuple[int, int]] = set()
         self._device = engine.mesh.device()
         self._states, self._after = _random_states(self.agreed, self._stages.local, engine.mesh)
-        self._drawing: Drawing | None = None
-        dice = [of.dice for of in self._splits if of.dice is not None]
-        if dice and not engine.mesh.is_dry:
+        self._dice: Dice | None = None
+        rolling = [of.dice for of in self._splits if of.dice is not None]
+        if rolling and not engine.mesh.is_dry:
             stream_of(engine.mesh)  # agreed on by all at once, not by one stage alone
-            self._drawing = Drawing(engine.mesh, self._stages.places[max(dice)])
+            self._dice = Dice(engine.mesh, self._stages.places[max(rolling)])
 
     def at(self, action: Action) -> None:
         """An action begins: the watch over ranks may ask which."""
@@ -75,8 +75,8 @@ class Step:
         self._engine.pulse.action = ""
         if self._after is not None:
             restore(self._device, self._after)
-        if self._drawing is not None:
-            self._drawing.tell()
+        if self._dice is not None:
+            self._dice.tell()
 
     def _typed(self, part: Any) -> Any:
         return self._engine._batches.typed(part)

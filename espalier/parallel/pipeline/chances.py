@@ -13,7 +13,10 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from espalier.tensor.seeding import same_position
+from espalier.comm.words import words_of_all
+from espalier.mesh import Mesh
+from espalier.tensor.seeding import at_position, same_position, same_seed, without_tag
+from espalier.tensor.traces import Generators
 from espalier.trees import tree_map
 
 _META = torch.device("meta")
@@ -120,4 +123,39 @@ def draw_again(draws: Sequence[Draw], device: torch.device) -> None:
         draw.again(device)
 
 
-__all__ = ["Draw", "Drawing", "States", "draw_again", "equal", "restore", "states"]
+class Dice:
+    """What one stage alone draws from generators of random numbers, so that all ranks go on from there.
+
+    Other ranks cannot know it: it may hang on values, or the generators are Python's or NumPy's. Made on
+    all of them before that stage runs.
+
+    Args:
+        mesh: of the whole model.
+        source: the coordinate on the axis ``pipe`` of the rank that draws.
+    """
+
+    def __init__(self, mesh: Mesh, source: int) -> None:
+        self._line, self._source, self._device = mesh["pipe"], source, mesh.device()
+        self._before, self._others = states(self._device), Generators()
+
+    def tell(self) -> None:
+        """After it has run: all ranks along the axis come here."""
+        drawn = self._drawn() if self._line.rank == self._source else None
+        torchs, others = words_of_all(drawn, self._line)[self._source]
+        if torchs is not None:
+            is_seeded, (cpu, *device) = torchs
+            here = states(self._device)[0]
+            restore(self._device, (cpu if is_seeded else at_position(here, cpu), *device))
+        if others is not None:
+            others.restore()
+
+    def _drawn(self) -> tuple[tuple[bool, States] | None, Generators | None]:
+        """What has changed: states of torch's generators, and whether they were seeded; others' states."""
+        now, was = states(self._device), self._before
+        is_seeded = not same_seed(now[0], was[0])
+        has_drawn = is_seeded or not equal(now, was)
+        torchs = (is_seeded, (without_tag(now[0]), *now[1:])) if has_drawn else None
+        return torchs, None if self._others.as_now() else Generators()
+
+
+__all__ = ["Dice", "Draw", "Drawing", "States", "draw_again", "equal", "restore", "states"]

@@ -29,7 +29,7 @@ from espalier.tensor.caller import user_frame
 
 
 class UndividedWarning(UserWarning):
-    """A pipeline has only one stage that does something."""
+    """What was to be divided among stages lies in one: a module, or the whole model."""
 
 
 class Stages:
@@ -57,7 +57,7 @@ class Stages:
     ) -> None:
         self._model, self._plan, self._mesh = model, plan, mesh
         self._schedules: dict[tuple[int, Kind | None], Schedule] = {}
-        self._is_whole = False  # no stage but the last has anything
+        self._kind, self._per_rank = plan.schedule, plan.stages_per_rank
         places = self.schedule(plan.accumulate).stage_to_rank
         device = torch.device("cpu") if mesh.is_dry else mesh.device()
         whole = plan.recompute != "none"  # what is computed again are whole blocks
@@ -67,7 +67,9 @@ class Stages:
         except SplitError as error:
             if plan.cuts is not None or isinstance(error.__cause__, NotCopiedError):
                 raise
-            self.split, self._is_whole = Undivided(model, plan.pipe), True
+            self.split = Undivided(model, plan.pipe)
+            # as one process does: the backward pass of a micro-batch before the next one's forward
+            self._kind, self._per_rank = "1f1b", 1
             self._schedules.clear()
             places = self.schedule(plan.accumulate).stage_to_rank
             _warn(
@@ -140,10 +142,7 @@ class Stages:
                 for rank in range(of.ranks)
             ]
             return replace(of, micro_batches=m, actions=tuple(rows))
-        if self._is_whole:
-            # as one process does: the backward pass of a micro-batch before the next one's forward
-            return find_schedule("1f1b", plan.pipe, m)
-        return find_schedule(plan.schedule, plan.pipe, m, plan.stages_per_rank)
+        return find_schedule(self._kind, plan.pipe, m, self._per_rank)
 
 
 def _warn(said: str) -> None:
