@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# processes of pytest that share the suite, each with ranks of its own
+JOBS ?= 2
 
-.PHONY: setup demo test bench zoo lint
+.PHONY: setup demo test bench gpu zoo docs lint
 
 setup: $(READY)
 
@@ -16,10 +18,10 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/espalier train jobs/demo.toml
+	$(BIN)/espalier demo
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 bench: $(READY)
 	@failed=; \
@@ -30,13 +32,24 @@ bench: $(READY)
 	done; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
+# All that wants a GPU, in about ten minutes; without one, what the simulated device can tell.
+gpu: $(READY)
+	$(BIN)/python tools/gpu.py --write docs/figures-gpu.md
+
 # Takes hours; what it has found is kept, and a run that was broken off goes on.
 zoo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zoo.py --write docs/zoo.md
+
+# The site goes to build/site; a warning is an error.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "open build/site/index.html"
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/private.py
 	$(BIN)/python tools/sizes.py

@@ -162,10 +162,10 @@ def ddp(work: Work, fused: bool | None = None) -> Step:
     return plain(model, _own(work), adamw(model.parameters(), fused))
 
 
-def redundancy(work: Work) -> Step:
+def redundancy(work: Work, fused: bool | None = None) -> Step:
     """The same with its ZeroRedundancyOptimizer."""
     model = DistributedDataParallel(work.model())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=RATE)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=RATE, fused=fused)
     return plain(model, _own(work), optimizer)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,19 +45,33 @@ from torch.distributed.tensor.parallel import (
 
 import espalier
 
-LAYERS, WIDTH, WORDS = 4, 128, 1024
+WORDS = 1024
 RATE = 1e-3
+
+
+class Size(NamedTuple):
+    """Of a GPT."""
+
+    layers: int
+    width: int
+
+    def __str__(self) -> str:
+        """As tables have it."""
+        return f"{self.layers} x {self.width}"
+
+
+SMALL, LARGE = Size(4, 128), Size(6, 384)
 
 
 class GPT(nn.Module):
     """Written for one device."""
 
-    def __init__(self, blocks: Iterable[nn.Module], share: int = 1) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], width: int, share: int = 1) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS // share, WIDTH)
+        self.embed = nn.Embedding(WORDS // share, width)
         self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS // share, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, WORDS // share, bias=False)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The loss; ids and labels [batch, tokens]."""
@@ -67,10 +81,10 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
-def plain() -> GPT:
+def plain(size: Size = SMALL) -> GPT:
     """The same weights on each call."""
     torch.manual_seed(0)
-    return GPT(Block(WIDTH, causal=True) for _ in range(LAYERS))
+    return GPT((Block(size.width, causal=True) for _ in range(size.layers)), size.width)
 
 
 def take(mine: GPT, whole: GPT, rank: int) -> None:
@@ -110,7 +124,8 @@ class ByHand(GPT):
     """Blocks, embedding, head and loss for one rank of two."""
 
     def __init__(self, whole: GPT, rank: int, *, sequence: bool = False) -> None:
-        super().__init__((Megatron(b, rank, sequence=sequence) for b in whole.blocks), RANKS)
+        blocks = [Megatron(b, rank, sequence=sequence) for b in whole.blocks]
+        super().__init__(blocks, whole.embed.embedding_dim, RANKS)
         take(self, whole, rank)
         self.first, self.sequence = rank * WORDS // RANKS, sequence
 
@@ -141,11 +156,11 @@ class ByMegatronCore(GPT):
     def __init__(self, whole: GPT, rank: int) -> None:
         from megatron.core.tensor_parallel import VocabParallelEmbedding
 
-        blocks = [MegatronCore(b, rank) for b in whole.blocks]
-        super().__init__(blocks, RANKS)
+        blocks, width = [MegatronCore(b, rank) for b in whole.blocks], whole.embed.embedding_dim
+        super().__init__(blocks, width, RANKS)
         config = blocks[0].config
-        self.embed = VocabParallelEmbedding(WORDS, WIDTH, init_method=nn.init.zeros_, config=config)
-        self.head = blocks[0].column(WIDTH, WORDS, bias=False)
+        self.embed = VocabParallelEmbedding(WORDS, width, init_method=nn.init.zeros_, config=config)
+        self.head = blocks[0].column(width, WORDS, bias=False)
         with torch.no_grad():
             for mine, theirs in ((self.embed, whole.embed), (self.head.inner, whole.head)):
                 mine.weight.copy_(theirs.weight.chunk(RANKS, 0)[rank])
@@ -170,7 +185,7 @@ def by_torch(whole: GPT, *, sequence: bool) -> GPT:
     }
     if sequence:
         table["norm"] = SequenceParallel()
-    for i in range(LAYERS):
+    for i in range(len(whole.blocks)):
         table |= {f"blocks.{i}.{name}": style for name, style in styles(sequence=sequence).items()}
     return parallelize_module(whole, mesh, table)
 
@@ -183,13 +198,14 @@ def stepping(
     batch: tuple[torch.Tensor, torch.Tensor],
     finish: Callable[[], None] = lambda: None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    kernel: str = "foreach",
 ) -> Step:
-    """A loop's body, as a user writes it."""
+    """A loop's body, as a user writes it; AdamW with its ``foreach`` or its ``fused`` kernel."""
     kinds: dict[bool, list[nn.Parameter]] = {}
     for p in model.parameters():
         kinds.setdefault(isinstance(p, TorchDTensor), []).append(p)
     # torch's foreach takes no list of both kinds
-    optimizer = torch.optim.AdamW([{"params": group} for group in kinds.values()], RATE, foreach=True)
+    optimizer = torch.optim.AdamW([{"params": group} for group in kinds.values()], RATE, **{kernel: True})
 
     def run() -> torch.Tensor:
         optimizer.zero_grad()
@@ -204,14 +220,19 @@ def stepping(
     return run
 
 
-def by_espalier(batch: tuple[torch.Tensor, torch.Tensor], **plan: Any) -> Step:
+def by_espalier(
+    batch: tuple[torch.Tensor, torch.Tensor],
+    size: Size = SMALL,
+    mesh: espalier.Mesh | None = None,
+    **plan: Any,
+) -> Step:
     """The plain model and ``espalier.initialize``."""
-    model = plain()
+    model = plain(size)
     layouts = {"embed": "vocab", "head": "column"}
     layouts |= {f"blocks.*.{name}": "column" for name in COLUMN}
     layouts |= {f"blocks.*.{name}": "row" for name in ROW}
     optimizer = torch.optim.AdamW(model.parameters(), RATE)
-    engine = espalier.initialize(model, optimizer, {"tensor": RANKS, **plan}, layouts=layouts)
+    engine = espalier.initialize(model, optimizer, {"tensor": RANKS, **plan}, mesh=mesh, layouts=layouts)
     ids, labels = batch
     return lambda: engine.train_step({"ids": ids, "labels": labels})
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterator, Sequence
 
 
 def shell(*words: str) -> None:
@@ -45,3 +47,37 @@ def namespaces(count: int, link: str) -> Iterator[list[str]]:
 def hub_of(names: list[str]) -> str:
     """The namespace of the bridge."""
     return names[0].rpartition("-")[0] + "-hub"
+
+
+def on_hosts(names: Sequence[str], link: str, *words: str) -> int:
+    """Start a rank in the namespace that is named for it, and wait; the first status that is not 0.
+
+    Args:
+        words: a Python script and what it is told.
+    """
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, name in enumerate(names):
+            given: dict[str, object] = {
+                "RANK": rank,
+                "WORLD_SIZE": len(names),
+                "LOCAL_RANK": names[:rank].count(name),
+                "LOCAL_WORLD_SIZE": names.count(name),
+            }
+            given |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 29500}
+            # without the warning that the addresses have no names
+            given |= {"GLOO_SOCKET_IFNAME": link, "OMP_NUM_THREADS": 1, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            environment = os.environ | {key: str(value) for key, value in given.items()}
+            command = ["ip", "netns", "exec", name, sys.executable, *words]
+            ranks.append(subprocess.Popen(command, env=environment))
+        while any(each.poll() is None for each in ranks):
+            if any(each.returncode for each in ranks):
+                time.sleep(1)  # what the others say, too
+                break
+            time.sleep(0.1)
+        return next((each.returncode for each in ranks if each.returncode), 0)
+    finally:
+        for each in ranks:
+            each.kill()
+        for each in ranks:
+            each.wait()

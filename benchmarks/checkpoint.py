@@ -33,8 +33,8 @@ import torch.distributed as dist
 from _common import MISSED, Contender, Report, in_turns, on_ranks
 
 import espalier
-from espalier.checkpoint.pieces import pieces
-from espalier.engine.state import tree_of
+from espalier.checkpoint.saver import boxes_to_write
+from espalier.engine.checkpointing import tree_of
 from espalier.models import build
 
 SIZES = {"vocab_size": 8192, "hidden": 512, "heads": 8, "layers": 5, "max_positions": 64}
@@ -65,7 +65,7 @@ class Trial:
         self.folder, self.file = folder / "ours", folder / f"plain-{self.engine.mesh.rank}.pt"
         assert self.engine.optimizer is not None
         tree = tree_of(net, self.engine.optimizer, self.engine.mesh)
-        self.tensors = {f"{p.name} {p.box.offsets}": p.values.clone() for p in pieces(tree)}
+        self.tensors = {f"{p.name} {p.box.offsets}": p.values.clone() for p in boxes_to_write(tree)}
         self.spent, self.kept = 0.0, list[float]()
         self.engine.wait_staged = self._timed(self.engine.wait_staged)  # type: ignore[method-assign]
         self.nbytes = sum(x.numel() * x.element_size() for x in self.tensors.values())

@@ -28,7 +28,7 @@ from _common import MISSED, Report, in_turns, on_ranks, slowest_rank
 from torch import nn
 
 import espalier
-from espalier.mesh.launch import finish, start
+from espalier.mesh.process import finish, start
 
 WIDTH, ROUNDS = 256, 60
 

@@ -32,9 +32,9 @@ from torch.distributed import _functional_collectives as functional
 
 import espalier
 from espalier import Mesh, Shard
-from espalier.comm.spans import pieces
+from espalier.comm.row_exchange import spans_of
 from espalier.models import build
-from espalier.tensor.rules.helping import job
+from espalier.tensor.rules.ring import job
 
 MIB = 2**20
 GPT = {"vocab_size": 256, "max_positions": 2**18, "hidden": 256, "heads": 8, "layers": 4, "ffn": 1024}
@@ -89,7 +89,7 @@ def balance() -> Section:
         [("ranks", "tokens", "each its own: most", "least", "helping: most", "least")],
     )
     for n, tokens in ((4, 16384), (8, 16384), (8, 10001), (64, 2**18)):
-        have = pieces(espalier.Layout(Mesh.dry({"context": n}), [Shard(0)], [tokens]), 0)
+        have = spans_of(espalier.Layout(Mesh.dry({"context": n}), [Shard(0)], [tokens]), 0)
         sizes = [end - start for ((start, end),) in have]
         row = []
         for helping in (False, True):

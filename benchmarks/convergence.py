@@ -27,7 +27,7 @@ from sklearn.datasets import load_digits
 import espalier
 from espalier.models import build
 from espalier.tensor import full_tensor
-from espalier.train.text import prepare_text
+from espalier.train.corpus import prepare_text
 
 TOLERANCE = 1e-6
 LOOKS = 10  # between two looks at what is kept apart

@@ -11,7 +11,7 @@ ranks. Where torch's DTensor cannot carry a call out, a dash stands.
 * *redistribute*: each kind of transition.
 * *optimizer*: a step on DTensor parameters, directly and through the engine.
 * *memory*: the peak of a step of a column and row parallel MLP whose input is sharded over the tokens.
-* *first call*: the model of jobs/demo.toml, built and run for its first step, against its tenth.
+* *first call*: the model of `espalier demo`, built and run for its first step, against its tenth.
 * *coverage*: torch's own database of operators, each called on DTensors in drawn layouts.
 
     python benchmarks/dtensor.py [--only SECTION] [--write docs/figures.md]
@@ -383,7 +383,7 @@ def first_call() -> Section:
     """Build the model, lay it out, and run its first step; then nine more."""
     section = Section(
         "First call",
-        "The GPT of jobs/demo.toml on two gloo ranks, batch 16: building it, `initialize` and the first "
+        "The GPT of `espalier demo` on two gloo ranks, batch 16: building it, `initialize` and the first "
         "step (torch's own imports done); the tenth step; and how much of the allowance is used: twice the "
         "tenth, and one second.",
         [("plan", "build + first step", "tenth step", "allowed", "used")],

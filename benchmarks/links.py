@@ -32,10 +32,8 @@ import os
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -43,10 +41,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from _common import Contender, Row, in_turns, slowest_rank, table
-from _namespaces import namespaces, shell
+from _namespaces import namespaces, on_hosts, shell
 
 import espalier
-from espalier.mesh.launch import finish, start
+from espalier.mesh.process import finish, start
 from espalier.models import build
 
 RANKS: Final = 8
@@ -80,43 +78,6 @@ def limit(megabits: int | None, *where: str) -> None:
     else:
         bucket = ("tbf", "rate", f"{megabits}mbit", "burst", "32kb", "limit", "64mb")
         shell("tc", *where, "qdisc", "replace", "dev", LINK, "root", *bucket)
-
-
-def run(names: list[str], rounds: int, to: Path) -> int:
-    """Start a rank in each namespace and wait; the first status that is not 0."""
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, name in enumerate(names):
-            given: dict[str, object] = {
-                "RANK": rank,
-                "WORLD_SIZE": RANKS,
-                "LOCAL_RANK": 0,
-                "LOCAL_WORLD_SIZE": 1,
-            }
-            given |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 29500}
-            # without the warning that the addresses have no names
-            given |= {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": 1, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            script = [
-                sys.executable,
-                str(Path(__file__).resolve()),
-                "--rank",
-                str(to),
-                "--rounds",
-                str(rounds),
-            ]
-            environment = os.environ | {key: str(value) for key, value in given.items()}
-            ranks.append(subprocess.Popen(["ip", "netns", "exec", name, *script], env=environment))
-        while any(each.poll() is None for each in ranks):
-            if any(each.returncode for each in ranks):
-                time.sleep(1)  # what the others say, too
-                break
-            time.sleep(0.1)
-        return next((each.returncode for each in ranks if each.returncode), 0)
-    finally:
-        for each in ranks:
-            each.kill()
-        for each in ranks:
-            each.wait()
 
 
 def contender(engine: espalier.Engine, ids: torch.Tensor, losses: list[float]) -> Contender:
@@ -290,7 +251,8 @@ def main() -> int:
             print(f"skipped: no network namespaces here: {error}")
             return 0
         result = Path(folder, "found.json")
-        status = run(names, given.rounds, result)
+        words = (str(Path(__file__).resolve()), "--rank", str(result), "--rounds", str(given.rounds))
+        status = on_hosts(names, LINK, *words)
         if status:
             print(f"a rank failed: {status}", file=sys.stderr)
             return 1

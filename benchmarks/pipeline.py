@@ -52,8 +52,8 @@ from torch.utils._pytree import tree_leaves
 
 import espalier
 from espalier.models import GPT2, GPT2Config
-from espalier.models.output import token_loss
-from espalier.parallel.pipeline import Action, Kind, Schedule, generate, simulate, with_messages
+from espalier.models.config import token_loss
+from espalier.parallel.pipeline import Action, ActionKind, Schedule, generate, simulate, with_messages
 
 HIDDEN, HEADS, SEQUENCE, VOCABULARY, ROWS = 128, 4, 128, 2048, 8
 BATCHES, RATE = 4, 1e-3
@@ -131,9 +131,9 @@ def parts(work: Work, schedule: Schedule) -> dict[int, Part]:
     return {s: Part(model, begins[s], begins[s + 1]) for s in schedule.stages_of(work.rank)}
 
 
-def adamw(modules: Sequence[nn.Module]) -> torch.optim.Optimizer:
-    """As torch makes it by default."""
-    return torch.optim.AdamW([p for module in modules for p in module.parameters()], lr=RATE)
+def adamw(modules: Sequence[nn.Module], fused: bool | None = None) -> torch.optim.Optimizer:
+    """As torch makes it by default, or with its fused kernel."""
+    return torch.optim.AdamW([p for module in modules for p in module.parameters()], lr=RATE, fused=fused)
 
 
 class Contestant(NamedTuple):
@@ -171,11 +171,11 @@ def single(work: Work) -> Contestant:
 class Hand:
     """A schedule's row in a plain loop."""
 
-    def __init__(self, work: Work, kind: str) -> None:
+    def __init__(self, work: Work, kind: str, fused: bool | None = None) -> None:
         self.schedule = with_messages(work.schedule(kind))
         self.row = self.schedule.actions[work.rank]
         self.parts = parts(work, self.schedule)
-        self.optimizer = adamw(list(self.parts.values()))
+        self.optimizer = adamw(list(self.parts.values()), fused)
         self.batches = [work.batch(i) for i in range(BATCHES)]
         self.micro = work.micro_batches
         self.shape = (ROWS // work.micro_batches, SEQUENCE, HIDDEN)
@@ -185,24 +185,24 @@ class Hand:
         came: dict[Action, tuple[torch.Tensor, Any]] = {}
         made: dict[Action, torch.Tensor] = {}
         graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        sent: dict[tuple[Kind, int], tuple[torch.Tensor, Any]] = {}
+        sent: dict[tuple[ActionKind, int], tuple[torch.Tensor, Any]] = {}
         losses = []
         last = self.schedule.stages - 1
         for action in self.row:
             kind, stage, micro = action
-            if kind in (Kind.RECV_F, Kind.RECV_B):
+            if kind in (ActionKind.RECV_F, ActionKind.RECV_B):
                 x = torch.empty(self.shape)
-                came[action] = x, dist.irecv(x, self.schedule.peer(action), tag=stage)
+                came[action] = x, self.receive(x, self.schedule.peer(action), stage)
             elif not kind.computes:
                 if (kind, stage) in sent:  # one on the way, so that what was sent is let go
                     sent[kind, stage][1].wait()
                 x = made.pop(action)
-                tag = stage + (1 if kind is Kind.SEND_F else -1)
-                sent[kind, stage] = x, dist.isend(x, self.schedule.peer(action), tag=tag)
-            elif kind is Kind.F:
+                tag = stage + (1 if kind is ActionKind.SEND_F else -1)
+                sent[kind, stage] = x, self.send(x, self.schedule.peer(action), tag)
+            elif kind is ActionKind.F:
                 entered = None
                 if stage:
-                    entered, pending = came.pop(Action(Kind.RECV_F, stage, micro))
+                    entered, pending = came.pop(Action(ActionKind.RECV_F, stage, micro))
                     pending.wait()
                     entered.requires_grad_()
                 out = self.forward(stage, batch["input_ids"][micro] if entered is None else entered)
@@ -210,24 +210,30 @@ class Hand:
                     out = token_loss(out, batch["labels"][micro]) / self.micro
                     losses.append(out.detach())
                 else:
-                    made[Action(Kind.SEND_F, stage, micro)] = out.detach()
+                    made[Action(ActionKind.SEND_F, stage, micro)] = out.detach()
                 graphs[stage, micro] = entered, out
             else:
                 entered, out = graphs.pop((stage, micro))
                 if stage == last:
                     out.backward()
                 else:
-                    grad, pending = came.pop(Action(Kind.RECV_B, stage, micro))
+                    grad, pending = came.pop(Action(ActionKind.RECV_B, stage, micro))
                     pending.wait()
                     out.backward(grad)
                 if entered is not None:
                     assert entered.grad is not None
-                    made[Action(Kind.SEND_B, stage, micro)] = entered.grad
+                    made[Action(ActionKind.SEND_B, stage, micro)] = entered.grad
         for _, pending in sent.values():
             pending.wait()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return torch.stack(losses).sum() if losses else torch.zeros(())
+
+    def send(self, x: torch.Tensor, peer: int, tag: int) -> Any:
+        return dist.isend(x, peer, tag=tag)
+
+    def receive(self, x: torch.Tensor, peer: int, tag: int) -> Any:
+        return dist.irecv(x, peer, tag=tag)
 
     def forward(self, stage: int, x: torch.Tensor) -> torch.Tensor:
         return self.parts[stage](x)
@@ -241,14 +247,14 @@ def hand(work: Work, kind: str) -> Contestant:
     )
 
 
-def theirs(work: Work, kind: str) -> Contestant:
+def theirs(work: Work, kind: str, fused: bool | None = None) -> Contestant:
     """torch.distributed.pipelining."""
     schedule = work.schedule(kind)
     modules = parts(work, schedule)
     stages = [PipelineStage(m, s, schedule.stages, torch.device("cpu")) for s, m in modules.items()]
     given: Any = stages if kind == "interleaved" else stages[0]
     run = THEIRS[kind](given, n_microbatches=work.micro_batches, loss_fn=token_loss)
-    optimizer = adamw(list(modules.values()))
+    optimizer = adamw(list(modules.values()), fused)
     batches = [work.batch(i) for i in range(BATCHES)]
     first, last = 0 in modules, schedule.stages - 1 in modules
 

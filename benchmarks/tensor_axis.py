@@ -58,7 +58,7 @@ from _common import MISSED, Report, Times, in_turns, on_ranks, slowest_rank
 from torch.distributed.tensor import Replicate, Shard
 
 import espalier
-from espalier.mesh.launch import finish, start
+from espalier.mesh.process import finish, start
 
 WIDTHS, ROUNDS = (256, 512), 40
 
@@ -135,7 +135,7 @@ def gpt(report: Report, rank: int) -> None:
     found = _gpts.entrants(rank, _has_megatron())
     _gpts.check(found, steps=4, tolerance=1e-4)
     times = slowest_rank(in_turns({k: _gpts.contender(v) for k, v in found.items()}, rounds=ROUNDS, warmup=3))
-    _judge(report, f"GPT of {_gpts.LAYERS} x {_gpts.WIDTH}, {RANKS} ranks", times, GPT_BARS)
+    _judge(report, f"GPT of {_gpts.SMALL}, {RANKS} ranks", times, GPT_BARS)
 
 
 def _judge(

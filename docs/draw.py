@@ -28,7 +28,7 @@ from matplotlib.patches import Arc, Circle, FancyArrowPatch, FancyBboxPatch, Rec
 from espalier.layout import TABLE, Layout, Partial, Placement, Replicate, Shard, local_box
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline import KINDS, Costs, find_schedule, simulate
-from espalier.parallel.pipeline.draw import figure as pipeline_figure
+from espalier.parallel.schedules.simulate import figure as pipeline_figure
 
 HERE = Path(__file__).parent
 PICTURES = HERE / "pictures"
@@ -168,10 +168,10 @@ def _grid(axes, x, top, cell, offsets, sizes, edgecolor, zorder, **look) -> None
 
 # ---- the table of transitions
 
-_NODE = {"R": (2.5, 6.0), "V": (8.5, 6.0), "S": (2.5, 1.75), "P": (8.5, 1.75)}
+_NODE = {"R": (2.5, 6.0), "D": (8.5, 6.0), "S": (2.5, 1.75), "P": (8.5, 1.75)}
 _SAYS = {
     "R": ("Replicate", "the same value\non every rank", GREEN, SOFT_GREEN),
-    "V": ("varied", "the same value,\nused differently", BLUE, SOFT_BLUE),
+    "D": ("deferred", "the same value,\nused differently", BLUE, SOFT_BLUE),
     "S": ("Shard(d)", "disjoint slices\nalong dim d", AMBER, SOFT_AMBER),
     "P": ("Partial", "addends:\nthe value is their sum", RED, SOFT_RED),
 }
@@ -207,7 +207,7 @@ def transitions() -> Figure:
         axes.add_patch(Circle((x, y), _RADIUS, facecolor=face, edgecolor=edge, linewidth=2, zorder=5))
         write(axes, x, y + 0.36, title, 11, edge, weight="bold", zorder=6)
         write(axes, x, y + 0.02, text, 7.4, zorder=6)
-        gradient = {"V": "P", "P": "V"}.get(name, name)
+        gradient = {"D": "P", "P": "D"}.get(name, name)
         write(axes, x, y - 0.38, f"gradient: {_SAYS[gradient][0]}", 7.4, BLUE, zorder=6)
     return figure
 
@@ -307,7 +307,7 @@ def megatron() -> Figure:
         write(axes, x, 4.72, top, 9)
         write(axes, x, 4.47, bottom, 9, color, weight="bold")
     for x, title, forward, backward in (
-        (2.2, "vary", "forward: nothing", "backward: all-reduce"),
+        (2.2, "defer", "forward: nothing", "backward: all-reduce"),
         (9.65, "P → R", "forward: all-reduce", "backward: nothing"),
     ):
         box(axes, x - 0.17, 1.35, 0.34, 2.8, PAPER, INK, 1.4, zorder=4)
@@ -319,7 +319,7 @@ def megatron() -> Figure:
         axes,
         5.7,
         0.34,
-        "Neither box stands in the model. vary is put in because the first layer's output differs\n"
+        "Neither box stands in the model. defer is put in because the first layer's output differs\n"
         "along the axis and x does not; P → R because what follows (a norm, say) needs the value.",
         8.6,
     )
@@ -356,15 +356,20 @@ _LIVES = {
     "train": "the trainer behind the command line: jobs, data, progress",
     "engine": "initialize, forward / backward / step, the dry run",
     "planner": "costs, search",
-    "parallel": "the plan; a file of layouts for each strategy",
+    "parallel": "the plan; strategies, schedules",
     "checkpoint": "save, load, reshard",
     "tensor": "DTensor, the dispatcher, rules, random values",
-    "comm": "the one door to the network; the ledger",
+    "sharding": "the language of rules; the solver",
+    "faults": "ranks that die or hang",
+    "comm": "the one door to the network: gloo, NCCL, the ledger",
     "layout": "layouts, regions, transitions, routes: pure",
     "mesh": "named axes over ranks; how processes start",
     "models": "plain models, without a word of parallelism",
-    "files": "bytes to files and back",
+    "blocks": "of a model",
+    "files": "to disk and back",
+    "texts": "tables, mistakes",
     "trees": "nested containers",
+    "torch_private": "every private name of torch",
 }
 
 
@@ -399,7 +404,7 @@ def house() -> Figure:
             x = left + k * room + 0.2
             write(axes, x, y + step / 2, name, 10.5, GREEN if built else FAINT, ha="left", weight="bold")
             text = _LIVES.get(name, "") if built else "not built yet"
-            x += 1.35 if len(rooms) == 1 else 1.2
+            x += 1.35 if len(rooms) == 1 else 1.2 if len(rooms) == 2 else 0.7
             write(
                 axes,
                 x,

@@ -3,21 +3,23 @@
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from espalier.comm import Ledger, ledger
-from espalier.comm.verdict import Faults
 from espalier.engine import (
     DryReport,
     Engine,
+    EngineModule,
     LayoutTable,
     SpikeError,
     Spikes,
     dry_run,
     explain_layouts,
     initialize,
+    prepare,
 )
+from espalier.faults.settings import Faults
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard
 from espalier.mesh import Mesh, spawn
 from espalier.parallel import Plan
-from espalier.parallel.tensor.styles import (
+from espalier.parallel.tensor.tables import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
@@ -65,6 +67,7 @@ from espalier.tensor import (
     visualize_sharding,
     zeros,
 )
+from espalier.train.runlog import RunLog
 
 __all__ = [
     "ColwiseParallel",
@@ -72,6 +75,7 @@ __all__ = [
     "DeviceMesh",
     "DryReport",
     "Engine",
+    "EngineModule",
     "Explanation",
     "Faults",
     "GatherWarning",
@@ -89,6 +93,7 @@ __all__ = [
     "PrepareModuleOutput",
     "Replicate",
     "RowwiseParallel",
+    "RunLog",
     "SanitizeError",
     "SequenceParallel",
     "Shard",
@@ -120,6 +125,7 @@ __all__ = [
     "loss_parallel",
     "ones",
     "parallelize_module",
+    "prepare",
     "rand",
     "randint",
     "randn",

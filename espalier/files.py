@@ -67,6 +67,3 @@ def sync(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-__all__ = ["PIECE", "bytes_of", "get", "memory_of", "pieces_of", "put", "sync", "write_file"]

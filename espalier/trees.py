@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree
+
+from espalier.torch_private import pytree
 
 _CONTAINERS = (dict, tuple, list)
 
@@ -131,12 +132,12 @@ def named_leaves(tree: Any, opened: Callable[[Any], bool], name: str = "") -> It
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves, and the form of the containers: it can be hashed, printed and compared."""
-    return _pytree.tree_flatten(tree)
+    return pytree.tree_flatten(tree)
 
 
 def unflatten(parts: Sequence[Any], form: Any) -> Any:
     """Containers of a form with these leaves."""
-    return _pytree.tree_unflatten(parts, form)
+    return pytree.tree_unflatten(parts, form)
 
 
 def flat_map(fn: Callable[[Any], Any], tree: Any, kind: type = object) -> Any:

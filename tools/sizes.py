@@ -1,6 +1,6 @@
-"""Print the files over 600 lines of code and the functions over 80: a sign to look again, not an error.
+"""Print the files over 600 lines of code, the functions over 80, and whether the package has over 150 files.
 
-Docstrings, comments and blank lines are not code.
+Each is a sign to look again, not an error. Docstrings, comments and blank lines are not code.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 FILE_LINES = 600
 FUNCTION_LINES = 80
+PACKAGE, PACKAGE_FILES = Path("espalier"), 150
 FOLDERS = ("espalier", "tests", "benchmarks", "tools", "docs", "examples")
 
 
@@ -52,7 +53,12 @@ def main() -> None:
     folders = sys.argv[1:] or [folder for folder in FOLDERS if Path(folder).is_dir()]
     paths = sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
     found = [line for path in paths for line in oversized(path)]
-    bars = f"{FILE_LINES} lines of code a file or {FUNCTION_LINES} a function"
+    inside = sum(PACKAGE in path.parents for path in paths)
+    if inside > PACKAGE_FILES:
+        found.append(f"{PACKAGE}: {inside} files")
+    bars = (
+        f"{FILE_LINES} lines of code a file, {FUNCTION_LINES} a function or {PACKAGE_FILES} files a package"
+    )
     print(f"{len(paths)} files; over {bars}: {len(found)}")
     for line in found:
         print(f"  {line}")

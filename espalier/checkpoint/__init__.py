@@ -5,26 +5,24 @@ of its own; ``index.json`` says where each box stands and what its checksum is, 
 when it is read (:class:`Checkpoint`). Nothing in here knows of plans: trees of tensors that lie somehow
 (:class:`Lying`) go in, boxes come out.
 
-Other formats: ``sources`` reads them (a :class:`Checkpoint` is a source as well), ``sinks`` and
-``exporting`` write them. Whatever bytes :func:`newest` and :class:`Checkpoint` meet, they raise nothing but
+Other formats: ``sources`` reads them (a :class:`Checkpoint` is a source as well), ``sinks``
+writes them. Whatever bytes :func:`newest` and :class:`Checkpoint` meet, they raise nothing but
 :class:`CheckpointError`.
 """
 
-from espalier.checkpoint.errors import CheckpointError
-from espalier.checkpoint.exporting import export
 from espalier.checkpoint.folder import checkpoints, newest
-from espalier.checkpoint.index import Index
-from espalier.checkpoint.pieces import Lying
-from espalier.checkpoint.reading import Checkpoint, open_any
-from espalier.checkpoint.saver import Saver
-from espalier.checkpoint.torch_dicts import install
-from espalier.checkpoint.values import encode
+from espalier.checkpoint.index import CheckpointError, FormatError, Index, encode
+from espalier.checkpoint.saver import Lying, Saver
+from espalier.checkpoint.sinks import export
+from espalier.checkpoint.sources import Checkpoint, open_any
+from espalier.tensor.stored import teach_torch
 
-install()
+teach_torch()
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "FormatError",
     "Index",
     "Lying",
     "Saver",

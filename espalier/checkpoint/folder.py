@@ -7,20 +7,33 @@ whole. It is taken away in the same manner, backwards.
 from __future__ import annotations
 
 import json
+import math
 import os
+import pickle
 import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from espalier.checkpoint.errors import CheckpointError
-from espalier.checkpoint.files import damaged
-from espalier.checkpoint.index import Index
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from espalier.checkpoint.index import CheckpointError, Index
+from espalier.checkpoint.tensor_file import damaged, frame_of
 from espalier.files import sync, write_file
+from espalier.torch_private import storage_info
 
 INDEX, SEAL, TORCH = "index.json", "whole.json", ".metadata"
 _REPLACED = ".replaced"
@@ -55,16 +68,16 @@ class Seal(NamedTuple):
     def read(path: Path) -> Seal | None:
         """That of a checkpoint; None if it has none that can be read."""
         try:
-            given = json.loads((path / SEAL).read_bytes())
-            found = Seal(*(int(given[key]) for key in ("index", "bytes", "serial")))
-            return found if given["check"] == found._check() else None
+            fields = json.loads((path / SEAL).read_bytes())
+            seal = Seal(*(int(fields[key]) for key in ("index", "bytes", "serial")))
+            return seal if fields["check"] == seal._check() else None
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
     def to_json(self) -> bytes:
         """The content of its file."""
-        given = {"index": self.crc, "bytes": self.size, "serial": self.serial, "check": self._check()}
-        return json.dumps(given).encode()
+        fields = {"index": self.crc, "bytes": self.size, "serial": self.serial, "check": self._check()}
+        return json.dumps(fields).encode()
 
     def _check(self) -> int:
         return zlib.crc32(repr(tuple(self)).encode())
@@ -72,14 +85,14 @@ class Seal(NamedTuple):
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints in a folder, the one that was saved last first, whole or not."""
-    found = []
+    paths = []
     with os.scandir(directory) as entries:
         for entry in entries:
             match = _STEP.fullmatch(entry.name)
             if match and entry.is_dir():
                 seal = Seal.read(Path(entry.path))
-                found.append((seal.serial if seal else -1, int(match[1]), match[2] is None, Path(entry.path)))
-    return [path for *_, path in sorted(found, reverse=True)]
+                paths.append((seal.serial if seal else -1, int(match[1]), match[2] is None, Path(entry.path)))
+    return [path for *_, path in sorted(paths, reverse=True)]
 
 
 def open_index(path: Path) -> Index:
@@ -103,11 +116,11 @@ def open_index(path: Path) -> Index:
     index = Index.from_json(content, str(path / INDEX))
     for name, size in index.files.items():
         try:
-            found = (path / name).stat().st_size
+            bytes_there = (path / name).stat().st_size
         except OSError as error:
             raise CheckpointError(damaged(path / name, str(error.strerror))) from error
-        if found != size:
-            raise CheckpointError(damaged(path / name, f"it has {found:,} bytes instead of {size:,}"))
+        if bytes_there != size:
+            raise CheckpointError(damaged(path / name, f"it has {bytes_there:,} bytes instead of {size:,}"))
     return index
 
 
@@ -174,7 +187,7 @@ def commit(path: Path, index: Index, *, last: bool) -> Path:
     directory, final = path.parent, final_of(path)
     content = index.to_json()
     serials = [seal.serial for old in checkpoints(directory) if (seal := Seal.read(old))]
-    write_file(path / TORCH, index.to_torch(), last=last)
+    write_file(path / TORCH, torch_metadata(index), last=last)
     write_file(path / INDEX, content, last=last)
     write_file(path / SEAL, Seal.on(content, max(serials, default=0) + 1).to_json(), last=last)
     if last:
@@ -201,8 +214,8 @@ def settle(final: Path) -> None:
 def tidy(final: Path, keep: int | None) -> None:
     """A checkpoint outlives a crash: remove those that it replaces, and the oldest but ``keep``."""
     directory = final.parent
-    found = [path for path in checkpoints(directory) if path.name.endswith(_REPLACED)]
-    gone = [old for old in found if old.with_name(old.name.removesuffix(_REPLACED)).exists()]
+    replaced = [path for path in checkpoints(directory) if path.name.endswith(_REPLACED)]
+    gone = [old for old in replaced if old.with_name(old.name.removesuffix(_REPLACED)).exists()]
     if keep is not None:
         gone += [old for old, _ in _whole(directory) if old not in gone][keep:]
     for old in gone:
@@ -227,3 +240,48 @@ def _leave(path: Path) -> None:
     hidden = path.with_name(f".{path.name.removesuffix(_REPLACED)}.leaving-{token}")
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
+
+
+# ---- for torch's tools
+
+
+def torch_metadata(index: Index, values: Mapping[str, tuple[str, int, int]] | None = None) -> bytes:
+    """The content of torch's ``.metadata``, a pickle by which torch's tools find the tensors.
+
+    Args:
+        values: where those stand that torch's tools are to find: file, first byte, bytes.
+    """
+    described: dict[str, Any] = {}
+    where: dict[MetadataIndex, Any] = {}
+    paths = {}
+    of = {**{name: name for name in index.tensors}, **index.aliases}
+    for name, source in of.items():
+        entry = index.tensors[source]
+        chunks = []
+        for stored in entry.boxes:
+            offsets, sizes = torch.Size(stored.box.offsets), torch.Size(stored.box.sizes)
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+            frame = frame_of(entry.info.dtype, stored.box.sizes)
+            size = frame.start + math.prod(sizes) * entry.info.dtype.itemsize + len(frame.tail)
+            where[MetadataIndex(name, offsets)] = storage_info(stored.file, stored.start, size)
+        properties = TensorProperties(dtype=entry.info.dtype)
+        described[name] = TensorStorageMetadata(properties, torch.Size(entry.info.shape), chunks)
+        paths[name] = _path(name)
+    for name, (file, start, size) in (values or {}).items():
+        described[name], paths[name] = BytesStorageMetadata(), _path(name)
+        where[MetadataIndex(name)] = storage_info(file, start, size)
+    meta = Metadata(described, planner_data=paths, storage_data=where, storage_meta=StorageMeta())
+    if hasattr(meta, "version"):
+        meta.version = "1.0.0"
+    return pickle.dumps(meta)
+
+
+def _path(name: str) -> tuple[str | int, ...]:
+    """Where something stands in nested dicts and lists: those of the model and of ``get_state_dict``."""
+    first, *rest = name.split(".", 1)
+    if first == "optimizer" and rest:
+        kind, _, inner = rest[0].partition(".")
+        of, _, key = inner.rpartition(".")
+        if kind in ("state", "param_groups") and of:
+            return first, kind, int(of) if kind == "param_groups" and of.isdigit() else of, key
+    return first, *rest

@@ -1,40 +1,55 @@
-"""What a checkpoint holds and where: our own index, in JSON, and the same for torch's tools.
+"""What a checkpoint holds and where: an index in JSON, which alone is read when a checkpoint is loaded.
 
-Only the index is read when a checkpoint of ours is loaded. torch's ``.metadata`` is a pickle: it is written
-so that ``torch.distributed.checkpoint`` and its converters can read the tensors.
+Values that are no tensors stand in it too, exactly: no code is run to read them.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
-import pickle
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from espalier.checkpoint.errors import CheckpointError
-from espalier.checkpoint.frames import frame_of
-from espalier.checkpoint.sources import inside, numbers
-from espalier.layout.regions import Box
+from espalier.layout.layout import Box
+
+
+class FormatError(ValueError):
+    """A file that cannot be read as what it should be; the message says which, why, and what to do."""
+
+
+class CheckpointError(FormatError):
+    """A checkpoint could not be written, read or found; the message says why and what to do."""
+
 
 VERSION = 1
 
 
-class Stored(NamedTuple):
+class TensorInfo(NamedTuple):
+    """What is known of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)}, {self.dtype}"
+
+    def cast(self, dtype: torch.dtype | None) -> TensorInfo:
+        """The same in another dtype, if it is of floats and there is one."""
+        return self if dtype is None or not self.dtype.is_floating_point else TensorInfo(self.shape, dtype)
+
+
+class StoredBox(NamedTuple):
     """A box of a tensor in a file.
 
     Attributes:
@@ -54,14 +69,8 @@ class Stored(NamedTuple):
 class Boxes:
     """Where a tensor stands: its boxes together are all of it, and none of them overlap."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    boxes: list[Stored] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """Of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    info: TensorInfo
+    boxes: list[StoredBox] = field(default_factory=list)
 
 
 @dataclass
@@ -74,7 +83,7 @@ class Index:
         ranks: that saved it.
         tensors: by name.
         aliases: other names of some of them.
-        values: all that is no tensor, encoded (:mod:`espalier.checkpoint.values`).
+        values: all that is no tensor, by :func:`encode`.
         files: the bytes of each.
     """
 
@@ -89,7 +98,7 @@ class Index:
     @property
     def nbytes(self) -> int:
         """Of all values of tensors."""
-        return sum(entry.nbytes for entry in self.tensors.values())
+        return sum(entry.info.nbytes for entry in self.tensors.values())
 
     def merge(self, other: Index) -> None:
         """Take what another rank wrote in.
@@ -98,13 +107,10 @@ class Index:
             CheckpointError: the two speak of different tensors by one name.
         """
         for name, entry in other.tensors.items():
-            own = self.tensors.setdefault(name, Boxes(entry.dtype, entry.shape))
-            if (own.dtype, own.shape) != (entry.dtype, entry.shape):
-                raise CheckpointError(
-                    f"{name} is {list(own.shape)}, {own.dtype} on some ranks, {list(entry.shape)}, "
-                    f"{entry.dtype} on others."
-                )
-            own.boxes += entry.boxes
+            boxes = self.tensors.setdefault(name, Boxes(entry.info))
+            if boxes.info != entry.info:
+                raise CheckpointError(f"{name} is {boxes.info} on some ranks, {entry.info} on others.")
+            boxes.boxes += entry.boxes
         self.files.update(other.files)
         _merge_values(self.values, other.values)
 
@@ -117,11 +123,13 @@ class Index:
         if lost := [name for name, of in self.aliases.items() if of not in self.tensors]:
             raise CheckpointError(f"{lost[0]} is another name of a tensor that is not there.")
         for name, entry in self.tensors.items():
-            found = sum(math.prod(stored.box.sizes) for stored in entry.boxes)
-            if found != math.prod(entry.shape):
+            elements = sum(math.prod(stored.box.sizes) for stored in entry.boxes)
+            size = math.prod(entry.info.shape)
+            if elements != size:
                 raise CheckpointError(
-                    f"Of {name}, {list(entry.shape)}, {found:,} elements are in the checkpoint instead of "
-                    f"{math.prod(entry.shape):,}."
+                    f"Of {name}, {list(entry.info.shape)}, {elements:,} elements are in the checkpoint "
+                    "instead "
+                    f"of {size:,}."
                 )
 
     # ---- as JSON
@@ -132,8 +140,8 @@ class Index:
         number = {name: i for i, name in enumerate(names)}
         tensors = {
             name: {
-                "dtype": str(entry.dtype).removeprefix("torch."),
-                "shape": entry.shape,
+                "dtype": _name_of(entry.info.dtype),
+                "shape": entry.info.shape,
                 "boxes": [(*s.box, number[s.file], s.start, s.crc) for s in entry.boxes],
             }
             for name, entry in self.tensors.items()
@@ -179,38 +187,6 @@ class Index:
                 f"{where} is no index of a checkpoint: {type(error).__name__}: {error}. Use another one."
             ) from error
 
-    # ---- for torch's tools
-
-    def to_torch(self, values: Mapping[str, tuple[str, int, int]] | None = None) -> bytes:
-        """The content of torch's ``.metadata``.
-
-        Args:
-            values: where those stand that torch's tools are to find: file, first byte, bytes.
-        """
-        described: dict[str, Any] = {}
-        where: dict[MetadataIndex, _StorageInfo] = {}
-        paths = {}
-        of = {**{name: name for name in self.tensors}, **self.aliases}
-        for name, source in of.items():
-            entry = self.tensors[source]
-            chunks = []
-            for stored in entry.boxes:
-                offsets, sizes = torch.Size(stored.box.offsets), torch.Size(stored.box.sizes)
-                chunks.append(ChunkStorageMetadata(offsets, sizes))
-                frame = frame_of(entry.dtype, stored.box.sizes)
-                size = frame.start + math.prod(sizes) * entry.dtype.itemsize + len(frame.tail)
-                where[MetadataIndex(name, offsets)] = _StorageInfo(stored.file, stored.start, size)
-            properties = TensorProperties(dtype=entry.dtype)
-            described[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-            paths[name] = _path(name)
-        for name, (file, start, size) in (values or {}).items():
-            described[name], paths[name] = BytesStorageMetadata(), _path(name)
-            where[MetadataIndex(name)] = _StorageInfo(file, start, size)
-        meta = Metadata(described, planner_data=paths, storage_data=where, storage_meta=StorageMeta())
-        if hasattr(meta, "version"):
-            meta.version = "1.0.0"
-        return pickle.dumps(meta)
-
 
 def _boxes(name: str, entry: Mapping[str, Any], files: Sequence[tuple[str, int]]) -> Boxes:
     """Where a tensor stands, by an index.
@@ -218,25 +194,14 @@ def _boxes(name: str, entry: Mapping[str, Any], files: Sequence[tuple[str, int]]
     Raises:
         ValueError: nowhere, or outside of itself.
     """
-    found = Boxes(_dtype(entry["dtype"]), numbers(entry["shape"]))
+    boxes = Boxes(TensorInfo(numbers(entry["shape"]), _dtype(entry["dtype"])))
     for offsets, sizes, *at in entry["boxes"]:
         file, start, crc = numbers(at)
         box = Box(numbers(offsets), numbers(sizes))
-        if any(o + n > size for o, n, size in zip(*box, found.shape, strict=True)):
+        if any(o + n > size for o, n, size in zip(*box, boxes.info.shape, strict=True)):
             raise ValueError(f"a part of {name} is outside of it")
-        found.boxes.append(Stored(box, files[file][0], start, crc))
-    return found
-
-
-def _path(name: str) -> tuple[str | int, ...]:
-    """Where something stands in nested dicts and lists: those of the model and of ``get_state_dict``."""
-    first, *rest = name.split(".", 1)
-    if first == "optimizer" and rest:
-        kind, _, inner = rest[0].partition(".")
-        of, _, key = inner.rpartition(".")
-        if kind in ("state", "param_groups") and of:
-            return first, kind, int(of) if kind == "param_groups" and of.isdigit() else of, key
-    return first, *rest
+        boxes.boxes.append(StoredBox(box, files[file][0], start, crc))
+    return boxes
 
 
 def _merge_values(into: dict[str, Any], other: Mapping[str, Any]) -> None:
@@ -247,8 +212,131 @@ def _merge_values(into: dict[str, Any], other: Mapping[str, Any]) -> None:
             into.setdefault(key, value)
 
 
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
-    return found
+    return dtype
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """The file of that name in a folder, and nowhere else.
+
+    Raises:
+        FormatError: it would be outside.
+    """
+    plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+    if not plain:
+        raise FormatError(
+            f"{folder} refers to the file {name!r:.200}, which is no plain name of a file beside it. "
+            "Files elsewhere are not read: use a checkpoint from a source that you trust."
+        )
+    return folder / name
+
+
+def numbers(sizes: Any) -> tuple[int, ...]:
+    """A tuple of sizes or offsets.
+
+    Raises:
+        TypeError: something else was found.
+    """
+    if not isinstance(sizes, tuple | list) or not all(type(n) is int and 0 <= n < 2**62 for n in sizes):
+        raise TypeError(f"{sizes!r:.80} are no sizes")
+    return tuple(sizes)
+
+
+# ---- plain values
+
+Take = Callable[[str, torch.Tensor], str]
+Give = Callable[[str], torch.Tensor]
+
+
+def encode(value: Any, at: str, tensor: Take) -> Any:
+    """What JSON can say of a value.
+
+    Args:
+        at: where it stands, for errors and the names of tensors.
+        tensor: takes a tensor in it, and gives the name by which it will be known.
+
+    Raises:
+        ValueError: it, or something in it, is none of the plain values.
+    """
+    if value is None or type(value) in (bool, str, int):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": tensor(at, value)}
+    if isinstance(value, tuple | list | deque):
+        items = [encode(x, f"{at}.{i}", tensor) for i, x in enumerate(value)]
+        return (
+            items if isinstance(value, list) else {"$tuple" if isinstance(value, tuple) else "$deque": items}
+        )
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, at, tensor)
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, complex):
+        return {"$complex": [repr(value.real), repr(value.imag)]}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": _name_of(value)}
+    if isinstance(value, torch.device):
+        return {"$device": str(value)}
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy's
+        return encode(value.item(), at, tensor)
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):  # an enum's member, say
+            return encode(kind(value), at, tensor)
+    raise ValueError(
+        f"{at} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved. Give "
+        "numbers, strings, tensors, or lists, tuples and dicts of them, or an object with state_dict()."
+    )
+
+
+def _encode_mapping(value: Mapping[Any, Any], at: str, tensor: Take) -> Any:
+    plain = all(type(key) is str and not key.startswith("$") for key in value)
+    kind = (
+        "$counter" if isinstance(value, Counter) else "$ordered" if isinstance(value, OrderedDict) else None
+    )
+    if plain and kind is None:
+        return {key: encode(x, f"{at}.{key}", tensor) for key, x in value.items()}
+    pairs = [[encode(k, f"{at}.{k}", tensor), encode(x, f"{at}.{k}", tensor)] for k, x in value.items()]
+    return {kind or "$dict": pairs}
+
+
+def decode(value: Any, tensor: Give) -> Any:
+    """The value again.
+
+    Raises:
+        ValueError: there is no such kind of value.
+    """
+    if isinstance(value, list):
+        return [decode(x, tensor) for x in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1 or not next(iter(value)).startswith("$"):
+        return {key: decode(x, tensor) for key, x in value.items()}
+    ((kind, content),) = value.items()
+    if kind == "$float":
+        return float(content)
+    if kind == "$tensor":
+        return tensor(content)
+    if kind == "$bytes":
+        return base64.b64decode(content)
+    if kind == "$complex":
+        return complex(float(content[0]), float(content[1]))
+    if kind == "$dtype":
+        return _dtype(content)
+    if kind == "$device":
+        return torch.device(content)
+    if kind in ("$tuple", "$deque"):
+        items = [decode(x, tensor) for x in content]
+        return tuple(items) if kind == "$tuple" else deque(items)
+    if kind in ("$dict", "$ordered", "$counter"):
+        pairs = {decode(k, tensor): decode(x, tensor) for k, x in content}
+        return {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}[kind](pairs)
+    raise ValueError(f"A value of the kind {kind!r} is not known; the checkpoint is of a later version.")

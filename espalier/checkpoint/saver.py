@@ -1,23 +1,34 @@
-"""Saving: each rank writes its pieces to a file of its own, and the first makes a checkpoint of them all.
+"""Saving: each rank writes its part to a file of its own, and the first makes a checkpoint of them all.
 
-How it went the ranks agree on: at once, or in :meth:`Saver.wait` (:mod:`espalier.checkpoint.work`).
+Each box of a tensor is written once, by one of the ranks that hold it, all about as much. Ranks tell one
+another through the folder that their part is there: a thread does this while the program trains, so it takes
+part in no collective. How it went the ranks agree on: at once, or in :meth:`Saver.wait`.
 """
 
 from __future__ import annotations
 
+import errno
+import math
 import secrets
-from collections.abc import Mapping
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from espalier.checkpoint.errors import CheckpointError
-from espalier.checkpoint.folder import final_of, hidden
-from espalier.checkpoint.index import Boxes, Index
-from espalier.checkpoint.pieces import Lying, Piece, pieces
-from espalier.checkpoint.work import Staging, Work
-from espalier.comm.agreement import agree
-from espalier.comm.words import words_of_all
+import torch
+
+from espalier.checkpoint.folder import cannot, commit, final_of, hidden, prepare, settle, tidy, withdraw
+from espalier.checkpoint.index import Boxes, CheckpointError, Index, TensorInfo
+from espalier.checkpoint.tensor_file import LARGEST, TensorFile
+from espalier.comm.control import agree, gather_objects
+from espalier.device import current_stream, new_stream, on, wait_for
+from espalier.files import write_file
+from espalier.layout import Layout, chunk_bounds, local_box
+from espalier.layout.layout import Box
 from espalier.mesh import Mesh
 
 
@@ -31,7 +42,7 @@ class Saver:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._staging: Staging | None = None
-        self._work: Work | None = None
+        self._work: SaveWork | None = None
         self._token, self._count = "", 0
 
     def save(
@@ -65,13 +76,13 @@ class Saver:
         self.wait()
         mesh = self.mesh
         if not self._token:
-            self._token = words_of_all(secrets.token_hex(4), mesh)[0]
+            self._token = gather_objects(secrets.token_hex(4), mesh)[0]
         self._count += 1
         index.ranks = mesh.size()
         folder = hidden(directory, index.step, f"{self._token}{self._count}")
-        error, found = None, list[Piece]()
+        error, own_boxes = None, list[OwnBox]()
         try:
-            found = pieces(tree)
+            own_boxes = boxes_to_write(tree)
         except ValueError as met:
             error = met  # others are not to wait for this rank
         if asynchronous:
@@ -79,7 +90,7 @@ class Saver:
             staging, durable = self._staging, True
         else:
             staging = None
-        work = Work(mesh, folder, index, found, keep, durable=durable, staging=staging, error=error)
+        work = SaveWork(mesh, folder, index, own_boxes, keep, durable=durable, staging=staging, error=error)
         if not asynchronous:
             work.write()
             self._see(work, work.written)
@@ -106,7 +117,7 @@ class Saver:
             work, self._work = self._work, None
             self._see(work, *work.pending)
 
-    def _see(self, work: Work, *done: Future[None]) -> None:
+    def _see(self, work: SaveWork, *done: Future[None]) -> None:
         """Raise on all ranks what one of them has met."""
         try:
             for each in done:
@@ -118,7 +129,9 @@ class Saver:
 
 def index_of(tree: Mapping[str, Lying]) -> dict[str, Boxes]:
     """The tensors of a tree, without boxes yet."""
-    return {name: Boxes(local.dtype, tuple(layout.shape)) for name, (local, layout, _) in tree.items()}
+    return {
+        name: Boxes(TensorInfo(tuple(layout.shape), local.dtype)) for name, (local, layout, _) in tree.items()
+    }
 
 
 def _error_of(future: Future[Any]) -> Exception | None:
@@ -126,3 +139,361 @@ def _error_of(future: Future[Any]) -> Exception | None:
     if error is not None and not isinstance(error, Exception):
         raise error
     return error
+
+
+# ---- what one rank does
+
+_POLL = 0.002  # seconds between two looks for the parts of others
+PATIENCE = 600.0  # seconds without anything new from others
+_AT_THE_END = 20.0  # the same, when this process's program has ended
+
+
+class Staging:
+    """Copies of boxes_to_write in the host's memory, in buffers that are used again.
+
+    Args:
+        side: a stream of its own; None on a CPU.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.device = mesh.device()
+        self.side = new_stream(self.device)
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def begin(self, own_boxes: Sequence[OwnBox]) -> tuple[list[OwnBox], list[tuple[torch.Tensor, OwnBox]]]:
+        """Copy what may change at any time.
+
+        Returns:
+            the pieces as copies, and of those that are still to be filled the buffer and what goes into it.
+        """
+        out, later, buffers = [], [], {}
+        pin = self.side is not None
+        for piece in own_boxes:
+            key = f"{piece.name} {piece.box.offsets}"
+            buffer = self._buffers.get(key)
+            if buffer is None or (buffer.shape, buffer.dtype) != (piece.values.shape, piece.values.dtype):
+                shape, dtype = piece.values.shape, piece.values.dtype
+                buffer = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pin)
+            buffers[key] = buffer
+            out.append(piece._replace(values=buffer))
+            if piece.steady:
+                later.append((buffer, piece))
+            else:
+                buffer.copy_(piece.values, non_blocking=pin)
+        self._buffers = buffers
+        if self.side is not None:
+            self.side.wait_stream(current_stream(self.device))
+        return out, later
+
+    def fill(self, later: Sequence[tuple[torch.Tensor, OwnBox]]) -> Any:
+        """Start to fill buffers; gives the event after which they, and all copies before, are there."""
+        pin = self.side is not None
+        with on(self.side):
+            for buffer, piece in later:
+                buffer.copy_(piece.values, non_blocking=pin)
+        return None if self.side is None else self.side.record_event()
+
+
+class SaveWork:
+    """What one rank does for one checkpoint.
+
+    Attributes:
+        staged: when what updates change has been copied, or, by a stream, an event of which it has.
+        written: when this rank's file is.
+        committed: on the first rank, when the checkpoint is there; on others with ``written``.
+        synced: when this rank's file outlives a crash of the machine.
+        settled: on the first rank, when the checkpoint does, and the oldest have gone.
+        pending: of these what the ranks are still to agree on.
+        given_up: set when another rank has failed.
+
+    Args:
+        durable: let nothing be there before it outlives a crash of the machine.
+        staging: copies the boxes_to_write first; None: they are as they stay.
+        error: what kept this rank from having any.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        folder: Path,
+        index: Index,
+        own_boxes: Sequence[OwnBox],
+        keep: int | None,
+        *,
+        durable: bool,
+        staging: Staging | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        self.rank, self.ranks, self._durable = mesh.rank, mesh.size(), durable
+        self.folder, self.index, self.keep = folder, index, keep
+        self.staged, self.written, self.committed = Future[Any](), Future[None](), Future[None]()
+        self.synced, self.settled = Future[None](), Future[None]()
+        self.given_up = threading.Event()
+        self._staging, self._found = staging, list(own_boxes)
+        self._later: list[tuple[torch.Tensor, OwnBox]] = []
+        if staging is not None:
+            self._found, self._later = staging.begin(own_boxes)
+        # one that is gathered for its uses counts down while it is, and never up but by a change
+        self._versions = [(piece, piece.values._version) for _, piece in self._later]
+        self._changed = ""
+        self._lock, self._error = threading.Lock(), error
+        self._file: TensorFile | None = None
+        self._final: Path | None = None
+        self._same = 0  # that folder, whatever its name
+        self._thread: threading.Thread | None = None
+
+    def begin(self, *, apart: bool) -> None:
+        """Let a thread do what is left; ``apart``: that is all."""
+
+        self.pending = (self.written if apart else self.synced), self.settled
+
+        def run() -> None:
+            if apart:
+                self._do(self.staged, self._stage)
+                self.write()
+                self.commit()
+            self._do(self.synced, self._sync)
+            self._do(self.settled, self._settle)
+
+        self._thread = threading.Thread(target=run, name="espalier-checkpoint")
+        self._thread.start()
+
+    def write(self) -> None:
+        """Write this rank's file."""
+        self._do(self.written, self._write)
+
+    def commit(self) -> None:
+        """On the first rank, wait for the others, and make a checkpoint of it."""
+        self._do(self.committed, self._commit)
+
+    def wait_staged(self) -> None:
+        """Until updates may change what is saved: for work done from now on."""
+        if self._staging is None or self.staged.exception() is not None:
+            return  # it is told with what was written
+        self._check()
+        wait_for(self.staged.result(), self._staging.device)
+
+    def give_up(self) -> None:
+        """What was done for it is undone."""
+        self.given_up.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._file is not None:
+            self._file.close(last=False)
+        if self.rank == 0:
+            withdraw(self.folder, there=self._final is not None)
+
+    # ---- what the thread does
+
+    def _do(self, done: Future[Any], work: Callable[[], Any]) -> None:
+        try:
+            done.set_result(work())
+        except OSError as error:
+            done.set_exception(CheckpointError(cannot(f"{self.folder} could not be written", error)))
+        except BaseException as error:
+            done.set_exception(error)
+
+    def _stage(self) -> Any:
+        assert self._staging is not None
+        event = self._staging.fill(self._later)
+        if event is None:
+            self._check()
+        return event
+
+    def _check(self) -> None:
+        """See that nobody has written to what was to be copied; once, before an update does."""
+        with self._lock:
+            versions, self._versions = self._versions, []
+            changed = [piece.name for piece, version in versions if piece.values._version > version]
+            self._changed = self._changed or ", ".join(changed[:3])
+
+    def _write(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._staging is not None:
+            event = self.staged.result()
+            if event is not None:
+                event.synchronize()
+            self._check()
+            self._later = []
+            if self._changed:
+                raise CheckpointError(
+                    f"{self._changed} was written to while an asynchronous save copied it, so step "
+                    f"{self.index.step} was not saved. Call engine.wait_staged() before you write to "
+                    "parameters or optimizer states yourself."
+                )
+        if self.rank == 0:
+            prepare(self.folder)
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self._file = file = TensorFile(self.folder / f"__{self.rank}_0.distcp", push=self._durable)
+        try:
+            for piece in self._found:
+                self.index.tensors[piece.name].boxes.append(file.write(piece.box, piece.values))
+        except BaseException:
+            file.close(last=False)
+            raise
+        if self._durable:
+            file.close()
+        self._found = []
+        self.index.files[file.path.name] = file.size
+        if self.rank != 0:
+            self.index.tensors = {name: e for name, e in self.index.tensors.items() if e.boxes}
+            write_file(self.folder / _part(self.rank), self.index.to_json(), last=False)
+
+    def _commit(self) -> None:
+        if self.rank == 0:
+            self.written.result()
+            self._same = self.folder.stat().st_ino
+            self._of_others(self.folder, _part, self._merge)
+            self.index.check_whole()
+            self._final = commit(self.folder, self.index, last=self._durable)
+
+    def _merge(self, part: Path) -> None:
+        self.index.merge(Index.from_json(part.read_bytes(), str(part)))
+
+    def _sync(self) -> None:
+        self.written.result()
+        if not self._durable:
+            assert self._file is not None
+            self._file.close()
+            if self.rank != 0:
+                with suppress(FileNotFoundError):  # somebody has taken it away already
+                    write_file(final_of(self.folder) / self._synced(self.rank), b"", last=False)
+
+    def _settle(self) -> None:
+        if self.rank == 0:
+            self.committed.result()
+            self.synced.result()
+            assert self._final is not None
+            try:
+                if not self._durable:
+                    self._of_others(self._final, self._synced, lambda part: None)
+                    settle(self._final)
+            except FileNotFoundError:
+                if self._final.exists() and self._final.stat().st_ino == self._same:
+                    raise
+                return  # somebody has taken it away already, or put another in its place
+            tidy(self._final, self.keep)
+
+    def _synced(self, rank: int) -> str:
+        return f"synced-{self.folder.name.rpartition('-')[2]}-{rank}"
+
+    def _of_others(self, folder: Path, name: Callable[[int], str], take: Callable[[Path], None]) -> None:
+        """Wait for a file of each of the others, take it and remove it."""
+        missing = deque(range(1, self.ranks))
+        since = time.monotonic()
+        while missing:
+            part = folder / name(missing[0])
+            if part.exists():
+                take(part)
+                part.unlink()
+                missing.popleft()
+                since = time.monotonic()
+                continue
+            if folder.stat().st_ino != self._same:
+                raise FileNotFoundError(errno.ENOENT, "another is in its place", str(folder))
+            waited, limit = time.monotonic() - since, PATIENCE
+            if not threading.main_thread().is_alive():
+                limit = _AT_THE_END
+            if self.given_up.is_set() or waited > limit:
+                why = "it failed" if self.given_up.is_set() else f"nothing came in {waited:.0f} seconds"
+                raise CheckpointError(
+                    f"{self.folder} was given up: rank {missing[0]} brought no part of it ({why}). "
+                    "The folder must be the same on all hosts."
+                )
+            time.sleep(_POLL)
+
+
+def _part(rank: int) -> str:
+    return f"part-{rank}.json"
+
+
+# ---- who writes what
+
+SHARED = 1 << 20  # bytes of a box from which on those that hold it write a part each
+
+
+class Lying(NamedTuple):
+    """A tensor, as this rank holds it.
+
+    Attributes:
+        local: what is here, plain; None where only the others' part is to be told.
+        layout: how it lies.
+        steady: whether nothing but updates changes it.
+    """
+
+    local: torch.Tensor
+    layout: Layout
+    steady: bool = False
+
+
+class OwnBox(NamedTuple):
+    """What this rank writes of a tensor: the values of a box of it."""
+
+    name: str
+    box: Box
+    values: torch.Tensor
+    steady: bool = False
+
+
+class _HeldBox(NamedTuple):
+    """What is here of tensors that lie alike: a box, as which of how many copies, among whom."""
+
+    box: Box
+    n: int
+    here: int
+    group: tuple[object, ...]
+    first: bool
+
+
+def boxes_to_write(tree: Mapping[str, Lying]) -> list[OwnBox]:
+    """What this rank writes. All ranks have the tree in one order.
+
+    Raises:
+        ValueError: a tensor is Partial.
+    """
+    own_boxes = []
+    written: dict[tuple[object, ...], list[int]] = {}  # bytes, of the ranks that hold the same
+    places: dict[Layout, _HeldBox] = {}  # parameters share layouts with states
+    for name, (local, layout, steady) in tree.items():
+        if not layout.is_firm:
+            raise ValueError(f"{name} is {layout!r}: sums that are still to be done cannot be saved.")
+        if not layout.mesh.is_member:
+            continue
+        if layout not in places:
+            first = not any(layout.mesh.coordinate[a] for a in layout.order)
+            places[layout] = _HeldBox(local_box(layout), *_copies(layout), first)
+        box, n, here, group, first = places[layout]
+        size = math.prod(box.sizes) * local.element_size()
+        share: Box | None = box
+        if size >= SHARED and n > 1:
+            share = _cut(box, n, here)
+        else:
+            loads = written.setdefault(group, [0] * n)
+            least = loads.index(min(loads))
+            loads[least] += size
+            if least != here:
+                share = None
+        if share is not None and (size or first):
+            for part in share.parts(LARGEST // local.element_size()):
+                own_boxes.append(OwnBox(name, part, local[part.within(box)], steady))
+    return own_boxes
+
+
+def _copies(layout: Layout) -> tuple[int, int, tuple[object, ...]]:
+    """How many ranks hold the same box, which of them this is, and what they have in common."""
+    mesh = layout.mesh
+    cut = set(layout.order)
+    along = [a for a in range(mesh.ndim) if a not in cut and mesh.shape[a] > 1]
+    here = 0
+    for a in along:
+        here = here * mesh.shape[a] + mesh.coordinate[a]
+    return math.prod(mesh.shape[a] for a in along), here, (tuple(mesh.ranks), tuple(along))
+
+
+def _cut(box: Box, n: int, index: int) -> Box | None:
+    """Part ``index`` of n along the longest dim; None if that is too short."""
+    dim = max(range(len(box.sizes)), key=lambda d: box.sizes[d])
+    start, length = chunk_bounds(box.sizes[dim], n, index)
+    return box.narrowed(dim, start, length) if length else None

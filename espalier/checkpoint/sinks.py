@@ -1,4 +1,4 @@
-"""Where weights go: files of safetensors and of ``torch.save``, written piece by piece.
+"""Where weights go: files that others read, and folders of checkpoints, written piece by piece.
 
 A file is laid out first: what stands before and after the tensors, and where each will be. Then pieces of
 tensors arrive in order, so that no more than one is in memory. Files get their names when they are whole.
@@ -6,9 +6,12 @@ tensors arrive in order, so that no more than one is in memory. Files get their 
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import secrets
+import shutil
 import struct
 import zipfile
 import zlib
@@ -19,19 +22,21 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
 import torch
-from torch._subclasses import FakeTensorMode
 from torch.serialization import skip_data
 
-from espalier.checkpoint.frames import CENTRAL
-from espalier.checkpoint.pickles import FormatError
-from espalier.checkpoint.sources import DTYPES, INDEX, Entry, flat
+from espalier.checkpoint.folder import INDEX, SEAL, TORCH, commit, hidden, prepare, torch_metadata
+from espalier.checkpoint.index import Boxes, FormatError, Index, TensorInfo, encode
+from espalier.checkpoint.sources import DTYPES, SHARDS, TREES, Checkpoint, TensorSource, flat, open_any
+from espalier.checkpoint.tensor_file import CENTRAL, TensorFile
 from espalier.files import bytes_of, write_file
-from espalier.layout.regions import Box
+from espalier.layout.layout import Box
+from espalier.tensor.random import without_tag
+from espalier.torch_private import FakeTensorMode
 
 Read = Callable[[str, Box], torch.Tensor]
 Write = Callable[[str, int, Box, torch.Tensor], None]
 
-PIECE = 64 * 1024**2
+_AT_ONCE = 64 * 1024**2
 """Bytes of a tensor that are in memory at a time."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -71,7 +76,7 @@ class Target(ABC):
             self._clear()
 
 
-class Sink(Target):
+class FileSink(Target):
     """Files of safetensors and of ``torch.save``."""
 
     def __init__(self) -> None:
@@ -95,7 +100,7 @@ class Sink(Target):
         self._texts[path] = text
 
     def add_safetensors(
-        self, path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None
+        self, path: Path, entries: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None
     ) -> None:
         """A file of safetensors (header of JSON; format of huggingface/safetensors)."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -119,9 +124,9 @@ class Sink(Target):
             self._places[name] = path, 8 + len(text) + header[name]["data_offsets"][0]
         file.truncate(8 + len(text) + at)
 
-    def add_sharded(self, folder: Path, entries: Mapping[str, Entry], shard_bytes: int) -> None:
+    def add_sharded(self, folder: Path, entries: Mapping[str, TensorInfo], shard_bytes: int) -> None:
         """Files of safetensors of at most a size (or one tensor), and their index, as Hugging Face has it."""
-        shards: list[dict[str, Entry]] = []
+        shards: list[dict[str, TensorInfo]] = []
         room = 0
         for name, entry in entries.items():
             if not shards or (entry.nbytes > room and shards[-1]):
@@ -140,19 +145,20 @@ class Sink(Target):
             "total_size": sum(e.nbytes for e in entries.values()),
         }
         index = {"metadata": total, "weight_map": {name: file for file, s in files.items() for name in s}}
-        self.add_text(folder / f"model{INDEX}", json.dumps(index, indent=2, sort_keys=True) + "\n")
+        self.add_text(folder / f"model{SHARDS}", json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def add_torch(self, path: Path, tree: Mapping[str, Any]) -> None:
         """A file as ``torch.save`` writes it.
 
         Args:
-            tree: dicts and plain values, with an :class:`Entry` where a tensor is to be, and a :class:`Tie`
-                where one is that has another name as well. Names are those of nested dicts, joined by dots.
+            tree: dicts and plain values, with a :class:`TensorInfo` where a tensor is to be, and a
+                :class:`Tie` where one is that has another name as well. Names are those of nested dicts,
+                joined by dots.
         """
         named: dict[str, torch.Tensor] = {}
 
         def filled(x: Any, name: str) -> Any:
-            if isinstance(x, Entry):
+            if isinstance(x, TensorInfo):
                 named[name] = torch.empty(x.shape, dtype=x.dtype)
                 return named[name]
             if isinstance(x, Tie):
@@ -162,10 +168,10 @@ class Sink(Target):
             return x
 
         with FakeTensorMode():
-            given = filled(tree, "")
+            tree_of_values = filled(tree, "")
         self._create(path).close()
         with skip_data(materialize_fake_tensors=True):
-            torch.save(given, partial(path))
+            torch.save(tree_of_values, partial(path))
         with FakeTensorMode():
             laid = torch.load(partial(path), weights_only=True)
         self._files[path] = partial(path).open("r+b")
@@ -224,7 +230,7 @@ def partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def pieces(entry: Entry, most: int = PIECE) -> Iterator[tuple[int, Box]]:
+def contiguous_boxes(entry: TensorInfo, most: int = _AT_ONCE) -> Iterator[tuple[int, Box]]:
     """A tensor as boxes of at most so many bytes whose elements are contiguous, with where each begins.
 
     Yields:
@@ -236,11 +242,238 @@ def pieces(entry: Entry, most: int = PIECE) -> Iterator[tuple[int, Box]]:
         start += math.prod(box.sizes) * entry.dtype.itemsize
 
 
-def stream(entries: Mapping[str, Entry], read: Read, write: Write, most: int = PIECE) -> None:
+def stream(entries: Mapping[str, TensorInfo], read: Read, write: Write, most: int = _AT_ONCE) -> None:
     """Read tensors piece by piece, and write them."""
     for name, entry in entries.items():
-        for start, box in pieces(entry, most):
+        for start, box in contiguous_boxes(entry, most):
             write(name, start, box, read(name, box))
 
 
-__all__ = ["PIECE", "Read", "Sink", "Target", "Tie", "Write", "pieces", "stream"]
+# ---- folders of torch, and of ours
+
+_FILE = "__0_0.distcp"
+_RANDOM = "random.torch"
+
+
+class FolderSink(Target):
+    """A folder being written.
+
+    Args:
+        out: the folder; for a checkpoint of ours the one in which that of step 0 is made.
+        entries: tensors by their whole names, ``model.NAME``.
+        ties: further names.
+        values: for torch's tools, by their whole names.
+        ours: make a checkpoint that ``engine.load(model_only=True)`` takes, too.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        entries: Mapping[str, TensorInfo],
+        ties: Mapping[str, str],
+        values: Mapping[str, Any],
+        *,
+        ours: bool = False,
+    ) -> None:
+        self._out, self._values, self._ours = out, values, ours
+        if ours:
+            self._hidden = hidden(out, 0, secrets.token_hex(4))
+            prepare(self._hidden)
+        else:
+            self._hidden = partial(out)
+            shutil.rmtree(self._hidden, ignore_errors=True)
+            self._hidden.mkdir(parents=True)
+        self._file = TensorFile(self._hidden / _FILE)
+        tensors = {name: Boxes(entry) for name, entry in entries.items()}
+        self._index = Index(tensors=tensors, aliases=dict(ties))
+
+    def write(self, name: str, start: int, box: Box, piece: torch.Tensor) -> None:
+        """See :meth:`Target.write`."""
+        self._index.tensors[name].boxes.append(self._file.write(box, piece))
+
+    def _clear(self) -> None:
+        self._file.close()
+        shutil.rmtree(self._hidden, ignore_errors=True)
+
+    def _commit(self) -> None:
+        index = self._index
+        if self._ours:
+            state = without_tag(torch.get_rng_state())
+            index.tensors[_RANDOM] = Boxes(TensorInfo(tuple(state.shape), state.dtype))
+            self.write(_RANDOM, 0, Box((0,), tuple(state.shape)), state)
+            values: dict[str, Any] = {"steps": 0, "scaler": None, "extra": {}, "model": {}}
+            index.values = {key: encode(value, key, lambda at, _: at) for key, value in values.items()}
+        self._file.close()
+        index.files[_FILE] = self._file.size
+        if self._ours:
+            commit(self._hidden, index, last=True)
+            return
+        places = {}
+        with (self._hidden / "__0_1.distcp").open("wb") as file:
+            for name, value in self._values.items():
+                buffer = io.BytesIO()
+                torch.save(value, buffer)
+                places[name] = file.name.rpartition("/")[2], file.tell(), buffer.tell()
+                file.write(buffer.getvalue())
+        write_file(self._hidden / TORCH, torch_metadata(index, places))
+        self._hidden.rename(self._out)
+
+
+# ---- formats
+
+FORMATS = ("safetensors", "torch", "dcp")
+
+
+def root_of(form: str) -> str:
+    """What stands before the names of weights in a format that holds more than these."""
+    return "model." if form in ("dcp", "espalier") else ""
+
+
+def laid_out(
+    path: Path,
+    form: str,
+    entries: Mapping[str, TensorInfo],
+    ties: Mapping[str, str],
+    shard_bytes: int,
+    values: Mapping[str, Any] | None = None,
+) -> Target:
+    """What is to be written to a path, where there is nothing yet, or a file of safetensors.
+
+    Args:
+        form: ``"safetensors"``: a folder as Hugging Face has them, where a tensor of several names has one;
+            ``"torch"``: a file of ``torch.save`` with a state dict of all names; ``"dcp"``: a folder of
+            ``torch.distributed.checkpoint``; ``"espalier"``: a folder of our own checkpoints; ``"file"``: one
+            of safetensors, with all names.
+        entries: tensors, their names with :func:`root_of` the format.
+        ties: names of tensors that have another, to that.
+        shard_bytes: of a file of safetensors.
+        values: of ``"dcp"``, beside tensors; of ``"file"``, texts for its header.
+
+    Raises:
+        ValueError: there is no such format, or something is at the path.
+        OSError: it cannot be made.
+    """
+    if form == "file":
+        sink = FileSink()
+        sink.add_safetensors(path, entries, values)
+        return sink
+    if form not in (*FORMATS, "espalier"):
+        raise ValueError(f"format = {form!r}: expected one of {', '.join(FORMATS)}.")
+    if any(path.iterdir()) if path.is_dir() else path.exists():
+        raise ValueError(f"{path} exists: nothing is written over. Give another path, or remove it first.")
+    if form in ("dcp", "espalier"):
+        return FolderSink(path, entries, ties, values or {}, ours=form == "espalier")
+    sink = FileSink()
+    try:
+        if form == "safetensors":
+            sink.add_sharded(path, entries, shard_bytes)
+        else:
+            sink.add_torch(path, {**entries, **{name: Tie(of) for name, of in ties.items()}})
+    except BaseException as error:
+        sink.__exit__(type(error))
+        raise
+    return sink
+
+
+def export(
+    source: str | Path,
+    out: str | Path,
+    form: str = "safetensors",
+    *,
+    dtype: torch.dtype | None = None,
+    shard_gigabytes: float = 5.0,
+    tree: str | None = None,
+    companions: str | Path | None = None,
+) -> int:
+    """Write the model's weights of a checkpoint as others read them, in one process, piece by piece.
+
+    Args:
+        source: a checkpoint, or weights: what :func:`open_any` reads.
+        out: a new folder; for ``"torch"`` a new file.
+        form: ``"safetensors"``, ``"torch"``, or ``"dcp"``, which has the optimizer of a checkpoint of ours
+            too, as ``get_state_dict`` lays it out; ``"espalier"``: a folder of our own checkpoints.
+        dtype: of floating-point weights; by default their own.
+        shard_gigabytes: (10^9 bytes) of a file of safetensors.
+        tree: the dict, of those nested in the source, that holds the weights; by default ``model`` or the
+            like, or the only one.
+        companions: a folder whose files beside weights (config.json, a tokenizer) are copied to the new one;
+            by default the source, if it is a folder.
+
+    Returns:
+        how many tensors were written.
+
+    Raises:
+        ValueError: the source cannot be read, or nothing be written.
+    """
+    opened, out, root = open_any(source), Path(out), root_of(form)
+    names = {f"{root}{name}": theirs for name, theirs in weights_in(opened, tree).items()}
+    values: dict[str, Any] = {}
+    first: dict[Any, str] = {}
+    ties: dict[str, str] = {}
+    for name, theirs in names.items():
+        kept = first.setdefault(opened.same(theirs), name)
+        if kept != name:
+            ties[name] = kept
+    entries = {name: opened.entries[theirs].cast(dtype) for name, theirs in names.items() if name not in ties}
+    if form == "dcp" and isinstance(opened, Checkpoint):
+        values = _options(opened)
+        states = {name: name for name in opened.entries if name.startswith("optimizer.state.")}
+        names |= states
+        entries |= {name: opened.entries[name] for name in states}
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        return opened.read(names[name], box).to(entries[name].dtype)
+
+    try:
+        with laid_out(out, form, entries, ties, int(shard_gigabytes * 1e9), values) as sink:
+            stream(entries, read, sink.write)
+        folder = Path(companions if companions is not None else source)
+        if form == "safetensors" and folder.is_dir():
+            for file in sorted(folder.iterdir()):
+                if file.is_file() and _accompanies(file.name):
+                    shutil.copyfile(file, out / file.name)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written: {error.strerror or error}.") from None
+    return len(entries)
+
+
+def _options(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What an optimizer keeps beside tensors, named as torch's distributed checkpoint does."""
+    known = checkpoint.values.get("optimizer")
+    options: dict[str, Any] = {}
+    for i, group in enumerate(known["groups"] if known else ()):
+        group_options = {**group["options"], "params": group["names"]}
+        options.update({f"optimizer.param_groups.{i}.{key}": value for key, value in group_options.items()})
+    for name, states in (known["states"] if known else {}).items():
+        options.update({f"optimizer.state.{name}.{key}": value for key, value in states.items()})
+    return options
+
+
+def weights_in(source: TensorSource, tree: str | None = None) -> dict[str, str]:
+    """The weights' own names, and those in the source.
+
+    Raises:
+        FormatError: it is not clear which tensors they are.
+    """
+    if tree is None and source.trees:
+        holding = [t for t in sorted(source.trees) if any(n.startswith(f"{t}.") for n in source.entries)]
+        known = [t for t in TREES if t in holding]
+        if not known and len(holding) != 1:
+            raise FormatError(
+                f"{source.path} holds tensors under {', '.join(holding) or 'no name'}: say which are the "
+                "weights, tree = NAME."
+            )
+        tree = (known or holding)[0]
+    prefix = f"{tree}." if tree else ""
+    names = {name.removeprefix(prefix): name for name in source.entries if name.startswith(prefix)}
+    if not names:
+        raise FormatError(f"{source.path} holds no tensors" + (f" under {tree}." if tree else "."))
+    return names
+
+
+def _accompanies(name: str) -> bool:
+    """Whether a file beside weights says how to use them."""
+    text = name.endswith((".json", ".txt", ".model", ".jinja"))
+    return (
+        text and not name.endswith(".index.json") and not name.startswith(".") and name not in (INDEX, SEAL)
+    )

@@ -1,6 +1,5 @@
 """The command line: ``espalier train``, ``verify``, ``dry``, ``export``, ``run``, ``doctor``, ..."""
 
-from espalier.cli import convert
 from espalier.cli.main import app, main
 
-__all__ = ["app", "convert", "main"]
+__all__ = ["app", "main"]

@@ -1,4 +1,7 @@
-"""``espalier doctor``: what this machine has, what will be used, what is wrong."""
+"""``espalier doctor``: what this machine has, what will be used, what is wrong.
+
+``python -m espalier.cli.doctor`` is the smallest real run, which it tries: two ranks add their numbers.
+"""
 
 import os
 import platform
@@ -7,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -15,9 +18,10 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-State = Literal["good", "note", "wrong"]
+FindingState = Literal["good", "note", "wrong"]
 
 _GLOO_SECONDS = 60.0
+_RANKS = 2
 _NEEDED = ("numpy", "pydantic", "tokenizers", "matplotlib", "safetensors", "rich", "typer")
 
 
@@ -30,12 +34,14 @@ class Finding:
         found: what is there.
         state: "good"; "note" where something works less well; "wrong" where a run would fail.
         remedy: what to do; empty where nothing need be done.
+        fix: does it, and tells what was done; None where only people can.
     """
 
     what: str
     found: str
-    state: State = "good"
+    state: FindingState = "good"
     remedy: str = ""
+    fix: Callable[[], str] | None = field(default=None, compare=False)
 
 
 def examine() -> list[Finding]:
@@ -48,6 +54,7 @@ def examine() -> list[Finding]:
         _threads,
         _environment,
         _packages,
+        _leftovers,
         _gloo,
     ]
     findings = []
@@ -71,10 +78,62 @@ def tell(console: Console, findings: list[Finding]) -> None:
         table.add_row(marks[finding.state], finding.what, finding.found, finding.remedy)
     console.print(table, highlight=False)
     wrong = sum(finding.state == "wrong" for finding in findings)
+    mendable = sum(finding.fix is not None for finding in findings)
+    if mendable:
+        console.print(f"espalier doctor --fix can do {mendable} of it")
     if wrong:
         console.print(f"{wrong} problem{'s' if wrong > 1 else ''} to solve, see the remedies above")
     else:
         console.print("nothing stands in the way of a run")
+
+
+def mend(findings: list[Finding], say: Callable[[str], None]) -> int:
+    """Do what can be done about the findings; how many were mended."""
+    count = 0
+    for finding in findings:
+        if finding.fix is None:
+            continue
+        say(f"{finding.what}: {finding.remedy}")
+        try:
+            say(f"  {finding.fix()}")
+            count += 1
+        except (OSError, subprocess.SubprocessError) as error:
+            last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
+            say(f"  it could not be done: {''.join(last)}")
+    return count
+
+
+def _installed(*packages: str) -> Callable[[], str]:
+    """Installs packages by pip, into the environment that this runs in."""
+
+    def install() -> str:
+        command = [sys.executable, "-m", "pip", "install", *packages]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        return f"installed: {', '.join(packages)}"
+
+    return install
+
+
+def _leftovers() -> list[Finding]:
+    """What processes that were killed have left of text that they prepared."""
+    cache = Path(".espalier/data")
+    halves = [path for path in cache.glob(".*-*") if path.is_dir() and not _lives(path)]
+    if not halves:
+        return []
+
+    def remove() -> str:
+        for path in halves:
+            shutil.rmtree(path)
+        return f"removed: {len(halves)} folders"
+
+    text = f"{len(halves)} in {cache}, of processes that are gone"
+    return [Finding("half-prepared data", text, "note", "remove them", remove)]
+
+
+def _lives(path: Path) -> bool:
+    """Whether the process that a folder is named for runs."""
+    pid = path.name.rpartition("-")[2]
+    return not pid.isdecimal() or Path(f"/proc/{pid}").exists()
 
 
 def _python() -> list[Finding]:
@@ -89,7 +148,8 @@ def _torch() -> list[Finding]:
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdecimal())
     old = release < (2, 11)
     remedy = "pip install 'torch>=2.11'" if old else ""
-    findings = [Finding("torch", torch.__version__, "wrong" if old else "good", remedy)]
+    fix = _installed("torch>=2.11") if old else None
+    findings = [Finding("torch", torch.__version__, "wrong" if old else "good", remedy, fix)]
     if not dist.is_available():
         remedy = "install a build of torch that has torch.distributed"
         return [*findings, Finding("torch.distributed", "not in this build", "wrong", remedy)]
@@ -105,20 +165,32 @@ def _torch() -> list[Finding]:
 
 
 def _devices() -> list[Finding]:
-    import torch
     import torch.distributed as dist
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
-        return [Finding("devices", "CPU only; every rank is a process on the CPU, through gloo")]
-    names = ", ".join(
-        f"{torch.cuda.get_device_name(i)} ({torch.cuda.get_device_properties(i).total_memory / 1e9:.0f} GB)"
-        for i in range(count)
+    from espalier import device
+
+    kind, count = device.accelerator(), device.count()
+    if kind is None or not count:
+        return [Finding("devices", "CPU only; ranks are processes that share the host's memory, or use gloo")]
+    names = ", ".join(device.names())
+    use = f"{count} {kind.upper()}: {names}; plans of up to {count} ranks use them, larger ones the CPU"
+    backend = dist.get_default_backend_for_device(kind)
+    if not dist.is_backend_available(backend):
+        return [Finding("devices", use, "wrong", f"install a build of torch with {backend.upper()}")]
+    return [Finding("devices", use), _products(kind)]
+
+
+def _products(kind: str) -> Finding:
+    """How an accelerator multiplies in float32, the dtype that a job has by default."""
+    import torch
+
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        return Finding("float32 products", f"{precision}: on {kind.upper()} by units of lower precision")
+    remedy = 'plan.precision = "bfloat16", or torch.set_float32_matmul_precision("high") in your own script'
+    return Finding(
+        "float32 products", "exact, and slow: without TF32, without flash attention", "note", remedy
     )
-    use = f"{count} CUDA: {names}; plans of up to {count} ranks use them, larger ones the CPU"
-    if not dist.is_nccl_available():
-        return [Finding("devices", use, "wrong", "install a build of torch with NCCL")]
-    return [Finding("devices", use)]
 
 
 def _machine() -> list[Finding]:
@@ -144,18 +216,18 @@ def _machine() -> list[Finding]:
 def _threads() -> list[Finding]:
     import torch
 
-    given = os.environ.get("OMP_NUM_THREADS")
+    threads = os.environ.get("OMP_NUM_THREADS")
     cores = _cores()
-    if given is None:
+    if threads is None:
         text = f"one a rank (OMP_NUM_THREADS is not set); {torch.get_num_threads()} for a single process"
         return [Finding("threads", text)]
-    if not given.isdecimal() or int(given) < 1:
+    if not threads.isdecimal() or int(threads) < 1:
         remedy = "unset OMP_NUM_THREADS or give a whole number"
-        return [Finding("threads", f"OMP_NUM_THREADS={given!r}", "wrong", remedy)]
-    if int(given) > max(cores // 2, 1):
+        return [Finding("threads", f"OMP_NUM_THREADS={threads!r}", "wrong", remedy)]
+    if int(threads) > max(cores // 2, 1):
         remedy = "OMP_NUM_THREADS times the ranks should not exceed the cores; unset it for one a rank"
-        return [Finding("threads", f"{given} a rank (OMP_NUM_THREADS) on {cores} cores", "note", remedy)]
-    return [Finding("threads", f"{given} a rank (OMP_NUM_THREADS)")]
+        return [Finding("threads", f"{threads} a rank (OMP_NUM_THREADS) on {cores} cores", "note", remedy)]
+    return [Finding("threads", f"{threads} a rank (OMP_NUM_THREADS)")]
 
 
 def _environment() -> list[Finding]:
@@ -170,17 +242,19 @@ def _environment() -> list[Finding]:
 
 
 def _packages() -> list[Finding]:
-    found = {name: _version(name) for name in _NEEDED}
-    missing = [name for name, version in found.items() if version is None]
-    there = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    versions = {name: _version(name) for name in _NEEDED}
+    missing = [name for name, version in versions.items() if version is None]
+    there = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     findings = [Finding("packages", there)]
     if missing:
         remedy = f"pip install {' '.join(missing)}"
-        findings.append(Finding("packages", f"missing: {', '.join(missing)}", "wrong", remedy))
+        told = f"missing: {', '.join(missing)}"
+        findings.append(Finding("packages", told, "wrong", remedy, _installed(*missing)))
     transformers = _version("transformers")
     if transformers is None:
-        remedy = "pip install transformers, for jobs with model.kind = huggingface"
-        findings.append(Finding("transformers", "not installed", "note", remedy))
+        remedy = 'pip install transformers, for jobs with model.kind = "hf"'
+        fix = _installed("transformers")
+        findings.append(Finding("transformers", "not installed", "note", remedy, fix))
     else:
         findings.append(Finding("transformers", transformers))
     return findings
@@ -196,7 +270,7 @@ def _gloo() -> list[Finding]:
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "espalier.cli.handshake"],
+            [sys.executable, "-m", "espalier.cli.doctor"],
             env=environment,
             capture_output=True,
             text=True,
@@ -232,3 +306,28 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def handshake() -> None:
+    """Start the two ranks, or be one of them."""
+    import torch
+
+    from espalier.comm import all_reduce
+    from espalier.mesh import Mesh
+    from espalier.mesh.launch import launch
+    from espalier.mesh.process import finish, start
+
+    if "RANK" not in os.environ:
+        launch(["-m", "espalier.cli.doctor"], _RANKS)
+        return
+    process = start("cpu", timeout=20.0)
+    try:
+        total = all_reduce(torch.tensor([process.rank + 1.0]), Mesh.from_env({"data": _RANKS}), 0)
+        if total.item() != _RANKS * (_RANKS + 1) / 2:
+            sys.exit(f"the ranks added up to {total.item()}")
+    finally:
+        finish()
+
+
+if __name__ == "__main__":
+    handshake()

@@ -1,16 +1,25 @@
 """The commands. They read their arguments, call `espalier.train`, and tell what came of it."""
 
+from __future__ import annotations
+
+import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from espalier.parallel.pipeline import Timeline
+    from espalier.train.trainer import Preempted, Row, Summary
+    from espalier.train.verify import Difference, Verification
 
 app = typer.Typer(
     help="Train single-device PyTorch models on a mesh of ranks.",
@@ -43,7 +52,23 @@ Ranks = Annotated[
 Port = Annotated[
     int | None, typer.Option(help="Where the ranks meet; a free port if not given.", show_default=False)
 ]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", min=1, help="Machines that take part.", show_default=False)
+]
+NodeRank = Annotated[
+    int | None, typer.Option("--node-rank", min=0, help="Which of them this is.", show_default=False)
+]
+Rendezvous = Annotated[
+    str | None,
+    typer.Option("--rdzv", metavar="HOST:PORT", help="Where the first of them is.", show_default=False),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+From = Annotated[Path, typer.Argument(metavar="FROM", help="A checkpoint, or weights.", show_default=False)]
+To = Annotated[Path, typer.Argument(metavar="TO", help="What to write.", show_default=False)]
+Dtype = Annotated[
+    str | None, typer.Option(help="Of the weights, as bfloat16; their own if not given.", show_default=False)
+]
+Tree = Annotated[str | None, typer.Option(help="The nested dict that holds the weights.", show_default=False)]
 
 
 def _version(asked: bool) -> None:
@@ -69,21 +94,34 @@ def train(
     port: Port = None,
     debug: Debug = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    nodes: Nodes = None,
+    node_rank: NodeRank = None,
+    rdzv: Rendezvous = None,
 ) -> None:
     """Train the job's model, with live progress."""
     with one_clear_message(debug):
-        from espalier.cli.tell import tell_preempted, tell_summary
-        from espalier.train.trainer import Preempted
-        from espalier.train.worker import PREEMPTED
-
         console = Console()
         loaded = load(job, set_ or [], ranks)
-        summary = _on_ranks("train", loaded, console, port=port, debug=debug, resume=resume)
+        from espalier.train.run import PREEMPTED  # takes seconds: what is wrong with the job is told before
+        from espalier.train.trainer import Preempted
+
+        hosts = _hosts(nodes, node_rank, rdzv, console)
+        given = {"port": port, "debug": debug, "resume": resume, "hosts": hosts}
+        summary = _on_ranks("train", loaded, console, **given)
         if isinstance(summary, Preempted):
             tell_preempted(console, summary)
-            raise typer.Exit(PREEMPTED)
+            raise typer.Exit(130 if summary.interrupted else PREEMPTED)
         if summary is not None:
             tell_summary(console, summary)
+
+
+@app.command()
+def demo(set_: Set = None, ranks: Ranks = None, port: Port = None, debug: Debug = False) -> None:
+    """Train a small GPT on the source of Python's standard library, on four ranks: runs/demo."""
+    from importlib.resources import as_file, files
+
+    with as_file(files("espalier.train") / "shipped" / "demo.toml") as job:
+        train(job, set_, ranks, port, debug)
 
 
 @app.command()
@@ -95,14 +133,22 @@ def verify(
     Exit code 1 when a difference in loss, gradients or parameters is above the tolerance.
     """
     with one_clear_message(debug):
-        from espalier.cli.tell import tell_verification
-
         console = Console()
-        found = _on_ranks("verify", load(job, set_ or [], ranks), console, port=port, debug=debug)
-        if found is not None:
-            tell_verification(console, found)
-            if not found.passed:
+        verification = _on_ranks("verify", load(job, set_ or [], ranks), console, port=port, debug=debug)
+        if verification is not None:
+            tell_verification(console, verification)
+            if not verification.passed:
                 raise typer.Exit(1)
+
+
+def _hosts(nodes: int | None, node_rank: int | None, rdzv: str | None, console: Console) -> Any:
+    """The machines that take part."""
+    from espalier.mesh.hosts import Hosts, find_hosts
+
+    found = find_hosts(nodes, node_rank, rdzv)
+    if isinstance(found, Hosts):
+        _say(console, str(found))
+    return found
 
 
 def _on_ranks(action: Literal["train", "verify"], job: Any, console: Console, **options: Any) -> Any:
@@ -113,21 +159,95 @@ def _on_ranks(action: Literal["train", "verify"], job: Any, console: Console, **
 
 
 @app.command()
-def dry(job: JobFile, set_: Set = None, ranks: Ranks = None, debug: Debug = False) -> None:
+def dry(
+    job: JobFile,
+    set_: Set = None,
+    ranks: Ranks = None,
+    rank: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="AXIS=NUMBER",
+            help="Which rank to play, as --rank pipe=3. May stand several times.",
+            show_default=False,
+        ),
+    ] = None,
+    json_: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON.", show_default=False)
+    ] = None,
+    debug: Debug = False,
+) -> None:
     """Predict one step on any number of ranks, without starting one: bytes per axis, peak memory."""
     with one_clear_message(debug):
-        from espalier.train.dry import dry_step
+        import json
 
-        Console().print(str(dry_step(load(job, set_ or [], ranks))), highlight=False, markup=False)
+        place = dict(map(_numbered, rank or []))
+        loaded = load(job, set_ or [], ranks)
+        from espalier.train.building import dry_step
+
+        report = dry_step(loaded, place or None)
+        Console().print(str(report), highlight=False, markup=False)
+        if json_ is not None:
+            json_.write_text(json.dumps(report.to_dict(), indent=1) + "\n", "utf-8")
+
+
+@app.command()
+def plan(
+    job: JobFile,
+    cluster: Annotated[
+        str,
+        typer.Option(metavar="NAME|FILE", help="A cluster that is shipped, or a file.", show_default=False),
+    ],
+    set_: Set = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("-n", "--ranks", min=1, help="How many of the cluster's.", show_default=False),
+    ] = None,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="What is not searched, as --fix tensor=8.", show_default=False
+        ),
+    ] = None,
+    memory: Annotated[float, typer.Option(help="The share of a device's memory that may be taken.")] = 0.92,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave the best ones' dry runs out.")] = False,
+    json_: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON.", show_default=False)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Find the best mix of parallelism for a job on a cluster, without a device, and say why.
+
+    Exit code 1 when nothing fits.
+    """
+    with one_clear_message(debug):
+        import json
+
+        from espalier.train.foresight import foresee
+        from espalier.train.job import Job
+
+        found = foresee(Job.load(job, set_ or []), cluster, ranks, fix or [], memory, quick=quick)
+        Console().print(found.text, highlight=False, markup=False, soft_wrap=True)
+        if json_ is not None:
+            json_.write_text(json.dumps(found.table, indent=1) + "\n", "utf-8")
+        if not found.fits:
+            raise typer.Exit(1)
+
+
+def _numbered(text: str) -> tuple[str, int]:
+    name, _, number = text.partition("=")
+    if not name or not number.isdigit():
+        raise ValueError(f"--rank {text}: expected an axis and a number from 0, as --rank pipe=3")
+    return name, int(number)
 
 
 @app.command()
 def explain(job: JobFile, set_: Set = None, ranks: Ranks = None, debug: Debug = False) -> None:
     """Tell how each parameter of the job's model is laid out, what its module sends, and why."""
     with one_clear_message(debug):
-        from espalier.train.dry import layout_table
+        loaded = load(job, set_ or [], ranks)
+        from espalier.train.building import layout_table
 
-        table = layout_table(load(job, set_ or [], ranks))
+        table = layout_table(loaded)
         Console().print(str(table), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -160,13 +280,12 @@ def schedule(
 ) -> None:
     """Draw a pipeline's schedule, check it, and say what it costs: bubble, live micro-batches, messages."""
     with one_clear_message(debug):
-        from espalier.cli.tell import tell_schedule
         from espalier.parallel.pipeline import TABLES, find_schedule, read_times, simulate, write_table
-        from espalier.parallel.pipeline.draw import PICTURES, draw
+        from espalier.parallel.schedules.simulate import PICTURES, draw
 
         costs = read_times(times)
-        found = find_schedule(kind, stages, microbatches, virtual)
-        timeline = simulate(found, costs)
+        built = find_schedule(kind, stages, microbatches, virtual)
+        timeline = simulate(built, costs)
         console = Console()
         for path in out or []:
             if path.suffix not in (*TABLES, *PICTURES):
@@ -174,9 +293,9 @@ def schedule(
         tell_schedule(console, timeline)
         for path in out or []:
             if path.suffix in TABLES:
-                write_table(path, found)
+                write_table(path, built)
             else:
-                draw(path, {str(found).partition(":")[0]: timeline})
+                draw(path, {str(built).partition(":")[0]: timeline})
             console.print(f"written: {path}", highlight=False, markup=False)
 
 
@@ -194,23 +313,177 @@ def run(
     ],
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks to start.")] = 1,
     port: Port = None,
+    nodes: Nodes = None,
+    node_rank: NodeRank = None,
+    rdzv: Rendezvous = None,
     debug: Debug = False,
 ) -> None:
     """Run your own script on several ranks, torchrun beneath: espalier run -n 4 SCRIPT.py ARGUMENTS.
 
+    With --nodes, -n ranks on each of several machines, on each of which this is called.
+
     Exit code: that of the rank which failed first.
     """
     with one_clear_message(debug):
+        hosts = _hosts(nodes, node_rank, rdzv, Console(stderr=True))
+        from espalier.mesh.hosts import Task
         from espalier.mesh.launch import LaunchError, launch
 
+        if isinstance(hosts, Task):  # this process is a rank already
+            os.environ.update(hosts.environment)
+            os.execv(sys.executable, [sys.executable, script, *context.args])
         try:
-            launch([script, *context.args], ranks, port=port)
+            launch([script, *context.args], ranks, port=port, hosts=hosts)
         except LaunchError as error:
             code = error.exit_code
             if code is None or debug:
                 raise
             _complain(str(error))
             raise typer.Exit(code if code > 0 else 128 - code) from None
+
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show_default=False)]
+
+
+@app.command()
+def watch(
+    run: Run,
+    port: Annotated[
+        int | None, typer.Option(help="Of this machine; a free one if not given.", show_default=False)
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open a browser on it.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show a run's report while it trains, on a page that this machine alone can reach."""
+    with one_clear_message(debug):
+        from espalier.train.watch import Server
+
+        with Server(run, port or 0) as server:
+            _say(Console(), f"{run} is shown at {server.url} (Ctrl-C ends it)")
+            if show:
+                import webbrowser
+
+                webbrowser.open(server.url)
+            with suppress(KeyboardInterrupt):
+                server.serve_forever()
+
+
+@app.command("compare-runs")
+def compare_runs(
+    a: Run,
+    b: Run,
+    out: Annotated[Path, typer.Option(metavar="FILE.html", help="Where the page is written.")] = Path(
+        "compared.html"
+    ),
+    debug: Debug = False,
+) -> None:
+    """Tell two runs apart: what their jobs say, how they ended; as a page, too."""
+    with one_clear_message(debug):
+        from espalier.files import write_file
+        from espalier.texts import in_columns
+        from espalier.train.page import compared, page, read_run
+
+        runs = [read_run(a), read_run(b)]
+        for line in in_columns(compared(*runs), "<>"):
+            _say(Console(), line)
+        write_file(out, page(runs).encode())
+        _say(Console(), f"written: {out}")
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The file to write.")] = Path("job.toml"),
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="gpt, gpt2, bert, vit, moe, a folder with config.json, or module:function.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="stdlib, or a file or folder of text or images.", show_default=False)
+    ] = None,
+    field: Annotated[str, typer.Option(help="Column that holds the text.", show_default=False)] = "",
+    chat: Annotated[str, typer.Option(help="Column that holds conversations.", show_default=False)] = "",
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks of the data axis.")] = 1,
+    zero: Annotated[int, typer.Option(min=0, max=3, help="Stage of ZeRO.")] = 0,
+    lora: Annotated[int, typer.Option(min=0, help="Rank of adapters; 0 trains all weights.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="To train.")] = 200,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a job file, by flags, or by a few questions where none are given on a terminal."""
+    with one_clear_message(debug):
+        from espalier.cli.init import Answers, asked, written
+
+        if path.exists() and not force:
+            raise ValueError(f"{path} exists: name another file, or write over it with --force")
+        given = Answers(model or "gpt", data or "stdlib", field, chat, ranks, zero, lora, steps)
+        if model is None and data is None and sys.stdin.isatty():
+            given = asked(given, lambda question, now: str(typer.prompt(question, default=now)))
+        text = written(given)
+        path.write_text(text, "utf-8")
+        load(path, [], None)
+        typer.echo(f"{path} is written: espalier train {path}")
+
+
+@app.command()
+def generate(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A run's folder, a checkpoint, or a folder with config.json and weights.",
+            show_default=False,
+        ),
+    ],
+    prompt: Annotated[str, typer.Option(help="What to go on with.", show_default=False)],
+    tokens: Annotated[int, typer.Option(min=1, help="At most so many.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.7,
+    top_k: Annotated[int, typer.Option(min=1, help="Draw among so many.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask by the tokenizer's chat template.")] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Its tokenizer.json, or the folder.", show_default=False)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Let a trained model write."""
+    with one_clear_message(debug):
+        from espalier.train.writing import write
+
+        given: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed, "chat": chat}
+        made = write(path, prompt, tokens, tokenizer=tokenizer, **given)
+        typer.echo(made.text if chat else made.whole)
+
+
+@app.command()
+def migrate(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="A program.", show_default=False)],
+    write: Annotated[bool, typer.Option("--write", help="Change the file.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Say how a program for DeepSpeed, Colossal-AI, torch's wrappers, transformers or accelerate runs here.
+
+    Prints a diff, and what it does not show. Exit code 1 when something has no equivalent.
+    """
+    with one_clear_message(debug):
+        from espalier.compat.migrate import migrate as migrated
+
+        try:
+            source = script.read_text("utf-8")
+            found = migrated(source, script.parent)
+        except (SyntaxError, UnicodeDecodeError) as error:
+            raise ValueError(f"{script} is no Python program: {error}.") from None
+        typer.echo(found.diff(script.name), nl=False)
+        for note in found.notes:
+            typer.echo(f"{script.name}:{note.line}: {note.text}", err=True)
+        if not found.systems:
+            typer.echo(f"{script.name}: nothing of another system was found", err=True)
+        if write and found.after != found.before:
+            script.write_text(found.after, "utf-8")
+        if any(note.is_missing for note in found.notes):
+            raise typer.Exit(1)
 
 
 @app.command()
@@ -228,28 +501,72 @@ def checkpoint(
     Exit code 1 when one is not.
     """
     with one_clear_message(debug):
-        from espalier.cli.tell import tell_checkpoints
-        from espalier.train.inspect import rows
+        from espalier.train.trainer import rows
 
-        found = list(rows(directory, verify=verify))
-        tell_checkpoints(Console(), found)
-        if any(row.problem for row in found):
+        table = list(rows(directory, verify=verify))
+        tell_checkpoints(Console(), table)
+        if any(row.problem for row in table):
             raise typer.Exit(1)
 
 
 @app.command()
-def doctor(debug: Debug = False) -> None:
+def doctor(
+    fix: Annotated[bool, typer.Option("--fix", help="Do what can be done, and look again.")] = False,
+    debug: Debug = False,
+) -> None:
     """Say what this machine has, what will be used, and what is wrong, with a remedy for each.
 
     Exit code 1 when something stands in the way of a run.
     """
     with one_clear_message(debug):
-        from espalier.cli.doctor import examine, tell
+        from espalier.cli.doctor import examine, mend, tell
 
         findings = examine()
+        if fix and mend(findings, lambda line: _say(Console(), line)):
+            findings = examine()
         tell(Console(), findings)
         if any(finding.state == "wrong" for finding in findings):
             raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    source: From,
+    out: To,
+    form: Annotated[str, typer.Option("--format", help="safetensors, torch or dcp.")] = "safetensors",
+    dtype: Dtype = None,
+    shard_gigabytes: Annotated[float, typer.Option(help="Largest file of safetensors, in 10^9 bytes.")] = 5.0,
+    tree: Tree = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Copy its config.json and tokenizer too.", show_default=False),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint's weights for others: safetensors, torch.save, or torch's distributed checkpoint."""
+    options: dict[str, Any] = {"shard_gigabytes": shard_gigabytes, "companions": like}
+    _convert(source, out, form, dtype, tree, debug, **options)
+
+
+@app.command("import")
+def import_(source: From, out: To, dtype: Dtype = None, tree: Tree = None, debug: Debug = False) -> None:
+    """Make a folder of Espalier's checkpoints of others' weights, for engine.load(..., model_only=True)."""
+    _convert(source, out, "espalier", dtype, tree, debug)
+
+
+def _convert(
+    source: Path, out: Path, form: str, dtype: str | None, tree: str | None, debug: bool, **more: Any
+) -> None:
+    with one_clear_message(debug):
+        import torch
+
+        from espalier.checkpoint.sinks import export
+
+        kind = None if dtype is None else getattr(torch, dtype, None)
+        if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+            raise ValueError(f"--dtype {dtype}: expected a dtype of floats, as float32, bfloat16 or float16.")
+        count = export(source, out, form, dtype=kind, tree=tree, **more)
+        Console().print(f"{count} tensors written to {out}", highlight=False, markup=False, soft_wrap=True)
 
 
 def load(path: Path, overrides: list[str], ranks: int | None) -> Any:
@@ -258,11 +575,14 @@ def load(path: Path, overrides: list[str], ranks: int | None) -> Any:
     Raises:
         ValueError: when the job has mistakes or its other axes do not divide ``ranks``.
     """
-    import espalier
     from espalier.train.job import Job
 
     job = Job.load(path, overrides)
-    plan = espalier.Plan.from_dict(dict(job.plan))
+    if job.auto:
+        from espalier.train.foresight import planned
+
+        return planned(job, ranks)
+    plan = job.plan
     if ranks is None or ranks == plan.world_size:
         return job
     others = plan.world_size // plan.data
@@ -285,11 +605,11 @@ def load(path: Path, overrides: list[str], ranks: int | None) -> Any:
 @contextmanager
 def one_clear_message(debug: bool) -> Iterator[None]:
     """Turn every error into a message and exit code 2; with ``debug``, let it through."""
-    told: set[str] = set()
+    reported: set[str] = set()
 
     def tell(message: Warning | str, *_: Any) -> None:
-        if str(message) not in told:
-            told.add(str(message))
+        if str(message) not in reported:
+            reported.add(str(message))
             _complain(f"note: {message}")
 
     try:
@@ -309,11 +629,13 @@ def one_clear_message(debug: bool) -> Iterator[None]:
 
 
 def _message(error: Exception) -> str:
+    if isinstance(error, ValueError):
+        return str(error)
     from espalier.mesh.launch import LaunchError
     from espalier.train.run import RunError
     from espalier.train.trainer import TrainingError
 
-    if isinstance(error, ValueError | LaunchError | RunError | TrainingError):
+    if isinstance(error, LaunchError | RunError | TrainingError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}. Give another path, or see to this one."
@@ -331,3 +653,134 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     app(prog_name="espalier")
+
+
+# ---- how results are shown on the terminal
+
+_WIDE = 2000  # characters
+
+
+def tell_summary(console: Console, summary: Summary) -> None:
+    """Show how a training run ended."""
+    from rich.panel import Panel
+
+    from espalier.train.metrics import pairs, readable_time
+
+    if summary.sample is not None:
+        console.print(Panel(Text(summary.sample), title="a sample of what it writes", expand=False))
+    ranks = "rank" if summary.ranks == 1 else "ranks"
+    rows = {
+        "trained": f"{summary.parameters:,} parameters, {summary.steps} steps, "
+        f"{readable_time(summary.seconds)} on {summary.ranks} {ranks}",
+        "final loss": f"{summary.loss:.4f} nats, validation {summary.val_loss:.4f}",
+    }
+    if summary.entropy is not None:
+        gap = summary.entropy - summary.val_loss
+        side = "below" if gap >= 0 else "ABOVE"
+        text = f"{summary.entropy:.4f} nats: validation is {abs(gap):.4f} {side} what token counts alone give"
+        rows["unigram entropy"] = text
+    if summary.bubble is not None:
+        measured, predicted = summary.bubble
+        rows["pipeline"] = f"idle for {measured:.1%} of the last step, {predicted:.1%} by its schedule"
+    console.print(pairs({**rows, **summary.files}), highlight=False)
+
+
+def tell_checkpoints(console: Console, table: Sequence[Row]) -> None:
+    """Show what checkpoints there are, and what is wrong with those that cannot be loaded."""
+    from espalier.texts import in_columns
+    from espalier.train.trainer import HEAD
+
+    lines = [HEAD]
+    for row in table:
+        cells = row.cells or ("",) * (len(HEAD) - 2)
+        lines.append((row.name, *cells, "no" if row.problem else "yes"))
+    for text in in_columns(lines, "<><>>><"):
+        _say(console, text)
+    for row in table:
+        if row.problem:
+            _say(console, row.problem)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def tell_preempted(console: Console, left: Preempted) -> None:
+    """Show where a run left off that was asked to."""
+    saved = (
+        f"saved in {left.saved}: go on with --resume"
+        if left.saved
+        else "nothing saved, for want of [checkpoint]"
+    )
+    why = "interrupted" if left.interrupted else "asked to leave, and left"
+    console.print(f"{why} after step {left.step}; {saved}", highlight=False, markup=False, soft_wrap=True)
+
+
+def tell_verification(console: Console, verification: Verification) -> None:
+    """Show a comparison, step by step, and whether it passed."""
+    from rich.table import Table
+
+    from espalier.train.verify import Difference
+
+    for notice in verification.notices:
+        console.print(f"note: {notice}", highlight=False, markup=False)
+    axes = " × ".join(f"{axis} {size}" for axis, size in verification.plan.items())
+    console.print(
+        f"{verification.model}, {verification.parameters:,} parameters, float64: {axes} against one process",
+        highlight=False,
+        markup=False,
+    )
+    table = Table()
+    for name in ("step", "loss", "Δ loss", "Δ grad norm", "Δ gradients", "Δ parameters"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for step in verification.steps:
+        cells = (_cell(difference, verification.tolerance) for difference in step.differences)
+        table.add_row(str(step.step), f"{step.reference_loss:.6f}", *cells)
+    console.print(table)
+    for kind in ("gradients", "parameters"):
+        worst = max(
+            (getattr(step, kind) for step in verification.steps), key=lambda d: d.value, default=Difference()
+        )
+        if worst.where:
+            console.print(
+                f"largest difference in {kind}: {worst.value:.2e} in {worst.where}",
+                highlight=False,
+                markup=False,
+            )
+    verdict, style = ("PASS", "bold green") if verification.passed else ("FAIL", "bold red")
+    console.print(
+        Text.assemble(
+            (verdict, style),
+            f": largest difference {verification.worst:.2e}, tolerance {verification.tolerance:.0e}",
+        )
+    )
+
+
+def tell_schedule(console: Console, timeline: Timeline) -> None:
+    """Draw a schedule's timeline, one line a rank, and say below what it costs."""
+    from espalier.parallel.pipeline import check
+    from espalier.parallel.schedules.simulate import terminal
+    from espalier.train.metrics import pairs
+
+    schedule = timeline.schedule
+    report = check(schedule)
+    console.print(f"{str(schedule).partition(chr(10))[0]}", highlight=False, markup=False)
+    colours = console.color_system is not None
+    # in a file there is room for every number
+    for line in terminal(timeline, console.width if colours else _WIDE, colours=colours):
+        console.print(line, no_wrap=True, crop=colours, overflow="ignore")
+    work = max(timeline.busy) / schedule.micro_batches
+    live = ", ".join(f"{number:g}" for number in report.live)
+    crossings = sum(map(int.__ne__, schedule.stage_to_rank, schedule.stage_to_rank[1:]))
+    rows = {
+        "bubble": f"{timeline.bubble:g}, as long as {timeline.bubble / work:.3g} micro-batches; "
+        f"{timeline.bubble_fraction:.1%} of all ranks' time",
+        "step": f"{timeline.step_time:g}, without a bubble {max(timeline.busy):g}",
+        "live micro-batches": f"{live} on ranks 0 to {schedule.ranks - 1}",
+        "messages": f"{report.messages}: both ways, {crossings} crossings between ranks",
+    }
+    console.print(pairs(rows), highlight=False)
+
+
+def _cell(difference: Difference, tolerance: float) -> Text:
+    return Text(f"{difference.value:.2e}", style="" if difference.value <= tolerance else "bold red")

@@ -1,10 +1,16 @@
-"""The one door to the network: collectives (real and dry), the ledger, differentiable moves."""
+"""All communication: collectives, the ledger, differentiable moves.
 
-from espalier.comm.collectives import Pending, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+A further backend, beside those for gloo, NCCL and dry meshes, is one class and one line: see
+``espalier.comm.backend``.
+"""
+
+from espalier.comm.backend import Work
+from espalier.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from espalier.comm.ledger import Collective, Entry, Ledger, ledger, observed
-from espalier.comm.moves import move
-from espalier.comm.spans import Spans, exchange, pieces
-from espalier.comm.watch import watched
+from espalier.comm.redistribute import move
+from espalier.comm.row_exchange import Spans, exchange, spans_of
+
+Pending = Work  # its old name
 
 __all__ = [
     "Collective",
@@ -12,6 +18,7 @@ __all__ = [
     "Ledger",
     "Pending",
     "Spans",
+    "Work",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -20,7 +27,6 @@ __all__ = [
     "ledger",
     "move",
     "observed",
-    "pieces",
     "reduce_scatter",
-    "watched",
+    "spans_of",
 ]

@@ -8,54 +8,57 @@ is undefined. On an axis of size 1 the input comes back. Ranks outside a mesh se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from espalier.comm import batched, direct
-from espalier.comm.direct import Works
+from espalier.comm.backend import ALL_REDUCE, Backend, Summing, Work, as_wire, in_floats, in_order
+from espalier.comm.custom_ops import collective, recorders, traced, tracers
+from espalier.comm.dry import Dry
+from espalier.comm.gloo import Gloo, is_gloo, wires_of
+from espalier.comm.hosts import Hosts
 from espalier.comm.ledger import Collective
-from espalier.comm.traced import collective, recorders, tracers
-from espalier.comm.wire import as_wire, in_floats, in_order, pad_to, summable
+from espalier.comm.nccl import Nccl
+from espalier.comm.shared import Shared
+from espalier.comm.shared_memory import Host
+from espalier.device import is_accelerator
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
 from espalier.mesh.process import first_line
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
+_DRY: Final = Dry()
+_NCCL: Final = Nccl()
+_SUM: Final = ALL_REDUCE["sum"]
 
 
-def _all_reduce_options(op: Any) -> dist.AllreduceOptions:
-    options = dist.AllreduceOptions()
-    options.reduceOp = op
-    return options
+def carrier(mesh: Mesh, axis: int, device: torch.device) -> Backend:
+    """The backend that carries a device's tensors along an axis of a mesh; -1: among all its ranks."""
+    if mesh.is_dry:
+        return _DRY
+    if is_accelerator(device):
+        return _NCCL
+    backend: Backend | None = mesh.carriers.get(axis)
+    if backend is None:
+        backend = mesh.carriers[axis] = _among(mesh, axis)
+    return backend
 
 
-_ALL_REDUCE = {name: _all_reduce_options(op) for name, op in _OPS.items()}
-
-_SUM = _ALL_REDUCE["sum"]
-
-
-class Pending:
-    """A collective under way; ``wait()`` ends it, and does ``then`` what is left to do here."""
-
-    def __init__(self, work: Any = None, then: Callable[[], Any] | None = None) -> None:
-        self._work, self._then = work, then
-
-    def wait(self) -> None:
-        """Return when the result is in place (on CUDA: when the stream may use it)."""
-        if self._work is not None:
-            self._work.wait()
-            if self._then is not None:
-                self._then()
-            self._work = self._then = None
+def _among(mesh: Mesh, axis: int) -> Backend:
+    """What carries an axis' tensors of the CPU."""
+    group = mesh.group(axis) if axis >= 0 else mesh.whole_group()
+    ranks = mesh.along(axis) if axis >= 0 else list(mesh.ranks)
+    backend: Any = group._get_backend(torch.device("cpu"))
+    host = Host.here()
+    homes = host.homes(ranks) if is_gloo(backend) else []
+    if len(homes) in (0, len(ranks)):  # none shares memory with another
+        return Gloo(host.elsewhere(ranks), len(ranks))
+    here, limit = ranks.index(mesh.world_rank), backend.options._timeout.total_seconds()
+    if len(homes) == 1:
+        return Shared(host, ranks, here, group.group_name, limit)
+    places = [dist.get_group_rank(group, rank) for rank in ranks]
+    return Hosts(host, ranks, here, group.group_name, limit, homes, places)
 
 
 @collective
@@ -84,24 +87,19 @@ def all_reduce(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum") -> torch
     return out
 
 
-def all_reduce_(x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum", *, beside: bool = False) -> Pending:
+def all_reduce_(
+    x: torch.Tensor, mesh: Mesh, axis: int, op: str = "sum", *, beside: bool = False
+) -> Work[Any]:
     """Start reducing contiguous ``x`` in place; ``beside`` the program, which goes on before it waits."""
     n = mesh.shape[axis]
     if n == 1:
-        return Pending()
-    if tracers() and not mesh.is_dry and type(x) is not torch.Tensor:  # traced, and not only watched
+        return Work()
+    if traced(mesh) and type(x) is not torch.Tensor:  # traced, and not only watched
         x.copy_(all_reduce(x, mesh, axis, op))
-        return Pending()
+        return Work()
     if mesh.ledgers:
-        _record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size(), x, x.shape)
-    if mesh.is_dry:
-        return Pending()
-    wire, op = summable(x, op)
-    at_once = None if beside else direct.reduction(wire, mesh, axis, op)
-    if at_once is not None:
-        return Pending(*at_once)
-    # the backend itself: dist.all_reduce costs several times as much in checks, on the hottest collective
-    return Pending(mesh.backend(axis, wire.device).allreduce([wire], _ALL_REDUCE[op]))
+        record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size(), x, x.shape)
+    return carrier(mesh, axis, x.device).all_reduce(x, mesh, axis, op, beside=beside)
 
 
 def sum_whole(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -113,25 +111,20 @@ def sum_whole(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return out
 
 
-def sum_whole_(x: torch.Tensor, mesh: Mesh, *, beside: bool = True) -> Pending:
+def sum_whole_(x: torch.Tensor, mesh: Mesh, *, beside: bool = True) -> Work[Any]:
     """Start such a sum of contiguous ``x``, in place; ``beside``: as of :func:`all_reduce_`."""
     n = mesh.size()
     if n == 1:
-        return Pending()
+        return Work()
     axis = mesh.shape.index(n) if n in mesh.shape else -1
-    _record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size(), x, x.shape)
-    if mesh.is_dry:
-        return Pending()
-    begun = None if beside else direct.whole_sum(x, mesh)
-    if begun is None and axis >= 0:
-        return Pending(mesh.backend(axis, x.device).allreduce([x], _SUM))
-    return Pending(*(begun or (dist.all_reduce(x, group=mesh.whole_group(), async_op=True),)))
+    record(mesh, "all_reduce", axis, 2 * (n - 1) * -(-x.numel() // n) * x.element_size(), x, x.shape)
+    return carrier(mesh, axis, x.device).sum_whole(x, mesh, axis, beside=beside)
 
 
 def sum_here(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> None:
     """Sum contiguous ``x`` over the axes, in place; done most of all, so the way to it is short."""
     for axis in axes:
-        if mesh.ledgers or not x.is_cuda or tracers() or not x.is_floating_point():
+        if mesh.ledgers or x.is_cpu or mesh.is_dry or tracers() or not x.is_floating_point():
             all_reduce_(x, mesh, axis).wait()
         else:
             mesh.backend(axis, x.device).allreduce([x], _SUM).wait()
@@ -140,44 +133,22 @@ def sum_here(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> None:
 @collective
 def all_gather(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> torch.Tensor:
     """Put together, along ``dim``, the pieces that the ranks hold of a dim of ``size``."""
-    return x if mesh.shape[axis] == 1 else _gathering(x, mesh, axis, dim, size)()
+    return x if mesh.shape[axis] == 1 else _gathering(x, mesh, axis, dim, size).wait()
 
 
-def gathering(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Callable[[], torch.Tensor]:
-    """:func:`all_gather` begun: gives what waits for its result. Until then ``x`` must stay as it is."""
-    if mesh.shape[axis] == 1 or recorders() or (tracers() and not mesh.is_dry):
-        out = all_gather(x, mesh, axis, dim, size)
-        return lambda: out
+def gathering(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Work[torch.Tensor]:
+    """:func:`all_gather` begun. Until it is waited for ``x`` must stay as it is."""
+    if mesh.shape[axis] == 1 or recorders() or traced(mesh):
+        return Work.done(all_gather(x, mesh, axis, dim, size))
     return _gathering(x, mesh, axis, dim, size)
 
 
-def _gathering(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Callable[[], torch.Tensor]:
+def _gathering(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Work[torch.Tensor]:
     n = mesh.shape[axis]
     shape = [*x.shape[:dim], -(-size // n), *x.shape[dim + 1 :]]
     whole = [*x.shape[:dim], size, *x.shape[dim + 1 :]]
-    _record(mesh, "all_gather", axis, (n - 1) * math.prod(shape) * x.element_size(), x, whole)
-    if mesh.is_dry:
-        out = x.new_empty(whole)
-        return lambda: out
-    work, together = _ways(x).gather(x, mesh, axis, dim, size)
-
-    def gathered() -> torch.Tensor:
-        work.wait()
-        found: torch.Tensor = together()
-        return found
-
-    return gathered
-
-
-def _ways(x: torch.Tensor) -> Any:
-    """How a tensor's backend does what the two do differently."""
-    return batched if x.is_cuda else direct
-
-
-def _sent_from(x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Any:
-    options, wire, order = dist.BroadcastOptions(), as_wire(x), mesh.order(axis)
-    options.rootRank, options.rootTensor = source if order is None else order[source], 0
-    return mesh.backend(axis, wire.device).broadcast([wire], options)
+    record(mesh, "all_gather", axis, (n - 1) * math.prod(shape) * x.element_size(), x, whole)
+    return carrier(mesh, axis, x.device).all_gather(x, mesh, axis, dim, size)
 
 
 @collective
@@ -188,15 +159,9 @@ def reduce_scatter(x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Te
         return x
     if x.dtype is torch.int16:
         return reduce_scatter(x.int(), mesh, axis, dim).short()
-    size = x.shape[dim]
-    piece = -(-size // n)
-    own = chunk_bounds(size, n, mesh.coordinate[axis])[1]
-    shape = [*x.shape[:dim], piece, *x.shape[dim + 1 :]]
-    _record(mesh, "reduce_scatter", axis, (n - 1) * math.prod(shape) * x.element_size(), x, x.shape)
-    if mesh.is_dry:
-        return x.new_empty([*x.shape[:dim], own, *x.shape[dim + 1 :]])
-    out: torch.Tensor = _ways(x).scatter_sum(x, mesh, axis, dim)
-    return out
+    shape = [*x.shape[:dim], -(-x.shape[dim] // n), *x.shape[dim + 1 :]]
+    record(mesh, "reduce_scatter", axis, (n - 1) * math.prod(shape) * x.element_size(), x, x.shape)
+    return carrier(mesh, axis, x.device).reduce_scatter(x, mesh, axis, dim)
 
 
 @collective
@@ -214,26 +179,22 @@ def all_to_all(
         return x
     pieces = [x.narrow(split_dim, *chunk_bounds(x.shape[split_dim], n, i)) for i in range(n)]
     sent = sum(p.numel() for i, p in enumerate(pieces) if i != here) * x.element_size()
-    _record(mesh, "all_to_all", axis, sent, x, [*x.shape[:join_dim], join_size, *x.shape[join_dim + 1 :]])
-    own = pieces[here].shape[split_dim]
+    record(mesh, "all_to_all", axis, sent, x, [*x.shape[:join_dim], join_size, *x.shape[join_dim + 1 :]])
+    length = pieces[here].shape[split_dim]
     shapes = []
     for i in range(n):
         shape = list(x.shape)
-        shape[split_dim], shape[join_dim] = own, chunk_bounds(join_size, n, i)[1]
+        shape[split_dim], shape[join_dim] = length, chunk_bounds(join_size, n, i)[1]
         shapes.append(shape)
-    if mesh.is_dry:
-        whole = list(x.shape)
-        whole[split_dim], whole[join_dim] = own, join_size
-        return x.new_empty(whole)
-    return torch.cat(_ways(x).swap(pieces, shapes, mesh, axis), join_dim)
+    return carrier(mesh, axis, x.device).all_to_all(pieces, shapes, join_dim, mesh, axis)
 
 
 @collective
 def send(wire: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list[int]) -> torch.Tensor:
     """What the ranks of the axis send this one, of flat buffers, so many elements from and to each."""
     here = mesh.coordinate[axis]
-    _record(mesh, "all_to_all", axis, (sum(gives) - gives[here]) * wire.element_size())
-    return wire.new_empty(sum(gets)) if mesh.is_dry else _ways(wire).send(wire, mesh, axis, gets, gives)
+    record(mesh, "all_to_all", axis, (sum(gives) - gives[here]) * wire.element_size())
+    return carrier(mesh, axis, wire.device).exchange(wire, mesh, axis, gets, gives)
 
 
 @collective
@@ -246,24 +207,22 @@ def broadcast(x: torch.Tensor, mesh: Mesh, axis: int, source: int = 0) -> torch.
     return out
 
 
-def broadcast_(x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Pending:
+def broadcast_(x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Work[Any]:
     """Start to overwrite contiguous ``x`` with that of one coordinate of the axis.
 
     Each rank hands it on to the next; the last one sends nothing.
     """
     n = mesh.shape[axis]
     if n == 1:
-        return Pending()
-    if tracers() and not mesh.is_dry:
+        return Work()
+    if traced(mesh):
         sent = broadcast(x, mesh, axis, source)
         if mesh.coordinate[axis] != source:  # whose own is not written to
             x.copy_(sent)
-        return Pending()
+        return Work()
     ends = (mesh.coordinate[axis] - source) % n == n - 1
-    _record(mesh, "broadcast", axis, 0 if ends else x.numel() * x.element_size(), x, x.shape)
-    if mesh.is_dry or not x.numel():
-        return Pending()
-    return Pending(_sent_from(x, mesh, axis, source))
+    record(mesh, "broadcast", axis, 0 if ends else x.numel() * x.element_size(), x, x.shape)
+    return carrier(mesh, axis, x.device).broadcast(x, mesh, axis, source)
 
 
 @collective
@@ -274,25 +233,19 @@ def reduce(x: torch.Tensor, mesh: Mesh, axis: int, target: int) -> torch.Tensor:
     return out
 
 
-def reduce_(x: torch.Tensor, mesh: Mesh, axis: int, target: int) -> Pending:
+def reduce_(x: torch.Tensor, mesh: Mesh, axis: int, target: int) -> Work[Any]:
     """Start to sum contiguous ``x`` over the axis, in place, on one coordinate; on others it is lost.
 
     Each rank hands the sum so far on to the next; the target, which is the last, sends nothing.
     """
     if mesh.shape[axis] == 1:
-        return Pending()
-    if tracers() and not mesh.is_dry:
+        return Work()
+    if traced(mesh):
         x.copy_(reduce(x, mesh, axis, target))
-        return Pending()
+        return Work()
     sent = 0 if mesh.coordinate[axis] == target else x.numel() * x.element_size()
-    _record(mesh, "reduce", axis, sent, x, x.shape)
-    if mesh.is_dry or not x.numel():
-        return Pending()
-    options, order = dist.ReduceOptions(), mesh.order(axis)
-    wire, op = summable(x, "sum")
-    options.reduceOp = _OPS[op]  # type: ignore[assignment]
-    options.rootRank, options.rootTensor = target if order is None else order[target], 0
-    return Pending(mesh.backend(axis, wire.device).reduce([wire], options))
+    record(mesh, "reduce", axis, sent, x, x.shape)
+    return carrier(mesh, axis, x.device).reduce(x, mesh, axis, target)
 
 
 @collective
@@ -307,21 +260,10 @@ def scatter(
     n, here = mesh.shape[axis], mesh.coordinate[axis]
     if n == 1:
         return x
-    size = shape[dim]
-    piece = -(-size // n)
-    own = chunk_bounds(size, n, here)[1]
-    padded = [*shape[:dim], piece, *shape[dim + 1 :]]
+    padded = [*shape[:dim], -(-shape[dim] // n), *shape[dim + 1 :]]
     sent = (n - 1) * math.prod(padded) * x.element_size() if here == source else 0
-    _record(mesh, "scatter", axis, sent, x, shape)
-    if mesh.is_dry:
-        return x.new_empty([*shape[:dim], own, *shape[dim + 1 :]])
-    pieces, order = None, mesh.order(axis) or range(n)
-    if here == source:
-        cut = [as_wire(pad_to(x.narrow(dim, *chunk_bounds(size, n, i)), dim, piece)) for i in range(n)]
-        pieces = [cut[order.index(place)] for place in range(n)]
-    out = x.new_empty(padded)
-    dist.scatter(as_wire(out), pieces, group_src=order[source], group=mesh.group(axis))
-    return out if own == piece else out.narrow(dim, 0, own).contiguous()
+    record(mesh, "scatter", axis, sent, x, shape)
+    return carrier(mesh, axis, x.device).scatter(x, mesh, axis, dim, shape, source)
 
 
 @collective
@@ -330,40 +272,28 @@ def pass_on(x: torch.Tensor, mesh: Mesh, axis: int, gets: int, step: int = 1) ->
 
     The last is followed by the first.
     """
-    out, under_way = _passing(x, mesh, axis, gets, step)
-    under_way.wait()
-    return out
+    return _passing(x, mesh, axis, gets, step).wait()
 
 
-def passing(x: torch.Tensor, mesh: Mesh, axis: int, gets: int, step: int = 1) -> tuple[torch.Tensor, Pending]:
-    """:func:`pass_on` begun: the buffer, filled after the wait; until then ``x`` must stay as it is."""
-    if recorders() or (tracers() and not mesh.is_dry):
-        return pass_on(x, mesh, axis, gets, step), Pending()
+def passing(x: torch.Tensor, mesh: Mesh, axis: int, gets: int, step: int = 1) -> Work[torch.Tensor]:
+    """:func:`pass_on` begun; until it is waited for ``x`` must stay as it is."""
+    if recorders() or traced(mesh):
+        return Work.done(pass_on(x, mesh, axis, gets, step))
     return _passing(x, mesh, axis, gets, step)
 
 
-def _passing(x: torch.Tensor, mesh: Mesh, axis: int, gets: int, step: int) -> tuple[torch.Tensor, Pending]:
-    n, here = mesh.shape[axis], mesh.coordinate[axis]
-    if n == 1:
-        return x, Pending()
-    _record(mesh, "pass_on", axis, x.numel() * x.element_size())
-    out = x.new_empty(gets)
-    if mesh.is_dry:
-        return out, Pending()
-    order, group = mesh.order(axis) or range(n), mesh.group(axis)
-    # both sides know which messages are empty, and leave them out
-    ops = []
-    if x.numel():
-        ops.append(dist.P2POp(dist.isend, as_wire(x), group=group, group_peer=order[(here + step) % n]))
-    if gets:
-        ops.append(dist.P2POp(dist.irecv, as_wire(out), group=group, group_peer=order[(here - step) % n]))
-    return out, Pending(Works(dist.batch_isend_irecv(ops)) if ops else None)
+def _passing(x: torch.Tensor, mesh: Mesh, axis: int, gets: int, step: int) -> Work[torch.Tensor]:
+    if mesh.shape[axis] == 1:
+        return Work.done(x)
+    to = (mesh.coordinate[axis] + step) % mesh.shape[axis]
+    record(mesh, "pass_on", axis, x.numel() * x.element_size(), to=to)
+    return carrier(mesh, axis, x.device).pass_on(x, mesh, axis, gets, step)
 
 
 def pass_by(op: str, x: torch.Tensor, mesh: Mesh, axis: int, shape: Sequence[int]) -> None:
     """Note a collective in which this rank has no part: all ranks of a mesh note the same, in one order."""
     if mesh.shape[axis] > 1:
-        _record(mesh, op, axis, 0, x, shape)
+        record(mesh, op, axis, 0, x, shape)
 
 
 Slices = tuple[slice, ...]
@@ -392,7 +322,9 @@ def deliver(
     """
     wires = {peer: torch.cat([x[part].reshape(-1) for part in parts]) for peer, parts in gives.items()}
     sent = sum(wire.numel() for wire in wires.values()) * x.element_size()
-    event = Collective(src, "deliver", -1, sent, x.dtype, tuple(shape), dst)
+    away = set() if src.is_dry else Host.here().elsewhere(list(wires))
+    beyond = sum(wire.nbytes for i, wire in enumerate(wires.values()) if i in away)
+    event = Collective(src, "deliver", -1, sent, x.dtype, tuple(shape), dst, beyond)
     for book in {id(book): book for book in (*src.ledgers, *dst.ledgers)}.values():
         book.saw(event)
     if src.is_dry and dst.is_dry:
@@ -419,18 +351,161 @@ def deliver(
             at += place.numel()
 
 
-def _record(
+def record(
     mesh: Mesh,
     op: str,
     axis: int,
     sent: int,
     x: torch.Tensor | None = None,
     whole: Sequence[int] | None = None,
+    to: int | None = None,
 ) -> None:
-    """Tell those who watch what is about to be sent; ``whole`` is a shape that all ranks agree on."""
+    """Tell those who watch what is about to be sent.
+
+    Args:
+        whole: a shape that all ranks agree on.
+        to: the coordinate that gets it, where one does.
+    """
     if mesh.ledgers and mesh.is_member:
-        event = Collective(
-            mesh, op, axis, sent, None if x is None else x.dtype, None if whole is None else tuple(whole)
-        )
+        dtype = None if x is None else x.dtype
+        beyond = 0
+        if mesh.device_type == "cpu" and not mesh.is_dry:
+            beyond = carrier(mesh, axis, torch.device("cpu")).beyond(op, sent, dtype, to)
+        whole = None if whole is None else tuple(whole)
+        event = Collective(mesh, op, axis, sent, dtype, whole, beyond=beyond)
         for book in mesh.ledgers:
             book.saw(event)
+
+
+# ---- messages from one rank to another along an axis; they arrive in the order in which they are sent
+
+
+def send_to(xs: Sequence[torch.Tensor], mesh: Mesh, axis: int, to: int, tag: int) -> Work[Any]:
+    """Start to send tensors to a coordinate of the axis; they must stay as they are until the wait.
+
+    Args:
+        tag: of this and its :func:`receive_from`. Messages of one tag arrive in the order in which they are
+            sent. NCCL knows no tags: there all messages between two ranks do.
+    """
+    xs = [x.contiguous().resolve_conj() for x in xs if x.numel()]
+    if not xs:
+        return Work()
+    record(mesh, "send", axis, sum(x.numel() * x.element_size() for x in xs), to=to)
+    return carrier(mesh, axis, xs[0].device).send(xs, mesh, axis, to, tag)
+
+
+def swap_with(
+    x: torch.Tensor, mesh: Mesh, axis: int, peers: Sequence[int], tag: int
+) -> Work[list[torch.Tensor]]:
+    """Start to send a tensor to coordinates of the axis that send this one theirs, alike; gives these.
+
+    All of it at once: where messages are done in the order in which they are posted, two ranks that send
+    before they receive would wait for each other.
+    """
+    x = x.contiguous().resolve_conj()
+    outs = [torch.empty_like(x) for _ in peers]
+    if not x.numel():
+        return Work.done(outs)
+    for op, nbytes in (("send", x.nbytes), ("receive", 0)):
+        for _ in peers:
+            record(mesh, op, axis, nbytes)
+    return Work((carrier(mesh, axis, x.device).swap(x, outs, mesh, axis, peers, tag),), lambda: outs)
+
+
+def receive_from(
+    like: Sequence[tuple[Sequence[int], torch.dtype]], mesh: Mesh, axis: int, source: int, tag: int
+) -> Work[list[torch.Tensor]]:
+    """Start to receive tensors of these shapes and dtypes from a coordinate of the axis."""
+    outs = [torch.empty(tuple(shape), dtype=dtype, device=mesh.device()) for shape, dtype in like]
+    filled = [x for x in outs if x.numel()]
+    if not filled:
+        return Work.done(outs)
+    record(mesh, "receive", axis, 0)
+    coming = carrier(mesh, axis, filled[0].device).receive(filled, mesh, axis, source, tag)
+    return Work((coming,), lambda: outs)
+
+
+# ---- flat buffers along one axis: gathered and summed while the program goes on
+#
+# What is sent are *rows*: a matrix [n, size], one row for each coordinate of the axis.
+#
+# Sums are taken in the order of the coordinates, element by element. So a value does not depend on where
+# in a buffer it stood, nor on how many buffers there were: that is what makes ZeRO's stages bit-equal. On
+# NCCL, whose rings add in an order of their own, the order depends on the owner of a value alone.
+
+
+def start_total(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing | None:
+    """Start to sum ``rows`` over the axis, in place, on every rank, as the backend does it.
+
+    None where that would not be the bits of the order above: of two addends either order gives them.
+    """
+    if not _either_order(rows, mesh, axis):
+        return None
+    return Summing(None, all_reduce_(rows, mesh, axis, beside=True))
+
+
+def _either_order(x: torch.Tensor, mesh: Mesh, axis: int) -> bool:
+    """Whether any order of addition gives the same bits: of two addends, if the backend rounds them once."""
+    return mesh.shape[axis] == 2 and x.element_size() >= 4
+
+
+def start_gather(rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis: int) -> Work[Any]:
+    """Start to fill ``rows`` with the flat ``own`` of each coordinate; None: its row there has it already."""
+    if mesh.shape[axis] == 1:
+        if own is not None:
+            rows[0].copy_(own)
+        return Work()
+    _record_gather(rows, mesh, axis)
+    return carrier(mesh, axis, rows.device).gather_rows(rows, own, mesh, axis)
+
+
+class Fetching:
+    """Gathers into the same ``rows`` again and again, without a copy of what is here.
+
+    Args:
+        rows: their storage may be emptied between the times.
+    """
+
+    def __init__(self, rows: torch.Tensor, mesh: Mesh, axis: int) -> None:
+        self._rows, self._mesh, self._axis = rows, mesh, axis
+        self._wires = wires_of(rows)
+
+    @staticmethod
+    def serves(mesh: Mesh, axis: int, device: torch.device) -> bool:
+        """Whether there is something to fetch, by a backend that sends from anywhere (gloo)."""
+        return mesh.shape[axis] > 1 and carrier(mesh, axis, device).fetches
+
+    def start(self, own: torch.Tensor) -> Work[Any]:
+        """Start to send flat ``own`` to all, and to fill the others' rows; its own row is left as it is."""
+        _record_gather(self._rows, self._mesh, self._axis)
+        return carrier(self._mesh, self._axis, own.device).share(own, self._wires, self._mesh, self._axis)
+
+
+def _record_gather(rows: torch.Tensor, mesh: Mesh, axis: int) -> None:
+    n, size = rows.shape
+    record(mesh, "all_gather", axis, (n - 1) * size * rows.element_size(), rows, rows.shape)
+
+
+def start_sum(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
+    """Start to sum ``rows`` over the axis; each coordinate gets its own row (a reduce-scatter)."""
+    n = mesh.shape[axis]
+    if n == 1:
+        return Summing(rows.unbind(0), Work())
+    record(mesh, "reduce_scatter", axis, (n - 1) * rows[0].numel() * rows.element_size(), rows, rows.shape)
+    return carrier(mesh, axis, rows.device).sum_rows(rows, mesh, axis)
+
+
+def sum_everywhere(x: torch.Tensor, mesh: Mesh, axis: int) -> None:
+    """Sum flat ``x`` over the axis, in place, on every coordinate (an all-reduce in the order above)."""
+    n = mesh.shape[axis]
+    if n == 1:
+        return
+    if _either_order(x, mesh, axis):
+        all_reduce_(x, mesh, axis).wait()
+        return
+    size = -(-x.numel() // n)
+    rows = x.new_zeros(n, size)
+    rows.view(-1)[: x.numel()].copy_(x)
+    start_sum(rows, mesh, axis).wait(rows[mesh.coordinate[axis]])
+    start_gather(rows, None, mesh, axis).wait()
+    x.copy_(rows.view(-1)[: x.numel()])

@@ -11,6 +11,7 @@ import torch
 
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
+from espalier.texts import in_columns
 
 
 class Collective(NamedTuple):
@@ -23,6 +24,8 @@ class Collective(NamedTuple):
             exchange that only those ranks of the mesh make that have something for each other.
         goal: for what crosses to another mesh, that one; ``axis`` is -1, and the ranks of both take part.
             Where ``axis`` is -1 without a goal, all ranks of the mesh do.
+        beyond: bytes that this rank sends to other hosts for it (on the CPU): fewer than ``sent`` where
+            messages stay on the host, or another of its ranks sends them; more where it sends theirs.
     """
 
     mesh: Mesh
@@ -32,6 +35,7 @@ class Collective(NamedTuple):
     dtype: torch.dtype | None
     whole: tuple[int, ...] | None
     goal: Mesh | None = None
+    beyond: int = 0
 
     @property
     def where(self) -> str:
@@ -68,14 +72,22 @@ class Ledger:
 
     Two ledgers are equal if they hold the same entries in the same order; a real step's ledger
     equals that of its dry run.
+
+    Attributes:
+        entries: the collectives.
+        beyond_host: bytes that this rank sent to other hosts, by the axes' names (on the CPU; a dry run knows
+            no hosts).
     """
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
+        self.beyond_host: Counter[str] = Counter()
 
     def saw(self, event: Collective) -> None:
         """Enter a collective."""
         self.entries.append(Entry(event.op, event.where, event.sent))
+        if event.beyond:
+            self.beyond_host[event.where] += event.beyond
 
     def by_axis(self) -> dict[str, int]:
         """Bytes that this rank sent along each axis, by the axes' names in order."""
@@ -95,6 +107,7 @@ class Ledger:
     def clear(self) -> None:
         """Forget all entries."""
         self.entries.clear()
+        self.beyond_host.clear()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ledger) and self.entries == other.entries
@@ -104,10 +117,9 @@ class Ledger:
     def __str__(self) -> str:
         rows = [("axis", "op", "calls", "bytes sent")]
         rows += [(axis, op, str(n), f"{sent:,}") for (axis, op), (n, sent) in sorted(self.by_op().items())]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        return "\n".join(
-            f"{a:<{widths[0]}}  {o:<{widths[1]}}  {n:>{widths[2]}}  {b:>{widths[3]}}" for a, o, n, b in rows
-        )
+        lines = in_columns(rows, "<<>>")
+        lines += [f"to other hosts along {axis}: {n:,} bytes" for axis, n in sorted(self.beyond_host.items())]
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"Ledger({len(self.entries)} entries, {sum(e.bytes for e in self.entries):,} bytes)"

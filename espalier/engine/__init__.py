@@ -1,15 +1,16 @@
 """The engine: one plain training loop over any plan, for real or dry."""
 
 from espalier.engine.accumulation import UnseenCountError
-from espalier.engine.dry import DryReport, dry_run
-from espalier.engine.engine import Engine
-from espalier.engine.layouts import LayoutTable, explain_layouts
-from espalier.engine.spikes import SpikeError, Spikes
-from espalier.engine.start import initialize
+from espalier.engine.dry import DryReport, LayoutTable, dry_run, explain_layouts
+from espalier.engine.engine import Engine, initialize
+from espalier.engine.module import EngineModule, prepare
+from espalier.engine.norm import SpikeError
+from espalier.faults.settings import Spikes
 
 __all__ = [
     "DryReport",
     "Engine",
+    "EngineModule",
     "LayoutTable",
     "SpikeError",
     "Spikes",
@@ -17,4 +18,5 @@ __all__ = [
     "dry_run",
     "explain_layouts",
     "initialize",
+    "prepare",
 ]

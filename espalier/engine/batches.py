@@ -1,28 +1,50 @@
-"""Batches: which rows a rank computes, and how they become DTensors."""
+"""Batches: which rows a rank computes, how they become DTensors, and where those of a dataset stand.
+
+Who comes from data parallelism by hand gives each rank its own rows. As a global batch, of which each rank
+computes its part, all but one in n of them would be left out, and the loss would fall all the same. So in the
+first step each rank's batches become one number, and its sums over the ranks ride on the message of the norm
+(:class:`GivenBatches`)."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from espalier.comm.rows import send_rows
-from espalier.comm.words import numbers_of_all, words_of_all
-from espalier.layout import Layout, chunk_bounds
+from espalier.comm.control import gather_objects, numbers_of_all
+from espalier.comm.row_exchange import send_rows
+from espalier.device import moved
+from espalier.layout import Layout, Partial, Placement, Replicate, Shard, chunk_bounds
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor, redistribute, stamp
-from espalier.tensor.caller import user_frame
-from espalier.tensor.rules.counts import alike
-from espalier.tensor.watch import claim
-from espalier.trees import named_leaves, tree_map
+from espalier.tensor.observers import claim, user_frame
+from espalier.tensor.rules.joint_failure import alike
+from espalier.torch_private import raw
+from espalier.trees import named_leaves, tensors_in, tree_map
 
 _EXHAUSTED, _RAGGED = -1, -2
+
+
+class Own(NamedTuple):
+    """Which rows of a global batch a rank has given.
+
+    Attributes:
+        size: of the batch.
+        rows: this rank's.
+        is_even: whether each rank has given those that it computes.
+    """
+
+    size: int
+    rows: slice
+    is_even: bool
 
 
 class Batches:
@@ -86,7 +108,7 @@ class Batches:
                     f"but {x.shape[0]} were given. Load the rows engine.batch_rows({size}), or leave "
                     "size out: then the ranks exchange rows."
                 )
-            own = alike(stamp(x.to(self.mesh.device()).view_as(x), layout))
+            own = alike(stamp(moved(x, self.mesh.device()).view_as(x), layout))
             dim = _sequence(x, lengths)
             if self._context is None or dim is None:
                 return own
@@ -141,9 +163,76 @@ class Batches:
         Raises:
             ValueError: on all ranks, if their batches do not fit together.
         """
+        return self._gathered(rows)[0]
+
+    def own(self, rows: Any) -> tuple[Any, Own | None]:
+        """As :meth:`gathered`, and which rows are this rank's, to give it its own of what comes of them.
+
+        Rows that are DTensors already are taken as they are. Without any there is no :class:`Own` either.
+        """
+        sizes = {x.shape[0] for x in tensors_in(rows) if x.ndim and isinstance(x, DTensor)}
+        if len(sizes) == 1:
+            size = sizes.pop()
+            return rows, Own(size, self.rows(size), True)
+        if not any(map(_has_rows, tensors_in(rows))):
+            return rows, None
+        batch, held = self._gathered(rows)
+        size, here = sum(held), 0
+        for axis in self.axes:
+            here = here * self.mesh.shape[axis] + self.mesh.coordinate[axis]
+        return batch, Own(size, slice(sum(held[:here]), sum(held[: here + 1])), held == self._even(size))
+
+    def returned(self, x: DTensor, of: Own | None) -> tuple[torch.Tensor, float]:
+        """This rank's rows of what came of a batch, plain; what has no rows is whole.
+
+        What is made of it on each rank by itself is taken as that rank's addend of a mean over the ranks.
+
+        Returns:
+            it, and by what its gradient is to be multiplied.
+        """
+        mesh, layout = self.mesh, x._layout.own
+        among = math.prod(self._sizes)
+        if not x.ndim or among == 1:
+            same = redistribute(x, Layout.replicated(mesh, layout.shape))
+            return same.to_local(grad_placements=[Replicate()] * mesh.ndim), 1.0
+        cut = {layout.axes[a] for a in self.axes if mesh.shape[a] > 1 and type(layout.axes[a]) is int}
+        size, rows, is_even = (0, slice(0), False) if of is None else of
+        is_cut = len(cut) == 1
+        dim = cut.pop() if is_cut else 0
+        assert isinstance(dim, int)
+        each, odd = divmod(layout.shape[dim], max(size, 1))  # a batch's rows may have become several each
+        has_rows = size > 0 and each > 0 and not odd and (each == 1 or is_cut)
+        if has_rows and is_even and (each == 1 or size % among == 0):
+            axes = tuple(dim if a in self.axes else "R" for a in range(mesh.ndim))
+            cuts = tuple(self.axes if d == dim else () for d in range(x.ndim))
+            lies = Layout.of(mesh, axes, cuts, layout.shape)
+            own = redistribute(x, lies)
+            grads: list[Placement] = [Shard(dim) if a in self.axes else Replicate() for a in range(mesh.ndim)]
+            return own.to_local(grad_placements=grads), 1 / among
+        everywhere = redistribute(x, Layout.replicated(mesh, layout.shape))
+        whole = everywhere.to_local(grad_placements=self._gradients(Partial()))
+        if has_rows:
+            whole = whole.narrow(dim, rows.start * each, (rows.stop - rows.start) * each)
+        return whole, 1 / among
+
+    def _gradients(self, along: Placement) -> list[Placement]:
+        """Placements that are ``along`` the batch axes, if these have several ranks."""
+        several = {a for a in self.axes if self.mesh.shape[a] > 1}
+        return [along if a in several else Replicate() for a in range(self.mesh.ndim)]
+
+    def _even(self, size: int) -> list[int]:
+        """How many rows of a global batch each rank computes, in the order of coordinates."""
+        held = [size]
+        for n in self._sizes:
+            held = [part for whole in held for part in _chunks(whole, n)]
+        return held
+
+    def _gathered(self, rows: Any) -> tuple[Any, list[int]]:
+        """The global batch, and how many of its rows each rank has given."""
         mesh = self.mesh
         if mesh.is_dry:
-            return self.local(rows, _rows_of(rows) * math.prod(self._sizes))
+            size = _rows_of(rows) * math.prod(self._sizes)
+            return self.local(rows, size), self._even(size)
         rows = dict(rows) if isinstance(rows, Mapping) else rows
         count, form = _EXHAUSTED, ""
         if rows is not None:
@@ -152,7 +241,7 @@ class Batches:
         said = numbers_of_all([count, digest], mesh)
         counts = [n for n, _ in said]
         if all(n == _EXHAUSTED for n in counts):
-            return None
+            return None, []
         forms = {d for n, d in said if n != _EXHAUSTED}
         shared = self._by_place(counts)
         if len(forms) > 1 or _RAGGED in counts or any(len(set(of)) > 1 for of in shared.values()):
@@ -160,27 +249,28 @@ class Batches:
         if _EXHAUSTED in counts:
             first = next(i for i, n in enumerate(counts) if n != _EXHAUSTED)
             own = tree_map(lambda x: x[:0].cpu() if _has_rows(x) else x, rows) if count >= 0 else None
-            templates = words_of_all(own if mesh.ranks[first] == mesh.world_rank else None, mesh)
+            templates = gather_objects(own if mesh.ranks[first] == mesh.world_rank else None, mesh)
             rows = templates[first] if rows is None else rows
         held = [max(of[0], 0) for _, of in sorted(shared.items())]
         size = sum(held)
-        return self.local(tree_map(lambda x: self._evened(x, held) if _has_rows(x) else x, rows), size)
+        evened = tree_map(lambda x: self._evened(x, held) if _has_rows(x) else x, rows)
+        return self.local(evened, size), held
 
     def _by_place(self, said: Sequence[Any]) -> dict[tuple[int, ...], list[Any]]:
         """What the ranks say, by their coordinates along the batch axes."""
-        found: dict[tuple[int, ...], list[Any]] = {}
+        by_place: dict[tuple[int, ...], list[Any]] = {}
         places = itertools.product(*map(range, self.mesh.shape))
         for place, one in zip(places, said, strict=True):
-            found.setdefault(tuple(place[a] for a in self.axes), []).append(one)
-        return found
+            by_place.setdefault(tuple(place[a] for a in self.axes), []).append(one)
+        return by_place
 
     def _refuse(self, rows: Any) -> None:
         shapes = None if rows is None else {name: tuple(x.shape) for name, x in _leaves(rows)}
         kinds = None if rows is None else {name: str(x.dtype) for name, x in _leaves(rows)}
-        told = words_of_all((self.mesh.world_rank, shapes, kinds), self.mesh)
-        alike = len({str(kinds) for _, shapes, kinds in told if shapes is not None}) == 1
+        of_all = gather_objects((self.mesh.world_rank, shapes, kinds), self.mesh)
+        alike = len({str(kinds) for _, shapes, kinds in of_all if shapes is not None}) == 1
         lines = ["The batches that the ranks give to engine.local_batch do not fit together:"]
-        for rank, shapes, kinds in told:
+        for rank, shapes, kinds in of_all:
             lines.append(f"  rank {rank}: {'no rows left' if shapes is None else shapes if alike else kinds}")
         lines.append(
             "Along the first dim the ranks may differ. Names, dtypes and other dims must be equal (pad to "
@@ -188,16 +278,16 @@ class Batches:
         )
         raise ValueError("\n".join(lines))
 
-    def _evened(self, x: torch.Tensor, held: Sequence[int], level: int = 0) -> torch.Tensor:
+    def _evened(self, x: torch.Tensor, lengths: Sequence[int], level: int = 0) -> torch.Tensor:
         """The rows that the layout gives this rank, where each has loaded so many.
 
-        ``held`` is told of the ranks that differ from this one on the axes from ``level`` on alone.
+        ``lengths`` is told of the ranks that differ from this one on the axes from ``level`` on alone.
         """
-        x, n, inner = x.to(self.mesh.device()), self._sizes[level], math.prod(self._sizes[level + 1 :])
-        matrix = [list(held[i * inner : (i + 1) * inner]) for i in range(n)]
+        x, n, inner = moved(x, self.mesh.device()), self._sizes[level], math.prod(self._sizes[level + 1 :])
+        matrix = [list(lengths[i * inner : (i + 1) * inner]) for i in range(n)]
         # the columns first send each row of the matrix as much as it needs in all, then the rows share
         columns = [sum(row[j] for row in matrix) for j in range(inner)]
-        then = _overlaps(_chunks(sum(held), n), columns)
+        then = _overlaps(_chunks(sum(lengths), n), columns)
         j = 0
         for axis in self.axes[level + 1 :]:
             j = j * self.mesh.shape[axis] + self.mesh.coordinate[axis]
@@ -237,8 +327,8 @@ def _stretch(start: int, n: int) -> Callable[[Any], Any]:
 
 def _leaves(batch: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors with rows, and where they stand."""
-    found = named_leaves(batch, lambda x: isinstance(x, Mapping | tuple | list))
-    return [(name or "batch", x) for name, x in found if _has_rows(x)]
+    leaves = named_leaves(batch, lambda x: isinstance(x, Mapping | tuple | list))
+    return [(name or "batch", x) for name, x in leaves if _has_rows(x)]
 
 
 def _lengths(batch: Any) -> frozenset[int]:
@@ -254,8 +344,8 @@ def _sequence(x: torch.Tensor, lengths: frozenset[int]) -> int | None:
 
 
 def _rows_of(rows: Any) -> int:
-    found = {x.shape[0] for _, x in _leaves(rows)}
-    return found.pop() if len(found) == 1 else _RAGGED
+    lengths = {x.shape[0] for _, x in _leaves(rows)}
+    return lengths.pop() if len(lengths) == 1 else _RAGGED
 
 
 def _form(rows: Any) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -266,13 +356,288 @@ def loss_of(output: Any) -> torch.Tensor:
     """The loss in what a model gives."""
     if isinstance(output, torch.Tensor):
         return output
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(found, torch.Tensor):
-        return found
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
     raise ValueError(
         f"The model returned {type(output).__name__} without a loss. Give it labels, let it return the "
         "loss, or pass loss_fn=lambda output, batch: ... to initialize."
     )
 
 
-__all__ = ["Batches", "loss_of"]
+# ---- ranks that are given different batches where one is expected
+
+
+_SAMPLES = 2**20  # of a tensor, that are looked at
+_APART = 1e-4  # rounding is less (a batch that each rank computed by itself); another batch is about 1 away
+
+
+class GivenBatches:
+    """The global batches of the first step, as this rank was given them.
+
+    Ranks are compared with those of the same place, along an axis whose others may do with less of the batch.
+
+    Args:
+        place: this rank's, of so many ``places``.
+
+    Attributes:
+        is_open: whether they are still to be compared.
+    """
+
+    def __init__(self, mesh: Mesh, place: int, places: int) -> None:
+        self._mesh, self._place, self._places = mesh, place, places
+        self.is_open = mesh.size() > 1
+        self._sum: torch.Tensor | float = 0.0
+        self._weight = 0
+
+    def note(self, batch: Any) -> None:
+        """Look at a batch that is about to be trained on."""
+        if not self.is_open or not torch.is_grad_enabled():
+            return
+        for x in tensors_in(dict(batch) if isinstance(batch, Mapping) else batch):
+            if not isinstance(x, DTensor):
+                self._weight += 1
+                if not self._mesh.is_dry and x.numel():
+                    self._sum = self._sum + self._weight * _mark(x).to(self._mesh.device())
+
+    def shares(self) -> list[torch.Tensor]:
+        """What this rank gives to the sums; nothing once they were compared."""
+        if not self.is_open:
+            return []
+        with raw():
+            sums = torch.zeros(self._places, 3, dtype=torch.float64, device=self._mesh.device())
+            if self._weight:
+                mark = self._sum / self._weight**2
+                for i, value in enumerate((1.0, mark, mark * mark)):
+                    sums[self._place, i] = value
+            return list(sums.view(-1).unbind())
+
+    def check(self, sums: Sequence[torch.Tensor]) -> None:
+        """Compare.
+
+        Raises:
+            ValueError: on all ranks, if they were given different batches.
+        """
+        self._sum, self._weight = 0.0, 0
+        if not self._mesh.is_dry:
+            with raw():
+                rows = torch.stack(list(sums)).view(-1, 3).tolist()
+            for n, of, squares in rows:
+                if n and math.sqrt(max(squares / n - (of / n) ** 2, 0.0)) > _APART:
+                    raise ValueError(_DIFFERENT)
+        self.is_open = False
+
+
+@torch.no_grad()
+def _mark(x: torch.Tensor) -> torch.Tensor:
+    """A number of about 1 that hangs on all elements (on some, of a large tensor) and their order."""
+    with raw():
+        x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+        flat = x.reshape(-1)
+        flat = flat[:: -(-flat.numel() // _SAMPLES)].to(torch.float64).nan_to_num(0.0, 0.0, 0.0)
+        wave = (
+            torch.arange(1.0, 1 + flat.numel(), dtype=torch.float64, device=flat.device).mul_(math.e).sin_()
+        )
+        return (flat @ wave) / flat.norm().clamp(min=1e-30) + float(x.ndim + x.shape.numel() % 1009)
+
+
+_DIFFERENT = (
+    "The ranks were given different batches. A batch of plain tensors is the whole global batch, equal on "
+    "all ranks: each rank computes its rows of it, and those that it alone was given would be left out. "
+    "Nothing was updated. If each rank loads its own rows (a DistributedSampler), write "
+    "engine(engine.local_batch(batch)) in place of engine(batch), and so with train_step. Else give all "
+    "ranks the same batch: one order, one seed."
+)
+
+
+# ---- batches of a dataset
+
+
+Rows = Callable[[int], slice]
+Orders = Callable[[], torch.Tensor]  # the state of a generator whose randperm is the next epoch's order
+
+
+class Loader:
+    """Global batches of a dataset, epoch after epoch. Made by :meth:`espalier.Engine.loader`.
+
+    Iterating over it gives what is left of an epoch, or the next one. The order is that of the seed and the
+    epoch alone, so that it is the same on any number of ranks.
+
+    Attributes:
+        epoch: the one that is given, or comes next; from 0.
+        batch: how many of its batches were given.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[Any], Any],
+        rows: Rows,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int | Orders,
+        drop_last: bool,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        options: dict[str, Any],
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"engine.loader needs a dataset of known length whose rows have numbers, got "
+                f"{type(dataset).__name__}. Of a stream, give each rank's rows to engine.local_batch(rows)."
+            )
+        if batch_size < 1:
+            raise ValueError(f"batch_size = {batch_size}: expected the rows of a global batch, 1 or more.")
+        ours = {"batch_sampler", "sampler", "batch_size", "generator"} & options.keys()
+        if ours:
+            raise ValueError(f"engine.loader draws the rows itself: leave out {', '.join(sorted(ours))}.")
+        self.epoch = self.batch = 0
+        self._take, self._rows, self._size = take, rows, batch_size
+        self._length = len(dataset)
+        self._shuffle, self._drop_last = shuffle, drop_last
+        self._orders = seed if callable(seed) else None
+        self._seed = None if callable(seed) else seed
+        self._order: torch.Tensor | None = None
+        self._resumed = False
+        probe: DataLoader[Any] = DataLoader(dataset, collate_fn=collate_fn)
+        self._share = _Share(self)
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=self._share,
+            collate_fn=_Collate(probe.collate_fn),
+            generator=torch.Generator(),  # else each epoch would draw from torch's own
+            **options,
+        )
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        full, rest = divmod(self._length, self._size)
+        return full + (rest > 0 and not self._drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch, as :meth:`espalier.Engine.local_batch` gives it (all ranks must ask)."""
+        if self.batch and not self._resumed:  # somebody has left the last one
+            self.epoch, self.batch = self.epoch + 1, 0
+        if self._orders is not None and not (self._resumed and self._order is not None and self.batch):
+            self._order = self._orders()
+        self._resumed = False
+        epoch = self.epoch
+        self._share.begin(epoch, self.batch)
+        assert self._loader.generator is not None
+        self._loader.generator.manual_seed(_mixed(self._seed or 0, epoch) ^ 1)
+        for rows in self._loader:
+            with warnings.catch_warnings():
+                if self.batch and self.batch + 1 == len(self):  # what is left may be too few for all ranks
+                    warnings.filterwarnings("ignore", "A global batch of")
+                batch = self._take(rows)
+            self.batch += 1
+            yield batch
+            if self.epoch != epoch or self._resumed:
+                return  # a checkpoint was loaded meanwhile
+        self.epoch, self.batch = epoch + 1, 0
+
+    def drawn(self, epoch: int, start: int) -> Iterator[list[int]]:
+        """Of each batch of an epoch from ``start`` on, the rows of the dataset that this rank loads."""
+        order: Sequence[int] = range(self._length)
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(_mixed(self._seed or 0, epoch))
+            if self._order is not None:
+                generator.set_state(self._order)
+            order = torch.randperm(self._length, generator=generator).tolist()
+        for i in range(start, len(self)):
+            batch = order[i * self._size : (i + 1) * self._size]
+            yield list(batch[self._rows(len(batch))])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, and of what."""
+        order = {} if self._order is None else {"order": bytes(self._order.tolist()).hex()}
+        return {
+            **order,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "rows": self._length,
+            "batch_size": self._size,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "drop_last": self._drop_last,
+        }
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        """In what the batches of a position that was saved are others."""
+        position = self.state_dict()
+        wrong = [
+            key for key in position if key not in ("epoch", "batch", "order") and position[key] != state[key]
+        ]
+        return [f"its loader has {key} = {state[key]}, this one {position[key]}" for key in wrong]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: it is of other batches.
+        """
+        if wrong := self.differences(state):
+            raise ValueError(f"The position is of other batches: {'; '.join(wrong)}.")
+        self.epoch, self.batch, self._resumed = state["epoch"], state["batch"], True
+        if "order" in state:
+            self._order = torch.tensor(list(bytes.fromhex(state["order"])), dtype=torch.uint8)
+
+
+class _Share:
+    """The numbers of the rows that this rank loads, batch by batch."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader, self._at = loader, (0, 0)
+
+    def begin(self, epoch: int, batch: int) -> None:
+        """Begin there when iterated over next."""
+        self._at = epoch, batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._loader.drawn(*self._at)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+class _Collate:
+    """Makes a batch of rows; None of none."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return self._collate(rows) if rows else None
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    """A seed for an epoch."""
+    return (seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + 1) % 2**63
+
+
+def restore_loaders(loaders: Sequence[Loader], states: Sequence[dict[str, Any]] | None) -> None:
+    """Let loaders go on where a checkpoint says, and tell of what it does not say."""
+    for loader, state in zip(loaders, states or (), strict=False):
+        loader.load_state_dict(state)
+    if len(loaders) > len(states or ()):
+        _tell(
+            f"The checkpoint has the position of {len(states or ())} loader(s), and this engine has "
+            f"{len(loaders)}: the others begin at their first batch."
+        )
+    elif not loaders and any(map(_is_shuffled, gc.get_objects())):
+        _tell(
+            "A checkpoint does not know where a shuffled DataLoader stands: it begins anew, with rows that "
+            "were trained on already. engine.loader(dataset, batch_size=..., shuffle=True), made before "
+            "engine.load, goes on where it was."
+        )
+
+
+def _is_shuffled(thing: Any) -> bool:
+    """Whether it is a DataLoader of torch that draws at random, and says nowhere how far it is."""
+    if not issubclass(type(thing), DataLoader) or hasattr(thing, "state_dict"):
+        return False
+    return isinstance(getattr(thing, "sampler", None), RandomSampler)
+
+
+def _tell(message: str) -> None:
+    warnings.warn(message, stacklevel=user_frame()[0])

@@ -1,36 +1,34 @@
-"""The dry run: one step of the very same engine on a dry mesh, and what it would cost.
+"""The dry run: one step of the very same engine on a dry mesh, what it would cost, and how parameters lie.
 
 Parameters and activations live on the ``meta`` device; collectives move nothing. What is counted
 is therefore the program itself: each collective's bytes, each local operation's FLOPs, each
-storage from its first use to its release.
-"""
+storage from its first use to its release."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from espalier.comm import Ledger, ledger
 from espalier.engine.accumulation import Count
-from espalier.engine.engine import Engine
-from espalier.engine.live import LiveMemory
-from espalier.engine.pipeline import PipelineEngine
+from espalier.engine.engine import Engine, initialize
 from espalier.engine.recompute import Policy
-from espalier.engine.start import initialize
-from espalier.engine.tables import local_bytes, state_bytes
+from espalier.engine.report import local_bytes, state_bytes
+from espalier.layout import Layout
+from espalier.layout.layout import state_name
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
-from espalier.parallel.pipeline.undivided import Undivided
-from espalier.tensor.apart import Apart, NotCopiedError
-from espalier.tensor.caller import user_frame
-from espalier.tensor.flops import ATTENTION
+from espalier.tensor.dry_runs import LiveMemory, Recalled
+from espalier.tensor.dtensor import DTensor, recorded_layout
+from espalier.tensor.observers import by_module, user_frame
+from espalier.tensor.traces import Apart, NotCopiedError
+from espalier.texts import in_columns
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,10 @@ class DryReport:
         peak_bytes: the most that lives at once: parameters, gradients, states, activations.
         peak_at: ``"forward"``, ``"backward"`` or ``"step"``.
         parameters: number of parameters of the whole model.
+        rank: the coordinate that was played, by the mesh axes' names.
+        peaks: the most that lives at once in each phase, as ``peak_at`` names them.
+        slots: bytes of this rank's pieces of parameters that stay whole, and how many have so many: the
+            smallest of them, a chunk's bytes at most, are copied while the optimizer updates.
     """
 
     plan: Plan
@@ -56,22 +58,35 @@ class DryReport:
     peak_bytes: int
     peak_at: str
     parameters: int
+    rank: Mapping[str, int] = field(default_factory=dict)
+    peaks: Mapping[str, int] = field(default_factory=dict)
+    slots: Mapping[int, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, as JSON takes them."""
+        sizes = ("parameter_bytes", "state_bytes", "peak_bytes", "peak_at", "parameters", "flops")
+        sent = [
+            {"axis": axis, "op": op, "calls": calls, "bytes": n}
+            for (axis, op), (calls, n) in sorted(self.ledger.by_op().items())
+        ]
+        plan = {"words": str(self.plan), "axes": self.plan.axes, "ranks": self.plan.world_size}
+        values = {name: getattr(self, name) for name in sizes}
+        return {"plan": plan, "rank": dict(self.rank), **values, "sent": sent}
 
     def __str__(self) -> str:
-        sent = self.ledger.by_axis().items()
-        width = max((len(axis) for axis, _ in sent), default=0)
+        played = " ".join(f"{name}={i}" for name, i in self.rank.items() if i)
         rows = [
-            f"plan            {self.plan} ({self.plan.world_size:,} ranks)",
-            f"parameters      {self.parameters:,}",
-            "a rank:",
-            f"  parameters    {_size(self.parameter_bytes)}",
-            f"  states        {_size(self.state_bytes)}",
-            f"  peak memory   {_size(self.peak_bytes)} (in {self.peak_at})",
-            f"  FLOPs a step  {self.flops:.3e}",
-            "  bytes sent a step:",
-            *(f"    {axis:<{width}}  {_size(n)}" for axis, n in sent),
+            ("plan", f"{self.plan} ({self.plan.world_size:,} ranks)"),
+            ("parameters", f"{self.parameters:,}"),
+            (f"rank {played}:" if played else "a rank:", ""),
+            ("  parameters", _size(self.parameter_bytes)),
+            ("  states", _size(self.state_bytes)),
+            ("  peak memory", f"{_size(self.peak_bytes)} (in {self.peak_at})"),
+            ("  FLOPs a step", f"{self.flops:.3e}"),
         ]
-        return "\n".join([*rows, "", str(self.ledger)])
+        sent = [(f"    {axis}", _size(n)) for axis, n in self.ledger.by_axis().items()]
+        lines = [*in_columns(rows, "<"), "  bytes sent a step:", *in_columns(sent, "<"), "", str(self.ledger)]
+        return "\n".join(lines)
 
 
 def dry_run(
@@ -84,7 +99,7 @@ def dry_run(
     layouts: Mapping[str, str] | None = None,
     branches: Mapping[str, int] | None = None,
     count: Count | None = None,
-    coordinate: tuple[int, ...] | None = None,
+    coordinate: tuple[int, ...] | Mapping[str, int] | None = None,
     recompute_policy: Policy | None = None,
 ) -> DryReport:
     """A step of training as one rank of a plan would do it, without other processes or data.
@@ -97,41 +112,45 @@ def dry_run(
         batch: the global batch, as meta tensors.
         optimizer: built on the model's parameters; copied, too.
         max_grad_norm, layouts, branches, count, recompute_policy: as for :func:`initialize`.
-        coordinate: which rank to play; by default the first, which holds the most; of a pipeline whose last
-            stage has all of the model, that of the last stage.
+        coordinate: which rank to play, by its number along each axis in their order, or by names,
+            ``{"pipe": 3}``, the others being 0; by default the first, which holds the most but in a pipeline;
+            where the last stage has all of the model, that of the last stage.
 
     Raises:
-        ValueError: a parameter is not on ``meta``.
+        ValueError: a parameter is not on ``meta``, or there is no such rank.
     """
     whole = sum(p.numel() for p in model.parameters())
-    given: dict[str, Any] = {"layouts": layouts, "max_grad_norm": max_grad_norm, "count": count}
-    given.update(recompute_policy=recompute_policy, branches=branches)
-    engine = dry_engine(model, plan, batch, optimizer=optimizer, coordinate=coordinate, **given)
+    options: dict[str, Any] = {"layouts": layouts, "max_grad_norm": max_grad_norm, "count": count}
+    options.update(recompute_policy=recompute_policy, branches=branches)
+    engine = dry_engine(model, plan, batch, optimizer=optimizer, coordinate=coordinate, **options)
     given_optimizer = optimizer
     plan, mesh, optimizer = engine.plan, engine.mesh, engine.optimizer
-    memory, flops = engine.watch().live, FlopCounterMode(display=False, custom_mapping=ATTENTION)
-    flops.mod_tracker = _Untold()  # type: ignore[assignment]
-    with memory:
+    # the counter of FLOPs takes operations apart: beneath the memory, which sees those of a real step
+    memory, work = engine.watch().live, Recalled()
+    with work, memory:
         # a first step, so that the optimizer's states exist and are counted
         _step(engine, batch, memory)
-    idle = isinstance(engine, PipelineEngine) and isinstance(engine.stages.split, Undivided)
-    if coordinate is None and idle:
+    if coordinate is None and engine.passes.is_idle:
         at_work = tuple(plan.pipe - 1 if name == "pipe" else 0 for name in mesh.names)
-        return dry_run(model, plan, batch, optimizer=given_optimizer, coordinate=at_work, **given)
+        return dry_run(model, plan, batch, optimizer=given_optimizer, coordinate=at_work, **options)
     memory.peak = 0
-    # the counter of FLOPs takes operations apart: beneath the memory, which sees those of a real step
-    with ledger(mesh) as book, flops, memory:
+    memory.peaks.clear()
+    work.flops = 0
+    with ledger(mesh) as book, work, memory:
         _step(engine, batch, memory)
     states = 0 if optimizer is None else sum(map(state_bytes, optimizer.state.values()))
     return DryReport(
         plan,
         book,
-        int(flops.get_total_flops()),
+        work.flops,
         sum(local_bytes(m.p) for m in engine._laid_out().members),
         states + sum(map(local_bytes, engine.masters())),
         memory.peak,
         memory.peak_at,
         whole,
+        dict(zip(mesh.names, mesh.coordinate, strict=True)),
+        dict(memory.peaks),
+        dict(engine._laid_out().copies),
     )
 
 
@@ -141,7 +160,7 @@ def dry_engine(
     batch: Any,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    coordinate: tuple[int, ...] | None = None,
+    coordinate: tuple[int, ...] | Mapping[str, int] | None = None,
     **given: Any,
 ) -> Engine:
     """An engine on a mesh without processes, a copy of a model laid out on it.
@@ -164,8 +183,19 @@ def dry_engine(
         # kernels that need a device; without, it is the same update
         group.update({key: said for key, said in (("fused", None), ("capturable", False)) if group.get(key)})
     plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
+    if isinstance(coordinate, Mapping):
+        coordinate = _place(plan, coordinate)
     mesh = Mesh.dry(plan.axes, coordinate)
     return initialize(model, optimizer, plan, mesh=mesh, example=batch, **given)
+
+
+def _place(plan: Plan, named: Mapping[str, int]) -> tuple[int, ...]:
+    axes = plan.axes
+    wrong = [f"{name}={i}" for name, i in named.items() if not 0 <= i < axes.get(name, 0)]
+    if wrong:
+        has = ", ".join(f"{name} 0 to {n - 1}" for name, n in axes.items())
+        raise ValueError(f"There is no rank {' '.join(wrong)}: this plan's mesh has {has}.")
+    return tuple(named.get(name, 0) for name in axes)
 
 
 def _copied(
@@ -192,7 +222,8 @@ def _copied(
 def _step(engine: Engine, batch: Any, memory: LiveMemory) -> None:
     engine.accumulate(engine.cut(batch), phase=lambda name: setattr(memory, "phase", name))
     memory.phase = "backward"
-    engine._finished()
+    engine.passes.finish()
+    engine.passes.counted()
     memory.phase = "step"
     if engine.optimizer is not None:
         try:
@@ -208,12 +239,6 @@ def _step(engine: Engine, batch: Any, memory: LiveMemory) -> None:
         engine.zero_grad()
 
 
-class _Untold(nullcontext[None]):
-    """In place of what tells the counter of FLOPs the module: its hooks keep what is recomputed alive."""
-
-    parents = frozenset({"Global"})
-
-
 def _size(n: int) -> str:
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if n < 1024 or unit == "TiB":
@@ -222,4 +247,143 @@ def _size(n: int) -> str:
     raise AssertionError
 
 
-__all__ = ["DryReport", "dry_engine", "dry_run"]
+# ---- the table of layouts
+
+
+_OUTSIDE = "(outside)"
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a list's element
+
+
+@dataclass(frozen=True)
+class LayoutRow:
+    """A parameter of a module, or a module that has none and sends.
+
+    Attributes:
+        module: its name.
+        parameter: its name in the module; empty if it has none.
+        layout: what each axis cuts; ``"whole"`` if none does.
+        forward, backward: bytes that the first rank sends for the module in a step, along all axes; with
+            the module's first row.
+        why: who decided, or what a trial showed.
+    """
+
+    module: str
+    parameter: str
+    layout: str
+    forward: int
+    backward: int
+    why: str
+
+
+@dataclass(frozen=True)
+class LayoutTable:
+    """What :func:`explain_layouts` found; printed, a table in which layers that are alike stand once.
+
+    In a pipeline each module's bytes are those of the first rank of its stage.
+
+    Attributes:
+        plan: the plan.
+        sequence: whether activations between blocks are cut over the sequence.
+        why: the reason for that.
+        rows: one for each parameter.
+    """
+
+    plan: Plan
+    sequence: bool
+    why: str
+    rows: list[LayoutRow] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        shown: dict[tuple[Any, ...], int] = {}
+        for row in self.rows:
+            module = _NUMBER.sub("*", row.module)
+            key = module, row.parameter, row.layout, f"{row.forward:,}", f"{row.backward:,}", row.why
+            shown[key] = shown.get(key, 0) + 1
+        head = ("module", "parameter", "layout", "forward", "backward", "why")
+        lines = [head, *((f"{m} × {n}" if n > 1 else m, *rest) for (m, *rest), n in shown.items())]
+        sent = [sum(getattr(row, way) for row in self.rows) for way in ("forward", "backward")]
+        lines.append(("(all)", "", "", *(f"{n:,}" for n in sent), ""))
+        widths = [max(len(line[i]) for line in lines) for i in range(5)]
+        form = "  ".join(f"{{:{'>' if i in (3, 4) else '<'}{w}}}" for i, w in enumerate(widths))
+        printed = [f"{form}  {{}}".format(*line).rstrip() for line in lines]
+        between = "cut over the sequence" if self.sequence else "whole"
+        reason = f" ({self.why})" if self.why else ""
+        return "\n".join(
+            [
+                f"plan            {self.plan}",
+                f"between blocks  {between}{reason}",
+                "bytes sent      by one rank in a step; of modules that stand several times (×), by each",
+                "",
+                *printed,
+            ]
+        )
+
+
+def explain_layouts(
+    model: nn.Module,
+    plan: Plan | Mapping[str, Any],
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    layouts: Mapping[str, str] | None = None,
+    count: Count | None = None,
+) -> LayoutTable:
+    """How a plan lays a model out, and what each module sends for it: forward and backward of one dry step.
+
+    Args:
+        model, plan, batch, optimizer, layouts, count: as for :func:`~espalier.dry_run`.
+
+    Raises:
+        ValueError: a parameter is not on ``meta``.
+    """
+    made = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
+    options: dict[str, Any] = {"optimizer": optimizer, "layouts": layouts, "count": count}
+    if made.pipe == 1:
+        return _explained(model, made, batch, None, options)
+    rows: dict[tuple[str, str], LayoutRow] = {}
+    for stage in range(made.pipe):
+        place = tuple(stage if name == "pipe" else 0 for name in made.axes)
+        table = _explained(model, made, batch, place, options)
+        for row in table.rows:
+            if row.module == _OUTSIDE:
+                row = replace(row, module=f"{_OUTSIDE}, rank {stage} of the pipe")
+            key = row.module, row.parameter
+            before = rows.get(key, replace(row, forward=0, backward=0))
+            sent = {way: getattr(row, way) + getattr(before, way) for way in ("forward", "backward")}
+            rows[key] = replace(row, **sent)
+    return replace(table, rows=list(rows.values()))
+
+
+def _explained(
+    model: nn.Module, plan: Plan, batch: Any, coordinate: tuple[int, ...] | None, options: Mapping[str, Any]
+) -> LayoutTable:
+    """The table as one rank sees it."""
+    engine = dry_engine(model, plan, batch, coordinate=coordinate, **options)
+    model = engine.module
+    with by_module(model) as traffic:
+        engine.accumulate(engine.cut(batch))
+        engine.finish_gradients()
+    assert engine.arrangement is not None
+    chosen = engine.arrangement.chosen
+    table = LayoutTable(engine.plan, chosen.sequence, chosen.why.get("", ""))
+    names = {id(p): name for name, p in model.named_parameters()}  # the first of those that are tied
+    for name, module in model.named_modules():
+        forward, backward = traffic.sent.get(name, (0, 0))
+        for key, p in module.named_parameters(recurse=False):
+            if not isinstance(p, DTensor):
+                continue
+            full_name = f"{name}.{key}" if name else key
+            why = chosen.why.get(names[id(p)], chosen.rest)
+            if names[id(p)] != full_name:
+                why = f"tied to {names[id(p)]}"
+            table.rows.append(LayoutRow(name, key, _shown(recorded_layout(p)), forward, backward, why))
+            forward = backward = 0
+        if forward or backward:
+            table.rows.append(LayoutRow(name or _OUTSIDE, "", "", forward, backward, ""))
+    return table
+
+
+def _shown(layout: Layout) -> str:
+    names, sizes = layout.mesh.names, layout.mesh.shape
+    cut = [f"{names[a]}:{state_name(layout.axes[a])}" for a in layout.order if sizes[a] > 1]
+    return " ".join(cut) or "whole"

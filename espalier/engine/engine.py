@@ -1,64 +1,229 @@
-"""The engine: forward, backward, step."""
+"""The engine: forward, backward, step; and what of it outlives it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import itertools
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as raw
+from torch.utils.data import Dataset
 
+from espalier.blocks import blocks
+from espalier.checkpoint import CheckpointError, Saver
 from espalier.comm import Ledger
-from espalier.comm.verdict import Faults
-from espalier.comm.watch import Pulse
-from espalier.engine import tables
-from espalier.engine.accumulation import Accumulation, Count
-from espalier.engine.batches import Batches, loss_of
-from espalier.engine.given import GivenBatches
-from espalier.engine.lasting import Lasting
-from espalier.engine.live import Watch, watch
-from espalier.engine.norm import Norm, clip_of, scale_gradients, share_of
-from espalier.engine.passes import Passes, bind
-from espalier.engine.predict import called, entered, generate, plain_output
+from espalier.device import is_accelerator, use
+from espalier.engine import report
+from espalier.engine.accumulation import Count
+from espalier.engine.batches import Loader, Orders
+from espalier.engine.checkpointing import (
+    EngineState,
+    WeightsFormat,
+    candidates,
+    export,
+    gradients_of,
+    index_and_tree,
+    load_weights,
+    named_values,
+    opened,
+    restore,
+    state_of,
+)
+from espalier.engine.norm import Guard, LossScaler, Norm, Rider, clip_of
+from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase, bind
 from espalier.engine.recompute import Policy, chosen, recompute
-from espalier.engine.runs import Runs
-from espalier.engine.scaling import LossScaler
-from espalier.engine.seen import SeenGradients
-from espalier.engine.spikes import Guard
-from espalier.engine.tables import Memory, Order, Traffic
-from espalier.engine.update import forget_gradients, lay_out_states, update
+from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
+from espalier.engine.staged import Staged
+from espalier.engine.surface import Surface, bound
+from espalier.engine.update import FlatParams, forget_gradients, lay_out_states, refuse_closures, update
+from espalier.faults.settings import Faults, Spikes
+from espalier.faults.watchdog import Watchdog, watched
 from espalier.layout import Layout
 from espalier.mesh import Mesh
-from espalier.mesh.parts import at
-from espalier.parallel import Arrangement, Plan, arrange, lay_out_model
-from espalier.parallel.data.axis import DataAxis
-from espalier.tensor import DTensor, full_tensor, redistribute
+from espalier.mesh.mesh import MeshLike, as_mesh
+from espalier.mesh.parts import at, with_axes
+from espalier.models.sampling import generate as continued
+from espalier.models.sampling import keepers
+from espalier.parallel import Arrangement, Plan, lay_out_model
+from espalier.parallel.compose import Stages
+from espalier.parallel.data.zero import ZeroState
+from espalier.parallel.experts import stacks
+from espalier.parallel.pipeline import Timeline
+from espalier.parallel.pipeline.record import mapped
+from espalier.tensor import DTensor, redistribute
+from espalier.tensor import compile as compile_region
+from espalier.tensor.compiled import Backend
 from espalier.tensor.deferred import share_random_state
-from espalier.tensor.dry_autocast import DryAutocast
-from espalier.tensor.rules.counts import Ahead
-from espalier.trees import tensors_in, tree_map
+from espalier.tensor.observers import user_frame
+from espalier.tensor.traces import run_as_written
 
-_grad: Any = torch.Tensor.grad
-LossFunction = Callable[[Any, Any], torch.Tensor]
+Rows = Literal["all", "whole", "own"]
 
 
-class Engine(Lasting):
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    plan: Plan | Mapping[str, Any] | None = None,
+    *,
+    mesh: MeshLike | None = None,
+    loss_fn: LossFunction | None = None,
+    layouts: Mapping[str, str] | None = None,
+    branches: Mapping[str, int] | None = None,
+    max_grad_norm: float | None = None,
+    count: Count | None = None,
+    example: Any = None,
+    recompute_policy: Policy | None = None,
+    faults: Faults | None = None,
+    spikes: Spikes | None = None,
+    compile: bool | str | Backend = False,  # as torch calls it
+) -> Engine:
+    """Lay a plain model on a mesh and give the engine that trains it there.
+
+    The model is changed in place: its parameters become DTensors, under the same names, in the
+    same objects, so that the optimizer goes on holding them.
+
+    Args:
+        model: written for one device; ``model(**batch)``, ``model(*batch)`` or ``model(batch)`` is called.
+        optimizer: built on ``model.parameters()``; None to evaluate only.
+        plan: a :class:`Plan` or a dict of its arguments; by default all ranks on the data axis.
+        mesh: where to lay it; by default the running world (torchrun's environment). It may leave out
+            those of the plan's axes that have one rank.
+        loss_fn: ``loss_fn(output, batch)``, or, where the batch is a pair ``(inputs, targets)``,
+            ``loss_fn(model(inputs), targets)``; by default the output's ``loss``, or the output itself.
+        layouts: name patterns of modules to ``"column"``, ``"row"``, ``"vocab"`` or ``"whole"`` on the
+            tensor axis; by default the model's table, or what a first run on a batch shows.
+        branches: with ``Plan(branch=n)``: name patterns of modules to the number, below n, of their branch.
+        max_grad_norm: another way to say ``Plan(clip=...)``.
+        count: with ``Plan(accumulate=...)``: of a micro-batch (as the engine is called on it), the number of
+            tokens, or rows, that its loss is a mean over, the same on all ranks; ``"sum"`` for a loss that
+            is a sum. By default the engine sees it: the mean-reduced losses of ``torch.nn.functional``,
+            ``x.mean()`` and ``x.sum() / y.sum()`` say it. Where it cannot be seen, that is an error.
+        example: a batch to infer layouts from; by default the first batch is.
+        recompute_policy: for blocks of ``recompute="selective"``, as for torch's
+            ``create_selective_checkpoint_contexts``: ``policy(context, op, *args, **kwargs)``; it sees the
+            operations on this rank's local tensors.
+        faults: how ranks that die or hang are looked for from now on.
+        spikes: what to do about steps whose loss or gradients leap or are not finite; by default nothing.
+        compile: whether each block of the model (an element of its lists of blocks) is compiled, its
+            collectives included, as by :func:`espalier.compile`; a backend in place of inductor's name.
+
+    Raises:
+        ValueError: mesh and plan differ, a parameter of the optimizer is not the model's, ...
+    """
+    plan = _plan(plan)
+    if mesh is None:
+        _stay_on_device(model)
+    whole_mesh = as_mesh(mesh) if mesh is not None else Mesh.from_env(plan.axes)
+    on = with_axes(whole_mesh, plan.axes)
+    if on is None:
+        raise ValueError(
+            f"The mesh is {whole_mesh!r} but the plan asks for {plan}. Build the mesh from plan.axes, "
+            "or leave mesh= out."
+        )
+    on = on.telling(**plan.words)
+    if optimizer is not None:
+        _check(optimizer, model)
+    _warn_of_compiled(model)
+    to_compile = _compilable(model, plan) if compile else []
+    arranged = {"table": layouts, "branches": branches}
+    engine = Engine(model, optimizer, plan, on, loss_fn, arranged, max_grad_norm, count, recompute_policy)
+    engine.guard = None if spikes is None else Guard(spikes)
+    for block in to_compile:
+        compile_region(block, backend=compile if compile is not True and compile else "inductor")
+    if not on.is_dry:
+        engine.passes.pulse = watched(faults)
+        engine.pulse.step = 1
+    engine.lay_out(None if example is None else engine.cut(example)[0])
+    return engine
+
+
+def _plan(plan: Plan | Mapping[str, Any] | None) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    if plan is not None:
+        return Plan.from_dict(plan)
+    if torch.distributed.is_initialized():
+        return Plan(data=torch.distributed.get_world_size())
+    return Plan(data=int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def _stay_on_device(model: nn.Module) -> None:
+    """Let a process alone use the accelerator that its model is on, if the machine has several."""
+    alone = not torch.distributed.is_initialized() and "RANK" not in os.environ
+    there = next((p.device for p in model.parameters() if is_accelerator(p.device)), None)
+    if alone and there is not None:
+        use(there)
+
+
+def _check(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """See that an optimizer can be stepped, and is the model's."""
+    refuse_closures(optimizer)
+    ids = {id(p) for p in model.parameters()}
+    foreign = sum(id(p) not in ids for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise ValueError(
+            f"The optimizer holds {foreign} parameter(s) that are not the model's. "
+            "Build it on model.parameters() of the very model given."
+        )
+
+
+def _warn_of_compiled(model: nn.Module) -> None:
+    if compiled := run_as_written(model):
+        warnings.warn(
+            f"{', '.join(repr(name) if name else 'The model' for name in compiled[:3])} "
+            f"{'and others ' if len(compiled) > 3 else ''}was compiled by torch.compile, which cannot follow "
+            "DTensors: it runs as it is written. espalier.compile(module) compiles it, collectives included.",
+            stacklevel=user_frame()[0],
+        )
+
+
+def _compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
+    """The blocks of a model, each of which becomes one graph.
+
+    Raises:
+        ValueError: something in them hangs on values or on hooks, and no graph can have it.
+    """
+    found = blocks(model)
+    experts = stacks(model)
+    refused = (
+        (not found, "the model has no list of blocks: espalier.compile(module) compiles what you name"),
+        (plan.pipe > 1, "a pipeline's stages run what a trace of the model says: expected pipe = 1"),
+        (plan.zero == 3, "zero = 3 gathers within blocks as they run: expected zero of 0 to 2"),
+        (plan.recompute != "none", "recomputed blocks run as they are written: expected recompute = none"),
+        (plan.tensor_mode != "1d", "products of 2d, 2.5d and 3d travel in panels: expected tensor_mode = 1d"),
+        (bool(experts), "how many rows go to an expert hangs on values: compile attention by itself"),
+    )
+    wrong = [told for is_so, told in refused if is_so]
+    if wrong:
+        raise ValueError("compile: " + "; ".join(wrong) + ". Or leave compile out.")
+    return [*found.values()]
+
+
+class Engine(Surface):
     """Trains one model under one plan. Made by :func:`initialize`.
+
+    It answers to the names of ``nn.Module`` that programs use: ``train()``, ``eval()``, ``parameters()``,
+    ``state_dict()``, ``load_state_dict()``, ``device`` and their kin.
+
+    With ``Plan(pipe=...)`` a step is made by :meth:`train_step`, or by :meth:`accumulate` and :meth:`step`.
 
     Attributes:
         module: the model given, its parameters now DTensors.
         optimizer: the optimizer given.
         plan: the plan.
         mesh: the mesh.
-        loss: of the batch, or of its micro-batches so far, after a backward (detached).
         grad_norm: the global gradient norm before clipping (a plain scalar tensor), after a step.
         steps: that were done, also those that did not update because a gradient had overflowed.
         scaler: scales the loss in float16; None in other precisions.
         guard: judges each step before its update; None where nothing is judged.
-        pulse: what this rank is at, for the watch over ranks that die or hang.
+        passes: how micro-batches go through the model, and the gradients that come of them.
         arrangement: the layouts of the parameters, once they are known, and why.
     """
 
@@ -77,87 +242,107 @@ class Engine(Lasting):
         self.module, self.optimizer, self.plan, self.mesh = module, optimizer, plan, mesh
         self.max_grad_norm = clip_of(plan, max_grad_norm)
         self.grad_norm: torch.Tensor | None = None
-        self.loss: torch.Tensor | None = None
-        self._given: torch.Tensor | None = None  # of the last call
-        self._loss_fn, self._arranged = loss_fn, arranged
-        self._recomputed, self._policy = chosen(module, plan), recompute_policy
-        self._data: DataAxis | None = None
         self.arrangement: Arrangement | None = None
         self.steps = 0
-        self._syncing, self._has_gradients, self._finishes = True, False, True
-        self._is_within = False  # accumulate()
-        self._watch: Watch | None = None
-        # that of this rank's stages, in a pipeline: what one batch's tensors lie on
-        self._here = at(mesh, "pipe", mesh.coordinate[0]) if plan.pipe > 1 else mesh
-        self._batches = Batches(self._here, plan)
-        # a stage may do with a part of the batch
-        self._given_batches = GivenBatches(mesh, mesh.coordinate[0] if plan.pipe > 1 else 0, plan.pipe)
-        self._evaluation = Accumulation(plan.accumulate, count, self._here, self._batches.axes)
-        self._accumulation = self._evaluation if plan.accumulate > 1 else None
-        precision = plan.precision
-        self.scaler = LossScaler(precision.loss_scale) if precision.scales else None
-        self._casts = DryAutocast() if mesh.is_dry and precision.autocast else None
-        self._traffic, self._counts = Traffic(mesh), Ahead()
-        self.pulse = Pulse(Faults())
-        self._runs = Runs()
-        self._passes = Passes(
-            self._begin_backward, self._end_backward, self._refused_backward, self._have_gradients
-        )
+        self.scaler = LossScaler(plan.precision.loss_scale) if plan.precision.scales else None
+        self.guard: Guard | None = None
         self.is_stepping = False
-        self._seen = SeenGradients(module, plan)
+        self._arranged, self._policy, self._recomputed = arranged, recompute_policy, chosen(module, plan)
+        kind: type[Passes] = Direct
+        here = mesh
+        if plan.pipe > 1:
+            kind, here = Staged, at(mesh, "pipe", mesh.coordinate[mesh.axis("pipe")])
+        self._call = ModelCall(module, plan, here, loss_fn)
+        trains = optimizer is not None
+        self._runs: FlatParams | None = None
+        self.passes = kind(self._call, mesh, count, self.scaler, trains, self.lay_out)
+        self._saver: Saver | None = None
+        self._loaders: tuple[Loader, ...] = ()
         if optimizer is not None:
             bind(optimizer, self)
-        self.guard: Guard | None = None
-        self._judged: torch.Tensor | None = None
         share_random_state(mesh)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Train with an optimizer that was made after the engine, on the engine's parameters.
+
+        Raises:
+            ValueError: there is one already, or its parameters are not the model's.
+        """
+        if self.optimizer is not None:
+            raise ValueError(
+                f"This engine trains with a {type(self.optimizer).__name__} already: one optimizer, with a "
+                "group for each set of options."
+            )
+        _check(optimizer, self.module)
+        self.optimizer = optimizer
+        self.passes.train_from_now()
+        bind(optimizer, self)
+        if self._data is not None:
+            self._data.reserve(optimizer)
+            self._begin_updates(optimizer, self._data)
 
     def lay_out(self, batch: Any = None) -> None:
         """Lay the parameters out; without a batch only if none is needed to know how."""
         if self._data is not None:
             return
-        sample = None if batch is None else tree_map(self._sample, self._parted(batch)[0])
-        if (found := self._arrange(batch, sample, **self._arranged, rows=self._batches.share(batch))) is None:
+        arrangement = self.passes.arrange(batch, **self._arranged)
+        if arrangement is None:
             return
-        self.arrangement = found
-        self._data = lay_out_model(self.module, found, self._here, self.plan, self.optimizer)
-        torch.clear_autocast_cache()  # the user's may hold parameters, cast, from when they were whole
-        if self._accumulation is not None:
-            self._seen.watch(m.p for m in self._data.members)
-        if self.plan.pipe == 1:
-            self._data.gradients.announce(self._passes.come_late)
+        self.arrangement = arrangement
+        data = lay_out_model(self.module, arrangement, self._call.mesh, self.plan, self.optimizer)
+        self.passes.data = data
         recompute(self.module, self._recomputed, self.plan.recompute_inputs, self._policy)
         if self.optimizer is not None:
-            with self._data.updating(exchange=False):
-                lay_out_states(self.optimizer)
-            self._data.place(self.optimizer)
-            self._watch = None if self._data.budget is None else self.watch()
+            self._begin_updates(self.optimizer, data)
+        self.passes.begin(data)
 
-    def _arrange(self, batch: Any, sample: Any, **given: Any) -> Arrangement | None:
-        return arrange(self.module, self.plan, self.mesh, batch=sample, **given)
+    def _begin_updates(self, optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
+        """The model and its optimizer are there: states lie as the plan says."""
+        _lay_out_states(optimizer, data)
+        if data.offloaded_step is None:
+            self._runs = FlatParams(data.rooms)
+        self.passes.watch = None if data.budget is None else self.watch()
 
-    def watch(self) -> Watch:
-        """A watch over the device's memory: ``with watch: ...``, then ``watch.peak`` in bytes.
+    @property
+    def _data(self) -> ZeroState | None:
+        return self.passes.data
 
-        It counts what the engine holds and what is computed while it is open. On a CPU what is in the
-        ``"host"``'s memory does not count, as if there were a device.
+    def _laid_out(self) -> ZeroState:
+        if self._data is None:
+            raise ValueError(
+                "How the parameters lie is inferred from the first batch, and there was none yet. Before "
+                "this, pass one as initialize(..., example=batch), or call engine.lay_out(batch)."
+            )
+        return self._data
+
+    @property
+    def stages(self) -> Stages:
+        """The model as the stages of a pipeline, and what runs them.
+
+        Raises:
+            ValueError: it was not laid out yet, or the plan has none.
         """
-        return watch(self.module, self.optimizer, self._laid_out())
+        return self.passes.stages
 
-    def _sample(self, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        device = next(self.module.parameters()).device
-        return full_tensor(x)[:1].to(device) if x.ndim else full_tensor(x).to(device)
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """Of the batch, or of its micro-batches so far, after a backward (detached)."""
+        return self.passes.loss
+
+    @property
+    def pulse(self) -> Watchdog:
+        """What this rank is at, for the watch over ranks that die or hang."""
+        return self.passes.pulse
 
     # ---- batches
 
     def batch_rows(self, size: int) -> slice:
         """The rows of a global batch of ``size`` that this rank computes (and needs to load)."""
-        return self._batches.rows(size)
+        return self._call.batches.rows(size)
 
     def micro_batches(self, size: int) -> list[tuple[slice, int]]:
         """For each micro-batch of a global batch of ``size`` rows: those this rank computes, and its size."""
-        rows = [(start, n, self._batches.rows(n)) for start, n in self._batches.cuts(size)]
+        rows = [(start, n, self._call.batches.rows(n)) for start, n in self._call.batches.cuts(size)]
         return [(slice(start + own.start, start + own.stop), n) for start, n, own in rows]
 
     def cut(self, batch: Any) -> list[Any]:
@@ -166,7 +351,7 @@ class Engine(Lasting):
         Raises:
             ValueError: its tensors don't have the same number of rows.
         """
-        return self._batches.cut(batch)
+        return self._call.batches.cut(batch)
 
     def local_batch(self, rows: Any, size: int | None = None) -> Any:
         """The rows that this rank has loaded, typed as its part of a global batch.
@@ -185,85 +370,118 @@ class Engine(Lasting):
             ValueError: these are not the rows of ``size``; or, on every rank, the ranks' batches do not fit
                 together.
         """
-        return self._batches.gathered(rows) if size is None else self._batches.local(rows, size)
+        return self._call.batches.gathered(rows) if size is None else self._call.batches.local(rows, size)
 
-    def _parted(self, batch: Any) -> tuple[Any, Any]:
-        """What the model is called on, and what the loss function gets beside its output."""
-        if self._loss_fn is not None and isinstance(batch, tuple | list) and len(batch) == 2:
-            return batch[0], batch[1]
-        return batch, batch
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int = 1,
+        shuffle: bool = False,
+        *,
+        seed: int | Orders = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **options: Any,
+    ) -> Loader:
+        """Global batches of a dataset; each rank loads its rows, and :meth:`save` knows where they stand.
 
-    def _cast(self, x: Any) -> Any:
-        """An input as the model computes: floats in the dtype of its parameters, where these are cast."""
-        low = self.plan.precision.parameters
-        floats = low is not None and isinstance(x, torch.Tensor) and x.is_floating_point()
-        return x.to(getattr(torch, str(low))) if floats else x
+        Iterating gives an epoch's batches, as :meth:`local_batch` gives them: for a call of the engine,
+        :meth:`train_step` or the like. After :meth:`load` it goes on behind the last batch that was given
+        before the save, on any number of ranks. Make it before :meth:`load`; of several, in the same order.
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        """What the forward pass runs under."""
-        if (name := self.plan.precision.autocast) is None:
-            return nullcontext()
-        dtype = getattr(torch, name)
-        return self._casts.autocast(dtype) if self._casts else torch.autocast(self.mesh.device_type, dtype)
+        Args:
+            dataset: has ``__len__`` and ``__getitem__``, the same on all ranks.
+            batch_size: rows of the global batch.
+            shuffle: draw the rows of each epoch in another order.
+            seed: of these orders; or a function that gives, when an epoch begins, the state of a
+                ``torch.Generator`` whose ``randperm`` is its order, the same on all ranks.
+            drop_last: leave out what is left at an epoch's end; else it is a smaller batch.
+            collate_fn: makes a batch of a list of rows, as for torch's ``DataLoader``. What it makes on one
+                rank must fit what it makes on the others: pad to one length.
+            options: further ones of torch's ``DataLoader``, as ``num_workers``.
 
-    @property
-    def scale(self) -> float:
-        """By which the loss is multiplied before a backward pass, and so the gradients until the step."""
-        return 1.0 if self.scaler is None else self.scaler.scale
-
-    @property
-    def skipped(self) -> int:
-        """Steps that did not update because a gradient had overflowed."""
-        return 0 if self.scaler is None else self.scaler.skipped
+        Raises:
+            ValueError: the dataset has no length, or ``options`` say how rows are drawn.
+        """
+        made = Loader(
+            self.local_batch,
+            self.batch_rows,
+            dataset,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            options=options,
+        )
+        self._loaders = (*self._loaders, made)
+        return made
 
     # ---- the three calls, and one for all
 
-    def __call__(self, batch: Any) -> torch.Tensor:
+    def __call__(self, *batch: Any, **named: Any) -> Any:
         """The loss of a batch: a scalar, the same on every rank (``loss.item()`` is no collective).
 
         Args:
             batch: plain tensors are the *global* batch, equal on all ranks, and are cut; what
                 :meth:`local_batch` gave is taken as it is. With ``Plan(accumulate=k)`` it is one micro-batch.
+                Several arguments, or ``named`` ones, are the model's own: ``engine(**batch)`` gives what the
+                model gives, as :meth:`outputs` does.
 
         Raises:
             ValueError: there is no loss, or it is not one number; what it is a mean over cannot be seen
                 (``accumulate`` above 1).
         """
-        loss = self.forward(batch)
+        if named or len(batch) != 1:
+            return self.outputs(bound(self.module, batch, named))
+        loss = self.forward(batch[0])
         if not isinstance(loss, DTensor):
             return loss
         return redistribute(loss, Layout.replicated(self.mesh, loss.shape))
 
     def forward(self, batch: Any) -> torch.Tensor:
         """As a call, but the loss may still be Partial: :meth:`step` adds :attr:`loss` up with the norm."""
-        if torch.is_grad_enabled() and self.optimizer is not None:
-            self._traffic.begin()
-            self._given_batches.note(batch)
-        of_step = self._accumulation
-        loss = self._forward(batch) if of_step is None else of_step.forward(batch, self._forward)
-        if loss.requires_grad:
-            self.follow(loss)
-            self._given = loss.detach()
-        return loss
+        return self.passes.forward(batch)
+
+    def outputs(self, inputs: Any, rows: Rows = "all") -> Any:
+        """What the model gives, for a program that makes the loss itself: ``loss.backward()`` goes back.
+
+        So does :meth:`backward`. In float16 gradients are scaled where they enter the model. With
+        ``Plan(accumulate=k)`` each call is a micro-batch; all count alike if losses go back by themselves.
+
+        Args:
+            inputs: of the model: a dict (keywords), a tuple or list, or a tensor.
+            rows: ``"all"``: plain tensors are the global batch, equal on all ranks, and outputs are DTensors,
+                global too. ``"whole"``: the same, but outputs are plain and whole on every rank.
+                ``"own"``: plain tensors are this rank's rows, as many as it likes, and outputs are plain, of
+                these rows alone; the ranks' losses are averaged. Ranks that differ on no axis that shares the
+                batch give the same rows. Outputs without dims (the model's own loss) are of the whole batch.
+
+        In a pipeline outputs are not there before the backward passes begin: what is given stands for them
+        (:class:`~espalier.engine.awaited.Awaited`), keeps what is made of it, and does it when the loss goes
+        back. Under ``torch.no_grad()`` outputs are plain there.
+        """
+        return self.passes.outputs(dict(inputs) if isinstance(inputs, Mapping) else inputs, rows)
 
     def follow(self, x: torch.Tensor) -> None:
         """Let a backward pass through a tensor, made of this engine's model, be one of the engine's.
 
         As through the loss that a call gives: whoever calls ``backward``, gradients are finished after it.
         """
-        self._passes.follow(x)
+        self.passes.one_by_one("engine.follow(x)").follow(x)
 
+    @torch.no_grad()
     def evaluate(self, parts: Iterable[Any]) -> torch.Tensor:
         """The loss of several batches as one, without gradients: a plain scalar, the same on every rank.
 
         Args:
-            parts: batches, as the engine is called on them; each weighs by what its loss is a mean over.
+            parts: batches, as the engine is called on them; each weighs by what its loss is a mean over. In
+                a pipeline they pass through the stages one behind the other.
 
         Raises:
             ValueError: that cannot be seen, or there is none.
         """
-        with torch.no_grad():
-            return self._evaluation.evaluate(parts, self._forward)
+        return self.passes.evaluate(parts)
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
@@ -272,41 +490,20 @@ class Engine(Lasting):
         Args:
             inputs: of the model, equal on all ranks: a dict (keywords), a tuple or list, or a tensor.
         """
-        self.lay_out(inputs if self._loss_fn is None else (inputs, None))
-        return self._output(entered(self, dict(inputs) if isinstance(inputs, Mapping) else inputs))
-
-    def _output(self, inputs: Any) -> Any:
-        assert self._data is not None
-        self._data.begin_forward()
-        return plain_output(called(self, inputs))
+        return self.passes.output(dict(inputs) if isinstance(inputs, Mapping) else inputs)
 
     def generate(self, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
         """Continue ``ids`` [batch, sequence], equal on all ranks: ``model(input_ids=...).logits`` says how.
 
         ``options``: see :func:`espalier.models.generate`.
         """
-        return generate(self, ids, max_new_tokens, **options)
-
-    def _forward(self, batch: Any) -> torch.Tensor:
-        self.lay_out(batch)
-        assert self._data is not None
-        self._data.begin_forward()
-        batch = self._batches.typed(batch)
-        inputs, targets = self._parted(batch)
-        with self._counts.of(tensors_in(batch)):
-            output = called(self, tree_map(self._cast, inputs))
-            with self._autocast():
-                return self._loss_in(output, targets)
-
-    def _loss_in(self, output: Any, targets: Any) -> torch.Tensor:
-        """The loss of what the model gives."""
-        loss = self._loss_fn(output, targets) if self._loss_fn is not None else loss_of(output)
-        if loss.numel() != 1:
-            raise ValueError(
-                f"The loss has the shape {list(loss.shape)}, expected one number. "
-                "Reduce it in the model, or pass loss_fn= to initialize."
-            )
-        return loss
+        self.lay_out(self._call.alone({"input_ids": ids}))
+        # a context axis cuts sequences, and stages may cut the modules that keep them
+        may_keep = self.plan.context == 1 and self.passes.calls_whole(keepers(self.module))
+        options["cache"] = options.get("cache", True) and may_keep
+        # on the host, whose generator of random numbers is in the same state on all ranks
+        model = cast(Any, _AsModel(self))
+        return continued(model, ids.cpu(), max_new_tokens, **options).to(ids.device)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of the loss; their reduction over the data axis goes on meanwhile.
@@ -319,78 +516,11 @@ class Engine(Lasting):
         Raises:
             ValueError: there was no batch yet; or, with ``accumulate``, it is not one micro-batch's loss.
         """
-        of_step = self._accumulation
-        if self._data is None:
-            raise ValueError("There is no loss to go back from: call loss = engine(batch) first.")
-        if of_step is not None:
-            of_step.check()
-            self._check_kept(of_step)
-        with self._watch or nullcontext(), self._casts or nullcontext(), self._passes.open():
-            if self.scaler is not None:
-                self.scaler.scaled(loss)
-            if of_step is None:
-                loss.backward()
-                self.loss = loss.detach()
-            else:
-                of_step.backward(loss)
-                self.loss = of_step.loss
+        self.passes.one_by_one("engine.backward(loss)").backward(loss)
 
-    def _check_kept(self, of_step: Accumulation) -> None:
-        """See that the gradients of a step's micro-batches so far are there."""
-        if of_step.done and not self._is_within and not self._shows_gradients():
-            raise ValueError(
-                f"zero_grad() after {of_step.done} of Plan(accumulate={of_step.size}) micro-batches has "
-                "dropped their gradients. Leave it out: engine.step() drops them when it has updated. To "
-                "begin anew, call engine.zero_grad()."
-            )
-
-    def _begin_backward(self) -> None:
-        of_step = self._accumulation
-        assert self._data is not None
-        is_last = of_step is None or of_step.done == of_step.size - 1
-        self._data.gradients.begin(self._syncing and is_last)
-        self._finishes = self._syncing and is_last
-
-    def _end_backward(self, asked: bool) -> None:
-        assert self._data is not None
-        gradients = self._data.gradients
-        if not asked and gradients.is_idle:
-            gradients.stop()  # torch.autograd.grad, or a pass of others: no gradients are added
-            return
-        self._has_gradients = True
-        self.loss = self.loss if asked else self._given
-        self._data.end_backward()
-        if self._is_within and self._accumulation is not None:
-            return  # what is under way may be so until the step
-        if self._finishes:
-            self.finish_gradients()
-        else:
-            gradients.show()
-
-    def _refused_backward(self) -> str:
-        """Why a loss must not go back without the engine's being asked, if it must not."""
-        if self.scaler is not None:
-            reason = f"in {self.plan.precision} the engine scales the loss"
-        elif self._accumulation is not None:
-            reason = f"with Plan(accumulate={self._accumulation.size}) the engine weighs micro-batches"
-        elif self._casts is not None or (self._watch is not None and self.mesh.device_type != "cuda"):
-            reason = "here the engine looks at the backward pass"
-        else:
-            return ""
-        return f"loss.backward(): {reason}. Write engine.backward(loss) in its place."
-
-    def _have_gradients(self) -> bool:
-        with raw():
-            return any(_grad.__get__(p) is not None for p in self.module.parameters())
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes in here only accumulate; the next one outside reduces for all."""
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
+        return self.passes.one_by_one("engine.no_sync()").no_sync()
 
     def finish_gradients(self) -> None:
         """Wait until every ``p.grad`` is the gradient of the whole batch, times :attr:`scale`.
@@ -398,17 +528,7 @@ class Engine(Lasting):
         After :meth:`no_sync`; or with ``Plan(accumulate=k)``, whose batch ends here if fewer than k
         micro-batches are left.
         """
-        if self._data is None or not self._may_step():
-            raise ValueError(
-                "engine.finish_gradients(): there are no gradients. Call loss = engine(batch) and "
-                "engine.backward(loss) first."
-            )
-        self._seen.admit()
-        self._data.gradients.finish()
-        factor = None if self._accumulation is None else self._accumulation.factor()
-        if factor is not None:
-            scale_gradients([p for p in self.module.parameters() if isinstance(p, DTensor)], factor)
-        self._seen.note()
+        self.passes.finish_gradients()
 
     def step(self) -> bool:
         """Finish the gradients, clip, update, and forget the gradients.
@@ -430,27 +550,12 @@ class Engine(Lasting):
         """
         if self.optimizer is None:
             raise ValueError("This engine has no optimizer: pass one to initialize(model, optimizer, ...).")
-        if not self._may_step():
+        if not self.passes.may_step:
             raise ValueError(
                 "engine.step(): there are no gradients since the last step. Call loss = engine(batch) and "
                 "engine.backward(loss) first."
             )
-        of_step = self._accumulation
-        if of_step is not None and not of_step.complete:
-            return False
-        return self._step(self.optimizer)
-
-    def _may_step(self) -> bool:
-        """Whether there are gradients: of a backward pass, or given by hand."""
-        return self._has_gradients or self._shows_gradients()
-
-    def _holds_gradients(self) -> bool:
-        """Whether a step is begun: nobody has dropped its gradients."""
-        return self._has_gradients and (self._seen.is_barred or self._shows_gradients())
-
-    def _shows_gradients(self) -> bool:
-        """Whether a parameter shows a gradient, or a piece of one, to the program."""
-        return any(p.grad is not None for p in self.module.parameters())
+        return self.passes.is_complete and self._step(self.optimizer)
 
     def step_in_loop(self) -> bool:
         """A step that the program has asked the optimizer for; False: there is nothing to update.
@@ -458,8 +563,8 @@ class Engine(Lasting):
         Raises:
             ValueError: see :meth:`step`; the micro-batches of a step are not all there.
         """
-        of_step = self._accumulation
-        if self.optimizer is None or self._data is None or not self._may_step():
+        of_step = self.passes.accumulation
+        if self.optimizer is None or not self.passes.may_step:
             return False
         if of_step is not None and not of_step.complete:
             raise ValueError(
@@ -472,77 +577,59 @@ class Engine(Lasting):
 
     def _step(self, optimizer: torch.optim.Optimizer, keep: bool = False) -> bool:
         """:meth:`step`; gradients stay if they are to be kept."""
-        assert self._data is not None
-        self._seen.check()
-        counted = self._finished()
-        wait, given = self._start_norm(counted)
-        if self.scaler is not None:
-            given = self.scaler.divided(given)
+        passes, data, guard = self.passes, self._laid_out(), self.guard
+        passes.seen.check()
+        passes.finish()
+        counted = passes.counted()
+        judged: list[torch.Tensor] = []
+        norm = Norm([*counted.values()], self.mesh, self._riders(judged.append))
+        factor = passes.factor() if self.scaler is None else self.scaler.divided(passes.factor())
 
         def arrived() -> torch.Tensor:
-            self.grad_norm, self.loss = wait()
-            factor = given()
-            if factor is not None:
-                self.grad_norm = self.grad_norm * factor
+            self.grad_norm = norm.wait() if factor is None else norm.wait() * factor
             return self.grad_norm
 
         finite = self.is_stepping = True
-        if self.guard is not None:
-            self.guard.told = ""
+        if guard is not None:
+            guard.told = ""
         if self.scaler is not None:
             finite = self.scaler.update(arrived(), counted, self._names, self.mesh)
         try:
-            if finite and self.guard is not None and not self.mesh.is_dry:
-                finite = self._admitted(self.guard, arrived(), counted)
+            if finite and guard is not None and not self.mesh.is_dry:
+                size = float(arrived())
+                loss = float(judged[0] if judged else 0.0 if self.loss is None else self.loss)
+                finite = guard.admits(self.steps + 1, loss, size, counted, self._names, self.mesh)
             del counted
-            factor = given()
+            scale = factor
             if self.max_grad_norm is not None:
                 clip = (self.max_grad_norm / (arrived() + 1e-6)).clamp(max=1.0)
-                factor = clip if factor is None else clip * factor
-            with self._watch or nullcontext():
+                scale = clip if factor is None else clip * factor
+            with passes.watch or nullcontext():
                 if finite:
                     self.wait_staged()
-                    runs = self._runs if self._data.streaming is None else None
-                    self._data.update(optimizer, partial(update, factor=factor, runs=runs), keep)
-                    if self._watch is not None and self._watch.fit(self._data, optimizer):
-                        self._watch = None
+                    data.update(optimizer, partial(update, factor=scale, runs=self._runs), keep)
+                    if passes.watch is not None and passes.watch.fit(data, optimizer):
+                        passes.watch = None
             arrived()
         finally:
             self.is_stepping = False
-            self._has_gradients = False
+            passes.has_gradients = False
             if keep:
-                self._data.gradients.settle()
+                data.gradients.settle()
             else:
                 forget_gradients(optimizer)
-                self._forget()
-            self._traffic.end()
+                passes.forget()
+            passes.traffic.end()
         self.steps += 1
         self.pulse.step = self.steps + 1
         return finite
 
-    def _finished(self) -> dict[str, torch.Tensor]:
-        """Of each gradient, finished, what this rank counts in the norm."""
-        assert self._data is not None
-        self._seen.admit()
-        self._data.gradients.finish()
-        return self._data.counted()
-
-    def _start_norm(
-        self, counted: Mapping[str, torch.Tensor]
-    ) -> tuple[Callable[[], tuple[torch.Tensor, torch.Tensor | None]], Callable[[], Any]]:
-        """What gives norm and loss, when they are there, and what gives the gradients' factor."""
-        factor = None if self._accumulation is None else self._accumulation.factor()
-        told = [] if self.guard is None or self.loss is None else [share_of(self.loss, self.mesh)]
-        given = self._given_batches.shares()
-        norm = Norm(list(counted.values()), self.loss, self.mesh, [*told, *given])
-        self._compare(norm.more()[len(told) :] if given else ())
-
-        def wait() -> tuple[torch.Tensor, torch.Tensor | None]:
-            if told:  # one number for all ranks, where each has a loss of its own that should be equal
-                self._judged = norm.more()[0]
-            return norm.wait()
-
-        return wait, lambda: factor
+    def _riders(self, judge: Judge) -> list[Rider]:
+        """What the ranks tell one another with the norm; the guard's ``judge`` is given one loss for all."""
+        riders = self.passes.riders(None if self.guard is None else judge)
+        if shares := self.passes.given.shares():
+            riders.append(Rider(shares, self._compare))
+        return riders
 
     def _compare(self, sums: Sequence[torch.Tensor]) -> None:
         """See that ranks were given the same batches, by what they say of them.
@@ -550,33 +637,15 @@ class Engine(Lasting):
         Raises:
             ValueError: on all ranks; there are no gradients then.
         """
-        if sums:
-            try:
-                self._given_batches.check(sums)
-            except ValueError:
-                self.zero_grad()
-                raise
-
-    def _admitted(self, guard: Guard, norm: torch.Tensor, counted: Mapping[str, torch.Tensor]) -> bool:
-        loss = self.loss if self._judged is None else self._judged
-        value = 0.0 if loss is None else float(loss)
-        return guard.admits(self.steps + 1, value, float(norm), counted, self._names, self.mesh)
+        try:
+            self.passes.given.check(sums)
+        except ValueError:
+            self.zero_grad()
+            raise
 
     def zero_grad(self) -> None:
         """Forget the gradients, and the micro-batches that made them."""
-        self._seen.forget()
-        self.module.zero_grad(set_to_none=True)
-        if self._data is not None:
-            self._forget()
-        self._traffic.end(done=False)
-
-    def _forget(self) -> None:
-        """What was known of the gradients."""
-        self._laid_out().gradients.forget()
-        if self._accumulation is not None:
-            self._accumulation.reset()
-        self._has_gradients = False
-        self._seen.forget()
+        self.passes.zero_grad()
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Forward, backward, step, on the batch's rows in ``Plan.accumulate`` micro-batches.
@@ -589,7 +658,7 @@ class Engine(Lasting):
         assert self.loss is not None
         return self.loss
 
-    def accumulate(self, parts: Iterable[Any], phase: Callable[[str], Any] = lambda name: None) -> None:
+    def accumulate(self, parts: Iterable[Any], phase: Phase = lambda name: None) -> None:
         """Forward and backward of all micro-batches of a step: :meth:`step` is next.
 
         Args:
@@ -597,20 +666,209 @@ class Engine(Lasting):
             phase: is told when a ``"forward"`` and when a ``"backward"`` begins.
 
         With ``Plan(accumulate=...)`` ``p.grad`` can be read after :meth:`finish_gradients`.
+
+        Raises:
+            ValueError: in a pipeline: there are no micro-batches, or the last ones wait for a step.
         """
-        self._is_within = True
-        try:
-            for part in parts:
-                phase("forward")
-                loss = self.forward(part)
-                phase("backward")
-                self.backward(loss)
-                del loss
-        finally:
-            self._is_within = False
-        if self._accumulation is not None:
-            self._accumulation.closed = True
-            self._seen.bar()
+        self.passes.train(parts, phase, self.forward, self.backward)
+
+    @property
+    def scale(self) -> float:
+        """By which the loss is multiplied before a backward pass, and so the gradients until the step."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def skipped(self) -> int:
+        """Steps that did not update because a gradient had overflowed."""
+        return 0 if self.scaler is None else self.scaler.skipped
+
+    # ---- what outlives the engine
+
+    @property
+    def _names(self) -> list[str]:
+        """The parameters'."""
+        return [name for name, _ in self.module.named_parameters()]
+
+    @property
+    def _state(self) -> EngineState:
+        return EngineState(self.module, self.optimizer, self.mesh, self.scaler, self._loaders)
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        asynchronous: bool = False,
+        durable: bool = False,
+        keep: int | None = None,
+        **extra: Any,
+    ) -> Path:
+        """Save all that a run needs to go on, between two steps (a collective: every rank must call).
+
+        Model, optimizer, scaler, random state, :attr:`steps` and the position of each :meth:`loader`, as any
+        plan on any number of ranks can load them. The checkpoint is visible once it is whole.
+
+        Args:
+            directory: where the checkpoint's own folder, ``step-00000100``, is made.
+            asynchronous: return at once; copy to the host's memory and write meanwhile. Updates wait until
+                what they change is copied; :meth:`wait_staged` does, too. :meth:`wait_saved`, or the next
+                save, raises what went wrong.
+            durable: return when the checkpoint outlives a crash of the machine. Else it is there, and
+                outlives this process; it comes to outlive the machine's crash meanwhile, as after
+                :meth:`wait_saved`, and older ones stay until then. Asynchronous saves are there only when
+                they do.
+            keep: how many checkpoints to leave in ``directory``: the newest.
+            extra: plain values, tensors, or objects with ``state_dict()``, the same on all ranks.
+
+        Returns:
+            the checkpoint's folder.
+
+        Raises:
+            ValueError: something in ``extra`` or the optimizer cannot be saved; there are gradients.
+            CheckpointError: on all ranks, if it could not be written; those before it are as they were.
+        """
+        if self.mesh.is_dry:
+            raise ValueError("A dry mesh holds no values: there is nothing to save.")
+        if self.passes.holds_gradients:
+            raise ValueError("There are gradients, which no checkpoint holds: save after engine.step().")
+        data, values = self._laid_out(), dict(named_values(self._state, self.steps))
+        if self._saver is None:
+            self._saver = Saver(self.mesh)
+        self.wait_staged()  # masters may follow what was written to parameters
+        with torch.no_grad(), data.precise(on_device=False):
+            saves = self.passes.saves
+            index, tree = index_and_tree(self.module, self.optimizer, self.mesh, values, extra, saves)
+            plan = json.dumps(self.plan.model_dump(), default=str)
+            index.step, index.plan = self.steps, json.loads(plan)
+            return self._saver.save(
+                Path(directory), index, tree, keep=keep, asynchronous=asynchronous, durable=durable
+            )
+
+    def wait_staged(self) -> None:
+        """Until an asynchronous save has copied parameters and states: from then on they may be written to.
+
+        What the engine itself does waits by itself. No collective.
+        """
+        if self._saver is not None:
+            self._saver.wait_staged()
+
+    def wait_saved(self) -> None:
+        """Until the checkpoint that is being written is there, and outlives a crash (a collective).
+
+        Raises:
+            CheckpointError: on all ranks, if it could not be written.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def load(
+        self, directory: str | os.PathLike[str], *, model_only: bool = False, **extra: Any
+    ) -> dict[str, Any]:
+        """Go on where a checkpoint was saved, under any plan (a collective: every rank must call).
+
+        Data goes on, too, if it comes from a :meth:`loader`. Where a shuffled ``DataLoader`` of torch stands
+        is not known, of which a warning tells.
+
+        Args:
+            directory: a checkpoint, or a folder of them: then the newest whole one, and where that turns out
+                to be damaged, with a warning, the one before.
+            model_only: leave optimizer, scaler, random state and :attr:`steps` as they are.
+            extra: objects with ``load_state_dict()``, by the names under which they were saved.
+
+        Returns:
+            what was saved as ``extra``.
+
+        Raises:
+            ValueError: model or optimizer differ from what was saved, listing all that does: nothing is
+                changed, then. The layouts are not known yet: call :meth:`lay_out` on a batch first, or pass
+                ``example=`` to :func:`initialize`.
+            CheckpointError: on all ranks, if there is none, or a file is damaged.
+        """
+        data = self._laid_out()
+        self.wait_saved()
+        self.zero_grad()
+        paths = candidates(directory, self.mesh)
+        for path, following in itertools.zip_longest(paths, paths[1:]):
+            try:
+                values = restore(self._state, opened(path, self.mesh), data, extra, model_only)
+                self.steps = self.steps if model_only else values["steps"]
+                return dict(values["extra"])
+            except CheckpointError as error:
+                if following is None:
+                    raise
+                warnings.warn(f"{error} Now {following} is tried.", stacklevel=user_frame()[0])
+        raise AssertionError
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The model's state dict with plain whole tensors (a collective: every rank must call).
+
+        Parameters that have float32 masters are these.
+        """
+        self.wait_staged()
+        with nullcontext() if self._data is None else self._data.precise():
+            return state_of(self.module, self.passes.everywhere)
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """The gradients as plain whole tensors (a collective: every rank must call), by parameter.
+
+        They are those of the whole batch after ``finish_gradients()``. None: no rank has one.
+        """
+        return gradients_of(self.module, self.mesh, self.passes.everywhere)
+
+    def load_weights(self, path: str | Path | Mapping[str, Any], *, optimizer: bool = False) -> None:
+        """Take the model's weights from files of another format; each rank reads what it holds (collective).
+
+        Args:
+            path: a file of safetensors or of ``torch.save``, a folder of one of these, as Hugging Face has
+                them, or of ``torch.distributed.checkpoint``; or a state dict of plain whole tensors, the same
+                on all ranks. Values are rounded to the parameters' dtype, or that of their float32 masters.
+                What was pickled is read without executing any of it.
+            optimizer: take the optimizer's states and options too, which lie beside the model's weights, as
+                torch's ``get_state_dict`` or ``optimizer.state_dict`` gives them.
+
+        Raises:
+            ValueError: it cannot be read, or holds the weights of another model.
+        """
+        self.wait_staged()
+        load_weights(self._state, self._laid_out(), path, optimizer)
+
+    def export(
+        self,
+        path: str | Path,
+        format: str = "safetensors",
+        *,
+        dtype: torch.dtype | None = None,
+        shard_gigabytes: float = 5.0,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write the model's weights as others read them: rank 0 does, piece by piece (collective).
+
+        Args:
+            path: a new folder; for ``"torch"`` a new file. ``.../NAME.safetensors`` is one file, with all
+                names of a tensor that has several; it takes the place of one that is there.
+            format: ``"safetensors"``, as Hugging Face's ``save_pretrained`` writes it, with the config of the
+                model if it has one; ``"torch"``, a state dict by ``torch.save``; ``"dcp"``, a folder of
+                ``torch.distributed.checkpoint`` with the dict ``model``.
+            dtype: of floating-point tensors; by default the parameters', or float32 where they have masters.
+            shard_gigabytes: (10^9 bytes) of a file of safetensors, where there are several.
+            metadata: texts for the header, where it is one.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        shard_bytes = int(shard_gigabytes * 1e9)
+        self.wait_staged()
+        form = WeightsFormat(format, dtype, shard_bytes, metadata)
+        export(self.module, self._laid_out(), self.passes, path, form)
+
+    # ---- what there is to know
+
+    def watch(self) -> PeakMemory:
+        """A watch over the device's memory: ``with watch: ...``, then ``watch.peak`` in bytes.
+
+        It counts what the engine holds and what is computed while it is open. On a CPU what is in the
+        ``"host"``'s memory does not count, as if there were a device.
+        """
+        return follow_peak(self.module, self.optimizer, self._laid_out())
 
     def masters(self) -> list[torch.Tensor]:
         """The float32 masters on this rank, in flat buffers; none where parameters are not cast."""
@@ -618,19 +876,17 @@ class Engine(Lasting):
             return []
         return [chunk.master for chunk in self._data.chunks if chunk.master is not None]
 
-    # ---- what there is to know
-
     def memory(self) -> Memory:
         """What this rank holds now: parameters, gradients, states, ...; printed, a table.
 
         Gradients are there from the backward pass (whose last sums :meth:`finish_gradients` waits for) to the
         step, states from the first step on.
         """
-        return tables.memory(self.module, self.optimizer, self._laid_out(), str(self.plan))
+        return report.memory(self.module, self.optimizer, self._laid_out(), str(self.plan))
 
-    def order(self) -> Order:
+    def order(self) -> MoveOrder:
         """The chunks that move along the data axis in a step, in their order; printed, a table."""
-        return tables.order(self._laid_out())
+        return report.order(self._laid_out())
 
     def ledger(self) -> Ledger:
         """What crossed which axis in the last step that was recorded; printed, a table.
@@ -641,21 +897,24 @@ class Engine(Lasting):
         Raises:
             ValueError: there was no step yet.
         """
-        if self._traffic.last is None:
+        if self.passes.traffic.last is None:
             raise ValueError("No step was recorded yet: call engine.ledger() after engine.step().")
-        return self._traffic.last
+        return self.passes.traffic.last
 
     def recording(self) -> AbstractContextManager[None]:
         """While open, the ledger of each step that begins is kept."""
-        return self._traffic.asked()
+        return self.passes.traffic.asked()
 
-    def _laid_out(self) -> DataAxis:
-        if self._data is None:
-            raise ValueError(
-                "How the parameters lie is inferred from the first batch, and there was none yet. Before "
-                "this, pass one as initialize(..., example=batch), or call engine.lay_out(batch)."
-            )
-        return self._data
+    def timeline(self) -> Timeline:
+        """When each rank along the axis ``pipe`` did what in the last step; all of them call this.
+
+        ``timeline.predicted()`` is what the schedule promises with the same times of its actions;
+        :func:`espalier.parallel.schedules.simulate.draw` draws both.
+
+        Raises:
+            ValueError: there was no step yet, or the plan has no pipeline.
+        """
+        return self.stages.runtime.timeline()
 
     @property
     def resized(self) -> list[torch.UntypedStorage]:
@@ -663,4 +922,22 @@ class Engine(Lasting):
         return [] if self._data is None else self._data.resized
 
 
-__all__ = ["Engine", "LossFunction"]
+def _lay_out_states(optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
+    """An optimizer's states lie as its parameters do, where the plan says."""
+    with data.updating(exchange=False):
+        lay_out_states(optimizer)
+    data.place(optimizer)
+
+
+class _AsModel:
+    """An engine as ``espalier.models.generate`` asks a model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine.module, name)
+
+    def __call__(self, ids: torch.Tensor, **more: torch.Tensor) -> Any:
+        output = self._engine.predict({"input_ids": ids, **more})
+        return mapped(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, output)

@@ -1,62 +1,706 @@
-"""Backward passes and steps, whoever makes them: the engine's calls, or those of a plain loop.
+"""Passes: how the micro-batches of a step go through a model, forward and backward.
 
-A backward pass begins before its first gradient and ends after its last, when gradients are those of the
-whole batch on all ranks. What the engine gives away says so itself: a hook runs when its gradient comes, and
-has autograd call back at the end. And ``optimizer.step()`` is the engine's.
+One after the other, each as the program asks for it (:class:`Direct`); or all of a step together through the
+stages of a pipeline (``espalier.engine.staged``). Whoever asks for a backward pass, the engine or a plain
+loop: it begins before its first gradient and ends after its last, when gradients are those of the whole batch
+on all ranks. What the engine gives away says so itself: a hook runs when its gradient comes, and has autograd
+call back at the end. And ``optimizer.step()`` is the engine's.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as raw
+from torch import nn
+
+from espalier.device import has_peak
+from espalier.engine.accumulation import Accumulation, Count
+from espalier.engine.batches import Batches, GivenBatches, loss_of
+from espalier.engine.norm import LossScaler, Rider, loss_riders, scale_gradients, share_of
+from espalier.engine.report import PeakMemory, Traffic
+from espalier.faults.settings import Faults
+from espalier.faults.watchdog import Watchdog
+from espalier.layout import Layout, Partial, Replicate
+from espalier.mesh import Mesh
+from espalier.parallel import Arrangement, Plan, arrange, everywhere
+from espalier.parallel.compose import Stages
+from espalier.parallel.data.gradients import gradient_of
+from espalier.parallel.data.zero import ZeroState
+from espalier.parallel.pipeline.record import called, leaves, mapped
+from espalier.tensor import DTensor, full_tensor, stamp
+from espalier.tensor.dry_runs import DryAutocast
+from espalier.tensor.observers import user_frame
+from espalier.tensor.rules.joint_failure import CountsAhead
+from espalier.torch_private import after_backward, current_graph_task_id, raw
+from espalier.trees import tensors_in, tree_map
+
+_grad: Any = torch.Tensor.grad
+LossFunction = Callable[[Any, Any], torch.Tensor]
+Phase = Callable[[str], Any]
+Loss = Callable[[Any], torch.Tensor]
+Backward = Callable[[torch.Tensor], None]
+Judge = Callable[[torch.Tensor], None]
 
 
-class Passes:
-    """The backward passes of an engine.
+class ModelCall:
+    """How a model is called on a batch: what it gets, under what it runs, and where its loss is.
+
+    Attributes:
+        mesh: what a batch's tensors lie on: in a pipeline that of this rank's stages.
+        batches: cuts them.
+        casts: autocast as it would be, on a dry mesh; else None.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, loss_fn: LossFunction | None) -> None:
+        self.module, self.plan, self.mesh, self.loss_fn = module, plan, mesh, loss_fn
+        self.batches = Batches(mesh, plan)
+        self.casts = DryAutocast() if mesh.is_dry and plan.precision.autocast else None
+
+    def parted(self, batch: Any) -> tuple[Any, Any]:
+        """What the model is called on, and what the loss function gets beside its output."""
+        if self.loss_fn is not None and isinstance(batch, tuple | list) and len(batch) == 2:
+            return batch[0], batch[1]
+        return batch, batch
+
+    def alone(self, inputs: Any) -> Any:
+        """A batch that has but these inputs."""
+        return inputs if self.loss_fn is None else (inputs, None)
+
+    def sample(self, batch: Any) -> Any:
+        """The model's inputs of one row of a batch, whole."""
+
+        def first(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            device = next(self.module.parameters()).device
+            return full_tensor(x)[:1].to(device) if x.ndim else full_tensor(x).to(device)
+
+        return None if batch is None else tree_map(first, self.parted(batch)[0])
+
+    def cast(self, x: Any) -> Any:
+        """An input as the model computes: floats in the dtype of its parameters, where these are cast."""
+        low = self.plan.precision.parameters
+        floats = low is not None and isinstance(x, torch.Tensor) and x.is_floating_point()
+        return x.to(getattr(torch, str(low))) if floats else x
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What the forward pass runs under."""
+        if (name := self.plan.precision.autocast) is None:
+            return nullcontext()
+        dtype = getattr(torch, name)
+        return self.casts.autocast(dtype) if self.casts else torch.autocast(self.mesh.device_type, dtype)
+
+    def entered(self, inputs: Any) -> Any:
+        """Inputs as DTensors: their rows cut, if there is one for each rank that shares the batch."""
+        rows = [x.shape[0] for x in leaves(inputs, torch.Tensor) if x.ndim]
+        if min(rows, default=0) >= math.prod(self.mesh.shape[a] for a in self.batches.axes):
+            return tree_map(self.cast, self.batches.typed(inputs))
+
+        def whole(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or isinstance(x, DTensor) or not x.ndim:
+                return x
+            return stamp(x.to(self.mesh.device()).view_as(x), Layout.replicated(self.mesh, tuple(x.shape)))
+
+        return tree_map(lambda x: self.cast(whole(x)), inputs)
+
+    def output(self, inputs: Any) -> Any:
+        """What the model gives."""
+        with self.autocast():
+            return called(self.module, inputs)
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        """The loss of what the model gives for a batch.
+
+        Raises:
+            ValueError: there is none, or it is not one number.
+        """
+        with self.autocast():
+            loss = (
+                self.loss_fn(output, self.parted(batch)[1]) if self.loss_fn is not None else loss_of(output)
+            )
+        if loss.numel() != 1:
+            raise ValueError(
+                f"The loss has the shape {list(loss.shape)}, expected one number. "
+                "Reduce it in the model, or pass loss_fn= to initialize."
+            )
+        return loss
+
+
+def plain_output(output: Any) -> Any:
+    """A model's output with whole tensors, of this rank alone."""
+    return mapped(lambda x: full_tensor(x).detach() if isinstance(x, torch.Tensor) else x, output)
+
+
+class SeenGradients:
+    """Bars ``p.grad`` while it is no gradient of the whole batch; tells of changes to what is another thing.
+
+    Gradients of several micro-batches lack a factor, or are under way, until they are finished. Those of a
+    pipeline are one rank's, those of float16 are scaled: fine to look at, wrong to clip by their norm.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
+        self._module, self._plan = module, plan
+        self._noted: tuple[int, int] | None = None
+        self._reasons: list[str] = []  # to bar them; the parameters hold it
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Bar these when all are barred."""
+        for p in parameters:
+            p._unfinished = self._reasons  # type: ignore[attr-defined]
+
+    @property
+    def is_barred(self) -> bool:
+        """Whether reading a gradient is an error."""
+        return bool(self._reasons)
+
+    def bar(self) -> None:
+        """Gradients are not finished."""
+        here = ", on each rank those of its own stages" if self._plan.pipe > 1 else ""
+        self._reasons.append(
+            "p.grad between engine.accumulate(parts) and engine.step(): gradients are known after "
+            f"engine.finish_gradients(){here}. To clip by the norm of all, write Plan(clip=1.0), or "
+            "initialize(..., max_grad_norm=1.0); to drop them, engine.zero_grad()."
+        )
+
+    def admit(self) -> None:
+        """Gradients are about to be finished."""
+        self._reasons.clear()
+
+    def forget(self) -> None:
+        """There are none."""
+        self._reasons.clear()
+        self._noted = None
+
+    def note(self) -> None:
+        """Remember gradients as they were finished, where they are not those of the whole batch."""
+        if self._plan.precision.scales or self._plan.pipe > 1:
+            self._noted = self._mark()
+
+    def _mark(self) -> tuple[int, int] | None:
+        """Changes when gradients are written to."""
+        with raw():
+            grads = (gradient_of(p) for p in self._module.parameters())
+            return next(((id(grad), grad._version) for grad in grads if grad is not None), None)
+
+    def check(self) -> None:
+        """Before a step: tell of gradients that were changed since."""
+        noted, self._noted = self._noted, None
+        if noted is not None and self._mark() != noted:
+            reason = f"the gradient times engine.scale ({self._plan.precision})"
+            if self._plan.pipe > 1:
+                reason = "that of this rank's stages alone"
+            warnings.warn(
+                f"p.grad was changed before the step. With {self._plan} what is there is {reason}: a norm of "
+                "all of them, as clip_grad_norm_ takes, is another. Plan(clip=1.0), or initialize(..., "
+                "max_grad_norm=1.0), clips by the right one.",
+                stacklevel=user_frame()[0],
+            )
+
+
+class Passes(ABC):
+    """The passes of an engine, and the gradients that come of them until the step.
 
     Args:
-        begin: called before the first gradient of each.
-        end: called after the last; is told whether the engine was asked for the pass.
-        refused: says why a pass that the engine is not asked for must not be, if it must not.
+        mesh: all of it.
+        count: as for ``initialize``.
+        scaler: scales losses, where they are.
+        trains: whether there will be steps.
+        lay_out: is called on a batch that comes before the model is laid out; held weakly.
+
+    Attributes:
+        call: how the model is called.
+        data: the parameters, once they are laid out.
+        loss: of the batch, or of its micro-batches so far, after a backward (detached).
+        accumulation: of several micro-batches; None where each is a batch.
+        seen: what the program may see of gradients.
+        has_gradients: whether a backward pass has made some since the last step.
+        watch: over the device's memory, while it is asked for.
+        traffic: the ledgers of steps.
+        given: compares the ranks' batches in the first step.
+        pulse: what this rank is at, for the watch over ranks that die or hang.
+    """
+
+    def __init__(
+        self,
+        call: ModelCall,
+        mesh: Mesh,
+        count: Count | None,
+        scaler: LossScaler | None,
+        trains: bool,
+        lay_out: Callable[[Any], None],
+    ) -> None:
+        self.call, self.mesh, self.plan, self.scaler = call, mesh, call.plan, scaler
+        self.data: ZeroState | None = None
+        self.loss: torch.Tensor | None = None
+        self.has_gradients = False
+        self.watch: PeakMemory | None = None
+        self.evaluation = Accumulation(call.plan.accumulate, count, call.mesh, call.batches.axes)
+        self.accumulation: Accumulation | None = self.evaluation
+        self.seen = SeenGradients(call.module, call.plan)
+        self.traffic = Traffic(mesh)
+        # a stage may do with a part of the batch
+        place = mesh.coordinate[mesh.axis("pipe")] if call.plan.pipe > 1 else 0
+        self.given = GivenBatches(mesh, place, call.plan.pipe)
+        self.pulse = Watchdog(Faults())
+        self._trains, self._lay_out = trains, weakref.WeakMethod(lay_out)
+
+    # ---- to lay out
+
+    def train_from_now(self) -> None:
+        """There will be steps, after all."""
+        self._trains = True
+
+    @abstractmethod
+    def arrange(self, batch: Any, **given: Any) -> Arrangement | None:
+        """The layouts of the parameters; None if a batch is needed and missing.
+
+        Args:
+            given: more for :func:`~espalier.parallel.arrange`.
+        """
+
+    @abstractmethod
+    def begin(self, data: ZeroState) -> None:
+        """The model is laid out."""
+
+    def _laid_out(self, batch: Any) -> ZeroState:
+        """The parameters, laid out for this batch if it is the first."""
+        if self.data is None:
+            _called(self._lay_out, batch)
+        assert self.data is not None
+        return self.data
+
+    # ---- passes
+
+    @abstractmethod
+    def forward(self, batch: Any) -> torch.Tensor:
+        """The loss of a micro-batch; it may still be Partial."""
+
+    @abstractmethod
+    def train(self, parts: Iterable[Any], phase: Phase, forward: Loss, backward: Backward) -> None:
+        """Forward and backward of all micro-batches of a step.
+
+        Args:
+            phase: is told when a ``"forward"`` and when a ``"backward"`` begins.
+            forward, backward: the engine's, of one.
+        """
+
+    @abstractmethod
+    def evaluate(self, parts: Iterable[Any]) -> torch.Tensor:
+        """The loss of several batches as one: a plain scalar, the same on every rank."""
+
+    @abstractmethod
+    def output(self, inputs: Any) -> Any:
+        """What the model gives for inputs, with plain whole tensors, on every rank."""
+
+    @abstractmethod
+    def outputs(self, inputs: Any, rows: str) -> Any:
+        """What the model gives for inputs, for a program that makes the loss itself.
+
+        Args:
+            rows: as for :meth:`espalier.Engine.outputs`.
+        """
+
+    @abstractmethod
+    def one_by_one(self, what: str) -> Direct:
+        """These passes, for a call (``what``) that concerns one micro-batch alone.
+
+        Raises:
+            ValueError: they go through stages together.
+        """
+
+    def _begins(self, batch: Any) -> None:
+        """A batch is about to be trained on."""
+        if self._trains:
+            self.traffic.begin()
+            self.given.note(batch)
+
+    # ---- gradients
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until gradients are summed over the ranks, but for their :meth:`factor`."""
+
+    @abstractmethod
+    def counted(self) -> dict[str, torch.Tensor]:
+        """Of each gradient, finished, what this rank counts in the norm."""
+
+    @abstractmethod
+    def riders(self, judge: Judge | None = None) -> list[Rider]:
+        """What the ranks tell one another of the step's passes.
+
+        Args:
+            judge: is given the loss as one number for all ranks, where :attr:`loss` may be another on each.
+        """
+
+    @abstractmethod
+    def agree(self) -> None:
+        """Tell one another now what :meth:`factor` hangs on, by a message of its own."""
+
+    @abstractmethod
+    def factor(self) -> torch.Tensor | None:
+        """What makes finished gradients those of the whole batch, told once; riders were heard before."""
+
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether a parameter shows a gradient, or a piece of one, to the program."""
+        return any(p.grad is not None for p in self.call.module.parameters())
+
+    @property
+    def may_step(self) -> bool:
+        """Whether there are gradients: of a backward pass, or given by hand."""
+        return self.data is not None and (self.has_gradients or self.shows_gradients)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a step is begun: nobody has dropped its gradients."""
+        return self.has_gradients and (self.seen.is_barred or self.shows_gradients)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the step is due."""
+        return self.accumulation is None or self.accumulation.complete
+
+    def finish_gradients(self) -> None:
+        """See :meth:`espalier.Engine.finish_gradients`."""
+        if not self.may_step:
+            raise ValueError(
+                "engine.finish_gradients(): there are no gradients. Call loss = engine(batch) and "
+                "engine.backward(loss) first."
+            )
+        self.finish()
+        self.agree()
+        if (factor := self.factor()) is not None:
+            scale_gradients([p for p in self.call.module.parameters() if isinstance(p, DTensor)], factor)
+        self.seen.note()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients, and the micro-batches that made them."""
+        self.seen.forget()
+        self.call.module.zero_grad(set_to_none=True)
+        self.forget()
+        self.traffic.end(done=False)
+
+    def forget(self) -> None:
+        """Forget what was known of the gradients."""
+        if self.data is not None:
+            self.data.gradients.forget()
+            if self.accumulation is not None:
+                self.accumulation.reset()
+            self.has_gradients = False
+        self.seen.forget()
+
+    # ---- what of the model is where
+
+    @property
+    @abstractmethod
+    def stages(self) -> Stages:
+        """The model as stages.
+
+        Raises:
+            ValueError: it has none, or is not laid out yet.
+        """
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank has nothing of a model that could not be divided among stages."""
+        return False
+
+    def calls_whole(self, modules: Iterable[nn.Module]) -> bool:
+        """Whether each of some modules is called as a whole, by one rank's stage."""
+        return True
+
+    def saves(self, name: str) -> bool:
+        """Whether this rank has a share in saving a parameter of which it holds a part."""
+        return True
+
+    def everywhere(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """The plain global value of a parameter or buffer, on every rank."""
+        return everywhere(x, self.mesh).detach()
+
+
+class Direct(Passes):
+    """Micro-batches one after the other, forward and backward each when it is asked for."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        if self.plan.accumulate == 1:
+            self.accumulation = None
+        self._counts = CountsAhead()
+        self._hooks = BackwardHooks(self._begin_backward, self._end_backward, self._refused, self._have)
+        self._given: torch.Tensor | None = None  # the loss of the last call
+        self._is_own = False  # each rank makes a loss of its own rows
+        self.is_syncing = self._finishes = True
+        self._is_within = False  # train()
+
+    def arrange(self, batch: Any, **given: Any) -> Arrangement | None:
+        sample, rows = self.call.sample(batch), self.call.batches.share(batch)
+        return arrange(self.call.module, self.plan, self.mesh, batch=sample, rows=rows, **given)
+
+    def begin(self, data: ZeroState) -> None:
+        if self.accumulation is not None:
+            self.seen.watch(m.p for m in data.members)
+        data.gradients.announce(self._hooks.come_late)
+
+    def one_by_one(self, what: str) -> Direct:
+        return self
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        of_step = self.accumulation
+        if torch.is_grad_enabled():
+            self._begins(batch)
+        loss = self._loss_of(batch) if of_step is None else of_step.forward(batch, self._loss_of)
+        if loss.requires_grad:
+            self.follow(loss)
+            self._given = loss.detach()
+        self._is_own = False
+        return loss
+
+    def _loss_of(self, batch: Any) -> torch.Tensor:
+        call = self.call
+        self._laid_out(batch).begin_forward()
+        batch = call.batches.typed(batch)
+        with self._counts.of(tensors_in(batch)):
+            return call.loss(call.output(tree_map(call.cast, call.parted(batch)[0])), batch)
+
+    def outputs(self, inputs: Any, rows: str) -> Any:
+        call, held, own = self.call, None, rows == "own"
+        if own:
+            inputs, held = call.batches.own(inputs)
+        batch = call.alone(inputs)
+        if trains := torch.is_grad_enabled():
+            self._begins(batch)
+        self._laid_out(batch).begin_forward()
+        typed = call.batches.typed(inputs)
+        with self._counts.of(tensors_in(typed)):
+            output = call.output(tree_map(call.cast, typed))
+        if trains and self.accumulation is not None:
+            self.accumulation.expect()
+        self._given, self._is_own = None, own
+
+        def leave(x: Any) -> Any:
+            share = 1.0
+            if own and isinstance(x, DTensor):
+                x, share = call.batches.returned(x, held)
+            elif rows == "whole" and isinstance(x, DTensor):
+                x = x.full_tensor(grad_placements=[Replicate()] * x.device_mesh.ndim)
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                if type(x) is torch.Tensor and x._is_view():
+                    x = x.clone()  # a program that writes to a view would take the hook away
+                with raw():
+                    x.register_hook(partial(_gone_back, weakref.WeakMethod(self._come_back), share))
+            return x
+
+        return mapped(leave, output)
+
+    def _come_back(self, grad: torch.Tensor, share: float) -> torch.Tensor:
+        """The gradient of an output has come, of a loss made elsewhere."""
+        if not self._hooks.is_open:
+            self._hooks.come(is_known=True)
+            if self.scaler is not None:
+                share *= self.scaler.scale
+        with raw():
+            return grad if share == 1 else grad * share
+
+    def follow(self, x: torch.Tensor) -> None:
+        """See :meth:`espalier.Engine.follow`."""
+        self._hooks.follow(x)
+
+    def train(self, parts: Iterable[Any], phase: Phase, forward: Loss, backward: Backward) -> None:
+        self._is_within = True
+        try:
+            for part in parts:
+                phase("forward")
+                loss = forward(part)
+                phase("backward")
+                backward(loss)
+                del loss
+        finally:
+            self._is_within = False
+        if self.accumulation is not None:
+            self.accumulation.closed = True
+            self.seen.bar()
+
+    def evaluate(self, parts: Iterable[Any]) -> torch.Tensor:
+        return self.evaluation.evaluate(parts, self._loss_of)
+
+    def output(self, inputs: Any) -> Any:
+        self._laid_out(self.call.alone(inputs)).begin_forward()
+        return plain_output(self.call.output(self.call.entered(inputs)))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See :meth:`espalier.Engine.backward`."""
+        of_step = self.accumulation
+        if self.data is None:
+            raise ValueError("There is no loss to go back from: call loss = engine(batch) first.")
+        if of_step is not None:
+            of_step.check()
+            self._check_kept(of_step)
+        with self.watch or nullcontext(), self.call.casts or nullcontext(), self._hooks.open():
+            if self.scaler is not None:
+                self.scaler.scaled(loss)
+            if of_step is None:
+                loss.backward()
+                self.loss = self._shared(loss.detach())
+            else:
+                of_step.backward(loss)
+                self.loss = self._shared(of_step.loss)
+
+    def _shared(self, loss: torch.Tensor | None) -> torch.Tensor | None:
+        """A loss as it is for all ranks: where each made one of its own rows, their mean."""
+        sizes = [self.mesh.shape[a] for a in self.call.batches.axes]
+        if loss is None or not self._is_own or isinstance(loss, DTensor) or math.prod(sizes) == 1:
+            return loss
+        placements = [
+            Partial() if a in self.call.batches.axes and n > 1 else Replicate()
+            for a, n in enumerate(self.mesh.shape)
+        ]
+        return stamp(loss.reshape(()) / math.prod(sizes), Layout(self.mesh, placements, ()))
+
+    def _check_kept(self, of_step: Accumulation) -> None:
+        """See that the gradients of a step's micro-batches so far are there."""
+        if of_step.done and not self._is_within and not self.shows_gradients:
+            raise ValueError(
+                f"zero_grad() after {of_step.done} of Plan(accumulate={of_step.size}) micro-batches has "
+                "dropped their gradients. Leave it out: engine.step() drops them when it has updated. To "
+                "begin anew, call engine.zero_grad()."
+            )
+
+    def _begin_backward(self, asked: bool) -> None:
+        of_step = self.accumulation
+        assert self.data is not None
+        if of_step is not None and not asked:
+            of_step.check()
+        self._finishes = self.is_syncing and (of_step is None or of_step.done == of_step.size - 1)
+        self.data.gradients.begin(self._finishes)
+
+    def _end_backward(self, asked: bool) -> None:
+        assert self.data is not None
+        gradients = self.data.gradients
+        if not asked and gradients.is_idle:
+            gradients.stop()  # torch.autograd.grad, or a pass of others: no gradients are added
+            return
+        self.has_gradients = True
+        self.loss = self.loss if asked else self._given
+        self.data.end_backward()
+        if self.accumulation is not None and not asked:
+            self.accumulation.pass_by()
+        if self._is_within and self.accumulation is not None:
+            return  # what is under way may be so until the step
+        if self._finishes:
+            self.finish_gradients()
+        else:
+            gradients.show()
+
+    def _refused(self, is_known: bool = False) -> str:
+        """Why a loss must not go back without the engine's being asked, if it must not.
+
+        Args:
+            is_known: whether it is made of outputs that :meth:`outputs` gave: those know what the engine does
+                with a loss of its own.
+        """
+        looks = self.call.casts is not None or (
+            self.watch is not None and not has_peak(self.mesh.device_type)
+        )
+        if is_known and not looks:
+            return ""
+        if self.scaler is not None:
+            reason = f"in {self.plan.precision} the engine scales the loss"
+        elif self.accumulation is not None:
+            reason = f"with Plan(accumulate={self.accumulation.size}) the engine weighs micro-batches"
+        elif looks:
+            reason = "here the engine looks at the backward pass"
+        else:
+            return ""
+        return f"loss.backward(): {reason}. Write engine.backward(loss) in its place."
+
+    def _have(self) -> bool:
+        with raw():
+            return any(_grad.__get__(p) is not None for p in self.call.module.parameters())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See :meth:`espalier.Engine.no_sync`."""
+        before, self.is_syncing = self.is_syncing, False
+        try:
+            yield
+        finally:
+            self.is_syncing = before
+
+    def finish(self) -> None:
+        assert self.data is not None
+        self.seen.admit()
+        self.data.gradients.finish()
+
+    def counted(self) -> dict[str, torch.Tensor]:
+        assert self.data is not None
+        return self.data.counted()
+
+    def riders(self, judge: Judge | None = None) -> list[Rider]:
+        riders = loss_riders(self.loss, self.mesh, partial(setattr, self, "loss"))
+        if judge is not None and self.loss is not None:
+            riders.append(Rider([share_of(self.loss, self.mesh)], lambda sums: judge(sums[0])))
+        return riders
+
+    def agree(self) -> None:
+        """Nothing: each rank knows."""
+
+    def factor(self) -> torch.Tensor | None:
+        return None if self.accumulation is None else self.accumulation.factor()
+
+    @property
+    def stages(self) -> Stages:
+        raise ValueError(f"There are no stages: {self.plan} has no pipeline, Plan(pipe=...) has.")
+
+
+class BackwardHooks:
+    """Tells of backward passes, whoever makes them.
+
+    Args:
+        begin: called before the first gradient of each; is told whether the engine was asked for the pass.
+        end: called after the last, and told so, too.
+        refused: says why a pass that the engine is not asked for must not be, if it must not; is told whether
+            it goes through what the engine gave away for losses made elsewhere.
         have: says whether there are gradients.
     """
 
     def __init__(
         self,
-        begin: Callable[[], None],
+        begin: Callable[[bool], None],
         end: Callable[[bool], None],
-        refused: Callable[[], str],
+        refused: Callable[[bool], str],
         have: Callable[[], bool],
     ) -> None:
         # hooks on a graph hold this, and the collector does not see through a graph
         self._begin, self._end = weakref.WeakMethod(begin), weakref.WeakMethod(end)
         self._refused, self._have = weakref.WeakMethod(refused), weakref.WeakMethod(have)
-        self._is_open = False
+        self.is_open = False
         self._of: int | None = None  # the graph task of a pass that was not asked for
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """A pass that the engine was asked for: while open, it is made."""
-        _called(self._begin)
-        self._is_open = True
+        _called(self._begin, True)
+        self.is_open = True
         try:
             yield
         finally:
-            self._is_open = False
+            self.is_open = False
         _called(self._end, True)
 
     def follow(self, x: torch.Tensor) -> None:
         """Let a backward pass through a tensor be one of the engine's."""
         if x.requires_grad:
             with raw():
-                x.register_hook(self._come)
+                x.register_hook(lambda _: self.come())
 
     def come_late(self, is_finished: bool) -> None:
         """A gradient has come, of what does not say so itself.
@@ -65,7 +709,7 @@ class Passes:
             ValueError: the engine must be asked for the pass.
             RuntimeError: the gradient was added to one that is finished.
         """
-        if reason := _called(self._refused):
+        if reason := _called(self._refused, False):
             raise ValueError(reason)
         if is_finished:
             raise RuntimeError(
@@ -73,20 +717,24 @@ class Passes:
                 "model by loss = engine(batch), or engine.follow(output) on what you have it give; or drop "
                 "the gradients before, by optimizer.zero_grad()."
             )
-        self._come()
+        self.come()
 
-    def _come(self, *_: torch.Tensor) -> None:
-        """Within a backward pass, before its first gradient: it begins, if it has not."""
-        task = torch._C._current_graph_task_id()
-        if self._is_open or self._of == task:
+    def come(self, is_known: bool = False) -> None:
+        """Within a backward pass, before its first gradient: it begins, if it has not.
+
+        Args:
+            is_known: as for ``refused``.
+        """
+        task = current_graph_task_id()
+        if self.is_open or self._of == task:
             return
         self._of = task
         over: Callable[[], None] = self._over
-        if reason := _called(self._refused):
+        if reason := _called(self._refused, is_known):
             over = partial(self._refuse, reason, _called(self._have))  # if gradients come: it may be a look
         else:
-            _called(self._begin)
-        torch.autograd.Variable._execution_engine.queue_callback(over)
+            _called(self._begin, False)
+        after_backward(over)
 
     def _refuse(self, reason: str, had: bool) -> None:
         self._of = None
@@ -99,8 +747,13 @@ class Passes:
 
 
 def _called(method: weakref.WeakMethod[Any], *args: Any) -> Any:
-    found = method()
-    return None if found is None else found(*args)
+    out = method()
+    return None if out is None else out(*args)
+
+
+def _gone_back(passes: weakref.WeakMethod[Any], share: float, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of an output, as it goes on into the model."""
+    return grad if passes() is None else _called(passes, grad, share)
 
 
 class Steps(Protocol):
@@ -125,10 +778,10 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
         engine, own = made_by(), around.__get__(self, type(self)) if is_method else around
         if engine is None or self is not held_by() or engine.is_stepping:
             return own(*args, **options)
-        closure, found = args[0] if args else options.get("closure"), None
+        closure, closure_out = args[0] if args else options.get("closure"), None
         if closure is not None:
             with torch.enable_grad():
-                found = closure()
+                closure_out = closure()
         # within, the optimizer's own step, without what others have put around it: that runs now
         outermost, self.step = self.step, own  # type: ignore[method-assign]
         try:
@@ -136,7 +789,7 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
                 own()
         finally:
             self.step = outermost  # type: ignore[method-assign]
-        return found
+        return closure_out
 
     @functools.wraps(around)
     def step(*args: Any, **options: Any) -> Any:
@@ -144,6 +797,3 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
 
     step.__func__ = method  # type: ignore[attr-defined]
     optimizer.step = step  # type: ignore[method-assign]
-
-
-__all__ = ["Passes", "bind"]

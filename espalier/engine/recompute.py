@@ -8,19 +8,15 @@ parameters keep their names, and hooks of modules (gathering along the data axis
 from __future__ import annotations
 
 import copy
-import difflib
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial, wraps
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as raw
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -28,18 +24,21 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from espalier.comm.moves import carry_out
-from espalier.comm.traced import recorders, recording
+from espalier.blocks import around, blocks, parts, segments
+from espalier.comm.custom_ops import recorders, recording
+from espalier.comm.redistribute import carry_out
+from espalier.device import copy_by, new_stream, pins, wait_for
 from espalier.layout import Layout
-from espalier.layout.layout import R, V
+from espalier.layout.layout import D, R
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
-from espalier.parallel.data.units import blocks, parts, segments
 from espalier.tensor import DTensor, plain
-from espalier.tensor.functions import layouts_of, stamped
+from espalier.tensor.fallback import layouts_of, stamped
 from espalier.tensor.loans import written_mark
 from espalier.tensor.saved import Outer, outer_hooks
 from espalier.tensor.traces import Generators, put_back
+from espalier.texts import similar
+from espalier.torch_private import function_mode_stack, raw
 from espalier.trees import tensors_in, tree_map
 
 Policy = Callable[..., Any]
@@ -83,7 +82,7 @@ def chosen(model: nn.Module, plan: Plan) -> dict[str, str]:
     """For each block that is to be recomputed, by name, ``"full"`` or ``"selective"``.
 
     Blocks are the elements of the model's lists; of a model without lists its children (see
-    :func:`~espalier.parallel.data.units.segments`).
+    :func:`~espalier.blocks.segments`).
 
     Raises:
         ValueError: patterns match none of them.
@@ -103,17 +102,17 @@ def chosen(model: nn.Module, plan: Plan) -> dict[str, str]:
     ]
     if wrong:
         raise ValueError("\n  ".join([f"recompute: blocks of {type(model).__name__}:", *wrong]))
-    found = {}
+    choices = {}
     for name in names:
         kind = next((k for p, k in plan.recompute.items() if fnmatch.fnmatchcase(name, p)), "none")
         if kind != "none":
-            found[name] = kind
+            choices[name] = kind
     # of two, one within the other, the inner one
-    return {n: k for n, k in found.items() if not any(other.startswith(f"{n}.") for other in found)}
+    return {n: k for n, k in choices.items() if not any(other.startswith(f"{n}.") for other in choices)}
 
 
 def _close(pattern: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(pattern, names, 3, 0.4) or names[:3]
+    close = similar(pattern, names, 3, 0.4) or names[:3]
     return f"; close: {', '.join(close)}"
 
 
@@ -131,36 +130,34 @@ def recompute(model: nn.Module, kinds: Mapping[str, str], inputs: str, policy: P
 
 
 def _wrap(block: nn.Module, contexts: Callable[..., Any], inputs: str) -> None:
-    replaced = block.__dict__.get("forward")
     written = _Written(contexts)
 
-    @wraps(type(block).forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = partial(type(self).forward, self) if replaced is None else replaced
+    def call(self: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return own(*args, **kwargs)
-        found = {id(x): x for x in tensors_in((args, kwargs))}
-        places = {key: _Place(i) for i, key in enumerate(found)}
+        by_id = {id(x): x for x in tensors_in((args, kwargs))}
+        places = {key: _Placeholder(i) for i, key in enumerate(by_id)}
         tree = tree_map(lambda x: places.get(id(x), _held(x)), (args, kwargs))
         del args, kwargs
-        call = _Call(own, tree, list(found.values()))
+        again = _BlockCall(own, tree, list(by_id.values()))
         with raw():
-            tensors = [plain(x) for x in found.values()]
-        with _keeping(inputs, list(found.values())):
-            return checkpoint(call, *tensors, use_reentrant=False, context_fn=partial(written.contexts, self))
+            tensors = [plain(x) for x in by_id.values()]
+        with _keeping(inputs, list(by_id.values())):
+            return checkpoint(
+                again, *tensors, use_reentrant=False, context_fn=partial(written.contexts, self)
+            )
 
-    # a method, so that a copy of the block gets one of its own
-    block.forward = MethodType(forward, block)
+    around(block, call)
 
 
-class _Place:
+class _Placeholder:
     """Stands for a tensor among a call's arguments."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
-class _Call:
+class _BlockCall:
     """A block's call, given its local tensors: the first time, and again for the backward pass.
 
     Both times the block sees new DTensors: what is remembered on one (its moved form) must not tell the two
@@ -170,13 +167,13 @@ class _Call:
 
     def __init__(self, own: Callable[..., Any], tree: Any, inputs: Sequence[torch.Tensor]) -> None:
         self._own, self._tree, self._layouts = own, tree, layouts_of(inputs)
-        self._modes = _get_current_function_mode_stack() if recorders() else ()
+        self._modes = function_mode_stack() if recorders() else ()
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         inputs = stamped(tensors, self._layouts)
 
         def value(x: Any) -> Any:
-            if isinstance(x, _Place):
+            if isinstance(x, _Placeholder):
                 return inputs[x.number]
             return x.take() if isinstance(x, _Cache) else x
 
@@ -216,7 +213,7 @@ class _Written:
         if sizes != self._sizes:
             self._slots, self._sizes = _slots(self._modules), sizes
         modes = tuple(m.training for m in self._modules)
-        tensors = {name: held[key] for name, held, key in self._places if held.get(key) is not None}
+        tensors = {name: holder[key] for name, holder, key in self._places if holder.get(key) is not None}
         before = _Before(
             self._modules,
             {n: x for n, x in tensors.items() if not x.is_meta},
@@ -252,10 +249,10 @@ class _Before:
         slots: list[Slot],
     ) -> None:
         self._slots = slots
-        own = [vars(m) for m in modules if not type(m).__module__.startswith("torch.")]
-        self._entries = [(table, _Entries(table)) for table in own]
+        attributes = [vars(m) for m in modules if not type(m).__module__.startswith("torch.")]
+        self._entries = [(table, _Entries(table)) for table in attributes]
         self._entries += [(m._buffers, _Entries(m._buffers)) for m in modules if m._buffers]
-        inner = [x for table in own for name, x in table.items() if name not in _INTERNAL]
+        inner = [x for table in attributes for name, x in table.items() if name not in _INTERNAL]
         self._inner = [(x, back) for x in inner if (back := put_back(x)) is not None]
         self._generators: Generators | None = Generators()
         self._tensors, self._known = tensors, written
@@ -305,12 +302,12 @@ class _Before:
         drawn = None if self._generators is None else Generators()
         if self._generators is not None:
             self._generators.restore()
-        held = {**self._held, **self._late}
-        values = _values(held)
+        before = {**self._held, **self._late}
+        values = _values(before)
         _put(self._held, self._values)
 
         def back() -> None:
-            _put(held, values)
+            _put(before, values)
             if drawn is not None:
                 drawn.restore()
             for put in inner:
@@ -391,12 +388,12 @@ class _Around:
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        told = self._inner.__exit__(*error)
+        swallowed = self._inner.__exit__(*error)
         self.is_open = False
         self._back()
         if error[0] is None:
             self._at_end()
-        return told
+        return swallowed
 
 
 class _Once:
@@ -423,48 +420,50 @@ class _Once:
 
 def _reached(block: nn.Module) -> list[nn.Module]:
     """The modules in a block, and those that it keeps in lists and dicts, as no submodules."""
-    found: dict[nn.Module, None] = {}
+    modules: dict[nn.Module, None] = {}
     waiting = [block]
     while waiting:
         module = waiting.pop()
-        if module not in found:
-            found[module] = None
+        if module not in modules:
+            modules[module] = None
             waiting += module.children()
             for x in vars(module).values():
                 if isinstance(x, list | tuple | dict):
                     inner = x.values() if isinstance(x, dict) else x
                     waiting += [m for m in inner if isinstance(m, nn.Module)]
-    return list(found)
+    return list(modules)
 
 
 def _places(modules: Sequence[nn.Module]) -> list[tuple[str, dict[str, Any], str]]:
     """Where modules hold their parameters and buffers: of each a name, the dict, and its name there."""
-    found, seen = [], set()
+    places, seen = [], set()
     for i, module in enumerate(modules):
-        for held in (module._parameters, module._buffers):
-            for key, x in held.items():
+        for table in (module._parameters, module._buffers):
+            for key, x in table.items():
                 if x is not None and id(x) not in seen:
                     seen.add(id(x))
-                    found.append((f"{i}.{key}", held, key))
-    return found
+                    places.append((f"{i}.{key}", table, key))
+    return places
 
 
 def _slots(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str]]:
     """Where tensors stand that may be swapped for others, as parameters or in their place."""
-    found = [(m._parameters, key) for m in modules for key, x in m._parameters.items() if x is not None]
+    slots = [(m._parameters, key) for m in modules for key, x in m._parameters.items() if x is not None]
     torchs = (vars(m) for m in modules if type(m).__module__.startswith("torch."))
-    return found + [(own, key) for own in torchs for key, x in own.items() if isinstance(x, torch.Tensor)]
+    return slots + [
+        (table, key) for table in torchs for key, x in table.items() if isinstance(x, torch.Tensor)
+    ]
 
 
-def _values(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     with raw(), torch.no_grad():
-        return {name: plain(x.detach()).clone() for name, x in held.items()}
+        return {name: plain(x.detach()).clone() for name, x in tensors.items()}
 
 
-def _put(held: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+def _put(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
     with raw(), torch.no_grad():
         for name, value in values.items():
-            here = plain(held[name].data)
+            here = plain(tensors[name].data)
             if here.shape == value.shape:  # else it is a parameter that is gathered within the block
                 here.copy_(value)  # what is saved for backward does not count it as written to
 
@@ -472,15 +471,15 @@ def _put(held: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -
 class _Cache:
     """A cache of keys and values, or of states (transformers'), to which blocks write."""
 
-    def __init__(self, given: Any) -> None:
-        self._given, self._before = given, _copied(given)
+    def __init__(self, cache: Any) -> None:
+        self._given, self._before = cache, _copied(cache)
         with raw():
-            self._held: list[tuple[torch.Tensor, int]] | None = [(x, x._version) for x in _inside(given)]
+            self._held: list[tuple[torch.Tensor, int]] | None = [(x, x._version) for x in _inside(cache)]
 
     def take(self) -> Any:
         """The cache given; from the second time on, one as that was before the first."""
-        given, self._given = self._given, None
-        return _copied(self._before) if given is None else given
+        cache, self._given = self._given, None
+        return _copied(self._before) if cache is None else cache
 
     def settle(self) -> None:
         """After the first computation.
@@ -548,10 +547,10 @@ def _keeping(inputs: str, tensors: Sequence[torch.Tensor]) -> AbstractContextMan
             key = _identity(x)
         if key not in kept or (inputs == "sharded" and kept[key] is None):
             return x if outer is None else Outer(outer[0](x), outer[1])
-        return _OnHost(x) if inputs == "host" else _Piece(x, kept[key], outer)
+        return _OnHost(x) if inputs == "host" else _Slice(x, kept[key], outer)
 
-    def unpack(held: Any) -> torch.Tensor:
-        return held if isinstance(held, torch.Tensor) else held.get()
+    def unpack(kept: Any) -> torch.Tensor:
+        return kept if isinstance(kept, torch.Tensor) else kept.get()
 
     return saved_tensors_hooks(pack, unpack)
 
@@ -568,14 +567,14 @@ def _sharded(x: torch.Tensor) -> Layout | None:
     axis = layout.mesh.axis("tensor")
     n = layout.mesh.shape[axis]
     whole = [d for d, cut in enumerate(layout.cuts) if not cut and layout.shape[d] >= n]
-    if n == 1 or layout.axes[axis] not in (R, V) or not whole:
+    if n == 1 or layout.axes[axis] not in (R, D) or not whole:
         return None
     dim = cut_dim([layout.shape[d] for d in whole], n)
     assert dim is not None
     return layout.with_axis(axis, whole[dim])
 
 
-class _Piece:
+class _Slice:
     """This rank's slice of an input that is replicated along the tensor axis."""
 
     def __init__(self, x: torch.Tensor, layout: Layout | None, outer: Any) -> None:
@@ -602,10 +601,13 @@ class _OnHost:
             if self._dry:
                 self._held = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
                 return
-            self._held = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
-            self._held.copy_(x, non_blocking=True)
+            self._held = torch.empty_like(x, device="cpu", pin_memory=pins(x.device))
+            # the forward pass goes on meanwhile
+            self._event = copy_by(new_stream(x.device), [(self._held, x)], x.device)
 
     def get(self) -> torch.Tensor:
+        if not self._dry:
+            wait_for(self._event, self._device)
         here = self._held if self._dry else self._held.to(self._device, non_blocking=True)
         return _in_memory(here, self._stride)
 
@@ -614,9 +616,6 @@ def _in_memory(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """``x`` with its elements where they were: a block that is run again must find it as the first time."""
     if x.stride() == stride:
         return x
-    own = [1 if step == 0 else n for n, step in zip(x.shape, stride, strict=True)]
-    out = torch.empty_strided(own, stride, dtype=x.dtype, device=x.device)
-    return out.copy_(x[tuple(slice(n) for n in own)]).expand(x.shape)
-
-
-__all__ = ["chosen", "keep_products", "recompute"]
+    sizes = [1 if step == 0 else n for n, step in zip(x.shape, stride, strict=True)]
+    out = torch.empty_strided(sizes, stride, dtype=x.dtype, device=x.device)
+    return out.copy_(x[tuple(slice(n) for n in sizes)]).expand(x.shape)

@@ -1,24 +1,27 @@
-"""The engine's optimizer step: on local tensors (see ``espalier.tensor.stepping``), fused and joined."""
+"""The engine's optimizer step: on local tensors (see ``espalier.tensor.guard``), fused and joined."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as raw
+from torch.autograd.graph import increment_version
 from torch.optim import optimizer as _base
 
 from espalier.engine.norm import scale_gradients
-from espalier.engine.runs import Runs
-from espalier.parallel.fused import fused
-from espalier.tensor import DTensor, lay_out, redistribute
+from espalier.layout import Layout
+from espalier.parallel.fused import Substitute, fuse, holding, may_fuse, within_hooks
+from espalier.tensor import DTensor, lay_out, plain, redistribute, stamp
 from espalier.tensor.deferred import make_values_real
-from espalier.tensor.stepping import ELEMENTWISE, on_locals, stamp_states
+from espalier.tensor.guard import ELEMENTWISE, on_locals, stamp_states
+from espalier.torch_private import foreach_copy_, getter, method, raw, setter
 
-_set_grad = vars(torch._C.TensorBase)["grad"].__set__
+_set_grad = setter("grad")
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
@@ -77,10 +80,30 @@ def _take_over(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> N
                 state[name] = state[name].to(p.dtype)  # of a master, which torch takes for its parameter
 
 
+def like_parameter(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """How a state of that shape lies, of a parameter that lies so: alike, or, of another shape, whole."""
+    return layout if tuple(layout.shape) == shape else Layout.replicated(layout.mesh, shape)
+
+
+@torch.no_grad()
+def _settle(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> None:
+    """Bring states that a step has made of other shapes (Adafactor's rows) to where a load puts them.
+
+    So a run that goes on from a checkpoint sums in the order of one that was never broken off.
+    """
+    for p in parameters:
+        state = optimizer.state.get(p, {})
+        for name, x in state.items():
+            if type(x) is DTensor and x.ndim:
+                layout = like_parameter(p._layout.own, tuple(x.shape))
+                if x._layout.own != layout:
+                    state[name] = redistribute(x, layout)
+
+
 def update(
     optimizer: torch.optim.Optimizer,
     factor: torch.Tensor | float | None = None,
-    runs: Runs | None = None,
+    runs: FlatParams | None = None,
 ) -> None:
     """``optimizer.step()``, of gradients times ``factor``; its states lie as their parameters do.
 
@@ -95,26 +118,27 @@ def update(
         if factor is not None:
             scale_gradients(parameters, factor)
         optimizer.step()
+        _settle(optimizer, parameters)
         return
     outside = {id(p) for p in held if type(p) is not DTensor}
-    alone: list[Any] = list(parameters)
 
     @contextmanager
     def prepared() -> Iterator[None]:
-        nonlocal alone
-        with nullcontext(alone) if runs is None else runs.joined(optimizer) as alone:
+        with holding(optimizer) as substitutes:
+            if runs is not None:
+                runs.join(optimizer, substitutes)
             if factor is not None and not watched:
                 scale_gradients([p for p in _held(optimizer) if id(p) not in outside], factor)
-            with fused(optimizer):
-                yield
+            fuse(optimizer, substitutes)
+            yield
 
     with on_locals(parameters):
         watched = _is_watched(optimizer)
         if watched and factor is not None:
             scale_gradients(parameters, factor)
-        with _within_hooks(optimizer, prepared()) if watched else prepared():
+        with within_hooks(optimizer, prepared()) if watched else prepared():
             optimizer.step()
-    stamp_states(optimizer, alone)
+    stamp_states(optimizer)
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -134,28 +158,273 @@ def forget_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody looks at its parameters in a step."""
-    of_all = (getattr(_base, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post"))
-    own = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
-    return getattr(optimizer.step, "hooked", True) and any((*of_all, *own))
+    if not getattr(optimizer.step, "hooked", True):
+        return False
+    of_all = _base._global_optimizer_pre_hooks or _base._global_optimizer_post_hooks
+    return bool(of_all or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-@contextmanager
-def _within_hooks(optimizer: torch.optim.Optimizer, around: AbstractContextManager[None]) -> Iterator[None]:
-    """While open, a step enters ``around`` after all hooks before it, and leaves it before all after it."""
-    entered = ExitStack()
-
-    def enter(*_: Any) -> None:
-        entered.enter_context(around)
-
-    before = optimizer.register_step_pre_hook(enter)
-    after = optimizer.register_step_post_hook(lambda *_: entered.close())
-    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
-    try:
-        with entered:
-            yield
-    finally:
-        before.remove()
-        after.remove()
+# ---- parameters that lie one after the other in memory, updated as one
+#
+# Chunks put parameters, gradients and this rank's pieces of either into flat buffers. An optimizer that
+# works element by element does to a stretch of such buffers, bit by bit, what it does to each parameter in
+# it, in a dozen calls instead of a dozen for each. Its states then lie in flat buffers too, of which every
+# parameter has its view: what ``optimizer.state`` says of a parameter is what it would say anyway.
 
 
-__all__ = ["ELEMENTWISE", "forget_gradients", "lay_out_states", "update"]
+State = dict[str, Any]
+Rooms = Callable[[], Mapping[int, int]]
+
+# elements of a run, if no fused kernel updates it: so what is computed on the way stays in a cache, and small
+_MOST = 2**18
+_APART = object()
+_OTHERWISE = ("foreach", "capturable", "differentiable")
+# the C functions themselves: the way of every step, and a gradient is a DTensor
+_address, _in_a_row = method("data_ptr"), method("is_contiguous")
+_grad = getter("grad")
+_dtype = getter("dtype")
+
+
+class _Group(NamedTuple):
+    """What the parameters of a group are: in runs of so many elements at most, in none, without gradients."""
+
+    ids: list[int]
+    most: float
+    runs: list[_FlatRun]
+    alone: list[torch.Tensor]
+    idle: list[torch.Tensor]
+
+    def is_valid(
+        self, params: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, most: float, rooms: Rooms
+    ) -> bool:
+        """Whether it would be the same again."""
+        return (
+            list(map(id, params)) == self.ids
+            and self.most == most
+            and all(_grad(p) is None for p in self.idle)
+            and not any(_grad(p) is None for p in self.alone)
+            and all(run.is_valid(optimizer, rooms) for run in self.runs)
+        )
+
+
+class FlatParams:
+    """The runs of an optimizer's parameters.
+
+    Torch functions are to be left alone, and parameters to be plain (their class is ``nn.Parameter``), while
+    its methods are called.
+
+    Args:
+        rooms: tells, by ``id``, how many elements are a parameter's alone where it begins, if that is known
+            (see :meth:`ZeroState.rooms`).
+    """
+
+    def __init__(self, rooms: Rooms = dict) -> None:
+        self._rooms = rooms
+        self._groups: dict[int, _Group] = {}
+
+    def join(self, optimizer: torch.optim.Optimizer, substitutes: list[Substitute]) -> None:
+        """Let the optimizer hold runs in place of what is in them; it is ``holding`` what is noted."""
+        before, self._groups = self._groups, {}
+        for i, group in enumerate(optimizer.param_groups):
+            params = group["params"]
+            if any(group.get(name) for name in _OTHERWISE):
+                continue
+            group_runs, most = before.get(i), math.inf if may_fuse(optimizer, group) else _MOST
+            if group_runs is None or not group_runs.is_valid(params, optimizer, most, self._rooms):
+                group_runs = _joined(params, optimizer, most, self._rooms())
+            self._groups[i] = group_runs
+            group["params"] = [
+                *[run.open(optimizer) for run in group_runs.runs],
+                *group_runs.alone,
+                *group_runs.idle,
+            ]
+            substitutes += group_runs.runs
+
+
+def _joined(
+    params: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, most: float, rooms: Mapping[int, int]
+) -> _Group:
+    joined = _Group(list(map(id, params)), most, [], [], [p for p in params if p.grad is None])
+    for members in _adjacent([p for p in params if p.grad is not None], most, rooms):
+        room_of = [_room(p, rooms) for p in members]
+        is_joined = len(members) > 1 or (room_of[0] > members[0].numel() and _may_join(members[0]))
+        run = _FlatRun.of(members, optimizer, room_of) if is_joined else None
+        if run is None:
+            joined.alone.extend(members)
+        else:
+            joined.runs.append(run)
+    return joined
+
+
+class _FlatRun:
+    """Parameters one after the other.
+
+    Args:
+        states: theirs.
+        rooms: elements that are each one's alone, with what is left free behind it.
+    """
+
+    def __init__(self, members: list[torch.Tensor], states: list[State], rooms: list[int]) -> None:
+        self._members, self._states = members, states
+        grads = list(map(_grad, members))
+        self._places = _steps(members), _steps(grads)
+        self._starts = [step // members[0].itemsize for step in self._places[0]]
+        self._rooms, self._address = rooms, _address(members[0])
+        self._n = self._starts[-1] + rooms[-1]
+        if not all(_reaches(x[0], self._n) for x in (members, grads)):
+            self._n = self._starts[-1] + members[-1].numel()
+        self._state: State = {}
+        self._flat: torch.Tensor | None = None
+        # by name: those of the members that are views of a buffer, and of single numbers that buffer
+        self._views: dict[str, list[torch.Tensor]] = {}
+        self._numbers: dict[str, torch.Tensor] = {}
+
+    @staticmethod
+    def of(
+        members: list[torch.Tensor], optimizer: torch.optim.Optimizer, rooms: list[int]
+    ) -> _FlatRun | None:
+        """A run, if the states of its members allow it."""
+        states: list[State] = [optimizer.state.get(p, {}) for p in members]
+        if any(given.keys() != states[0].keys() for given in states):
+            return None
+        run = _FlatRun(members, states, rooms)
+        joined = {name: run._join([state[name] for state in states]) for name in states[0]}
+        if any(x is _APART for x in joined.values()):
+            return None
+        run._state = joined
+        for name in joined:
+            run._share(name)
+        return run
+
+    def _join(self, values: list[Any]) -> Any:
+        """One of the states of all, from those of the members; ``_APART`` where they cannot be one."""
+        first = values[0]
+        if not isinstance(first, torch.Tensor):
+            return _APART if any(x is not first and x != first for x in values) else first
+        if any(not isinstance(x, torch.Tensor) or _dtype(x) is not _dtype(first) for x in values):
+            return _APART
+        tensors = [plain(x) for x in values]
+        if all(x.ndim == 0 and x.equal(tensors[0]) for x in tensors):
+            return tensors[0].clone()
+        if not all(x.shape == p.shape and x.is_cpu for x, p in zip(tensors, self._members, strict=True)):
+            return _APART
+        flat = tensors[0].new_zeros(self._n)
+        foreach_copy_(self._parts(flat), tensors)
+        return flat
+
+    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The members' parts of a flat tensor."""
+        parts = zip(self._members, self._starts, strict=True)
+        return [flat[start : start + p.numel()].view(p.shape) for p, start in parts]
+
+    def is_valid(self, optimizer: torch.optim.Optimizer, rooms: Rooms) -> bool:
+        """Whether its members still follow each other, and have the states that it gave them."""
+        grads = list(map(_grad, self._members))
+        if any(grad is None for grad in grads) or not all(map(_in_a_row, grads)):
+            return False
+        if (_steps(self._members), _steps(grads)) != self._places:
+            return False
+        if not (_reaches(self._members[0], self._n) and _reaches(grads[0], self._n)):
+            return False
+        if _address(self._members[0]) != self._address:
+            now = rooms()
+            if [_room(p, now) for p in self._members] != self._rooms:
+                return False
+            self._address = _address(self._members[0])
+        if not all(map(is_, map(optimizer.state.get, self._members, self._states), self._states)):
+            return False
+        try:
+            for name, parts in self._views.items():
+                if not all(map(is_, map(itemgetter(name), self._states), parts)):
+                    return False
+        except KeyError:
+            return False
+        return all(x.equal(self._state[name].expand_as(x)) for name, x in self._numbers.items())
+
+    def open(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """The flat tensor that is all its members, with its gradient and state."""
+        first = self._members[0]
+        assert first.grad is not None
+        self._flat = first.detach().as_strided((self._n,), (1,))
+        self._flat.grad = plain(first.grad).as_strided((self._n,), (1,))
+        if self._state:
+            optimizer.state[self._flat] = self._state
+        return self._flat
+
+    def close(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the members their parts of what the optimizer has made of the run."""
+        assert self._flat is not None
+        before, self._state = dict(self._state), optimizer.state.pop(self._flat, {})
+        self._flat = None
+        for name, x in self._state.items():
+            if name not in before or x is not before[name]:
+                self._share(name)
+                optimizer.state.update(zip(self._members, self._states, strict=True))
+            elif name in self._numbers:
+                self._numbers[name].fill_(x)
+        increment_version(self._members)
+
+    def _share(self, name: str) -> None:
+        """Let each member have its part of one of the states of all."""
+        x = self._state[name]
+        parts: list[Any] = [x] * len(self._members)
+        if isinstance(x, torch.Tensor) and not x.ndim:
+            self._numbers[name] = x.repeat(len(parts))
+            parts = self._views[name] = list(self._numbers[name].unbind())
+            self._state[name] = parts[0]
+        elif isinstance(x, torch.Tensor):
+            parts = self._views[name] = self._parts(x)
+            for p, part in zip(self._members, parts, strict=True):
+                if (layout := getattr(p, "_layout", None)) is not None:
+                    stamp(part, layout)
+        for states, part in zip(self._states, parts, strict=True):
+            states[name] = part
+
+
+def _steps(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How far each lies behind the first, in bytes."""
+    start = _address(tensors[0])
+    return [_address(x) - start for x in tensors]
+
+
+def _in_one(first: torch.Tensor, last: torch.Tensor) -> bool:
+    """Whether memory that begins with a tensor goes on to the end of another."""
+    return _reaches(first, (_address(last) - _address(first)) // first.itemsize + plain(last).numel())
+
+
+def _reaches(first: torch.Tensor, elements: int) -> bool:
+    """Whether so many elements are there from the first of a tensor on."""
+    storage = plain(first).untyped_storage()
+    return _address(first) + elements * first.itemsize <= storage.data_ptr() + storage.nbytes()
+
+
+def _room(p: torch.Tensor, rooms: Mapping[int, int]) -> int:
+    return max(rooms.get(id(p), 0), p.numel())
+
+
+def _may_join(p: torch.Tensor) -> bool:
+    """Whether it and its gradient may be parts of flat tensors."""
+    grad = _grad(p)
+    return p.ndim > 0 and p.is_cpu and _dtype(grad) is p.dtype and p.is_contiguous() and _in_a_row(grad)
+
+
+def _adjacent(
+    params: Sequence[torch.Tensor], most: float, rooms: Mapping[int, int]
+) -> list[list[torch.Tensor]]:
+    """Parameters with gradients, by stretches in which both lie one after the other."""
+    stretches: list[list[torch.Tensor]] = []
+    ours = theirs = free = 0  # where the last ones end, and how many bytes are free behind them
+    left = 0.0
+    for address, _, p in sorted([(p.data_ptr(), i, p) for i, p in enumerate(params)]):
+        grad, n = _grad(p), p.numel()
+        at, joins = _address(grad), _may_join(p)
+        follows = address - ours == at - theirs and 0 <= address - ours <= free
+        fits = joins and 0 < n <= left and follows and p.dtype is stretches[-1][0].dtype
+        if fits and _in_one(stretches[-1][0], p) and _in_one(_grad(stretches[-1][0]), grad):
+            stretches[-1].append(p)
+        else:
+            stretches.append([p])
+            left = most if joins else 0
+        ours, theirs, left = address + p.nbytes, at + p.nbytes, left - n
+        free = (_room(p, rooms) - n) * p.itemsize
+    return stretches

@@ -2,16 +2,23 @@
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from espalier.layout.crossings import Crossing, Parcel, crossing
-from espalier.layout.layout import Layout, any_alive, same_data
-from espalier.layout.regions import Box, chunk_bounds, local_box, may_be_empty, same_cuts
-from espalier.layout.routes import Route, Step, route
+from espalier.layout.layout import (
+    Box,
+    Layout,
+    any_alive,
+    chunk_bounds,
+    local_box,
+    may_be_empty,
+    same_cuts,
+    same_data,
+)
+from espalier.layout.routes import CrossMeshRoute, Parcel, Route, Step, crossing, route
 from espalier.layout.transitions import TABLE, gradient_layout, operation
 
 __all__ = [
     "TABLE",
     "Box",
-    "Crossing",
+    "CrossMeshRoute",
     "Layout",
     "Parcel",
     "Partial",

@@ -4,23 +4,25 @@ Inside, an axis' state is a small code, so that layouts are cheap to build, hash
 
 ====================  ==============================================================
 ``R``                 replicated; so is the gradient
-``V``                 replicated, *varied*: its gradient is left Partial (a sum over ranks)
+``D``                 replicated, *deferred*: its gradient is left Partial (a sum over ranks)
 ``0, 1, 2, ...``      sharded on that dim
 ``"sum"``, ``"avg"``  Partial: the value is that reduction of what the ranks hold
 ====================  ==============================================================
 
 Of several Partial axes, the last is reduced first, where that makes a difference (max beside sum).
 
-``V`` is what design section 3.1 calls *varied* and, for parameters whose reduction an engine
-takes over, *deferred*: both say the same of the gradient, so they are one state.
-The distinction is that of Megatron's f operator and of ``pvary`` in JAX's shard_map.
+``D`` is a value whose gradient's reduction is put off: to where it was computed from ``R``, or, for a
+parameter, to the engine. The distinction is that of Megatron's f operator and of ``pvary`` in JAX's
+shard_map; the letters of others stand in :mod:`espalier.layout.transitions`.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -30,7 +32,7 @@ from espalier.mesh.mesh import MeshLike, as_mesh
 
 AxisState = int | str
 R: Final = "R"
-V: Final = "V"
+D: Final = "D"
 REDUCTIONS: Final = ("sum", "avg", "max", "min", "product")
 
 _interned: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
@@ -45,7 +47,8 @@ class Layout:
         shape: the global shape.
         order: the axes in the order in which they cut, outermost first, where two shard the same
             dim; by default the mesh's own order.
-        varied: axes (index or name), replicated ones, whose gradient is left Partial.
+        deferred: axes (index or name), replicated ones, whose gradient is left Partial.
+        varied: the old name of ``deferred``.
 
     Attributes:
         axes: one state code per axis (see the module's docstring).
@@ -98,19 +101,23 @@ class Layout:
         shape: Sequence[int],
         *,
         order: Sequence[int | str] | None = None,
-        varied: Sequence[int | str] = (),
+        deferred: Sequence[int | str] = (),
+        varied: Sequence[int | str] | None = None,
     ) -> Layout:
+        if varied is not None:
+            warnings.warn("Layout(varied=) is now called deferred=.", DeprecationWarning, stacklevel=2)
+            deferred = varied
         mesh = as_mesh(mesh)
         shape = tuple(int(n) for n in shape)
         axes = _states(mesh, placements, shape)
-        for axis in varied:
+        for axis in deferred:
             i = mesh.axis(axis)
-            if axes[i] not in (R, V):
+            if axes[i] not in (R, D):
                 raise ValueError(
-                    f"Axis {mesh.names[i]!r} cannot be varied: the tensor is {placements[i]} along it, "
+                    f"Axis {mesh.names[i]!r} cannot be deferred: the tensor is {placements[i]} along it, "
                     "and only a replicated value has a gradient that can be left Partial."
                 )
-            axes[i] = V
+            axes[i] = D
         rank = {mesh.axis(a): i for i, a in enumerate(order)} if order is not None else {}
         cutting: list[list[int]] = [[] for _ in shape]
         for i, state in enumerate(axes):
@@ -126,11 +133,11 @@ class Layout:
         """The layout with these state codes and cuts, which must agree (the library's own door)."""
         shape = torch.Size(shape)
         key = (id(mesh), axes, cuts, shape)
-        found = _interned.get(key)
-        if found is None:
-            found = _build(mesh, axes, cuts, shape)
-            _interned[key] = found
-        return found
+        layout = _interned.get(key)
+        if layout is None:
+            layout = _build(mesh, axes, cuts, shape)
+            _interned[key] = layout
+        return layout
 
     @staticmethod
     def replicated(mesh: Mesh, shape: Sequence[int]) -> Layout:
@@ -149,9 +156,9 @@ class Layout:
         return len(self.shape)
 
     @property
-    def varied(self) -> tuple[int, ...]:
+    def deferred(self) -> tuple[int, ...]:
         """The replicated axes along which the gradient is left Partial."""
-        return tuple(i for i, s in enumerate(self.axes) if s == V)
+        return tuple(i for i, s in enumerate(self.axes) if s == D)
 
     @property
     def partial(self) -> tuple[int, ...]:
@@ -171,9 +178,9 @@ class Layout:
             cuts = (*cuts[:state], (*cuts[state], axis), *cuts[state + 1 :])
         return Layout.of(self.mesh, axes, cuts, self.shape)
 
-    def with_varied(self, axes: Sequence[int]) -> Layout:
-        """This layout with the replicated ones among ``axes`` varied."""
-        states = tuple(V if i in axes and s == R else s for i, s in enumerate(self.axes))
+    def with_deferred(self, axes: Sequence[int]) -> Layout:
+        """This layout with the replicated ones among ``axes`` deferred."""
+        states = tuple(D if i in axes and s == R else s for i, s in enumerate(self.axes))
         return Layout.of(self.mesh, states, self.cuts, self.shape)
 
     def whole_stride(self, local: Sequence[int]) -> tuple[int, ...]:
@@ -183,7 +190,7 @@ class Layout:
         of one row is the inner one. Of a part without elements the order is not always known.
         """
         here, padded, whole = self.local_shape, self.padded_shape, self.shape
-        found = [0] * len(whole)
+        strides = [0] * len(whole)
         # of the next dim if there is no gap before it: its strides here, and in the whole
         dense, grown = {1}, 1
         last = 1, 1  # what a gap is measured by
@@ -191,12 +198,12 @@ class Layout:
             step = local[d]
             if step == 0 and 0 not in here:
                 continue  # expanded
-            found[d] = grown if step in dense or 0 in here else step * last[1] // last[0]
+            strides[d] = grown if step in dense or 0 in here else step * last[1] // last[0]
             # a part that is smaller than others may lie in as much room
-            dense = {step * max(n, 1) for n in (here[d], padded[d])} | {found[d] * max(whole[d], 1)}
-            grown = found[d] * max(whole[d], 1)
-            last = (step, found[d]) if here[d] == whole[d] else (step * max(here[d], 1), grown)
-        return tuple(found)
+            dense = {step * max(n, 1) for n in (here[d], padded[d])} | {strides[d] * max(whole[d], 1)}
+            grown = strides[d] * max(whole[d], 1)
+            last = (step, strides[d]) if here[d] == whole[d] else (step * max(here[d], 1), grown)
+        return tuple(strides)
 
     def loan(self) -> Layout:
         """A twin of this layout, not equal to it: what views of a moved copy bear.
@@ -215,8 +222,8 @@ class Layout:
         return twin
 
     def __reduce__(self) -> Any:
-        own = self.own
-        return known_layout, (own.mesh, own.axes, own.cuts, tuple(own.shape))
+        layout = self.own
+        return known_layout, (layout.mesh, layout.axes, layout.cuts, tuple(layout.shape))
 
     def __copy__(self) -> Layout:
         return self
@@ -244,6 +251,7 @@ def known_layout(
     mesh: Mesh, axes: Sequence[AxisState], cuts: Sequence[Sequence[int]], shape: Sequence[int]
 ) -> Layout:
     """The layout that a pickle names."""
+    axes = [D if state == "V" else state for state in axes]  # as it was called once
     return Layout.of(mesh, tuple(axes), tuple(map(tuple, cuts)), tuple(shape))
 
 
@@ -264,7 +272,7 @@ def is_partial(state: AxisState) -> bool:
 
 
 def state_name(state: AxisState) -> str:
-    """A state code in print: ``R``, ``V``, ``S(0)``, ``P(sum)``."""
+    """A state code in print: ``R``, ``D``, ``S(0)``, ``P(sum)``."""
     return f"S({state})" if isinstance(state, int) else f"P({state})" if is_partial(state) else state
 
 
@@ -272,7 +280,7 @@ def placement_of(state: AxisState) -> Placement:
     """Torch's placement for a state code."""
     if isinstance(state, int):
         return Shard(state)
-    return Replicate() if state in (R, V) else Partial(state)
+    return Replicate() if state in (R, D) else Partial(state)
 
 
 def normal_dim(dim: int, ndim: int, what: str = "dim") -> int:
@@ -314,8 +322,6 @@ def _states(mesh: Mesh, placements: Sequence[Placement], shape: tuple[int, ...])
 def _build(
     mesh: Mesh, axes: tuple[AxisState, ...], cuts: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
 ) -> Layout:
-    from espalier.layout.regions import local_sizes
-
     self = object.__new__(Layout)
     self.mesh, self.axes, self.cuts, self.shape = mesh, axes, cuts, shape
     self.local_shape = local_sizes(shape, cuts, mesh.shape, mesh.coordinate)
@@ -331,3 +337,117 @@ def _build(
         step *= max(n, 1)
     self.stride = tuple(reversed(stride))
     return self
+
+
+# ---- which box of the global tensor each rank holds
+
+
+class Box(NamedTuple):
+    """A box of the global tensor: where it starts and how long it is along each dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes this box from the global tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """The index that takes this box from what holds ``outer``."""
+        return Box(
+            tuple(o - at for o, at in zip(self.offsets, outer.offsets, strict=True)), self.sizes
+        ).slices
+
+    def parts(self, most: int) -> Iterator[Box]:
+        """Boxes of at most so many elements, or of one, each contiguous in this one; in order."""
+        if math.prod(self.sizes) <= max(most, 1):
+            yield self
+            return
+        dim = next(d for d, n in enumerate(self.sizes) if n > 1)
+        rows = max(1, most // math.prod(self.sizes[dim + 1 :]))
+        for start in range(0, self.sizes[dim], rows):
+            yield from self.narrowed(dim, start, min(rows, self.sizes[dim] - start)).parts(most)
+
+    def narrowed(self, dim: int, start: int, length: int) -> Box:
+        """Part of it along a dim."""
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        offsets[dim] += start
+        sizes[dim] = length
+        return Box(tuple(offsets), tuple(sizes))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common; None if that is nothing."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    ends = [min(o + n, p + m) for o, n, p, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)]
+    sizes = tuple(end - start for start, end in zip(offsets, ends, strict=True))
+    return Box(offsets, sizes) if all(n > 0 for n in sizes) else None
+
+
+def local_box(layout: Layout, coordinate: tuple[int, ...] | None = None) -> Box:
+    """The box that the rank at ``coordinate`` (by default this one) holds."""
+    where = layout.mesh.coordinate if coordinate is None else coordinate
+    pairs = [
+        bounds(n, cut, layout.mesh.shape, where) for n, cut in zip(layout.shape, layout.cuts, strict=True)
+    ]
+    return Box(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs))
+
+
+def may_be_empty(layout: Layout) -> bool:
+    """Whether some rank holds nothing of a tensor that has elements."""
+    last = tuple(n - 1 for n in layout.mesh.shape)  # it holds the smallest piece of each dim
+    return 0 in local_sizes(layout.shape, layout.cuts, layout.mesh.shape, last) and 0 not in layout.shape
+
+
+# ---- how a dim is cut: as ``torch.chunk`` does, in pieces of ``ceil(size / n)``, the last smaller or empty
+#
+# Where two axes cut one dim, the inner axis cuts each piece of the outer one.
+
+
+def chunk_bounds(size: int, n: int, index: int) -> tuple[int, int]:
+    """Start and length of piece ``index`` of ``n`` of a dim of ``size``, as ``torch.chunk`` cuts."""
+    piece = -(-size // n)
+    start = min(index * piece, size)
+    return start, min(piece, size - start)
+
+
+def bounds(
+    size: int, cut: tuple[int, ...], shape: tuple[int, ...], coordinate: Sequence[int] | Mapping[int, int]
+) -> tuple[int, int]:
+    """Start and length of a dim that the axes ``cut`` (outermost first) have cut."""
+    start = 0
+    for axis in cut:
+        begin, size = chunk_bounds(size, shape[axis], coordinate[axis])
+        start += begin
+    return start, size
+
+
+def local_sizes(
+    global_shape: tuple[int, ...],
+    cuts: tuple[tuple[int, ...], ...],
+    shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> tuple[int, ...]:
+    """The local shape at a coordinate of a mesh of that shape."""
+    return torch.Size(
+        bounds(n, cut, shape, coordinate)[1] if cut else n for n, cut in zip(global_shape, cuts, strict=True)
+    )
+
+
+def same_cuts(size: int, factor: int, sizes: tuple[int, ...]) -> bool:
+    """Whether cutting ``size * factor`` by the axis sizes, one after another, cuts at multiples of factor.
+
+    True means that a dim may be split into (size, factor), or merged from it, with each rank on its own.
+    """
+    pieces = {size}
+    for n in sizes:
+        nxt = set()
+        for piece in pieces:
+            for index in range(n):
+                start, length = chunk_bounds(piece, n, index)
+                if (start * factor, length * factor) != chunk_bounds(piece * factor, n, index):
+                    return False
+                nxt.add(length)
+        pieces = nxt
+    return True

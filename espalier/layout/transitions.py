@@ -6,18 +6,29 @@ The gradient of a value has a state that follows from the value's own:
 value      what the ranks hold                         its gradient
 =========  ==========================================  ====================================
 ``R``      the same value, on every rank               ``R``: every rank gets it whole
-``V``      the same value, used differently by each    ``P``: what each rank got is an addend
+``D``      the same value, used differently by each    ``P``: what each rank got is an addend
 ``S(d)``   disjoint slices along dim d                 ``S(d)``
-``P``      addends                                     ``V``: the same on every rank, and each goes
+``P``      addends                                     ``D``: the same on every rank, and each goes
                                                        on with it from its own addend
 =========  ==========================================  ====================================
 
-``V`` (varied) differs from ``R`` in nothing but its gradient. Carrying the difference as a state
+``D`` (deferred) differs from ``R`` in nothing but its gradient. Carrying the difference as a state
 makes the table closed: the backward of ``a -> b`` is the forward of ``grad(b) -> grad(a)``, and the
 gradient of a gradient has the type of the value. So derivatives of any order need nothing more,
 and a test derives the second column from the first. (Were the gradient of ``P`` taken as ``R``,
 first derivatives would be the same and second ones would miss the other ranks' share.)
-The same four types stand in JAX's shard_map (varying axes) and meta-pytorch/spmd_types.
+
+The same four types stand in JAX's shard_map and in meta-pytorch/spmd_types, under other letters; their V is
+our ``S``:
+
+=============================  =========  ==================  =========================
+what                           here       spmd_types          shard_map
+=============================  =========  ==================  =========================
+same value, gradient the same  ``R``      I                   invarying
+same value, gradient partial   ``D``      R                   reduced, printed R
+disjoint parts                 ``S(d)``   V or S(d)           varying, printed V
+addends                        ``P``      P                   unreduced, U
+=============================  =========  ==================  =========================
 """
 
 from __future__ import annotations
@@ -25,7 +36,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
-from espalier.layout.layout import AxisState, Layout, V, is_partial
+from espalier.layout.layout import AxisState, D, Layout, is_partial
 
 IDENTITY: Final = "identity"
 ALL_REDUCE: Final = "all_reduce"
@@ -47,13 +58,13 @@ TABLE: Final = MappingProxyType(
         ("R", "S"): (SLICE, ALL_GATHER),
         ("S", "S"): (ALL_TO_ALL, ALL_TO_ALL),
         ("R", "P"): (KEEP, IDENTITY),
-        ("R", "V"): (IDENTITY, ALL_REDUCE),  # vary: Megatron's f
-        ("S", "V"): (ALL_GATHER, REDUCE_SCATTER),  # gather and vary, fused
-        ("P", "V"): (ALL_REDUCE, ALL_REDUCE),
-        ("V", "V"): (IDENTITY, IDENTITY),
-        ("V", "R"): (IDENTITY, KEEP),
-        ("V", "S"): (SLICE, PAD),
-        ("V", "P"): (KEEP, KEEP),
+        ("R", "D"): (IDENTITY, ALL_REDUCE),  # defer: Megatron's f
+        ("S", "D"): (ALL_GATHER, REDUCE_SCATTER),  # gather and defer, fused
+        ("P", "D"): (ALL_REDUCE, ALL_REDUCE),
+        ("D", "D"): (IDENTITY, IDENTITY),
+        ("D", "R"): (IDENTITY, KEEP),
+        ("D", "S"): (SLICE, PAD),
+        ("D", "P"): (KEEP, KEEP),
         ("S", "P"): (PAD, SLICE),
         ("P", "P"): (IDENTITY, IDENTITY),
     }
@@ -76,9 +87,9 @@ def operation(src: AxisState, dst: AxisState) -> str:
 
 def gradient_state(state: AxisState) -> AxisState:
     """The state of the gradient of a value in ``state``."""
-    if state == V:
+    if state == D:
         return "sum"
-    return V if is_partial(state) else state
+    return D if is_partial(state) else state
 
 
 def gradient_layout(layout: Layout) -> Layout:

@@ -6,27 +6,39 @@ raises one :class:`LaunchError` that says which rank was the cause and quotes it
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import contextlib
 import json
 import logging
+import math
 import os
+import pickle
 import shutil
 import signal
 import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing import util
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch.distributed as dist
+import torch.multiprocessing
+from torch.multiprocessing import ProcessRaisedException
 
+from espalier.mesh.hosts import Hosts, meeting, own_address, settings_for
+from espalier.mesh.mesh import Mesh
 from espalier.mesh.process import (
     ACCOUNT,
     FOLDER,
+    PATIENCE,
     STOPPED,
-    Process,
     finish,
     first_line,
     is_consequence,
@@ -34,8 +46,6 @@ from espalier.mesh.process import (
     start,
     use_loopback,
 )
-
-__all__ = ["LaunchError", "Process", "finish", "launch", "start"]
 
 _TAIL_LINES = 30
 
@@ -64,6 +74,7 @@ def launch(
     port: int | None = None,
     grace: int = 5,
     signals: Sequence[str] = ("SIGTERM",),
+    hosts: Hosts | None = None,
 ) -> None:
     """Run ``python *argv`` on ``nproc`` ranks of this machine and wait until all have ended well.
 
@@ -73,6 +84,9 @@ def launch(
 
     Rank 0 writes to this process's standard output itself, so a terminal stays one; its standard error is
     copied to ours as it comes. What the other ranks print goes to files.
+
+    With ``hosts`` they are one machine's ranks of several, each of which calls this; all meet at the first.
+    Whom a machine waits for is told after seconds.
 
     The ``signals``, if they come, are handed on to the ranks, which have ``grace`` seconds to end.
 
@@ -84,21 +98,21 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _check_request(argv, nproc, port)
+    _check_request(argv, nproc, hosts.port if hosts is not None and hosts.node == 0 else port)
     folder = Path(tempfile.mkdtemp(prefix="espalier-"))
     settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     settings = {name: value for name, value in settings.items() if name not in os.environ}
-    use_loopback(settings)
+    if hosts is None:
+        use_loopback(settings)
+    else:
+        settings |= settings_for(hosts)
     settings |= {**(env or {}), FOLDER: str(folder)}
+    count = 1 if hosts is None else hosts.nodes
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=count,
+        max_nodes=count,
         nproc_per_node=nproc,
-        run_id=folder.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"127.0.0.1:{port or 0}",
-        rdzv_configs={"is_host": True},
-        local_addr="127.0.0.1",
+        **_rendezvous(hosts, folder.name, port),
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         # SIGINT is left to Python: it stops the ranks with SIGTERM, which spares us their tracebacks.
@@ -108,13 +122,17 @@ def launch(
     stopped: int | None = None
     keep = False
     try:
-        with _environment(settings), _quiet_agent(), _own_signals(), _follow(folder):
+        around = (_environment(settings), _quiet_agent(), _own_signals(), _follow(folder))
+        with ExitStack() as stack:
+            for each in (*around, meeting(hosts, nproc)):
+                stack.enter_context(each)
             try:
                 elastic_launch(config, sys.executable)(*_guarded(argv, folder))
             except ChildFailedError as error:
                 exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
                 keep = True
-                raise _explain(exits, nproc, folder) from None
+                first = 0 if hosts is None else hosts.node * nproc
+                raise _explain(exits, nproc * count, folder, range(first, first + nproc)) from None
             except SignalException as error:
                 stopped = int(error.sigval)
             except dist.DistError as error:
@@ -125,6 +143,25 @@ def launch(
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rendezvous(hosts: Hosts | None, name: str, port: int | None) -> dict[str, Any]:
+    """Where the agents of the machines meet, as torch's elastic agent takes it."""
+    if hosts is None:
+        return {
+            "run_id": name,
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": f"127.0.0.1:{port or 0}",
+            "rdzv_configs": {"is_host": True},
+            "local_addr": "127.0.0.1",
+        }
+    return {
+        "run_id": f"espalier-{hosts.port}",
+        "rdzv_backend": "static",
+        "rdzv_endpoint": hosts.endpoint,
+        "rdzv_configs": {"rank": hosts.node, "timeout": 900},
+        "local_addr": own_address(hosts.host, hosts.port),
+    }
 
 
 def _check_request(argv: Sequence[str], nproc: int, port: int | None) -> None:
@@ -245,14 +282,24 @@ def _follow(folder: Path) -> Iterator[None]:
         thread.join()
 
 
-def _explain(exits: Mapping[int, int], nproc: int, folder: Path) -> LaunchError:
-    """One report for the failure of a launch, given the exit codes of the ranks that did not end well."""
+def _explain(exits: Mapping[int, int], nproc: int, folder: Path, here: range) -> LaunchError:
+    """One report for the failure of a launch, given the exit codes of the ranks that did not end well.
+
+    Args:
+        nproc: ranks of all hosts.
+        here: those of this one.
+    """
     ranks, account = _account(folder)
     rank = min(exits.keys() | _noted(folder), key=lambda rank: _blame(rank, exits, folder))
     if ranks and _blame(rank, exits, folder)[0]:
         rank = ranks[0]
-    code = exits.get(rank, 0 if rank in ranks else 1)
+    code = exits.get(rank, STOPPED if rank not in here else 0 if rank in ranks else 1)
     lines = [f"rank {rank} of {nproc} failed: {_exit_text(code)}", *account]
+    if rank not in here:
+        told = f"rank {rank} of {nproc} failed, on another host: ranks {here[0]} to {here[-1]} were stopped"
+        return LaunchError(
+            "\n".join([told, *account, f"The logs of this host: {folder}"]), rank, code, folder
+        )
     path = _stderr(folder, rank)
     text = path.read_text(encoding="utf-8", errors="replace").rstrip() if path.exists() else ""
     tail = text.splitlines()[-_TAIL_LINES:]
@@ -278,8 +325,8 @@ def _account(folder: Path) -> tuple[list[int], list[str]]:
     path = folder / ACCOUNT
     if not path.exists():
         return [], []
-    told = json.loads(path.read_text("utf-8"))
-    return told["ranks"], told["text"].splitlines()
+    verdict = json.loads(path.read_text("utf-8"))
+    return verdict["ranks"], verdict["text"].splitlines()
 
 
 def _noted(folder: Path) -> set[int]:
@@ -316,3 +363,124 @@ def _exit_text(code: int) -> str:
         hint = " (as the kernel does when memory runs out)" if -code == signal.SIGKILL else ""
         return f"killed by {name}{hint}"
     return f"killed by signal {-code}"
+
+
+# ---- local ranks from inside a program: a function on a mesh, without a launcher
+
+
+_FAILED = ".failed"  # how the name ends under which a rank leaves what it raised
+
+
+def spawn(
+    fn: Callable[..., Any], axes: Mapping[str, int], *args: Any, device_type: str | None = None
+) -> list[Any]:
+    """Run ``fn(mesh, *args)`` on new local processes, one for each rank of a mesh.
+
+    Args:
+        fn: a function that other processes can import (defined at the top of a module); or one of a
+            notebook's cell, of a prompt, or within another, which is sent with what it uses.
+        axes: name to size, as for :meth:`Mesh.from_env`.
+        args: passed on, pickled.
+        device_type: ``"cpu"``, or an accelerator's; by default what the machine has.
+
+    Returns:
+        What each rank returned, in the order of the ranks (plain, picklable values).
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank raised; the message holds its traceback,
+            and the other ranks have been stopped.
+    """
+    n = math.prod(axes.values())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="espalier-") as folder:
+        work = (_portable(fn), dict(axes), args, n, port, folder, device_type)
+        try:
+            torch.multiprocessing.spawn(_rank, work, nprocs=n)  # type: ignore[no-untyped-call]
+        except Exception:
+            _raise_cause(Path(folder), n)
+            raise
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(n)]
+
+
+class _ByValue:
+    """A function that other processes cannot import, as bytes."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        import cloudpickle
+
+        self._content: bytes = cloudpickle.dumps(fn)
+
+    def __call__(self, *args: Any) -> Any:
+        return pickle.loads(self._content)(*args)
+
+
+def _portable(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, in a form that reaches other processes."""
+    name = getattr(fn, "__qualname__", "")
+    shown = getattr(fn, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
+    return _ByValue(fn) if shown or "<" in name else fn
+
+
+def _rank(
+    rank: int,
+    fn: Callable[..., Any],
+    axes: dict[str, int],
+    args: tuple[Any, ...],
+    n: int,
+    port: int,
+    folder: str,
+    device_type: str | None,
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    use_loopback(os.environ)
+    start(device_type)
+    try:
+        try:
+            result = fn(Mesh.from_env(axes), *args)
+            Path(folder, str(rank)).write_bytes(pickle.dumps(result))
+        except Exception as error:
+            if not is_consequence(str(error)):
+                # before `finish` tells other ranks, which may be seen to stop sooner than this one
+                note = os.getpid(), traceback.format_exc()
+                Path(folder, f"{rank}{_FAILED}").write_bytes(pickle.dumps(note))
+            raise
+        finally:
+            finish()
+    except Exception as error:
+        if is_consequence(str(error)):
+            # let the rank that is the cause be seen to fail first
+            time.sleep(PATIENCE)
+        raise
+    _leave()
+
+
+def _raise_cause(folder: Path, n: int) -> None:
+    """Raise what a rank has left, whichever rank was seen to end first."""
+    for rank in range(n):
+        left = folder / f"{rank}{_FAILED}"
+        if left.exists():
+            pid, text = pickle.loads(left.read_bytes())
+            message = f"\n\n-- Process {rank} terminated with the following error:\n{text}"
+            raise ProcessRaisedException(message, rank, pid) from None
+
+
+def _leave() -> NoReturn:
+    """End this process, whose result is written, as the interpreter would, but for taking itself apart.
+
+    Threads of gloo's that a program holds on to (in a model of torch's DDP, say) would abort it then.
+    """
+    util._exit_function()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

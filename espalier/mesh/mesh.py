@@ -17,20 +17,22 @@ import atexit
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from espalier.device import accelerator, backend_of, current, is_accelerator, of_world
 from espalier.mesh.process import start
-from espalier.mesh.torch_names import TorchNames, current_mesh
+from espalier.torch_private import mesh_resources
 
 MAX_AXES = 8
 
 
-class Mesh(TorchNames):
+class Mesh:
     """Ranks on named axes; immutable.
 
     Use :meth:`from_env`, :meth:`from_torch`, :meth:`single` or :meth:`dry`. ``mesh["tensor"]`` is the mesh of
@@ -40,7 +42,7 @@ class Mesh(TorchNames):
         names: the axes' names, outermost first.
         shape: the axes' sizes, in the same order.
         coordinate: this rank's position on each axis (zeros on a rank outside the mesh).
-        device_type: where local tensors live (``"cpu"``, ``"cuda"``; ``"meta"`` on a dry mesh).
+        device_type: where local tensors live (``"cpu"`` or an accelerator's type; ``"meta"`` on a dry mesh).
         ranks: the world's ranks that it is made of, the last axis varying fastest.
         world_rank: this process's rank in the world, or that from which a dry mesh is seen.
         is_member: whether ``world_rank`` is one of ``ranks``.
@@ -52,10 +54,11 @@ class Mesh(TorchNames):
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
         kept: what stands for the last gathered tensor that the backward pass wants again, weakly.
         comparing: what compares gradients that nobody spoke of along all its axes (see
-            ``espalier.tensor.unsaid``).
+            ``espalier.tensor.compare``).
         emptied: memories that are emptied between their uses, by the address of each (see
             ``espalier.tensor.saved``), weakly.
-        streams: the random keys that its ranks draw, by seeding (see ``espalier.tensor.seeding``).
+        streams: the random keys that its ranks draw, by seeding (see ``espalier.tensor.random``).
+        carriers: by axis, what carries its tensors of the CPU (see ``espalier.comm.collectives``).
         words: by axis, what a rule is told that may go several ways along it (see :meth:`telling`).
     """
 
@@ -98,10 +101,12 @@ class Mesh(TorchNames):
         self.within: Mesh | None = None
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
         self._backends: dict[tuple[int, torch.device], Any] = {}
+        self.carriers: dict[int, Any] = {}
         self._index = {name: i for i, name in enumerate(names)}
         self._parts: dict[tuple[str, ...], Mesh] = {}
         if device_mesh is not None and self.is_member:
             self._groups = [device_mesh.get_group(i) if n > 1 else None for i, n in enumerate(shape)]
+            _check_backends(self._groups, device_type)
         self._orders = [self._order(i, group) for i, group in enumerate(self._groups)]
         self._whole: dist.ProcessGroup | None = None
         self.words: Mapping[str, str] = {}
@@ -119,7 +124,8 @@ class Mesh(TorchNames):
 
         Args:
             axes: name to size; their product must be the number of ranks.
-            device_type: ``"cpu"`` or ``"cuda"``; by default what the process group runs on.
+            device_type: ``"cpu"``, or an accelerator's; by default what the process group runs on,
+                or without one the machine's accelerator, if it has one.
             ranks: those that the mesh is made of; by default all. Every rank of the world must build the
                 mesh, also those outside it.
 
@@ -136,15 +142,15 @@ class Mesh(TorchNames):
         if ranks is not None:
             _check_ranks(tuple(ranks), names, shape, world)
         elif needed != world:
-            given = " × ".join(f"{k} {v}" for k, v in axes.items())
+            asked_for = " × ".join(f"{k} {v}" for k, v in axes.items())
             raise ValueError(
-                f"The mesh {given} needs {needed} rank(s), but {world} are running. Start {needed} ranks "
+                f"The mesh {asked_for} needs {needed} rank(s), but {world} are running. Start {needed} ranks "
                 f"(espalier run -n {needed} ..., torchrun --nproc-per-node {needed} ...) or change the axes."
             )
         if not running:
-            return Mesh.single(names, device_type or "cpu")
+            return Mesh.single(names, device_type or accelerator() or "cpu")
         if device_type is None:
-            device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+            device_type = of_world()
         members = tuple(range(needed) if ranks is None else map(int, ranks))
         known = _built().get((device_type, names, shape, members))
         if known is not None:
@@ -269,11 +275,11 @@ class Mesh(TorchNames):
         if not key:
             return self
         if key not in self._telling:
-            told = self._telling[key] = object.__new__(type(self))
-            vars(told).update(vars(self))
-            told.words, told.lately, told.kept, told._telling, told._parts = words, None, None, {}, {}
-            told.comparing = None
-            Mesh.known.add(told)
+            mesh = self._telling[key] = object.__new__(type(self))
+            vars(mesh).update(vars(self))
+            mesh.words, mesh.lately, mesh.kept, mesh._telling, mesh._parts = words, None, None, {}, {}
+            mesh.comparing = None
+            Mesh.known.add(mesh)
         return self._telling[key]
 
     @property
@@ -311,7 +317,7 @@ class Mesh(TorchNames):
         if self._whole is None and self.size() == dist.get_world_size():
             self._whole = dist.group.WORLD
         elif self._whole is None:
-            self._whole = dist.new_group(sorted(self.ranks), use_local_synchronization=True)
+            self._whole = _group_among(self.ranks)
         assert self._whole is not None
         return self._whole
 
@@ -332,11 +338,14 @@ class Mesh(TorchNames):
     def _order(self, axis: int, group: dist.ProcessGroup | None) -> tuple[int, ...] | None:
         if group is None:
             return None
+        order = tuple(dist.get_group_rank(group, rank) for rank in self.along(axis))
+        return None if order == tuple(range(len(order))) else order
+
+    def along(self, axis: int) -> list[int]:
+        """The world's ranks that differ from this one along an axis only, in the order of coordinates."""
         step = math.prod(self.shape[axis + 1 :])
         first = self.rank - self.coordinate[axis] * step
-        along = [self.ranks[first + i * step] for i in range(self.shape[axis])]
-        order = tuple(dist.get_group_rank(group, rank) for rank in along)
-        return None if order == tuple(range(len(order))) else order
+        return [self.ranks[first + i * step] for i in range(self.shape[axis])]
 
     def to_torch(self) -> DeviceMesh:
         """The ``DeviceMesh`` underneath.
@@ -353,9 +362,7 @@ class Mesh(TorchNames):
 
     def device(self) -> torch.device:
         """The device on which this rank's local tensors live."""
-        if self.device_type == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device(self.device_type)
+        return current(self.device_type)
 
     def check_same_world(self, other: Mesh) -> None:
         """See that a tensor can go from this mesh to another.
@@ -381,8 +388,6 @@ class Mesh(TorchNames):
         return self
 
     def __reduce__(self) -> Any:
-        from espalier.mesh.parts import known_mesh
-
         kind = "meta" if not self.is_member else self.device_type
         words = tuple(sorted(self.words.items()))
         return known_mesh, (self.names, self.shape, self.ranks, kind, self.is_dry, self.world_rank, words)
@@ -392,6 +397,66 @@ class Mesh(TorchNames):
         if not self.is_member:
             return f"Mesh({axes}, ranks {list(self.ranks)}, seen from rank {self.world_rank} outside it)"
         return f"Mesh({axes}{', dry' if self.is_dry else ''}, {self.device_type})"
+
+    # ---- the names under which torch's ``DeviceMesh`` is asked, so that ours may stand in its place
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """The axes' names."""
+        return self.names
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        """The ranks' numbers in the world, in the shape of the mesh."""
+        return torch.tensor(self.ranks, dtype=torch.int, device="cpu").view(self.shape)
+
+    def size(self, mesh_dim: int | str | None = None) -> int:
+        """Number of ranks, of the mesh or of one axis."""
+        return math.prod(self.shape) if mesh_dim is None else self.shape[self.axis(mesh_dim)]
+
+    def get_rank(self) -> int:
+        """This process's rank in the world."""
+        return self.world_rank
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """This rank's coordinate on an axis, which may be left out where there is only one."""
+        return self.coordinate[self._one_axis(mesh_dim)]
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """This rank's coordinate on each axis; None on a rank outside the mesh."""
+        return self.coordinate if self.is_member else None
+
+    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
+        """The process group along an axis, which may be left out where there is only one.
+
+        Raises:
+            ValueError: a dry or single mesh has none.
+        """
+        return self.to_torch().get_group(self._one_axis(mesh_dim))
+
+    def get_all_groups(self) -> list[dist.ProcessGroup]:
+        """The process group of each axis."""
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
+    def _one_axis(self, axis: int | str | None) -> int:
+        if axis is None and self.ndim > 1:
+            raise ValueError(f"{self!r} has {self.ndim} axes: say which of {', '.join(self.names)} is meant.")
+        return self.axis(0 if axis is None else axis)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, DeviceMesh):
+            return self._device_mesh is not None and self._device_mesh == other
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self) if self._device_mesh is None else hash(self._device_mesh)
+
+    def __enter__(self) -> Mesh:
+        mesh_resources.mesh_stack.append(self if self._device_mesh is None else self._device_mesh)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        mesh_resources.mesh_stack.pop()
 
 
 MeshLike = Mesh | DeviceMesh
@@ -419,11 +484,11 @@ def _place(coordinate: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 
 def _coordinate(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    found = []
+    coordinate = []
     for n in reversed(shape):
         place, here = divmod(place, n)
-        found.append(here)
-    return tuple(reversed(found))
+        coordinate.append(here)
+    return tuple(reversed(coordinate))
 
 
 def _array(ranks: Sequence[int], shape: tuple[int, ...]) -> torch.Tensor:
@@ -436,9 +501,9 @@ def _check_ranks(
 ) -> None:
     outside = [r for r in ranks if r < 0 or (world is not None and r >= world)]
     if len(ranks) != math.prod(shape) or len(set(ranks)) != len(ranks) or outside:
-        given = " × ".join(f"{k} {n}" for k, n in zip(names, shape, strict=True))
+        asked_for = " × ".join(f"{k} {n}" for k, n in zip(names, shape, strict=True))
         raise ValueError(
-            f"The mesh {given} needs {math.prod(shape)} different rank(s)"
+            f"The mesh {asked_for} needs {math.prod(shape)} different rank(s)"
             f"{f' of the {world} running' if world is not None else ''}; got ranks {list(ranks)}."
         )
 
@@ -463,6 +528,7 @@ def _release() -> None:
         mesh._groups = [None] * mesh.ndim
         mesh._whole = mesh.comparing = None
         mesh._backends.clear()
+        mesh.carriers.clear()
         if mesh._device_mesh is not None:
             vars(_root(mesh._device_mesh)).get("_pg_registry", {}).clear()
     Mesh.built = (None, {})
@@ -487,6 +553,32 @@ def _root(device_mesh: DeviceMesh) -> DeviceMesh:
     return device_mesh._get_root_mesh() if hasattr(device_mesh, "_get_root_mesh") else device_mesh
 
 
+def _group_among(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group that its members make, and nobody else.
+
+    Torch would split the communicator of a world that is bound to its devices, at which all of the world
+    must be. So it is told of no device meanwhile.
+    """
+    world: Any = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
+    return group
+
+
+def _check_backends(groups: Sequence[dist.ProcessGroup | None], device_type: str) -> None:
+    """See that a backend carries tensors of that device: gloo would read their memory from the host."""
+    for group in groups if is_accelerator(device_type) else ():
+        if group is not None and backend_of(device_type, group) == dist.Backend.GLOO:
+            raise ValueError(
+                f"The ranks of the mesh exchange tensors of {device_type!r} by gloo, which sends those of "
+                "the CPU alone. Let espalier start the world (espalier run, torchrun without "
+                "init_process_group), or call init_process_group() without a backend."
+            )
+
+
 def _check_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> None:
     wrong = []
     if len(names) != len(shape):
@@ -500,3 +592,63 @@ def _check_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> None:
     ]
     if wrong:
         raise ValueError(f"Not a mesh: names {names}, sizes {shape}: " + "; ".join(wrong) + ".")
+
+
+def current_mesh() -> Mesh | DeviceMesh:
+    """The mesh whose ``with`` block is open, ours or torch's, the innermost.
+
+    Raises:
+        ValueError: there is none.
+    """
+    stack = getattr(mesh_resources, "mesh_stack", None)
+    if not stack:
+        raise ValueError("No mesh was given. Pass device_mesh=, or call inside `with mesh:`.")
+    mesh: Mesh | DeviceMesh = stack[-1]
+    return mesh
+
+
+def known_mesh(
+    names: Sequence[str],
+    shape: Sequence[int],
+    ranks: Sequence[int],
+    device_type: str,
+    is_dry: bool,
+    world_rank: int,
+    words: Sequence[tuple[str, str]],
+) -> Mesh:
+    """The mesh that a pickle names: one that there is, or that of the whole world, made now.
+
+    Raises:
+        ValueError: there is none, and making it takes ranks that don't know of it.
+    """
+    names, shape, ranks = tuple(names), tuple(shape), tuple(ranks)
+    words_by_axis: dict[str, str] = dict(words)
+    for mesh in _meshes():
+        alike = (mesh.names, mesh.shape, mesh.ranks, mesh.is_dry) == (names, shape, ranks, is_dry)
+        alike = alike and (mesh.device_type, dict(mesh.words)) == (device_type, words_by_axis)
+        if alike and _is_usable(mesh, world_rank):
+            return mesh
+    axes = dict(zip(names, shape, strict=True))
+    if is_dry and device_type == "meta":
+        return Mesh.dry(axes, ranks=ranks, world_rank=world_rank).telling(**words_by_axis)
+    if ranks == tuple(range(dist.get_world_size() if dist.is_initialized() else 1)):
+        return Mesh.from_env(axes, device_type).telling(**words_by_axis)
+    asked_for = " × ".join(f"{name} {n}" for name, n in axes.items())
+    raise ValueError(
+        f"What is loaded lies on the mesh {asked_for} of the ranks {list(ranks)}, and there is none like it. "
+        "Make it first, on all ranks: Mesh.from_env(axes, ranks=...), or a part of a larger one by its name."
+    )
+
+
+def _meshes() -> Iterator[Mesh]:
+    """Those that there are, the one whose ``with`` block is open first."""
+    with suppress(ValueError):
+        yield as_mesh(None)
+    yield from list(Mesh.known)
+
+
+def _is_usable(mesh: Mesh, world_rank: int) -> bool:
+    """Whether a mesh is seen from that rank, or its process groups are there."""
+    if mesh.is_dry:
+        return mesh.world_rank == world_rank
+    return all(n == 1 or group is not None for n, group in zip(mesh.shape, mesh._groups, strict=True))

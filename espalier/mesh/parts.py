@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from espalier.mesh.mesh import Mesh, _array, as_mesh
+from espalier.mesh.mesh import Mesh, _array
+from espalier.mesh.mesh import known_mesh as known_mesh  # pickles of before name it here
 
 
 def at(mesh: Mesh, axis: int | str, coordinate: int) -> Mesh:
@@ -64,53 +64,6 @@ def joined(mesh: Mesh, axes: Sequence[int]) -> Mesh:
     return mesh._parts[key]
 
 
-def known_mesh(
-    names: Sequence[str],
-    shape: Sequence[int],
-    ranks: Sequence[int],
-    device_type: str,
-    is_dry: bool,
-    world_rank: int,
-    words: Sequence[tuple[str, str]],
-) -> Mesh:
-    """The mesh that a pickle names: one that there is, or that of the whole world, made now.
-
-    Raises:
-        ValueError: there is none, and making it takes ranks that don't know of it.
-    """
-    names, shape, ranks = tuple(names), tuple(shape), tuple(ranks)
-    told: dict[str, str] = dict(words)
-    for mesh in _meshes():
-        alike = (mesh.names, mesh.shape, mesh.ranks, mesh.is_dry) == (names, shape, ranks, is_dry)
-        alike = alike and (mesh.device_type, dict(mesh.words)) == (device_type, told)
-        if alike and _is_usable(mesh, world_rank):
-            return mesh
-    axes = dict(zip(names, shape, strict=True))
-    if is_dry and device_type == "meta":
-        return Mesh.dry(axes, ranks=ranks, world_rank=world_rank).telling(**told)
-    if ranks == tuple(range(dist.get_world_size() if dist.is_initialized() else 1)):
-        return Mesh.from_env(axes, device_type).telling(**told)
-    given = " × ".join(f"{name} {n}" for name, n in axes.items())
-    raise ValueError(
-        f"What is loaded lies on the mesh {given} of the ranks {list(ranks)}, and there is none like it. "
-        "Make it first, on all ranks: Mesh.from_env(axes, ranks=...), or a part of a larger one by its name."
-    )
-
-
-def _meshes() -> Iterator[Mesh]:
-    """Those that there are, the one whose ``with`` block is open first."""
-    with suppress(ValueError):
-        yield as_mesh(None)
-    yield from list(Mesh.known)
-
-
-def _is_usable(mesh: Mesh, world_rank: int) -> bool:
-    """Whether a mesh is seen from that rank, or its process groups are there."""
-    if mesh.is_dry:
-        return mesh.world_rank == world_rank
-    return all(n == 1 or group is not None for n, group in zip(mesh.shape, mesh._groups, strict=True))
-
-
 def with_axes(mesh: Mesh, axes: Mapping[str, int]) -> Mesh | None:
     """A mesh with these axes over the same ranks: axes of one rank come and go; None if others differ.
 
@@ -125,13 +78,10 @@ def with_axes(mesh: Mesh, axes: Mapping[str, int]) -> Mesh | None:
     if list(wide) != list(wanted):  # the ranks go on lying as they do
         axes = {**wide, **axes}
     if mesh.is_dry:
-        found = Mesh.dry(axes, device_type=mesh.device_type, ranks=mesh.ranks, world_rank=mesh.world_rank)
+        other = Mesh.dry(axes, device_type=mesh.device_type, ranks=mesh.ranks, world_rank=mesh.world_rank)
     elif mesh.size() == 1 and not dist.is_initialized():
-        found = Mesh.single(tuple(axes), mesh.device_type)
+        other = Mesh.single(tuple(axes), mesh.device_type)
     else:
-        found = Mesh.from_env(axes, mesh.device_type, ranks=mesh.ranks)
-    found.ledgers = mesh.ledgers
-    return found
-
-
-__all__ = ["at", "joined", "known_mesh", "with_axes"]
+        other = Mesh.from_env(axes, mesh.device_type, ranks=mesh.ranks)
+    other.ledgers = mesh.ledgers
+    return other

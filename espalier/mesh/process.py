@@ -21,10 +21,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+
+from espalier.device import backends, choose, count, use
 
 # Names the folder of a launch, where the ranks leave their notes of failure.
 FOLDER = "ESPALIER_LAUNCH_FOLDER"
@@ -70,18 +72,19 @@ class Process:
 def start(device_type: str | None = None, timeout: float = STANDARD_TIMEOUT) -> Process:
     """Join the world that torchrun's environment describes, or make a world of one where there is none.
 
-    ``device_type`` is ``"cpu"`` (gloo), ``"cuda"`` (NCCL, and gloo for tensors on the CPU) or None: CUDA if
-    every local rank can have a device of its own, else the CPU. ``timeout``, in seconds, is how long a
-    collective may wait for the other ranks. Torch computes with as many threads as ``OMP_NUM_THREADS`` says.
+    ``device_type`` is ``"cpu"`` (gloo), the accelerator's type (on CUDA: NCCL, and gloo for tensors on the
+    CPU) or None: the accelerator if every local rank can have one of its own, else the CPU. ``timeout``, in
+    seconds, is how long a collective may wait for the other ranks. Torch computes with as many threads as
+    ``OMP_NUM_THREADS`` says.
 
     Where torch.distributed is initialized already, that world is kept and described. Raises ``ValueError``
     where the environment is incomplete or lacks devices, ``RuntimeError`` where the ranks cannot meet.
     """
     place = _read_environment()
-    rank, world_size, local_rank, local_size = place or (0, 1, 0, 1)
+    rank, world_size, local_rank, local_size, apart = place or (0, 1, 0, 1, False)
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = _pick_device(device_type, local_rank, local_size)
+    device = choose(device_type, local_rank, local_size, apart=apart)
     if dist.is_initialized():
         return Process(rank, world_size, local_rank, device)
 
@@ -90,10 +93,8 @@ def start(device_type: str | None = None, timeout: float = STANDARD_TIMEOUT) -> 
         torch.set_num_threads(int(threads))
     if local_size == world_size:
         use_loopback(os.environ)
-    options: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=timeout)}
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        options |= {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    use(device)
+    options = backends(device) | {"timeout": timedelta(seconds=timeout)}
     if place is None:
         # A store inside the process: a world of one needs no port.
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -134,8 +135,12 @@ def finish() -> None:
         _flush()
 
 
-def _read_environment() -> tuple[int, int, int, int] | None:
-    """Rank, world size, local rank and local world size as torchrun sets them; None if it sets nothing."""
+def _read_environment() -> tuple[int, int, int, int, bool] | None:
+    """Rank, world size, local rank and local world size as torchrun sets them; None if it sets nothing.
+
+    What of the local ones is missing the launcher of the tasks may tell. Last whether it has given each an
+    environment of its own.
+    """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
     required = ["RANK", "WORLD_SIZE"]
@@ -147,7 +152,7 @@ def _read_environment() -> tuple[int, int, int, int] | None:
             f"the environment has only a part of what torchrun sets: {', '.join(missing)} missing. "
             "Start with `espalier run` or `torchrun`, or unset RANK and WORLD_SIZE for a single process."
         )
-    values = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    values: dict[str, int] = {}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         text = os.environ.get(name)
         if text is None:
@@ -157,23 +162,35 @@ def _read_environment() -> tuple[int, int, int, int] | None:
         values[name] = int(text)
     if values["RANK"] >= values["WORLD_SIZE"]:
         raise ValueError(f"RANK={values['RANK']} but WORLD_SIZE={values['WORLD_SIZE']}: ranks start at 0")
-    return values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"]
+    rank, world_size = values["RANK"], values["WORLD_SIZE"]
+    by_launcher = _told_by_launcher(world_size)
+    # where nobody says, devices are dealt out in turn, as torch's DeviceMesh does
+    local_rank, local_size = by_launcher or (rank % max(count(), 1), 1)
+    local = values.get("LOCAL_RANK", local_rank), values.get("LOCAL_WORLD_SIZE", local_size)
+    return rank, world_size, *local, by_launcher is not None
 
 
-def _pick_device(device_type: str | None, local_rank: int, local_size: int) -> torch.device:
-    if device_type not in (None, "cpu", "cuda"):
-        raise ValueError(f"device type {device_type!r}: expected 'cpu', 'cuda' or None")
-    if device_type == "cpu":
-        return torch.device("cpu")
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if devices >= max(local_size, local_rank + 1):
-        return torch.device("cuda", local_rank)
-    if device_type == "cuda":
-        raise ValueError(
-            f"{local_size} ranks on this machine need a CUDA device each, but {devices} "
-            f"{'is' if devices == 1 else 'are'} visible: start fewer ranks, or use device type 'cpu'"
-        )
-    return torch.device("cpu")
+# of launchers that start each rank by themselves: how many they have started, this one's place among those of
+# its machine, and how many these are
+_LAUNCHERS = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def _told_by_launcher(world_size: int) -> tuple[int, int] | None:
+    """The local rank and the local world size, if the tasks of a launcher are the ranks of the world."""
+    for names in _LAUNCHERS:
+        tasks, place, here = (os.environ.get(name, "") for name in names)
+        if tasks != str(world_size) or not place.isdecimal():
+            continue
+        # SLURM's is a list, one for each node: 8(x2),4
+        of_nodes = re.findall(r"(\d+)(?:\(x(\d+)\))?", here)
+        sizes = [int(n) for n, times in of_nodes for _ in range(int(times or 1))]
+        node = int(os.environ.get("SLURM_NODEID", "0")) if len(sizes) > 1 else 0
+        return int(place), sizes[node] if node < len(sizes) else int(place) + 1
+    return None
 
 
 def use_loopback(environment: MutableMapping[str, str]) -> None:
@@ -223,6 +240,11 @@ def _leave_quietly() -> None:
     if dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+
+
+def is_fake() -> bool:
+    """Whether the running world is torch's of one process, in which nobody else is there (backend "fake")."""
+    return dist.get_backend() == "fake"
 
 
 def is_consequence(text: str) -> bool:

@@ -1,60 +1,14 @@
-"""Configurations from dictionaries, with every mistake listed at once."""
+"""What the models share: configs that tell every mistake, first weights, output and loss."""
 
-import difflib
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from typing import Any, TypeVar
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
-from pydantic import TypeAdapter, ValidationError
-
-C = TypeVar("C")
-
-
-class ConfigError(ValueError):
-    """A configuration with mistakes.
-
-    Attributes:
-        owner: what was to be configured.
-        mistakes: one line each; the message lists all of them.
-    """
-
-    def __init__(self, owner: str, mistakes: Iterable[str]) -> None:
-        self.owner, self.mistakes = owner, tuple(mistakes)
-        super().__init__(f"{owner}: " + "; ".join(self.mistakes))
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.owner, self.mistakes)
-
-
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice spelled most like ``word``, or None where none comes close."""
-    by_letters = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(word.lower(), list(by_letters), n=1, cutoff=0.5)
-    return by_letters[found[0]] if found else None
-
-
-def raise_if(owner: str, mistakes: Iterable[str]) -> None:
-    """Raise `ConfigError` with all ``mistakes``, if there are any."""
-    listed = list(mistakes)
-    if listed:
-        raise ConfigError(owner, listed)
-
-
-def below_one(config: object, names: Iterable[str]) -> list[str]:
-    """A mistake for each named size that is given and not at least 1."""
-    given = {name: getattr(config, name) for name in names}
-    return [
-        f"{name} = {value} must be at least 1"
-        for name, value in given.items()
-        if not (value is None or value >= 1)
-    ]
-
-
-def no_probability(dropout: float) -> list[str]:
-    """The mistake of a dropout that is none."""
-    return [] if 0 <= dropout < 1 else [f"dropout = {dropout} must be at least 0 and below 1"]
+import torch.nn.functional as F
+from torch import nn
 
 
 def positions_in(input_ids: torch.Tensor, most: int) -> int:
@@ -72,32 +26,49 @@ def positions_in(input_ids: torch.Tensor, most: int) -> int:
     return s
 
 
-def config_from_dict(config: type[C], values: Mapping[str, Any]) -> C:
-    """Build the dataclass ``config`` from plain values, strictly.
+def initialize_weights(
+    model: nn.Module, *, residual: Collection[str], additions: int, std: float = 0.02
+) -> None:
+    """Draw all Linear, Conv2d and Embedding weights from a normal distribution, biases zero.
 
-    Raises:
-        ConfigError: listing every unknown key (with the nearest known one)
-            and every value of the wrong type.
+    Args:
+        model: changed in place.
+        residual: last names of the Linear modules that add to the residual stream.
+        additions: how many of them there are; their deviation is ``std / sqrt(additions)``,
+            so that the stream's variance does not grow with depth.
+        std: standard deviation of all other weights.
     """
-    known = [f.name for f in fields(config)]  # type: ignore[arg-type]
-    mistakes = []
-    for key in values:
-        if key not in known:
-            close = nearest(key, known)
-            hint = f"did you mean {close!r}?" if close else f"known keys: {', '.join(known)}"
-            mistakes.append(f"unknown key {key!r} ({hint})")
-    try:
-        # Pydantic's strict mode takes a dataclass from JSON but not from a dict.
-        text = json.dumps({k: v for k, v in values.items() if k in known}, default=str)
-        made = TypeAdapter(config).validate_json(text, strict=True)
-    except ValidationError as error:
-        for item in error.errors(include_url=False):
-            cause = item.get("ctx", {}).get("error")
-            if isinstance(cause, ConfigError):
-                mistakes.extend(cause.mistakes)
-            else:
-                where = ".".join(map(str, item["loc"]))
-                mistakes.append(f"{where} = {item['input']!r}: {item['msg']}")
-        raise ConfigError(config.__name__, mistakes) from None
-    raise_if(config.__name__, mistakes)
-    return made
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d):
+            scaled = name.rpartition(".")[2] in residual
+            nn.init.normal_(module.weight, std=std / math.sqrt(additions) if scaled else std)
+        if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+class LanguageModelOutput(NamedTuple):
+    """Output of a language model.
+
+    Attributes:
+        logits: [batch, sequence, vocabulary], unnormalized log-probabilities.
+        loss: scalar mean cross-entropy in nats over the labels that are not
+            -100; None where no labels were given.
+    """
+
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats of aligned labels.
+
+    Args:
+        logits: [batch, sequence, vocabulary].
+        labels: [batch, sequence]; ``labels[:, t]`` is the token that is to be told at
+            position t (already shifted, if it is the next), or -100 to leave the position out.
+
+    Logits of 16 bits are taken to float32 first: the loss would have three digits otherwise.
+    """
+    if logits.dtype.itemsize == 2:
+        logits = logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)

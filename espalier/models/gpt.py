@@ -1,88 +1,19 @@
 """A GPT of the modern kind: rotary positions, RMSNorm, SwiGLU, grouped-query attention."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from espalier.models.caches import Past
-from espalier.models.config import below_one, no_probability, positions_in, raise_if
-from espalier.models.generate import Generates
-from espalier.models.initialize import initialize_weights
-from espalier.models.output import LanguageModelOutput, token_loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTConfig:
-    """Sizes of a `GPT`.
-
-    Attributes:
-        vocab_size: number of tokens.
-        max_positions: longest sequence.
-        layers: number of blocks.
-        hidden: width of the residual stream.
-        heads: number of query heads.
-        kv_heads: number of key and value heads, a divisor of ``heads``; as many when None.
-        head_dim: width of one head, even; ``hidden / heads`` when None.
-        ffn: inner width of the feed-forward layer; ``8/3 hidden`` rounded up to 8 when None.
-        dropout: probability, after the embedding, in attention and after each block's two halves.
-        bias: whether the Linear layers of the blocks have biases.
-        tied: whether the head's weight is the embedding's.
-        rope_base: base of the rotary angles.
-        norm_eps: added to the mean square in RMSNorm.
-    """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-    vocab_size: int = 4096
-    max_positions: int = 1024
-    layers: int = 4
-    hidden: int = 192
-    heads: int = 6
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    ffn: int | None = None
-    dropout: float = 0.0
-    bias: bool = False
-    tied: bool = False
-    rope_base: float = 10_000.0
-    norm_eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        raise_if(type(self).__name__, self._mistakes())
-
-    def _mistakes(self) -> list[str]:
-        positive = ("vocab_size", "max_positions", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")
-        found = below_one(self, positive)
-        if found:
-            return found
-        if self.head_dim is None and self.hidden % self.heads:
-            found.append(
-                f"hidden = {self.hidden} is not a multiple of heads = {self.heads}; "
-                "change one of them, or give head_dim"
-            )
-        elif self.size_of_head % 2:
-            found.append(f"the width of a head, {self.size_of_head}, must be even for rotary positions")
-        if self.heads % self.size_of_kv:
-            found.append(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
-        return found + no_probability(self.dropout)
-
-    @property
-    def size_of_head(self) -> int:
-        """Width of one head."""
-        return self.head_dim or self.hidden // self.heads
-
-    @property
-    def size_of_kv(self) -> int:
-        """Number of key and value heads."""
-        return self.kv_heads or self.heads
-
-    @property
-    def size_of_ffn(self) -> int:
-        """Inner width of the feed-forward layer."""
-        return self.ffn or -(-8 * self.hidden // 24) * 8
+from espalier.models.config import (
+    LanguageModelOutput,
+    initialize_weights,
+    positions_in,
+    token_loss,
+)
+from espalier.models.sampling import Generates, Past
+from espalier.models.sizes import GPTConfig
 
 
 class Attention(nn.Module):

@@ -1,63 +1,19 @@
 """A GPT of GPT-2's kind: learned positions, LayerNorm, GELU, biases, a tied head."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from espalier.models.caches import Past
-from espalier.models.config import below_one, no_probability, positions_in, raise_if
-from espalier.models.generate import Generates
-from espalier.models.initialize import initialize_weights
-from espalier.models.output import LanguageModelOutput, token_loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPT2Config:
-    """Sizes of a `GPT2`.
-
-    Attributes:
-        vocab_size: number of tokens.
-        max_positions: longest sequence.
-        layers: number of blocks.
-        hidden: width of the residual stream, a multiple of ``heads``.
-        heads: number of attention heads.
-        ffn: inner width of the feed-forward layer; ``4 hidden`` when None.
-        dropout: probability, after the embeddings, in attention and after each block's two halves.
-        bias: whether Linear and LayerNorm have biases.
-        tied: whether the head's weight is the embedding's.
-        norm_eps: added to the variance in LayerNorm.
-    """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-    vocab_size: int = 4096
-    max_positions: int = 1024
-    layers: int = 4
-    hidden: int = 192
-    heads: int = 6
-    ffn: int | None = None
-    dropout: float = 0.0
-    bias: bool = True
-    tied: bool = True
-    norm_eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        raise_if(type(self).__name__, self._mistakes())
-
-    def _mistakes(self) -> list[str]:
-        positive = ("vocab_size", "max_positions", "layers", "hidden", "heads", "ffn")
-        found = below_one(self, positive)
-        if not found and self.hidden % self.heads:
-            found.append(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
-        return found + no_probability(self.dropout)
-
-    @property
-    def size_of_ffn(self) -> int:
-        """Inner width of the feed-forward layer."""
-        return self.ffn or 4 * self.hidden
+from espalier.models.config import (
+    LanguageModelOutput,
+    initialize_weights,
+    positions_in,
+    token_loss,
+)
+from espalier.models.sampling import Generates, Past
+from espalier.models.sizes import GPT2Config
 
 
 class Sizes(Protocol):

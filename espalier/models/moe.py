@@ -1,54 +1,16 @@
 """A mixture-of-experts GPT: a router sends each token through a few of many feed-forward layers."""
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from espalier.models.gpt import GPT, MLP, Attention, GPTConfig
-from espalier.models.output import token_loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoEConfig(GPTConfig):
-    """Sizes of a `MoE`: those of a `GPT`, whose ``ffn`` is the inner width of one expert, and these.
-
-    Attributes:
-        experts: number of experts of a block.
-        top_k: how many of them each token is routed to.
-        shared: width of the feed-forward layer that every token passes besides, in experts; 0 for none.
-        normalize: whether a token's weights of its experts are scaled so that they add up to 1.
-        capacity: an expert takes at most so many times the tokens that would be its even share of the
-            batch, the first ones, and drops the rest; None: it takes all that come.
-        balance: weight of the balance loss in the loss.
-        z: weight of the router's z-loss in the loss.
-    """
-
-    experts: int = 8
-    top_k: int = 2
-    shared: int = 0
-    normalize: bool = True
-    capacity: float | None = None
-    balance: float = 0.01
-    z: float = 0.001
-
-    def _mistakes(self) -> list[str]:
-        found = super()._mistakes()
-        if self.experts < 1:
-            found.append(f"experts = {self.experts} must be at least 1")
-        if not 1 <= self.top_k <= max(self.experts, 1):
-            found.append(f"top_k = {self.top_k} must be at least 1 and at most experts = {self.experts}")
-        if self.capacity is not None and self.capacity <= 0:
-            found.append(f"capacity = {self.capacity} must be above 0, or left out")
-        found += [
-            f"{name} = {value} must be at least 0"
-            for name in ("shared", "balance", "z")
-            if (value := getattr(self, name)) < 0
-        ]
-        return found
+from espalier.device import has_grouped_products, moved
+from espalier.models.config import token_loss
+from espalier.models.gpt import GPT, MLP, Attention
+from espalier.models.sizes import MoEConfig
 
 
 class Routing(NamedTuple):
@@ -112,14 +74,32 @@ class Experts(nn.Module):
         chosen = top_k_index.flatten()
         order = chosen.argsort(stable=True)
         sizes = chosen.bincount(minlength=self.num_experts + 1).tolist()
-        rows = hidden_states[order // k].split(sizes)
-        made = [self._expert(e, rows[e]) for e in range(self.num_experts)]
-        every = torch.cat([*made, torch.zeros_like(rows[-1])])[order.argsort()]
+        rows, nothing = hidden_states[order // k].split([sum(sizes[:-1]), sizes[-1]])
+        made = self.of_sorted(rows, sizes[:-1])
+        every = torch.cat([made, torch.zeros_like(nothing)])[order.argsort()]
         return (every.view(tokens, k, hidden_states.shape[-1]) * top_k_weights.unsqueeze(-1)).sum(1)
+
+    def of_sorted(self, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """What each expert makes of its rows, [rows, hidden] sorted by expert, ``sizes`` of each."""
+        if takes_groups(rows, self.down_proj):
+            ends = moved(torch.tensor(sizes, device="cpu").cumsum(0).to(torch.int32), rows.device)
+            gate = F.grouped_mm(rows, self.gate_proj.mT, offs=ends)
+            up = F.grouped_mm(rows, self.up_proj.mT, offs=ends)
+            return F.grouped_mm(F.silu(gate) * up, self.down_proj.mT, offs=ends)
+        return torch.cat([self._expert(e, x) for e, x in enumerate(rows.split(sizes))])
 
     def _expert(self, number: int, x: torch.Tensor) -> torch.Tensor:
         inner = F.silu(F.linear(x, self.gate_proj[number])) * F.linear(x, self.up_proj[number])
         return F.linear(inner, self.down_proj[number])
+
+
+def takes_groups(rows: torch.Tensor, down: torch.Tensor) -> bool:
+    """Whether torch multiplies the rows of all experts in one kernel: those of an accelerator, of 16 bits.
+
+    It wants rows that begin at multiples of 16 bytes, of the experts' matrices too: ``down`` is the last.
+    """
+    narrow = rows.dtype is down.dtype is torch.bfloat16
+    return narrow and has_grouped_products(rows.device.type) and not any(n % 8 for n in down.shape[1:])
 
 
 class MoELayer(nn.Module):

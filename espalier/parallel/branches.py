@@ -1,10 +1,10 @@
 """Branches: parts of a layer that don't need each other, on different ranks, at the same time.
 
-The parameters of a branch lie on the ranks of one coordinate of the axis ``branch``; on the others they have
-no values. Its input is *varied* along the axis: each rank uses it for its own branch alone, and the gradients
-are summed. What comes out of it is Partial, with zeros on the ranks that did not compute it. So branches that
-are added to one another (``attention(y) + mlp(y) + x``) meet in one all-reduce. Ranks that don't hold a
-branch follow its shapes without data, so that random values and errors are the same on all.
+The parameters of a branch lie on the ranks of one coordinate of the axis ``branch``; on the others they
+have no values. Its input is *deferred* along the axis: each rank uses it for its own branch alone, and the
+gradients are summed. What comes out of it is Partial, with zeros on the ranks that did not compute it. So
+branches that are added to one another (``attention(y) + mlp(y) + x``) meet in one all-reduce. Ranks that
+don't hold a branch follow its shapes without data, so that random values and errors are the same on all.
 
 This is the operator-wise parallelism of Jia et al. 2019 (Beyond Data and Model Parallelism), as a layout.
 """
@@ -12,24 +12,25 @@ This is the operator-wise parallelism of Jia et al. 2019 (Beyond Data and Model 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import MappingProxyType, MethodType
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as raw
-from torch.utils._python_dispatch import _disable_current_modes
 
+from espalier.blocks import around
 from espalier.comm import broadcast
 from espalier.layout import Layout
-from espalier.layout.layout import R, V
+from espalier.layout.layout import D, R
 from espalier.mesh import Mesh
 from espalier.mesh.parts import at
-from espalier.parallel.pipeline.chances import Drawing
 from espalier.tensor import full_tensor, plain, stamp
+from espalier.tensor.dry_runs import Drawing
 from espalier.tensor.dtensor import DTensor, layout_of, redistribute
+from espalier.torch_private import disable_modes, raw
 from espalier.trees import tree_map
 
 Branches = Mapping[str, int]
@@ -59,7 +60,7 @@ def found_branches(model: nn.Module, table: Branches | None, n: int) -> dict[str
             "Plan(branch=2) and initialize(..., branches={'*.attention': 0, '*.mlp': 1})."
         )
     names = [name for name, _ in model.named_modules()]
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     wrong = []
     for pattern, number in table.items():
         matched = fnmatch.filter(names, pattern)
@@ -67,31 +68,31 @@ def found_branches(model: nn.Module, table: Branches | None, n: int) -> dict[str
             wrong.append(f"{pattern!r} matches no module of {type(model).__name__}")
         if not 0 <= number < n:
             wrong.append(f"{pattern!r}: {number} is none of the branches 0 to {n - 1}")
-        found.update(dict.fromkeys(matched, number))
-    wrong += [f"{a!r} lies within {b!r}" for a in found for b in found if a.startswith(f"{b}.")]
+        numbers.update(dict.fromkeys(matched, number))
+    wrong += [f"{a!r} lies within {b!r}" for a in numbers for b in numbers if a.startswith(f"{b}.")]
     if wrong:
         raise ValueError("\n  ".join(["Branches:", *wrong]))
-    return found
+    return numbers
 
 
-def homes_of(model: nn.Module, found: Branches, mesh: Mesh, stages: Mapping[int, Mesh]) -> dict[int, Mesh]:
+def homes_of(model: nn.Module, branches: Branches, mesh: Mesh, stages: Mapping[int, Mesh]) -> dict[int, Mesh]:
     """For each parameter of a branch or a pipeline's stage, by its id, the mesh of the ranks that hold it.
 
     Raises:
         ValueError: others use it too.
     """
     homes = dict(stages)
-    held: dict[int, str] = {}
+    owner_of: dict[int, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        branch = next((b for b in found if name.startswith(f"{b}.")), "")
-        if held.setdefault(id(p), branch) != branch:
+        branch = next((b for b in branches if name.startswith(f"{b}.")), "")
+        if owner_of.setdefault(id(p), branch) != branch:
             raise ValueError(
                 f"Branches: the parameter {name} is used in {branch or 'the rest of the model'!r} and in "
-                f"{held[id(p)] or 'the rest of the model'!r}. A branch has parameters of its own: name a "
+                f"{owner_of[id(p)] or 'the rest of the model'!r}. A branch has parameters of its own: name a "
                 "module that holds all its uses."
             )
         if branch:
-            homes[id(p)] = at(stages.get(id(p), mesh), "branch", found[branch])
+            homes[id(p)] = at(stages.get(id(p), mesh), "branch", branches[branch])
     return homes
 
 
@@ -110,12 +111,10 @@ def leave_out(model: nn.Module, layouts: Mapping[str, Layout], dtype: torch.dtyp
             stamp(p, layout)._is_param = True
 
 
-def place_branches(model: nn.Module, found: Branches, mesh: Mesh) -> None:
+def place_branches(model: nn.Module, branches: Branches, mesh: Mesh) -> None:
     """Let each branch, whose parameters are laid out, be computed by those that hold it; in place."""
-    for name, number in found.items():
-        module: Any = model.get_submodule(name)
-        module._branch = mesh, number, module.forward
-        module.forward = MethodType(_forward, module)
+    for name, number in branches.items():
+        around(model.get_submodule(name), partial(_branch, mesh, number))
 
 
 def everywhere(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -129,9 +128,10 @@ def everywhere(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return broadcast(whole, mesh, axis, source)
 
 
-def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of the ``forward`` of a branch; DTensors in and out."""
-    mesh, number, forward = module._branch
+def _branch(
+    mesh: Mesh, number: int, module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Around the ``forward`` of a branch; DTensors in and out."""
     axis = mesh.axis("branch")
     home = at(mesh, axis, number)
     used: list[torch.Tensor] = []
@@ -139,11 +139,11 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     def enter(x: Any) -> Any:
         if type(x) is not DTensor or layout_of(x).mesh is not mesh:
             return x
-        varied = _varied(x, axis)
+        deferred = _deferred_along(x, axis)
         with raw():
-            here = plain(varied)
+            here = plain(deferred)
             used.append(here)
-            layout = _on(home, layout_of(varied), axis, R)
+            layout = _on(home, layout_of(deferred), axis, R)
             if not home.is_member:
                 here = here.detach().new_empty(layout.local_shape, device="meta")
             return stamp(here.view_as(here), layout)
@@ -151,17 +151,17 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     def leave(x: Any) -> Any:
         if type(x) is not DTensor or layout_of(x).mesh is not home:
             return x
-        own = layout_of(x)
-        for a in own.partial:
-            if own.axes[a] != "sum":
-                own = own.with_axis(a, R)
-        out = redistribute(x, own)
+        summed = layout_of(x)
+        for a in summed.partial:
+            if summed.axes[a] != "sum":
+                summed = summed.with_axis(a, R)
+        out = redistribute(x, summed)
         with raw():
-            layout = _on(mesh, own, axis, "sum")
+            layout = _on(mesh, summed, axis, "sum")
             here = plain(out)
             if not home.is_member:
                 here = torch.zeros(layout.local_shape, dtype=x.dtype, device=mesh.device())
-                # backward, all ranks must come by where the input was varied
+                # backward, all ranks must come by where the input was deferred
                 for y in used:
                     if y.requires_grad and here.is_floating_point():
                         here = here + y.reshape(-1)[:0].sum().to(here.dtype)
@@ -169,14 +169,14 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
     args, kwargs = tree_map(enter, args), tree_map(enter, kwargs)
     with nullcontext() if home.is_member else _uncounted():
-        out = forward(*args, **kwargs)
+        out = own(*args, **kwargs)
     return tree_map(leave, out)
 
 
 @contextmanager
 def _uncounted() -> Iterator[None]:
     """What is done without data is not this rank's work: a dry run is not to count it; but it draws."""
-    with _disable_current_modes() as modes, ExitStack() as kept:
+    with disable_modes() as modes, ExitStack() as kept:
         for mode in modes:
             if isinstance(mode, Drawing):
                 kept.enter_context(mode)
@@ -188,17 +188,14 @@ def _on(mesh: Mesh, layout: Layout, axis: int, state: Any) -> Layout:
     return Layout.of(mesh, (*layout.axes[:axis], state, *layout.axes[axis + 1 :]), layout.cuts, layout.shape)
 
 
-def _varied(x: DTensor, axis: int) -> DTensor:
-    """``x`` varied along the axis; remembered on it, so that branches share one all-reduce backward."""
-    own = layout_of(x)
-    tag = own, x._version, torch.is_grad_enabled()
+def _deferred_along(x: DTensor, axis: int) -> DTensor:
+    """``x`` deferred along the axis; remembered on it, so that branches share one all-reduce backward."""
+    layout = layout_of(x)
+    tag = layout, x._version, torch.is_grad_enabled()
     known = x.__dict__.get("_branched")
     if known is not None and known[0] == tag:
         return known[1]
-    found = redistribute(x, own.with_axis(axis, V))
+    moved = redistribute(x, layout.with_axis(axis, D))
     if not x.is_leaf:
-        x._branched = tag, found  # type: ignore[attr-defined]
-    return found
-
-
-__all__ = ["Branches", "everywhere", "found_branches", "homes_of", "place_branches"]
+        x._branched = tag, moved  # type: ignore[attr-defined]
+    return moved

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as raw
 
+from espalier.blocks import blocks
 from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.mesh import Mesh
+from espalier.mesh.parts import at
 from espalier.parallel.branches import Branches, found_branches, homes_of, leave_out, place_branches
-from espalier.parallel.data.axis import DataAxis
-from espalier.parallel.data.units import blocks
-from espalier.parallel.expert.exchange import send_tokens
-from espalier.parallel.expert.modules import left_out, stacked
-from espalier.parallel.plan import Plan
-from espalier.parallel.tensor.automatic import Chosen, choose
-from espalier.parallel.tensor.boundary import cut_inputs, cut_sequences, is_norm
-from espalier.parallel.tensor.grids import Cuts, by_grid
-from espalier.parallel.tensor.infer import infer
-from espalier.parallel.tensor.tables import Table, kinds_from, kinds_of, table_for
+from espalier.parallel.data.zero import ZeroState
+from espalier.parallel.experts import left_out, send_tokens, stacked
+from espalier.parallel.pipeline.record import SplitError, called
+from espalier.parallel.pipeline.runtime import InferredShapes, Runtime
+from espalier.parallel.pipeline.shape_inference import ShapeInference, twin_of
+from espalier.parallel.pipeline.split import Split, StageProgram, split
+from espalier.parallel.plan import Offload, Plan
+from espalier.parallel.schedules.actions import Action, ActionKind, Schedule, with_messages
+from espalier.parallel.schedules.generate import find_schedule
+from espalier.parallel.tensor.infer import Chosen, choose, infer
+from espalier.parallel.tensor.sequence_parallel import cut_inputs, cut_sequences, is_norm
+from espalier.parallel.tensor.tables import Cuts, Table, by_grid, kinds_from, kinds_of, table_for
 from espalier.tensor import lay_out
 from espalier.tensor.deferred import make_the_rest_real
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.modules import unwatched
+from espalier.tensor.observers import user_frame
+from espalier.tensor.traces import NotCopiedError
+from espalier.torch_private import raw
 
 
 class Arrangement(dict[str, Layout]):
@@ -55,12 +63,12 @@ def arrange(
 ) -> Arrangement | None:
     """The layout of every parameter of a model under a plan.
 
-    On the data axes parameters are replicated and varied while the model computes with them: their
+    On the data axes parameters are replicated and deferred while the model computes with them: their
     gradients are reduced chunk by chunk (``espalier.parallel.data``). So are, on the tensor axis, those of
     norms that meet shards of a sequence. On the tensor axes parameters are cut by a table of name patterns
     (``table``, or the model's own), or, for a model nobody described, by what a run on ``batch`` (of one row)
     and trials of its blocks (of ``rows``) show (1d), that run alone
-    (3d), or all alike (2d, 2.5d). Experts (``espalier.parallel.expert``) are cut one from another, along the
+    (3d), or all alike (2d, 2.5d). Experts (``espalier.parallel.experts``) are cut one from another, along the
     expert axis and the tensor axes. A pipeline's parameters lie on the meshes of their ``stages`` (by their
     ids).
 
@@ -72,9 +80,9 @@ def arrange(
     """
     table = table if table is not None else table_for(model)
     if plan.tensor_mode == "1d":
-        given: Any = {"table": table, "batch": batch, "rows": rows, "sequence": plan.sequence_parallel}
+        options: Any = {"table": table, "batch": batch, "rows": rows, "sequence": plan.sequence_parallel}
         with left_out(model):
-            chosen = choose(model, plan.tensor, blocks(model), **given)
+            chosen = choose(model, plan.tensor, blocks(model), **options)
         cuts = None if chosen is None else _on_a_line(model, chosen.cut)
     else:
         chosen = Chosen({}, False, f"{plan.tensor_mode}: matrices both ways, vectors with their features")
@@ -100,9 +108,9 @@ def arrange(
             order += axes
             for axis in axes:
                 places[mesh.axis(axis)] = Shard(dim)
-        varied = [a for a in plan.data_axes if a not in order]
+        deferred = [a for a in plan.data_axes if a not in order]
         home = homes.get(id(p), mesh)
-        layouts[name] = Layout(home, places, tuple(p.shape), order=order, varied=varied)
+        layouts[name] = Layout(home, places, tuple(p.shape), order=order, deferred=deferred)
     if chosen.sequence:
         _defer(model, layouts, mesh.axis("tensor"))
     return layouts
@@ -113,7 +121,7 @@ def _defer(model: nn.Module, layouts: Arrangement, axis: int) -> None:
     met = {id(p) for module in model.modules() if is_norm(module) for p in module.parameters()}
     for name, p in model.named_parameters():
         if id(p) in met:
-            layouts[name] = layouts[name].with_varied([axis])
+            layouts[name] = layouts[name].with_deferred([axis])
 
 
 def _on_a_line(model: nn.Module, cut: Mapping[str, int]) -> dict[str, Cuts]:
@@ -146,7 +154,7 @@ def lay_out_model(
     mesh: Mesh,
     plan: Plan,
     optimizer: torch.optim.Optimizer | None = None,
-) -> DataAxis:
+) -> ZeroState:
     """Make every parameter a DTensor, in place: who holds it (an optimizer, a tie) goes on holding it.
 
     Rank 0's values are sent to all, so ranks that were seeded differently train one model all the
@@ -160,17 +168,43 @@ def lay_out_model(
         ValueError: a parameter was laid out already.
         DiskError: there is no space for the states.
     """
+    _refuse_laid_out(model)
+    data = _share_parameters(model, layouts, mesh, plan, optimizer)
+    send_tokens(model)
+    place_branches(model, layouts.branches, mesh)
+    _share_buffers(model, mesh)
+    if layouts.chosen.sequence:
+        cut_sequences(model, layouts, mesh.axis("tensor"), blocks(model).values())
+    if plan.context > 1:  # where a sequence is made inside the model: of an image, say
+        cut_inputs(blocks(model).values(), mesh.axis("context"))
+    torch.clear_autocast_cache()  # the user's may hold parameters, cast, from when they were whole
+    return data
+
+
+def _refuse_laid_out(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, DTensor):
             raise ValueError(
                 f"The parameter {name} is a DTensor already. Give initialize() the plain model, once."
             )
+
+
+def _share_parameters(
+    model: nn.Module,
+    layouts: Arrangement,
+    mesh: Mesh,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer | None,
+) -> ZeroState:
+    """Parameters lie as the layouts say, and between their uses as the plan's stage says."""
     low = plan.precision.parameters
     with unwatched(model):
         leave_out(model, layouts, None if low is None else getattr(torch, low))
-        data = DataAxis(model, layouts, mesh, plan, layouts.parts, optimizer)
-    send_tokens(model)
-    place_branches(model, layouts.branches, mesh)
+        return ZeroState(model, layouts, mesh, plan, layouts.parts, optimizer)
+
+
+def _share_buffers(model: nn.Module, mesh: Mesh) -> None:
+    """Every rank has the first one's buffers, which stay plain tensors."""
     for module in model.modules():
         if not mesh.is_dry:
             make_the_rest_real(module)
@@ -179,9 +213,187 @@ def lay_out_model(
                 whole = lay_out(b, Layout.replicated(mesh.within or mesh, tuple(b.shape)))
                 with raw():
                     module._buffers[name] = whole.as_subclass(torch.Tensor)
-    if layouts.chosen.sequence:
-        cut_sequences(model, layouts, mesh.axis("tensor"), blocks(model).values())
-    if plan.context > 1:
-        # where a sequence is made inside the model: of an image, say
-        cut_inputs(blocks(model).values(), mesh.axis("context"))
-    return data
+
+
+# ---- a model as a pipeline's stages: which rank has what, and what runs it
+
+
+class UndividedWarning(UserWarning):
+    """What was to be divided among stages lies in one: a module, or the whole model."""
+
+
+class Stages:
+    """The stages of a model under a plan.
+
+    Args:
+        mesh: with the axis ``pipe``.
+        example: of the model's inputs.
+        costs: of modules, by which stages are balanced; by default what is counted.
+
+    Attributes:
+        split: the model as stages.
+        places: the coordinate on the axis ``pipe`` of each stage.
+        local: the numbers of this rank's.
+        has_last: whether the last one is among them.
+        users: for each parameter, the coordinates on the axis ``pipe`` whose stages use it, in their order.
+        homes: for each parameter the first of them, which counts it.
+        meshes: for each parameter, by its id, the mesh on which it lies as seen from here.
+        parts: the names of the parameters that each stage of this rank uses.
+        runtime, shape_inference: what runs the stages, and knows what they tell one another.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, mesh: Mesh, example: Any, costs: Mapping[str, float] | None = None
+    ) -> None:
+        self._model, self._plan, self._mesh = model, plan, mesh
+        self._schedules: dict[tuple[int, ActionKind | None], Schedule] = {}
+        self._kind, self._per_rank = plan.schedule, plan.stages_per_rank
+        places = self.schedule(plan.accumulate).stage_to_rank
+        device = torch.device("cpu") if mesh.is_dry else mesh.device()
+        whole = plan.recompute != "none"  # what is computed again are whole blocks
+        self.split: Split | Undivided
+        try:
+            self.split = split(model, len(places), example, plan.cuts, costs, device=device, divide=not whole)
+        except SplitError as error:
+            if plan.cuts is not None or isinstance(error.__cause__, NotCopiedError):
+                raise
+            self.split = Undivided(model, plan.pipe)
+            # as one process does: the backward pass of a micro-batch before the next one's forward
+            self._kind, self._per_rank = "1f1b", 1
+            self._schedules.clear()
+            places = self.schedule(plan.accumulate).stage_to_rank
+            _warn(
+                f"{error} Until then the last stage computes and holds the whole model, and the other "
+                f"{plan.pipe - 1} do nothing: right, but no faster than without a pipeline."
+            )
+        else:
+            for why in self.split.whole:
+                _warn(f"{why} Until then {why.module!r} lies in one stage, however long that takes.")
+        self.places = places
+        here = mesh.coordinate[mesh.axis("pipe")]
+        self.local = tuple(i for i, rank in enumerate(places) if rank == here)
+        self.has_last = places[-1] == here
+        used = self.split.users
+        self.users = {name: tuple(dict.fromkeys(places[i] for i in of)) for name, of in used.items()}
+        self.meshes: dict[int, Mesh] = {}
+        for name, p in model.named_parameters():
+            ranks = self.users[name]
+            self.meshes[id(p)] = at(mesh, "pipe", here if here in ranks else ranks[0])
+        self.homes = {name: ranks[0] for name, ranks in self.users.items()}
+        self.parts = tuple(frozenset(name for name, of in used.items() if i in of) for i in self.local)
+        # a block that is computed again would be so for inputs and for weights
+        parts_backward = plan.zero < 3 and plan.recompute == "none" and plan.offload == Offload()
+        self.runtime = Runtime(mesh, at(mesh, "pipe", here), parts_backward)
+        self.shape_inference: Callable[..., InferredShapes]
+
+    def prepare(self, arrangement: Arrangement, mesh: Mesh) -> None:
+        """Before the model is laid out: make its twin.
+
+        Args:
+            arrangement: of the model.
+            mesh: of this rank's stages.
+        """
+        if isinstance(self.split, Undivided):
+            self.shape_inference = self.split.shape_inference
+            return
+        shape = dict(zip(mesh.names, mesh.shape, strict=True))
+        dry = Mesh.dry(shape, mesh.coordinate).telling(**mesh.words)
+        twin = twin_of(self._model)
+        branches = arrangement.branches.items()
+        lies = Arrangement()
+        for name, lay in arrangement.items():
+            number = next((k for branch, k in branches if name.startswith(f"{branch}.")), None)
+            on = dry if number is None else at(dry, "branch", number)
+            lies[name] = Layout.of(on, lay.axes, lay.cuts, lay.shape)
+        lies.chosen, lies.branches = arrangement.chosen, arrangement.branches
+        plan = self._plan
+        lay_out_model(twin, lies, dry, plan.model_copy(update={"zero": 0, "offload": Offload()}))
+        simple = plan.recompute == "none" and plan.offload == Offload()
+        alone = self.local if simple and mesh.size() == 1 and not mesh.is_dry else ()
+        self.shape_inference = ShapeInference(self._model, twin, dry, mesh, alone)
+
+    def schedule(self, micro_batches: int, only: ActionKind | None = None) -> Schedule:
+        """What ranks do with so many micro-batches; ``only`` actions of a kind.
+
+        Raises:
+            ValueError: the plan's schedule is for another number.
+        """
+        key = micro_batches, only
+        if key not in self._schedules:
+            self._schedules[key] = with_messages(self._made(micro_batches, only))
+        return self._schedules[key]
+
+    def _made(self, m: int, only: ActionKind | None) -> Schedule:
+        plan = self._plan
+        if only is not None:
+            of = self.schedule(plan.accumulate)
+            rows = [
+                tuple(Action(only, stage, i) for i in range(m) for stage in of.stages_of(rank))
+                for rank in range(of.ranks)
+            ]
+            return replace(of, micro_batches=m, actions=tuple(rows))
+        return find_schedule(self._kind, plan.pipe, m, self._per_rank)
+
+
+def _warn(said: str) -> None:
+    warnings.warn(said, UndividedWarning, stacklevel=user_frame()[0])
+
+
+# ---- a model that cannot be divided among stages: the last one computes all of it, the others nothing
+#
+# That is right, and slow: one rank of the axis ``pipe`` computes and holds what one process would. It is
+# what is left where a forward pass changes the model, takes gradients, or decides by values between its
+# modules.
+
+
+class WholeProgram(StageProgram):
+    """What a stage does that has all of a model, or nothing.
+
+    Args:
+        model: what it computes; None: nothing.
+    """
+
+    def __init__(self, number: int, model: nn.Module | None) -> None:
+        self.number, self._whole = number, model
+        self.inputs, self.outputs, self.steps, self.given = (), (), (), frozenset()
+        self.inner = () if model is None else tuple(model.modules())
+
+    def __call__(self, received: Sequence[torch.Tensor], batch: Any, runner: Any = None) -> Any:
+        """The model's output; of a stage that does nothing, no tensors."""
+        return () if self._whole is None else called(self._whole, batch)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that it uses."""
+        return [] if self._whole is None else list(self._whole.parameters())
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers that it uses."""
+        return [] if self._whole is None else list(self._whole.buffers())
+
+
+class Undivided:
+    """A model as stages of which the last has all, as :class:`~espalier.parallel.pipeline.split.Split`."""
+
+    def __init__(self, model: nn.Module, number: int) -> None:
+        self._model, last = model, number - 1
+        self.cuts: tuple[str, ...] = ()
+        self.dice = last
+        self.stages = tuple(WholeProgram(i, model if i == last else None) for i in range(number))
+        nothing = ((),) * last
+        rebuild: tuple[Callable[[Any], tuple[Any, ...]], ...] = (tuple,) * last
+        self._agreed = InferredShapes(nothing, nothing, False, rebuild, ((),) * number, {})
+
+    def at_all(self, batches: Iterable[Any]) -> list[Undivided]:
+        """The same for each batch."""
+        return [self for _ in batches]
+
+    @property
+    def users(self) -> dict[str, tuple[int, ...]]:
+        """For each parameter and buffer, by all its names, the stage that uses it."""
+        model, last = self._model, (len(self.stages) - 1,)
+        every = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+        return {name: last for name, _ in every}
+
+    def shape_inference(self, *_: Any) -> InferredShapes:
+        """In the place of a ``ShapeInference``: nothing is sent."""
+        return self._agreed

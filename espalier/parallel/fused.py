@@ -1,4 +1,6 @@
-"""Updates by torch's fused kernels for the CPU.
+"""What an optimizer holds in a step, and updates by torch's fused kernels.
+
+For a step others may take the place of its parameters: see :func:`holding`.
 
 Such a kernel goes through memory once, and is several times as fast as the same update, operation by
 operation. It takes elements by vectors, and what is left at the end of a tensor one by one, which may round
@@ -9,20 +11,33 @@ a vector of zeros.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
-from typing import Any
+from itertools import repeat
+from operator import is_
+from typing import Any, Protocol
 
 import torch
 
+from espalier.device import is_accelerator
 from espalier.tensor import plain
+from espalier.torch_private import fused_devices, getter, method
 
 State = dict[str, Any]
 
 _KERNELS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_OF_ACCELERATORS = _KERNELS[:3]
+_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+_STRIDED = {torch.strided}
+# the C functions themselves: this is the way of every step
+_in_a_row, _nbytes = method("is_contiguous"), getter("nbytes")
+_grad = getter("grad")
+_dtype, _is_cpu = (getter(name) for name in ("dtype", "is_cpu"))
+_layout = getter("layout")
 _WRONG = (torch.bfloat16, torch.float16)  # for SGD: up to torch 2.13 at least, whole vectors are not updated
-_VECTOR = 64  # bytes: of the longest vectors, and of what the kernels cut a tensor into for threads
+
+VECTOR = 64
+"""Bytes: of the longest vectors, and what torch lets a tensor's memory begin at a multiple of."""
 
 
 def has_host_kernel(optimizer: torch.optim.Optimizer) -> bool:
@@ -38,51 +53,122 @@ def may_fuse(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool
     return has_host_kernel(optimizer) and group["foreach"] is None and not any(map(group.get, others))
 
 
-@contextmanager
-def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While open, the optimizer takes fused kernels where it may, on contiguous tensors of whole vectors.
+class Substitute(Protocol):
+    """What an optimizer updates in place of parameters."""
 
-    Torch functions are to be left alone, and parameters to be plain.
+    def close(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the parameters what the optimizer has made of it."""
+
+
+@contextmanager
+def holding(optimizer: torch.optim.Optimizer) -> Iterator[list[Substitute]]:
+    """While open, the groups of an optimizer may hold others than its parameters: those noted in the list."""
+    kept = [(group, group["params"], group.get("fused")) for group in optimizer.param_groups]
+    substitutes: list[Substitute] = []
+    try:
+        yield substitutes
+    finally:
+        for group, params, said in kept:
+            group["params"] = params
+            if "fused" in group:
+                group["fused"] = said
+        for substitute in reversed(substitutes):
+            substitute.close(optimizer)
+
+
+@contextmanager
+def within_hooks(optimizer: torch.optim.Optimizer, around: AbstractContextManager[Any]) -> Iterator[None]:
+    """While open, a step enters ``around`` after all hooks before it, and leaves it before all after it."""
+    entered, depth = ExitStack(), 0
+
+    def enter(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:  # where a class's step calls that of its base, hooks run in both
+            entered.enter_context(around)
+
+    def leave(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            entered.close()
+
+    before, after = optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)
+    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+    try:
+        with entered:
+            yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+def fuse(optimizer: torch.optim.Optimizer, substitutes: list[Substitute]) -> None:
+    """Let the optimizer take fused kernels where it may, on contiguous tensors of whole vectors.
+
+    It is :func:`holding` what is noted. Torch functions are to be left alone, and parameters to be plain.
     """
-    kept: list[tuple[State, Any, list[torch.Tensor]]] = []
-    stands: list[_Stand] = []
     for group in optimizer.param_groups:
         if not may_fuse(optimizer, group):
             continue
-        kept.append((group, group["fused"], group["params"]))
-        params = [p for p in group["params"] if p.grad is not None]
-        takes = (
-            _suits(optimizer, group, params) if group["fused"] is None else not _is_wrong(optimizer, params)
-        )
-        group["fused"] = takes
+        params, grads = group["params"], list(map(_grad, group["params"]))
+        if any(map(is_, grads, repeat(None))):
+            params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        suits = not _is_wrong(optimizer, params)
+        takes = suits and (group["fused"] is not None or _suits(optimizer, group, params, grads))
+        if takes or group["fused"] is not None or not any(is_accelerator(p.device) for p in params):
+            group["fused"] = takes  # else torch takes calls on lists there, if nothing is said
         if takes:
-            parts = {id(p): _Stand(p, optimizer) for p in params if not _is_ready(p)}
-            stands += parts.values()
-            held = [parts[id(p)].parts if id(p) in parts else [p] for p in params]
-            group["params"] = [p for some in held for p in some]
-    try:
-        yield
-    finally:
-        for group, said, params in kept:
-            group.update(fused=said, params=params)
-        for stand in stands:
-            stand.close(optimizer)
+            _bring_counts(optimizer, params)
+            parts = {id(p): _Stand(p, optimizer) for p in _unready(params, grads)}
+            substitutes += parts.values()
+            group["params"] = params
+            if parts:
+                lists = [parts[id(p)].parts if id(p) in parts else [p] for p in params]
+                group["params"] = [p for some in lists for p in some]
 
 
-def _suits(optimizer: torch.optim.Optimizer, group: State, params: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernel takes all of them."""
-    for p in params:
-        grad = p.grad
-        assert grad is not None
-        if p.dtype not in _DTYPES or grad.dtype is not p.dtype or grad.layout is not torch.strided:
-            return False
-        # without values torch has the kernels of Adam only, and makes no states for them
-        if not p.is_cpu and not (p.is_meta and "exp_avg" in optimizer.state.get(p, {})):
-            return False
-    if _is_wrong(optimizer, params):
+def _suits(
+    optimizer: torch.optim.Optimizer,
+    group: State,
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+) -> bool:
+    """Whether the kernel, where the choice is ours, takes all of them."""
+    dtypes = list(map(_dtype, params))
+    if not _DTYPES.issuperset(dtypes) or list(map(_dtype, grads)) != dtypes:
         return False
+    if not _STRIDED.issuperset(map(_layout, grads)):
+        return False
+    if not all(map(_is_cpu, params)) and not _has_device_kernel(optimizer, params):
+        # without values torch has the kernels of Adam only, and makes no states for them
+        ready = (p.is_cpu or (p.is_meta and "exp_avg" in optimizer.state.get(p, {})) for p in params)
+        if not all(ready):
+            return False
     # torch's kernel of SGD begins with all momenta or with none
     return not group.get("momentum") or len({_has_momentum(optimizer, p) for p in params}) < 2
+
+
+def _has_device_kernel(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> bool:
+    """Whether all are on accelerators, for which torch has a fused kernel."""
+    kinds = {p.device.type for p in params}
+    return (
+        type(optimizer) in _OF_ACCELERATORS
+        and all(map(is_accelerator, kinds))
+        and kinds.issubset(fused_devices())
+    )
+
+
+def _bring_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
+    """A fused kernel wants the count of steps where the parameter is: it may come from the host, once."""
+    if all(map(_is_cpu, params)):
+        return
+    for p in params:
+        state = optimizer.state.get(p, {})
+        step = state.get("step")
+        if isinstance(step, torch.Tensor) and step.device != p.device and not p.is_meta:
+            state["step"] = step.to(p.device)
 
 
 def _is_wrong(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> bool:
@@ -93,9 +179,10 @@ def _has_momentum(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> bool:
     return optimizer.state.get(p, {}).get("momentum_buffer") is not None
 
 
-def _is_ready(p: torch.Tensor) -> bool:
-    assert p.grad is not None
-    return p.is_contiguous() and p.grad.is_contiguous() and not (p.is_cpu and p.nbytes % _VECTOR)
+def _unready(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that are not contiguous, as their gradients are to be, or on the CPU no whole vectors."""
+    ready = zip(params, map(_in_a_row, params), map(_in_a_row, grads), map(_nbytes, params), strict=True)
+    return [p for p, in_a_row, grad, n in ready if not (in_a_row and grad) or (n % VECTOR and p.is_cpu)]
 
 
 class _Stand:
@@ -107,7 +194,7 @@ class _Stand:
 
     def __init__(self, p: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         self._p, self._state = p, optimizer.state.get(p, {})
-        self._left = p.nbytes % _VECTOR // p.element_size() if p.is_cpu else 0
+        self._left = p.nbytes % VECTOR // p.element_size() if p.is_cpu else 0
         self._whole = p.numel() - self._left
         assert p.grad is not None
         self.parts = self._cut(p.detach())
@@ -140,7 +227,7 @@ class _Stand:
         flat = x.contiguous().view(-1)
         parts = [flat[: self._whole]] if self._whole else []
         if self._left:
-            parts.append(flat.new_zeros(_VECTOR // flat.element_size()))
+            parts.append(flat.new_zeros(VECTOR // flat.element_size()))
             parts[-1][: self._left] = flat[self._whole :]
         return parts
 
@@ -154,4 +241,7 @@ class _Stand:
             to.view(-1)[self._whole :] = parts[-1][: self._left]
 
 
-__all__ = ["fused", "has_host_kernel", "may_fuse"]
+def whole_vectors(elements: int, dtype: torch.dtype) -> int:
+    """So many elements, and as many more as fill the last of their vectors."""
+    vector = VECTOR // dtype.itemsize
+    return -(-elements // vector) * vector

@@ -2,60 +2,319 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from espalier.parallel.modes import ROWS, Mode, tensor_axes
-from espalier.parallel.offload import Offload
-from espalier.parallel.pipeline.actions import Schedule
-from espalier.parallel.pipeline.generate import KINDS
-from espalier.parallel.precision import Precision, as_precision
+from espalier.parallel.schedules.actions import Schedule
+from espalier.parallel.schedules.generate import KINDS
+from espalier.texts import MISSING, Count, MistakeError, Positive, Settings, did_you_mean, mistakes_in
 
-Size = Annotated[int, Field(ge=1)]
+# ---- the tensor axes of a plan: how the ranks that share each layer form a line, a grid or a cube
+#
+# ======== ========================== ======================================== =====================
+# mode     axes                       activations [rows, ..., hidden]          rows are cut over
+# ======== ========================== ======================================== =====================
+# 1d       tensor                     whole, hidden cut inside of blocks       none of them
+# 2d       row, col                   rows over row, hidden over col           row
+# 2.5d     depth, row, col            rows over depth and row, hidden over col depth, row
+# 3d       i, j, k                    rows over i and j, hidden over k         i, j
+# ======== ========================== ======================================== =====================
 
 
-def _recompute(given: Any) -> Any:
+Mode = Literal["1d", "2d", "2.5d", "3d"]
+
+# the tensor axes that cut a batch's rows, outermost first
+ROWS: Final = MappingProxyType({"1d": (), "2d": ("row",), "2.5d": ("depth", "row"), "3d": ("i", "j")})
+
+
+def tensor_axes(mode: Mode, ranks: int, depth: int) -> dict[str, int]:
+    """The tensor axes of a plan and their sizes, outermost first.
+
+    A grid has the row and column counts that are closest, no more rows than columns: 8 ranks are 2 x 4.
+
+    Raises:
+        ValueError: so many ranks form no such grid or cube; says what does.
+    """
+    if mode == "1d":
+        return {"tensor": ranks}
+    if mode == "2d":
+        return _grid(ranks)
+    if mode == "2.5d":
+        if ranks % depth:
+            raise ValueError(f"2.5d puts depth grids upon each other: expected a multiple of depth = {depth}")
+        return {"depth": depth, **_grid(ranks // depth)}
+    side = round(ranks ** (1 / 3))
+    if side**3 != ranks:
+        below = max(n for n in range(1, side + 1) if n**3 < ranks)
+        raise ValueError(f"3d needs a cube of ranks: expected {below**3} or {(below + 1) ** 3}")
+    return {"i": side, "j": side, "k": side}
+
+
+def _grid(ranks: int) -> dict[str, int]:
+    rows = max(n for n in range(1, math.isqrt(ranks) + 1) if ranks % n == 0)
+    return {"row": rows, "col": ranks // rows}
+
+
+# ---- the part of a plan that says where state lies between its uses. Data, like the plan
+
+
+Place = Literal["device", "host", "disk"]
+PLACES: Final[tuple[str, ...]] = get_args(Place)
+
+
+class Share(Settings):
+    """Where a part of one kind of state lies; a lone string is ``place``.
+
+    Attributes:
+        place: ``"device"``, ``"host"`` (pinned memory, where there is a device), ``"disk"``; ``"auto"``
+            stands for ``{place = "host", ratio = "auto"}``.
+        ratio: the share of the chunks' bytes that lies there; the rest is on the device. ``"auto"``: what
+            does not fit below ``budget_gigabytes``, as the first steps show.
+    """
+
+    place: Place = "device"
+    ratio: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 1.0
+
+
+def as_share(value: Any) -> Any:
+    """A lone string as the table that it stands for; the rest as it is."""
+    if value == "auto":
+        return {"place": "host", "ratio": "auto"}
+    return {"place": value} if isinstance(value, str) else value
+
+
+Where = Annotated[Share, BeforeValidator(as_share)]
+
+
+class Offload(Settings):
+    """Where parameters, gradients and states lie between their uses: a residency for each kind.
+
+    Attributes:
+        parameters: this rank's pieces of the parameters.
+        gradients: this rank's pieces of the finished gradients.
+        states: the optimizer's states, and master copies of low-precision parameters.
+        directory: for what is on disk. Each rank makes a folder of its own in there, which is removed at
+            the end.
+        budget_gigabytes: of the device's memory (10^9 bytes), for kinds whose ratio is ``"auto"``: states
+            are kept on the device first, then gradients and parameters, as far as they fit.
+    """
+
+    parameters: Where = Share()
+    gradients: Where = Share()
+    states: Where = Share()
+    directory: str | None = None
+    budget_gigabytes: Positive | None = None
+
+    @property
+    def shares(self) -> dict[str, Share]:
+        """The residency of each kind."""
+        return {"states": self.states, "gradients": self.gradients, "parameters": self.parameters}
+
+    @model_validator(mode="after")
+    def _fits(self) -> Offload:
+        shares, budget = self.shares.values(), self.budget_gigabytes
+        auto = any(s.ratio == "auto" for s in shares)
+        mistakes: list[tuple[str, Any, str]] = []
+        if any(s.place == "disk" for s in shares) and self.directory is None:
+            mistakes.append(("directory", MISSING, "what is on disk needs a folder there: directory = ..."))
+        if auto and budget is None:
+            mistakes.append(
+                ("budget_gigabytes", MISSING, "a ratio is auto, which needs budget_gigabytes = ...")
+            )
+        if budget is not None and not auto:
+            needed = 'budget_gigabytes is for a ratio that is auto: states = "auto", say'
+            mistakes.append(("budget_gigabytes", budget, needed))
+        if mistakes:
+            raise MistakeError("Offload", mistakes)
+        return self
+
+    def __str__(self) -> str:
+        away = [(kind, s) for kind, s in self.shares.items() if s.place != "device"]
+        return ", ".join(f"{kind} on {s.place}{_part(s)}" for kind, s in away)
+
+
+def _part(share: Share) -> str:
+    if share.ratio == "auto":
+        return " as needed"
+    return "" if share.ratio == 1 else f" ({share.ratio:.0%})"
+
+
+# ---- the part of a plan that says in which dtypes it computes. Data, like the plan
+
+
+class LossScale(Settings):
+    """How the loss is scaled in float16, so that small gradients don't vanish; named as in GradScaler.
+
+    Attributes:
+        init_scale: the first scale.
+        growth_factor: it grows by this after ``growth_interval`` steps without an overflow.
+        backoff_factor: it shrinks by this where a gradient overflows; that step is skipped. 1 keeps it fixed.
+        growth_interval: see ``growth_factor``.
+        hysteresis: so many steps overflow before it shrinks; all of them are skipped.
+        refill: when these are counted anew: at the scale's next ``"growth"``, or after each step without an
+            overflow (``"always"``).
+        min_scale: below it training ends with an error, which names the parameters that overflowed.
+    """
+
+    init_scale: Positive = 65536.0
+    growth_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    backoff_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
+    growth_interval: Count = 2000
+    hysteresis: Count = 1
+    refill: Literal["growth", "always"] = "growth"
+    min_scale: Positive = 1.0
+
+
+class Precision(Settings):
+    """In which dtypes a plan computes, sends gradients and updates; a lone string is ``compute``.
+
+    Attributes:
+        compute: ``"float32"`` casts nothing: parameters are as given. With ``"bfloat16"`` and ``"float16"``
+            the model computes in parameters of that dtype, and the optimizer updates float32 masters of
+            them. With ``"autocast-bfloat16"`` and ``"autocast-float16"`` the parameters stay as given and
+            the forward pass runs under ``torch.autocast``.
+        reduce: the dtype in which gradients travel and are summed; by default the parameters' own.
+        loss_scale: settings of the loss scaling that every form of float16 has.
+    """
+
+    compute: Literal["float32", "bfloat16", "float16", "autocast-bfloat16", "autocast-float16"] = "float32"
+    reduce: Literal["float32", "bfloat16", "float16"] | None = None
+    loss_scale: LossScale = LossScale()
+
+    @property
+    def parameters(self) -> str | None:
+        """The dtype to which parameters are cast; None where they stay as given."""
+        return self.compute if self.compute in ("bfloat16", "float16") else None
+
+    @property
+    def autocast(self) -> str | None:
+        """The dtype of ``torch.autocast``; None where it is off."""
+        way, _, dtype = self.compute.partition("-")
+        return dtype if way == "autocast" else None
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled."""
+        return self.compute in ("float16", "autocast-float16")
+
+    def __str__(self) -> str:
+        return self.compute if self.reduce is None else f"{self.compute}, reduced in {self.reduce}"
+
+
+def as_precision(value: Any) -> Any:
+    """A lone string as the table that it stands for; the rest as it is."""
+    return {"compute": value} if isinstance(value, str) else value
+
+
+# ---- the plan itself
+
+
+def _recompute(value: Any) -> Any:
     kinds = ("none", "full", "selective")
-    said = list(given.values()) if isinstance(given, dict) else [given]
-    named = not isinstance(given, dict) or all(isinstance(name, str) for name in given)
+    said = list(value.values()) if isinstance(value, dict) else [value]
+    named = not isinstance(value, dict) or all(isinstance(name, str) for name in value)
     if not said or not named or any(kind not in kinds for kind in said):
         raise PydanticCustomError(
             "recompute",
             'expected "none", "full", "selective", or a table of patterns of block names to these',
         )
-    return given
+    return value
 
 
-def _as_tuple(given: Any) -> Any:
-    return tuple(given) if isinstance(given, list) else given
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _schedule(given: Any) -> Any:
-    if isinstance(given, Schedule) or given in KINDS:
-        return given
-    if isinstance(given, str | Path) and Path(given).is_file():
-        return str(given)
-    close = difflib.get_close_matches(str(given), KINDS, 1)
+def _schedule(value: Any) -> Any:
+    if isinstance(value, Schedule) or value in KINDS:
+        return value
+    if isinstance(value, str | Path) and Path(value).is_file():
+        return str(value)
     known = ", ".join(KINDS)
-    hint = f"did you mean {close[0]}?" if close else "there is no such file"
+    hint = did_you_mean(str(value), KINDS, "there is no such file", show=str)
     raise PydanticCustomError("schedule", f"expected one of {known}, a Schedule, or a table's file; {hint}")
 
 
-class Plan(BaseModel):
+_NAMES = MappingProxyType(
+    {
+        "dp": "data",
+        "tp": "tensor",
+        "pp": "pipe",
+        "cp": "context",
+        "ep": "expert",
+        "micro_batches": "accumulate",
+        "gradient_accumulation_steps": "accumulate",
+        "max_grad_norm": "clip",
+        "gradient_clipping": "clip",
+        "zero_stage": "zero",
+    }
+)
+_DTYPES = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
+_SCHEDULES = MappingProxyType(
+    {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv", "sequential": "naive", "zb1p": "zb-h1"}
+)
+
+
+def known_as(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan's arguments under the plan's names, where others were used that people know.
+
+    ``dp``, ``tp``, ``pp``, ``cp``, ``ep`` are ``data``, ``tensor``, ``pipe``, ``context``, ``expert``;
+    ``fsdp=n`` is ``data=n, zero=3``; ``bf16=True`` and ``fp16=True`` are ``precision="bfloat16"`` and
+    ``"float16"``, which may be written ``"bf16"`` and ``"fp16"``; ``micro_batches`` and
+    ``gradient_accumulation_steps`` are ``accumulate``, ``max_grad_norm`` and ``gradient_clipping`` ``clip``,
+    ``zero_stage`` ``zero``. A schedule may be called as in torch: ``"1F1B"``, ``"Interleaved1F1B"``.
+
+    Raises:
+        PlanError: one thing is said twice.
+    """
+    found: dict[str, Any] = {}
+    said: dict[str, str] = {}
+    twice: list[tuple[str, Any, str]] = []
+
+    def say(name: str, value: Any, by: str) -> None:
+        if name in said:
+            twice.append((by, given[by], f"{said[name]} says the same: leave one of them out"))
+        found[name], said[name] = value, by
+
+    for key, value in given.items():
+        if key == "fsdp":
+            say("data", value, key)
+            say("zero", 3, key)
+        elif key in ("bf16", "fp16") and isinstance(value, bool):
+            if value:
+                say("precision", _DTYPES[key], key)
+        else:
+            say(_NAMES.get(key, key), value, key)
+    if isinstance(precision := found.get("precision"), str):
+        way, dash, dtype = precision.rpartition("-")
+        found["precision"] = f"{way}{dash}{_DTYPES.get(dtype, dtype)}"
+    if isinstance(schedule := found.get("schedule"), str):
+        name = schedule.lower().removeprefix("schedule")
+        name = _SCHEDULES.get(name, name)
+        found["schedule"] = name if name in KINDS else schedule
+    if twice:
+        raise PlanError(twice)
+    return found
+
+
+class Plan(Settings):
     """A mix of parallelism. All mistakes in its arguments are told at once, as one ``ValueError``.
+
+    Names that people know from elsewhere are taken, too: see :func:`known_as`.
 
     Attributes:
         pipe: ranks, or groups of them, that hold different stages of the model. A batch passes through in
             ``accumulate`` micro-batches; to keep all ranks at work these should be several times as many.
         schedule: what each of them does when: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved"``,
-            ``"zb-h1"``, ``"zbv"``, a :class:`~espalier.parallel.pipeline.actions.Schedule`, or the file of a
+            ``"zb-h1"``, ``"zbv"``, a :class:`~espalier.parallel.schedules.Schedule`, or the file of a
             table of one. The results are the same.
         stages_per_rank: stages of each; ``"interleaved"`` takes 2 or more, ``"zbv"`` 2, the others 1.
         cuts: the modules at which the stages but the first begin; None: where stages are about equal.
@@ -88,12 +347,13 @@ class Plan(BaseModel):
         accumulate: micro-batches of a step; each rank holds the activations of one at a time.
         chunk_megabytes: parameters and gradients move along the data axis in buffers of about this size,
             gradients as soon as one is full, while the backward pass goes on.
-        prefetch_megabytes: with ``zero=3``, so much of the parameters is gathered before it is needed.
+        prefetch_megabytes: with ``zero=3``, so much of the parameters is gathered before it is needed, and in
+            any case the next block, if it is above 0.
         precision: ``"float32"`` (parameters as given, nothing is cast), ``"bfloat16"``, ``"float16"``
             (both with float32 masters), ``"autocast-bfloat16"``, ``"autocast-float16"``, or a table of the
-            arguments of :class:`~espalier.parallel.precision.Precision`.
+            arguments of :class:`~espalier.parallel.plan.Precision`.
         offload: where parameters, gradients and states lie between their uses, a table of the arguments of
-            :class:`~espalier.parallel.offload.Offload`: ``{states = "host"}``, say. Parameters off the device
+            :class:`~espalier.parallel.plan.Offload`: ``{states = "host"}``, say. Parameters off the device
             need ``zero=3``, gradients ``zero`` of 1 or more; a data axis of 1 needs neither.
         gradients: where finished gradients are until the step: ``"beside"`` the parameters, or ``"in-place"``
             of them, which spares 2 of 16 bytes a parameter: the backward pass has used those of 16 bits for
@@ -104,84 +364,138 @@ class Plan(BaseModel):
             attention), or a table of name patterns of blocks to these (the first that matches holds).
         recompute_inputs: what is kept of the inputs of such a block: the ``"whole"``, this rank's slice
             (``"sharded"`` over the tensor axis), or a copy in ``"host"`` memory.
+        why: what chose it, and why; empty for a plan that was written by hand.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    pipe: Size = 1
+    pipe: Count = 1
     schedule: Annotated[Any, PlainValidator(_schedule)] = "1f1b"
-    stages_per_rank: Size = 1
+    stages_per_rank: Count = 1
     cuts: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] | None = None
     balance: Literal["counted", "measured"] = "counted"
-    data: Size = 1
-    expert: Size = 1
-    branch: Size = 1
+    data: Count = 1
+    expert: Count = 1
+    branch: Count = 1
     zero: Literal[0, 1, 2, 3] = 0
-    replicate: Size = 1
-    tensor: Size = 1
+    replicate: Count = 1
+    tensor: Count = 1
     sequence_parallel: bool | Literal["auto"] = False
     tensor_mode: Mode = "1d"
-    depth: Size = 1
-    context: Size = 1
+    depth: Count = 1
+    context: Count = 1
     context_kind: Literal["auto", "ring", "ulysses", "gather"] = "auto"
-    clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    accumulate: Size = 1
-    chunk_megabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 25.0
+    clip: Positive | None = None
+    accumulate: Count = 1
+    chunk_megabytes: Positive = 25.0
     prefetch_megabytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
     precision: Annotated[Precision, BeforeValidator(as_precision)] = Precision()
     offload: Offload = Offload()
     gradients: Literal["beside", "in-place"] = "beside"
     recompute: Annotated[str | dict[str, str], PlainValidator(_recompute)] = "none"
     recompute_inputs: Literal["whole", "sharded", "host"] = "whole"
+    why: str = ""
 
-    def __init__(self, **given: Any) -> None:
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            found = [_mistake(dict(item), type(self)) for item in error.errors(include_url=False)]
-            raise PlanError(found) from None
-        found = [*self._pipe_mistakes(), *self._tensor_mistakes(), *self._gradient_mistakes()]
+    if TYPE_CHECKING:  # so that editors complete the keys, and checkers see a wrong one
+
+        def __init__(
+            self,
+            *,
+            pipe: int = 1,
+            schedule: str | Schedule = "1f1b",
+            stages_per_rank: int = 1,
+            cuts: Sequence[str] | None = None,
+            balance: Literal["counted", "measured"] = "counted",
+            data: int = 1,
+            expert: int = 1,
+            branch: int = 1,
+            zero: int = 0,
+            replicate: int = 1,
+            tensor: int = 1,
+            sequence_parallel: bool | Literal["auto"] = False,
+            tensor_mode: Mode = "1d",
+            depth: int = 1,
+            context: int = 1,
+            context_kind: Literal["auto", "ring", "ulysses", "gather"] = "auto",
+            clip: float | None = None,
+            accumulate: int = 1,
+            chunk_megabytes: float = 25.0,
+            prefetch_megabytes: float = 50.0,
+            precision: str | Mapping[str, Any] | Precision = ...,
+            offload: Mapping[str, Any] | Offload = ...,
+            gradients: Literal["beside", "in-place"] = "beside",
+            recompute: str | Mapping[str, str] = "none",
+            recompute_inputs: Literal["whole", "sharded", "host"] = "whole",
+            why: str = "",
+            # by the names that people know: see known_as
+            dp: int = 1,
+            tp: int = 1,
+            pp: int = 1,
+            cp: int = 1,
+            ep: int = 1,
+            micro_batches: int = 1,
+            gradient_accumulation_steps: int = 1,
+            max_grad_norm: float | None = None,
+            gradient_clipping: float | None = None,
+            zero_stage: int = 0,
+            fsdp: int = 1,
+            bf16: bool = False,
+            fp16: bool = False,
+        ) -> None: ...
+
+    else:
+
+        def __init__(self, **given: Any) -> None:
+            try:
+                super().__init__(**known_as(given))
+            except ValidationError as error:
+                raise PlanError(mistakes_in(error, type(self))) from None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Plan:
+        mistakes = [*self._pipe_mistakes(), *self._tensor_mistakes(), *self._gradient_mistakes()]
         if self.data % self.expert:
-            found.append(("expert", self.expert, f"it divides data = {self.data}, whose ranks share experts"))
+            mistakes.append(
+                ("expert", self.expert, f"it divides data = {self.data}, whose ranks share experts")
+            )
         if self.expert > 1 and self.replicate > 1:
-            found.append(("expert", self.expert, "experts are not copied: expected replicate = 1"))
+            mistakes.append(("expert", self.expert, "experts are not copied: expected replicate = 1"))
         if self.data * self.replicate * self.context > 1:
             cut = {"parameters": 3, "gradients": 1}
             away = [(kind, s) for kind, s in self.offload.shares.items() if s.place != "device"]
-            found += [
+            mistakes += [
                 (f"offload.{kind}", s.place, f"what is off the device is cut: expected zero >= {cut[kind]}")
                 for kind, s in away
                 if self.zero < cut.get(kind, 0)
             ]
-        if found:
-            raise PlanError(found)
+        if mistakes:
+            raise PlanError(mistakes)
+        return self
 
     def _pipe_mistakes(self) -> list[tuple[str, Any, str]]:
-        found: list[tuple[str, Any, str]] = []
+        mistakes: list[tuple[str, Any, str]] = []
         stages, several = self.pipe * self.stages_per_rank, self.stages_per_rank > 1
         if self.cuts is not None and len(self.cuts) != stages - 1:
-            found.append(("cuts", self.cuts, f"{stages} stage(s) begin at {stages - 1} module(s)"))
+            mistakes.append(("cuts", self.cuts, f"{stages} stage(s) begin at {stages - 1} module(s)"))
         if self.balance == "measured" and (self.cuts is not None or self.pipe == 1):
             why = "cuts are given" if self.pipe > 1 else "there is one stage"
-            found.append(("balance", self.balance, f"{why}: there is nothing to balance"))
+            mistakes.append(("balance", self.balance, f"{why}: there is nothing to balance"))
         if self.pipe == 1:
             if several:
-                found.append(("stages_per_rank", self.stages_per_rank, "stages need pipe of 2 or more"))
-            return found
-        told = {"interleaved": "interleaved needs 2 or more", "zbv": "zbv needs 2"}
-        told.update(dict.fromkeys(("naive", "gpipe", "1f1b", "zb-h1"), f"{self.schedule} needs 1"))
+                mistakes.append(("stages_per_rank", self.stages_per_rank, "stages need pipe of 2 or more"))
+            return mistakes
+        needs = {"interleaved": "interleaved needs 2 or more", "zbv": "zbv needs 2"}
+        needs.update(dict.fromkeys(("naive", "gpipe", "1f1b", "zb-h1"), f"{self.schedule} needs 1"))
         right = {"interleaved": several, "zbv": self.stages_per_rank == 2}
         kind = self.schedule if self.schedule in KINDS else None
         if kind is not None and not right.get(kind, not several):
-            found.append(("stages_per_rank", self.stages_per_rank, f"schedule = {told[kind]}"))
+            mistakes.append(("stages_per_rank", self.stages_per_rank, f"schedule = {needs[kind]}"))
         if isinstance(self.schedule, Schedule):
             for key, own, its in (
                 ("pipe", self.pipe, self.schedule.ranks),
                 ("accumulate", self.accumulate, self.schedule.micro_batches),
             ):
                 if own != its:
-                    found.append((key, own, f"the schedule given is for {its}"))
-        return found
+                    mistakes.append((key, own, f"the schedule given is for {its}"))
+        return mistakes
 
     def _gradient_mistakes(self) -> list[tuple[str, Any, str]]:
         """What keeps gradients from taking the place of parameters."""
@@ -196,7 +510,7 @@ class Plan(BaseModel):
             (self.pipe > 1, "a pipeline's later micro-batches need the parameters: expected pipe = 1"),
             (away != ("device", "device"), "both are on the device: expected no other place in offload"),
         )
-        return [("gradients", self.gradients, told) for wrong, told in reasons if wrong]
+        return [("gradients", self.gradients, reason) for wrong, reason in reasons if wrong]
 
     def _tensor_mistakes(self) -> list[tuple[str, Any, str]]:
         if self.tensor_mode == "2.5d" and self.tensor > 1 and self.depth == 1:
@@ -204,8 +518,8 @@ class Plan(BaseModel):
         if self.tensor_mode != "2.5d" and self.depth > 1:
             return [("depth", self.depth, "only tensor_mode = '2.5d' has a depth: expected 1")]
         if self.tensor_mode != "1d" and self.sequence_parallel:
-            told = "only tensor_mode = '1d' leaves anything whole to cut"
-            return [("sequence_parallel", self.sequence_parallel, told)]
+            only_1d = "only tensor_mode = '1d' leaves anything whole to cut"
+            return [("sequence_parallel", self.sequence_parallel, only_1d)]
         if self.tensor_mode != "1d" and self.branch > 1:
             return [("branch", self.branch, "branches go with tensor_mode = '1d': expected 1")]
         try:
@@ -213,6 +527,13 @@ class Plan(BaseModel):
         except ValueError as error:
             return [("tensor", self.tensor, str(error))]
         return []
+
+    @classmethod
+    def auto(cls, model: Any, batch: Any, cluster: Any, **given: Any) -> Plan:
+        """The best plan for a model on a cluster: see :func:`espalier.planner.auto`."""
+        # by name: the planner stands above, and is loaded by those alone who ask it
+        found: Plan = import_module("espalier.planner").auto(model, batch, cluster, **given)
+        return found
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Plan:
@@ -283,34 +604,11 @@ class Plan(BaseModel):
         return f"{axes}{pipe}{sequence.get(self.sequence_parallel, '')}{zero}{precision}{place}{away}"
 
 
-class PlanError(ValueError):
-    """A plan that cannot be.
+class PlanError(MistakeError):
+    """A plan that cannot be."""
 
-    Attributes:
-        mistakes: (key, what was given, what is expected) for each mistake.
-    """
-
-    def __init__(self, mistakes: Sequence[tuple[str, Any, str]]) -> None:
-        self.mistakes = tuple(mistakes)
-        lines = [f"{key} = {given!r}: {expected}" for key, given, expected in mistakes]
-        super().__init__("\n  ".join([f"Plan: {len(lines)} mistake(s)", *lines]))
+    def __init__(self, mistakes: Iterable[tuple[str, Any, str]]) -> None:
+        super().__init__("Plan", mistakes)
 
     def __reduce__(self) -> Any:
         return type(self), (self.mistakes,)
-
-
-def _mistake(item: dict[str, Any], model: type[BaseModel]) -> tuple[str, Any, str]:
-    name = ".".join(map(str, item["loc"]))
-    if item["type"] == "extra_forbidden":
-        *tables, key = item["loc"]
-        for table in tables:
-            model = model.model_fields[table].annotation  # type: ignore[assignment]
-        known = list(model.model_fields)
-        close = difflib.get_close_matches(key, known, 1)
-        hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
-        return name, item["input"], f"unknown key; {hint}"
-    return (
-        name,
-        item["input"],
-        item["msg"].replace("Input should be", "expected").removeprefix("Value error, "),
-    )

@@ -1,18 +1,20 @@
 """DTensor: a typed local tensor above autograd, its dispatcher, rules and public functions."""
 
 import os
+from types import SimpleNamespace
 
+from espalier.sharding.spec import Operand, Spec
 from espalier.tensor import dispatch as _dispatch  # puts the dispatcher into DTensor
-from espalier.tensor.api import distribute_tensor, full_tensor, lay_out, register_rule
-from espalier.tensor.compiled import compile
-from espalier.tensor.deferred import deferred
-from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, stamp
-from espalier.tensor.explain import Explanation, explain, explaining
-from espalier.tensor.factories import (
+from espalier.tensor.api import (
     arange,
+    distribute_tensor,
+    elementwise,
     empty,
     eye,
+    from_local,
     full,
+    full_tensor,
+    lay_out,
     linspace,
     logspace,
     ones,
@@ -20,19 +22,38 @@ from espalier.tensor.factories import (
     randint,
     randn,
     randperm,
+    register_rule,
+    register_sharding,
+    rowwise,
+    to_local,
     zeros,
 )
+from espalier.tensor.compare import SanitizeError, compared
+from espalier.tensor.compiled import compile
+from espalier.tensor.deferred import deferred
+from espalier.tensor.dispatch import implicit_replication, strict
+from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, stamp
+from espalier.tensor.explain import Explanation, explain, explaining, visualize_sharding
 from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.guard import install as _install_guard
-from espalier.tensor.library import elementwise, rowwise
-from espalier.tensor.local_map import local_map
-from espalier.tensor.modules import distribute_module
-from espalier.tensor.rules.spec import Operand, Spec
-from espalier.tensor.sanitize import SanitizeError, sanitize, switch_on
-from espalier.tensor.sharding import register_sharding
-from espalier.tensor.strictness import implicit_replication, strict
-from espalier.tensor.visualize import visualize_sharding
+from espalier.tensor.loans import refresh
+from espalier.tensor.modules import distribute_module, local_map
+from espalier.tensor.sanitize import sanitize, switch_on
+from espalier.tensor.stored import chunk_list, from_torch, reduced, shard, spec_of, to_torch, write_items
 
+DTensor._above = SimpleNamespace(
+    chunk_list=chunk_list,
+    compared=compared,
+    from_local=from_local,
+    from_torch=from_torch,
+    reduced=reduced,
+    refresh=refresh,
+    shard=shard,
+    spec_of=spec_of,
+    to_local=to_local,
+    to_torch=to_torch,
+    write_items=write_items,
+)
 _install_guard()
 assert _dispatch
 if os.environ.get("ESPALIER_SANITIZE", "0") not in ("", "0"):

@@ -1,4 +1,4 @@
-"""Comparing what ranks say they did: the sanitizer's desk.
+"""Comparing what ranks say: the sanitizer's desk, and gradients that nobody spoke of.
 
 Between two meetings each rank writes down its calls and the hashes of what should be equal. The
 ranks meet only where the program meets anyway: before a collective, at an optimizer's step, at the
@@ -11,16 +11,20 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import handle_torch_function
 
-from espalier.comm.side import Absent, Side, named
-from espalier.layout import Layout, local_box
+from espalier.comm.control import Absent, OutOfBand, named
+from espalier.comm.custom_ops import collective, recorders
+from espalier.layout import Layout, Shard, gradient_layout, local_box
 from espalier.mesh import Mesh
-from espalier.tensor.fingerprint import fingerprint
+from espalier.tensor.observers import site, user_frame
+from espalier.tensor.random import bits
+from espalier.torch_private import after_backward, current_graph_task_id, raw
 
 _HELD = 1 << 26  # bytes of values held until the next meeting, to tell where they differ
 _KEPT = 100_000  # records
@@ -50,7 +54,7 @@ class SanitizeError(RuntimeError):
 
 
 @dataclass(slots=True)
-class Record:
+class CheckRecord:
     """Something that this rank did, and a value that must be equal along some axes.
 
     Attributes:
@@ -104,16 +108,16 @@ class _Difference:
     others: list[int]
 
 
-class Desk:
+class Comparison:
     """The records of one mesh."""
 
     def __init__(self, mesh: Mesh, limit: float, tolerance: float) -> None:
         self.mesh, self._limit, self._tolerance = mesh, limit, tolerance
-        self._records: list[Record] = []
+        self._records: list[CheckRecord] = []
         self._held = 0
-        self._side: Side | None = None
+        self._side: OutOfBand | None = None
 
-    def write(self, record: Record) -> None:
+    def write(self, record: CheckRecord) -> None:
         """Put down a record."""
         if record.value is not None:
             self._held += record.value.nbytes
@@ -155,7 +159,7 @@ class Desk:
         if not meets:
             raise self._out_of_step(answers)
 
-    def _digests(self, records: list[Record]) -> list[str]:
+    def _digests(self, records: list[CheckRecord]) -> list[str]:
         """Of all records as text, then for each axis of the hashes that must be equal along it."""
         hashed = [r for r in records if isinstance(r.hash, torch.Tensor)]
         if hashed:
@@ -175,14 +179,14 @@ class Desk:
     def _exchange(self, message: bytes, doing: str) -> list[bytes]:
         try:
             if self._side is None:
-                self._side = Side(self.mesh, self._limit, doing)
+                self._side = OutOfBand(self.mesh, self._limit, doing)
             return self._side.exchange(message, doing)
         except Absent as absent:
             raise self._absence(absent, doing) from None
 
     # ---- the ranks differ: in what?
 
-    def _settle(self, records: list[Record], doing: str) -> None:
+    def _settle(self, records: list[CheckRecord], doing: str) -> None:
         """Find the first difference that matters.
 
         Raises:
@@ -193,23 +197,25 @@ class Desk:
             | {"held": r.value is not None and version(r.value) == r.version}
             for r in records
         ]
-        told: list[list[dict[str, Any]]] = self._ask(mine, doing)
-        rows = _aligned([[(r["what"], r["where"]) for r in one] for one in told])
+        of_all: list[list[dict[str, Any]]] = self._ask(mine, doing)
+        rows = _aligned([[(r["what"], r["where"]) for r in one] for one in of_all])
         for row in rows:
-            present = {rank: told[rank][i] for rank, i in enumerate(row) if i is not None}
+            present = {rank: of_all[rank][i] for rank, i in enumerate(row) if i is not None}
             forms = {rank: r["form"] for rank, r in present.items()}
             if len(set(forms.values())) > 1:
                 raise self._other_form(next(iter(present.values())), forms)
             here = row[self.mesh.rank]
             own = records[here] if here is not None else None
-            held = all(r["held"] for r in present.values())
-            for found in _differing(self.mesh, present):
-                if not (held and self._tolerance and self._close(own, found, doing)):
-                    raise self._unequal(found, self._first_difference(own, found, doing) if held else "")
+            all_held = all(r["held"] for r in present.values())
+            for difference in _differing(self.mesh, present):
+                if not (all_held and self._tolerance and self._close(own, difference, doing)):
+                    raise self._unequal(
+                        difference, self._first_difference(own, difference, doing) if all_held else ""
+                    )
 
-    def _first_difference(self, own: Record | None, found: _Difference, doing: str) -> str:
+    def _first_difference(self, own: CheckRecord | None, difference: _Difference, doing: str) -> str:
         """Where the values of two ranks differ first, by hashes of ever smaller blocks."""
-        a, b = found.first, found.others[0]
+        a, b = difference.first, difference.others[0]
         flat = None if own is None else own.flat()
         start, end = 0, self._ask(None if flat is None else flat.numel(), doing)[a]
         while end - start > 1:
@@ -228,34 +234,33 @@ class Desk:
             if flat is None or own is None
             else [own.place(start), repr(flat[start : start + 1].tolist())]
         )
-        told = self._ask(place, doing)
-        one, other = (told[rank][1].strip("[]") for rank in (a, b))
+        of_all = self._ask(place, doing)
+        one, other = (of_all[rank][1].strip("[]") for rank in (a, b))
         ranks = self.mesh.ranks
-        return (
-            f" The first difference is at {told[a][0]}: {one} on rank {ranks[a]}, {other} on rank {ranks[b]}."
-        )
+        there = of_all[a][0]
+        return f" The first difference is at {there}: {one} on rank {ranks[a]}, {other} on rank {ranks[b]}."
 
-    def _close(self, own: Record | None, found: _Difference, doing: str) -> bool:
+    def _close(self, own: CheckRecord | None, difference: _Difference, doing: str) -> bool:
         """Whether values that differ do so within the tolerance, relative to the largest of them."""
         mine = b""
         if own is not None:
             flat = own.flat()
             wide = torch.view_as_real(flat) if flat.is_complex() else flat
             mine = wide.double().cpu().numpy().tobytes()
-        told = self._exchange(mine, doing)
+        of_all = self._exchange(mine, doing)
         one, *others = (
-            torch.frombuffer(bytearray(told[rank]), dtype=torch.float64)
-            for rank in (found.first, *found.others)
+            torch.frombuffer(bytearray(of_all[rank]), dtype=torch.float64)
+            for rank in (difference.first, *difference.others)
         )
         allowed = self._tolerance * float(one.nan_to_num(0, 0, 0).abs().max())
         return all(torch.allclose(x, one, rtol=0, atol=allowed, equal_nan=True) for x in others)
 
     # ---- what is said
 
-    def _unequal(self, found: _Difference, detail: str) -> SanitizeError:
-        r, names = found.record, [self.mesh.names[axis] for axis in found.axes]
+    def _unequal(self, difference: _Difference, detail: str) -> SanitizeError:
+        r, names = difference.record, [self.mesh.names[axis] for axis in difference.axes]
         along = f"ax{'e' if len(names) > 1 else 'i'}s {' and '.join(map(repr, names))}"
-        first, *others = (self.mesh.ranks[i] for i in (found.first, *found.others))
+        first, *others = (self.mesh.ranks[i] for i in (difference.first, *difference.others))
         differ = "differ" if len(others) > 1 else "differs"
         return SanitizeError(
             f"{r['what']} ({r['where']}) must be equal on all ranks along the {along}, but "
@@ -361,19 +366,19 @@ def _differing(mesh: Mesh, present: dict[int, dict[str, Any]]) -> Iterator[_Diff
 
 
 def _coordinate(mesh: Mesh, place: int) -> tuple[int, ...]:
-    found: list[int] = []
+    coordinate: list[int] = []
     for n in reversed(mesh.shape):
         place, c = divmod(place, n)
-        found.insert(0, c)
-    return tuple(found)
+        coordinate.insert(0, c)
+    return tuple(coordinate)
 
 
-def _aligned(told: list[list[tuple[str, str]]]) -> list[list[int | None]]:
+def _aligned(records: list[list[tuple[str, str]]]) -> list[list[int | None]]:
     """Which records belong together: for each of the first rank's, its place in every rank's list."""
-    rows: list[list[int | None]] = [[i] for i in range(len(told[0]))]
-    for other in told[1:]:
+    rows: list[list[int | None]] = [[i] for i in range(len(records[0]))]
+    for other in records[1:]:
         place: dict[int, int] = {}
-        matcher = difflib.SequenceMatcher(None, told[0], other, autojunk=False)
+        matcher = difflib.SequenceMatcher(None, records[0], other, autojunk=False)
         for block in matcher.get_matching_blocks():
             place |= {block.a + i: block.b + i for i in range(block.size)}
         for i, row in enumerate(rows):
@@ -386,3 +391,243 @@ def _digest(items: Iterable[Any]) -> str:
     for item in items:
         total.update(repr(item).encode())
     return total.hexdigest()
+
+
+# ---- a 64-bit hash of a tensor's bytes: equal for equal bytes, a NaN's and a negative zero's too
+#
+# Each 8-byte word is mixed with its place and the results are added up, so a large tensor is hashed in
+# parallel, in any order, where it lies.
+
+
+_STEP = 0x2545F4914F6CDD1D  # odd: places stay apart
+_PIECE = 1 << 20  # words hashed at once, which bounds the memory
+
+
+def fingerprint(x: torch.Tensor) -> torch.Tensor:
+    """The hash of a plain tensor's elements, in row-major order, as a 0-d int64 tensor on its device."""
+    words = _words(x.detach())
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _PIECE):
+        piece = words[start : start + _PIECE]
+        place = torch.arange(start + 1, start + 1 + piece.numel(), device=words.device)
+        total += bits(place.mul_(_STEP).add_(piece), 0).sum()
+    return total
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    if x.layout is not torch.strided:
+        x = x.to_dense()
+    flat = x.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.element_size() < 8 or flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.view(torch.uint8)
+        flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
+    return flat.view(torch.int64)
+
+
+# ---- gradients of what leaves the type without a word on them: taken as replicated, and compared
+#
+# Outside of the type nobody knows whether the ranks go on to compute the same from a replicated value or
+# different things. ``to_local()`` and ``full_tensor()`` take it, as torch does, that they compute the same,
+# so that each rank's gradient is the whole one. When such a gradient flows, it is written down in a few
+# numbers; at the end of the backward pass the ranks compare these, in one message beside the traffic.
+
+
+_LIMIT = 1800.0  # seconds to wait for the others, as torch's own groups do
+_NUMBERS = 8  # of a sketch
+_WIDTH = 1024
+_PASSES = 8  # backward passes, one within the other, whose gradients are kept
+
+
+class _Flown(NamedTuple):
+    """A gradient: of which call, where, of what, what it was taken as along each axis, and its sketch."""
+
+    call: str
+    where: str
+    form: str
+    taken: tuple[tuple[str, str], ...]
+    sketch: torch.Tensor
+
+    @property
+    def key(self) -> str:
+        """What is the same on all ranks."""
+        return f"{self.call} ({self.where}) of {self.form}"
+
+
+class Comparing:
+    """What the ranks of a mesh, of axes along which something is replicated, have to compare."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.flown: dict[int, list[_Flown]] = {}
+        self._side: OutOfBand | None = None
+
+    def compare(self, flown: Sequence[_Flown]) -> None:
+        """Compare the gradients of a backward pass; every rank of the mesh does.
+
+        Raises:
+            ValueError: on every rank, if one differs, or did not come to all.
+        """
+        values = torch.stack([g.sketch for g in flown]).tolist()  # one wait for the device
+        counts: dict[str, int] = {}
+        mine = []
+        for g, numbers in zip(flown, values, strict=True):
+            counts[g.key] = counts.get(g.key, 0) + 1
+            mine.append((g.key, counts[g.key], numbers))
+        doing = f"the gradient of {flown[0].call} ({flown[0].where})"
+        try:
+            if self._side is None:
+                self._side = OutOfBand(self.mesh, _LIMIT, doing)
+            of_all = [json.loads(m) for m in self._side.exchange(json.dumps(mine).encode(), doing)]
+        except Absent as absent:
+            late = [self.mesh.ranks[i] for i, (n, _) in enumerate(absent.seen) if n < absent.number]
+            raise ValueError(
+                f"{doing} flows on this rank, but {named(late)} did not come to compare it ({absent}). "
+                f"{_remedy(flown[0], self.mesh.names)}"
+            ) from None
+        by_rank = [{(key, number): numbers for key, number, numbers in one} for one in of_all]
+        for key, number in sorted({each for one in by_rank for each in one}):
+            of = [one.get((key, number)) for one in by_rank]
+            unlike = [i for i, numbers in enumerate(of) if not _alike(numbers, of[0], key)]
+            if unlike:
+                mine_here = next((g for g in flown if g.key == key), flown[0])
+                raise ValueError(self._told(key, of, unlike, mine_here))
+
+    def _told(self, key: str, of: Sequence[Any], unlike: Sequence[int], here: _Flown) -> str:
+        ranks = self.mesh.ranks
+        split = {
+            self.mesh.names[a]
+            for a, line in lines(self.mesh) for i in line if not _alike(of[i], of[line[0]], key)
+        }  # fmt: skip
+        absent = [ranks[i] for i, numbers in enumerate(of) if numbers is None]
+        what = (
+            f"flows on {named([r for r in ranks if r not in absent])}, but not on {named(absent)}"
+            if absent
+            else f"differs on {named([ranks[i] for i in unlike])} from that on rank {ranks[0]}"
+        )
+        call, _, form = key.rpartition(" of ")
+        return (
+            f"The gradient of {call}, of {form}, {what}. Nothing was said of it, so each rank's was taken as "
+            f"the whole one; but the ranks compute different things. {_remedy(here, split)}"
+        )
+
+
+def compared(
+    out: torch.Tensor, layout: Layout, axes: Sequence[int], call: str, where: str | None = None
+) -> torch.Tensor:
+    """``out``, an alias of which nobody holds more, whose gradient will be compared along the axes.
+
+    Args:
+        layout: of the gradient's value, for words.
+        call: what the user called, and ``where``: here, if nothing is said.
+    """
+    where = where or site(user_frame()[1])
+    if recorders():
+        return handle_torch_function(_compared_again, (), out, layout, axes, call, where)
+    mesh = layout.mesh
+    names = tuple(mesh.names[a] for a in axes)
+    node = out.grad_fn
+    if mesh.is_dry or node is None:
+        return out
+    part = mesh if len(names) == mesh.ndim else mesh[names]
+    form = f"{layout!r} {out.dtype}".replace("torch.", "")
+    words = [
+        f"{type(p).__name__}({p.dim if isinstance(p, Shard) else ''})"
+        for p in gradient_layout(layout).placements
+    ]
+    taken = tuple(zip(mesh.names, words, strict=True))
+
+    def note(grads: tuple[torch.Tensor | None, ...]) -> None:
+        if grads[0] is not None:
+            note_gradient(grads[0], part, 0, call, where, form, taken)
+
+    node.register_prehook(note)
+    return out
+
+
+def _compared_again(
+    out: torch.Tensor, layout: Layout, axes: Sequence[int], call: str, where: str
+) -> torch.Tensor:
+    """Another alias, which a recorded program goes on with: its inputs have no node."""
+    return compared(out.view_as(out), layout, axes, call, where)
+
+
+@collective
+def note_gradient(
+    grad: torch.Tensor,
+    mesh: Mesh,
+    axis: int,
+    call: str,
+    where: str,
+    form: str,
+    taken: tuple[tuple[str, str], ...],
+) -> torch.Tensor:
+    """Keep a sketch of a gradient, to be compared at the end of this backward pass; gives nothing."""
+    if not mesh.is_dry:
+        with raw(), torch.no_grad():
+            _keep(mesh, _Flown(call, where, form, taken, _sketch(grad)))
+    return grad.new_empty(0)
+
+
+def _keep(mesh: Mesh, gradient: _Flown) -> None:
+    if mesh.comparing is None:
+        mesh.comparing = Comparing(mesh)
+    comparing: Comparing = mesh.comparing
+    task = current_graph_task_id()
+    flown = comparing.flown.get(task)
+    if flown is None:
+        # what an error left behind goes
+        for old in sorted(comparing.flown)[: -_PASSES or None]:
+            del comparing.flown[old]
+        flown = comparing.flown[task] = []
+        after_backward(lambda: _compare_all(task))
+    flown.append(gradient)
+
+
+def _compare_all(task: int) -> None:
+    """At the end of a backward pass: the first that is called does it for all meshes, in one order."""
+    with raw(), torch.no_grad():
+        waiting = [m.comparing for m in Mesh.known if m.comparing is not None and task in m.comparing.flown]
+        for comparing in sorted(waiting, key=lambda c: (c.mesh.names, c.mesh.shape, c.mesh.ranks)):
+            comparing.compare(comparing.flown.pop(task))
+
+
+def _sketch(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient in a few numbers: its length, and products with random vectors.
+
+    The products of two gradients differ by the length of their difference, more or less, wherever it lies.
+    """
+    x = grad.detach().as_subclass(torch.Tensor)
+    x = x.to_dense() if x.layout is not torch.strided else x
+    x = torch.view_as_real(x) if x.is_complex() else x
+    x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32).reshape(-1)
+    n = x.numel()
+    width = min(_WIDTH, max(n, 1))
+    full = n // width
+    generator = torch.Generator().manual_seed(n)
+    sides = torch.randn(_NUMBERS, width + full + 1, generator=generator, dtype=torch.float64).to(x)
+    across, along = sides[:, :width], sides[:, width:]
+    products = ((x[: full * width].view(full, width) @ across.T) * along[:, :full].T).sum(0)
+    products += across[:, : n - full * width] @ x[full * width :] * along[:, full]
+    length = torch.linalg.vector_norm(x)
+    return torch.cat([length.view(1), products]).to(torch.float64 if x.device.type != "mps" else x.dtype)
+
+
+def _alike(a: Sequence[float] | None, b: Sequence[float] | None, key: str) -> bool:
+    """Whether two sketches are of one gradient, but for rounding."""
+    if a is None or b is None:
+        return a is b
+    if not all(map(math.isfinite, (*a, *b))):
+        return [math.isfinite(x) for x in a] == [math.isfinite(x) for x in b]
+    dtype = getattr(torch, key.rpartition(" ")[2])
+    eps = torch.finfo(dtype).eps
+    allowed = max(math.sqrt(eps), 4 * eps) if eps < 1e-4 else 4 * eps
+    rms = math.sqrt(sum((x - y) ** 2 for x, y in zip(a[1:], b[1:], strict=True)) / _NUMBERS)
+    return rms <= allowed * max(a[0], b[0])
+
+
+def _remedy(of: _Flown, axes: Collection[str]) -> str:
+    words = ", ".join("Partial()" if name in axes else word for name, word in of.taken)
+    return (
+        f"Say so: {of.call}(grad_placements=[{words}]) adds the ranks' gradients up; or let all ranks "
+        "compute the same from it."
+    )

@@ -1,39 +1,327 @@
-"""``espalier.compile``: a region of a program on DTensors as one compiled graph.
+"""Recording: the local program that a call of a model comes down to, as a graph.
 
-The first call with inputs of one kind runs as ever and is recorded (see
-``espalier.tensor.recording``): what it comes down to on this rank is a graph on plain local tensors, with
-the collectives in it. AOTAutograd traces that graph forward and backward and hands both to
-the backend. Later calls with inputs of that kind run what was compiled.
+A :class:`Recorder` is a torch function mode. While the model runs on DTensors, as ever, it sees each call
+that the dispatcher makes on local tensors and each move between layouts, and writes it down
+as a node of a ``torch.fx`` graph on plain tensors. What does not depend on values (layouts, rules,
+shapes, Python's control flow) has happened by then and leaves no trace.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as raw
+from torch import fx
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from espalier.comm.traced import symbolic
+from espalier.blocks import HOOKS
+from espalier.comm.custom_ops import symbolic
+from espalier.comm.redistribute import redistribute_by
+from espalier.device import autocast_types
 from espalier.layout import Layout
+from espalier.mesh import Mesh
+from espalier.tensor.dispatch import is_strict
 from espalier.tensor.dtensor import DTensor, plain, stamp
+from espalier.tensor.fallback import writes
+from espalier.tensor.observers import watchers
 from espalier.tensor.random import draw_key
-from espalier.tensor.recording import Key, Place, Recorder, Refused
-from espalier.tensor.strictness import is_strict
-from espalier.tensor.watch import watchers
-from espalier.trees import flatten, unflatten
+from espalier.tensor.saved import close_saving, gather_before_backward, hold, open_saving
+from espalier.torch_private import compiler, inductor, method, raw, set_grad_enabled, torch_functions_on
+from espalier.trees import flatten, leaves, tensors_in, tree_map, unflatten
+
+# answers that layouts, shapes and dtypes decide
+_METADATA = frozenset(
+    """
+    size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point
+    is_complex is_signed is_inference is_conj is_neg is_same_size get_device is_set_to dim_order result_type
+    untyped_storage is_shared is_pinned is_tensor is_storage can_cast has_names is_coalesced type _is_view
+    __len__ __hash__ __repr__ __format__ __class__
+    """.split()
+)
+_OF_DATA = frozenset("nonzero argwhere masked_select unique unique_consecutive _unique2 bincount".split())
+_SAVING = frozenset([hold, open_saving, close_saving, gather_before_backward])
+_SEEDING = frozenset("manual_seed seed set_rng_state get_rng_state initial_seed".split())
+_SIMPLE = (
+    fx.Node, int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format
+)  # fmt: skip
+
+
+class Refused(RuntimeError):
+    """A program that cannot be compiled as one graph; the message says why and what to do."""
+
+
+class HolderSlot(NamedTuple):
+    """Where a tensor is kept that is no argument: ``holder[key]``."""
+
+    holder: Any
+    key: Any
+
+    def get(self) -> Any:
+        """What is there now; None if nothing is."""
+        try:
+            return self.holder[self.key]
+        except (KeyError, IndexError, ValueError):
+            return None
+
+
+class Key(NamedTuple):
+    """An input that is drawn anew for each run: the key of a random operation."""
+
+    mesh: Mesh
+    generator: torch.Generator | None = None
+
+
+class Recorder(TorchFunctionMode):
+    """Writes down what happens on local tensors while it is on.
+
+    Args:
+        places: where the tensors are kept that the program may use beside its arguments, by ``id``.
+
+    Attributes:
+        graph: the graph so far.
+        sources: for each placeholder where its value comes from: the index of an argument, a
+            :class:`HolderSlot` or a :class:`Key`.
+    """
+
+    records = True
+
+    def __init__(self, places: Mapping[int, HolderSlot]) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.sources: list[int | HolderSlot | Key] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._places = places
+        self._kept: dict[int, tuple[Any, fx.Node]] = {}
+        self._nodes: Any = WeakTensorKeyDictionary()
+        self._start = self.graph.call_function(operator.pos, (0,))  # placeholders go before it
+        self._grad = self._first_grad = torch.is_grad_enabled()
+        self._cast = _autocast()
+
+    def take(self, x: torch.Tensor, source: int | HolderSlot | Key) -> fx.Node:
+        """Make ``x`` an input of the graph."""
+        with self.graph.inserting_before(self._start):
+            node = self.graph.placeholder(f"x{len(self.sources)}")
+        self.sources.append(source)
+        self._nodes[x] = node
+        self._versions.append((x, _version(x)))
+        return node
+
+    @property
+    def writes(self) -> bool:
+        """Whether an input was written to in place (of inference tensors nobody knows)."""
+        return any(_version(x) != before or before < 0 for x, before in self._versions)
+
+    def node(self, x: torch.Tensor) -> fx.Node:
+        """The node that made ``x``."""
+        made_by: fx.Node | None = self._nodes.get(x)
+        if made_by is None:
+            place = self._places.get(id(x))
+            if place is None or place.get() is not x:
+                raise Refused(
+                    f"espalier.compile: a tensor of the shape {list(x.shape)} is used that is neither an "
+                    "argument, nor kept by a module, nor by a variable of the function. Pass it as an "
+                    "argument or make it a buffer (register_buffer)."
+                )
+            made_by = self.take(x, place)
+        return made_by
+
+    def finish(self, outputs: Iterable[fx.Node]) -> fx.GraphModule:
+        """The graph as a module that takes the inputs and gives a tuple."""
+        if self._grad != self._first_grad:
+            self.graph.call_function(set_grad_enabled, (self._first_grad,))
+        self.graph.output(tuple(outputs))
+        self.graph.erase_node(self._start)
+        self.graph.lint()
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch_functions_on() and any(t is DTensor for t in types):
+            with self:
+                return DTensor.__torch_function__(func, types, args, kwargs)
+        if func is draw_key:
+            key = torch.tensor(func(*args), dtype=torch.int64)
+            self.take(key, Key(*args))
+            return key
+        self._refuse_reading(func, args)
+        name, before = getattr(func, "__name__", ""), tensors_in((args, kwargs))
+        out = func(*args, **kwargs)
+        if func in _SAVING:
+            self._keep(func, args, out)
+        elif func is torch.Tensor.as_subclass:
+            self._nodes[out] = self.node(args[0])
+        elif tensors_in(out) or (before and name != "__set__" and writes(func)):
+            self._write(func, args, kwargs, out, before)
+        elif before and not _is_metadata(func):
+            raise Refused(_reading(func))
+        return out
+
+    def _refuse_reading(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        name = getattr(func, "__name__", "")
+        by_mask = name == "__getitem__" and any(
+            x.dtype in (torch.bool, torch.uint8) for x in tensors_in(args[1:])
+        )
+        one = name == "where" and len(args) == 1
+        if name in _OF_DATA or by_mask or one:
+            raise Refused(
+                f"espalier.compile: the shape of what {name} gives hangs on values. Leave this part out of "
+                "the compiled region, or write it with masks (torch.where(condition, a, b))."
+            )
+        if func is redistribute_by and args[1].operations is None:
+            raise Refused(
+                "espalier.compile: a region cannot move tensors to another mesh. Do so outside of it."
+            )
+        if name in _SEEDING:
+            raise Refused(f"espalier.compile: {name}() inside a compiled region. Call it outside.")
+
+    def _write(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, out: Any, before: list[torch.Tensor]
+    ) -> None:
+        self._follow_state()
+        args, kwargs = tree_map(self._operand, args), tree_map(self._operand, kwargs)
+        node = _call(self.graph, func, args, kwargs)
+        known = {id(x) for x in before}
+        self._assign(out, node, known)
+
+    def _keep(self, func: Callable[..., Any], args: Any, out: Any) -> None:
+        """What the backward pass keeps, and gathers again, is part of the program."""
+        self._kept[id(out)] = out, _call(self.graph, func, tree_map(self._operand, args), {})
+
+    def _operand(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return self.node(x)
+        if id(x) in self._kept:
+            return self._kept[id(x)][1]
+        return tuple(x) if isinstance(x, torch.Size) else x
+
+    def _assign(self, out: Any, node: fx.Node, known: set[int]) -> None:
+        if isinstance(out, torch.Tensor):
+            if id(out) not in known:
+                self._nodes[out] = node
+        elif isinstance(out, tuple | list):
+            for i, x in enumerate(out):
+                if tensors_in(x):
+                    self._assign(x, self.graph.call_function(operator.getitem, (node, i)), known)
+        elif out is not None:
+            raise Refused(f"espalier.compile: an operation gives a {type(out).__name__} with tensors in it.")
+
+    def _follow_state(self) -> None:
+        grad = torch.is_grad_enabled()
+        if grad != self._grad:
+            self.graph.call_function(set_grad_enabled, (grad,))
+            self._grad = grad
+        if _autocast() != self._cast:
+            raise Refused(
+                "espalier.compile: torch.autocast is switched inside the compiled region. Open it around the "
+                "call of the region."
+            )
+
+
+def _autocast() -> tuple[Any, ...]:
+    return tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in autocast_types()
+    )
+
+
+def _version(x: torch.Tensor) -> int:
+    with raw():
+        return -1 if x.is_inference() else x._version
+
+
+def _is_metadata(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__get__" or name in _METADATA
+
+
+def _reading(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name == "__set__":
+        what = f"the attribute {getattr(func.__self__, '__name__', '')} of a tensor is set"  # type: ignore[attr-defined]
+    elif "hook" in name or name in ("retain_grad", "backward", "grad"):
+        what = f"{name} is called"
+    else:
+        what = f"{name} reads a tensor's value, on which Python's control flow could hang"
+    return (
+        f"espalier.compile: inside the compiled region {what}. Leave this part out of the region: compile "
+        "the modules around it, each on its own."
+    )
+
+
+def _call(graph: fx.Graph, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> fx.Node:
+    name = getattr(func, "__name__", "")
+    owner = getattr(func, "__self__", None)
+    if name == "__get__" and inspect.isgetsetdescriptor(owner):
+        attribute = owner.__name__
+        if attribute == "data":
+            return graph.call_method("detach", args[:1])
+        return graph.call_function(getattr, (args[0], attribute))
+    values = leaves((args, kwargs), sought=())
+    plain = all(isinstance(x, _SIMPLE) or x is None or x is Ellipsis for x in values)
+    if plain and args and isinstance(args[0], fx.Node) and getattr(torch.Tensor, name, None) is func:
+        return graph.call_method(name, args, kwargs)
+    module = getattr(func, "__module__", None) or "torch"
+    # not every function of torch stands under its name: that of x ** 2 does not
+    if plain and module.startswith("torch") and getattr(sys.modules.get(module), name, None) is func:
+        return graph.call_function(func, args, kwargs)
+    return _bound(graph, func, args, kwargs)
+
+
+def _bound(graph: fx.Graph, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> fx.Node:
+    """A call with arguments that no graph can print: they are kept by a function made for it."""
+    nodes = [x for x in leaves((args, kwargs), sought=()) if isinstance(x, fx.Node)]
+
+    def call(*tensors: Any) -> Any:
+        values = iter(tensors)
+
+        def fill(x: Any) -> Any:
+            return next(values) if isinstance(x, _Slot) else x
+
+        return func(*tree_map(fill, template[0]), **tree_map(fill, template[1]))
+
+    def blank(x: Any) -> Any:
+        return _Slot() if isinstance(x, fx.Node) else x
+
+    template = tree_map(blank, (args, kwargs))
+    call.__name__ = call.__qualname__ = _title(func, args)
+    return graph.call_function(call, tuple(nodes))
+
+
+class _Slot:
+    """Where a tensor stands among the arguments of a recorded call."""
+
+
+def _title(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    if func is redistribute_by:
+        return "_then_".join(args[1].operations) or "defer"
+    owner = getattr(func, "__self__", None)
+    name = f"{owner.__name__}_apply" if isinstance(owner, type) else getattr(func, "__name__", "call")
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
+# ---- ``espalier.compile``: a region of a program on DTensors as one compiled graph
+#
+# The first call with inputs of one kind runs as ever and is recorded (see ``espalier.tensor.compiled``):
+# what it comes down to on this rank is a graph on plain local tensors, with the collectives in it.
+# AOTAutograd traces that graph forward and backward and hands both to the backend. Later calls with inputs
+# of that kind run what was compiled.
+
 
 Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
-_stride = vars(torch._C.TensorBase)["stride"]
+_stride = method("stride")
 _LIMIT = 16  # kinds of inputs for which one region is compiled
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 _INTERNAL = (vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}) - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def compile(  # torch's own name for it
@@ -92,14 +380,12 @@ def compile(  # torch's own name for it
 
 def _backend(backend: str | Backend, mode: str | None, options: dict[str, Any] | None) -> Backend:
     if backend == "inductor":
-        return torch._TorchCompileInductorWrapper(mode, options, False)
+        return inductor(mode, options)
     if mode is not None or options is not None:
         raise ValueError(f"espalier.compile: mode= and options= are inductor's; the backend is {backend!r}.")
     if callable(backend):
         return backend
-    from torch._dynamo import lookup_backend
-
-    return lookup_backend(backend)
+    return compiler(backend)
 
 
 class _Region:
@@ -119,15 +405,15 @@ class _Region:
         key = (_state(), *map(_kind, leaves), _repeats(leaves), form)
         for variant in self._variants.get(key, ()):
             if variant.fits():
-                given = variant.inputs(leaves)
-                if variant.writes and _share_memory(given):
+                inputs = variant.inputs(leaves)
+                if variant.writes and _share_memory(inputs):
                     break  # traced as if each had memory of its own
-                return variant.run(leaves, given)
+                return variant.run(leaves, inputs)
         else:
             if self._count < _LIMIT and all(map(_compilable, leaves)):
                 self._count += 1
-                found, out = _record(self._call, self._owner, leaves, form, self._backend)
-                self._variants.setdefault(key, []).append(found)
+                recorded, out = _record(self._call, self._owner, leaves, form, self._backend)
+                self._variants.setdefault(key, []).append(recorded)
                 return out
             if self._count == _LIMIT:
                 self._count += 1
@@ -143,8 +429,9 @@ def _state() -> Any:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        tuple(
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in autocast_types()
+        ),
         torch.get_default_dtype(),
         is_strict.get(),
     )
@@ -167,8 +454,8 @@ def _repeats(leaves: list[Any]) -> Any:
     return None if len(set(tensors)) == len(tensors) else tuple(map(tensors.index, tensors))
 
 
-def _share_memory(given: list[torch.Tensor]) -> bool:
-    return len({x.untyped_storage()._cdata for x in given}) < len(given)
+def _share_memory(tensors: list[torch.Tensor]) -> bool:
+    return len({x.untyped_storage()._cdata for x in tensors}) < len(tensors)
 
 
 def _too_many(name: str) -> str:
@@ -197,20 +484,20 @@ class _Variant:
         self,
         compiled: Callable[..., Any],
         recorder: Recorder,
-        watch: list[Watch],
+        guards: list[AttributeGuard],
         outputs: list[Any],
         form: Any,
     ) -> None:
         self.writes = recorder.writes
-        self._compiled, self._sources, self._watch = compiled, recorder.sources, watch
+        self._compiled, self._sources, self._guards = compiled, recorder.sources, guards
         self._outputs, self._form = outputs, form
         self._draws = any(isinstance(s, Key) for s in self._sources)
-        self._places = [(*s, _kind(s.get())) for s in self._sources if type(s) is Place]
+        self._places = [(*s, _kind(s.get())) for s in self._sources if type(s) is HolderSlot]
 
     def fits(self) -> bool:
         """Whether modules and their tensors are as they were when it was recorded."""
         try:
-            return all(_same(holder[key], value) for holder, key, value in self._watch) and all(
+            return all(_same(holder[key], value) for holder, key, value in self._guards) and all(
                 _kind(holder[key]) == kind for holder, key, kind in self._places
             )
         except (KeyError, IndexError, ValueError):  # deleted meanwhile
@@ -224,17 +511,17 @@ class _Variant:
                 for s in self._sources if not isinstance(s, Key)
             ]  # fmt: skip
 
-    def run(self, leaves: list[Any], given: list[torch.Tensor]) -> Any:
+    def run(self, leaves: list[Any], inputs: list[torch.Tensor]) -> Any:
         """The outputs for arguments of this kind."""
         if self._draws:
-            rest = iter(given)
-            given = [
+            rest = iter(inputs)
+            inputs = [
                 torch.tensor(draw_key(s.mesh, s.generator), dtype=torch.int64)
                 if isinstance(s, Key)
                 else next(rest)
                 for s in self._sources
             ]
-        made = self._compiled(*given)
+        made = self._compiled(*inputs)
         outs = []
         for what, which, layout in self._outputs:
             if what == "made":
@@ -251,8 +538,8 @@ def _record(
     call: Callable[..., Any], owner: Any, leaves: list[Any], form: Any, backend: Backend
 ) -> tuple[_Variant, Any]:
     """Run the region once, and compile what it did."""
-    places: dict[int, Place] = {}
-    watch = list(_watched(owner, places))
+    places: dict[int, HolderSlot] = {}
+    guards = list(_watched(owner, places))
     for place in places.values():
         place.get().__dict__.pop("_moved", None)  # what was moved before would not be seen to move
     recorder = Recorder(places)
@@ -267,18 +554,18 @@ def _record(
     args, kwargs = unflatten(entered, form)
     with recorder:
         out = call(*args, **kwargs)
-    _refuse_changes(watch, owner, places)
+    _refuse_changes(guards, owner, places)
     results, out_form = flatten(out)
-    given = {node: i for i, node in enumerate(n for n in recorder.graph.nodes if n.op == "placeholder")}
+    numbers = {node: i for i, node in enumerate(n for n in recorder.graph.nodes if n.op == "placeholder")}
     made: dict[Any, int] = {}
-    outputs = [_output(x, recorder, given, made) for x in results]
+    outputs = [_output(x, recorder, numbers, made) for x in results]
     module = recorder.finish(made)
     compiled = backend(module, [_example(source, entered) for source in recorder.sources])
     for i, (what, which, _) in enumerate(outputs):
         source = recorder.sources[which] if what == "source" else None
         if type(source) is int:
             results[i] = leaves[source]
-    variant = _Variant(compiled, recorder, watch, outputs, out_form)
+    variant = _Variant(compiled, recorder, guards, outputs, out_form)
     return variant, unflatten(results, out_form)
 
 
@@ -289,7 +576,7 @@ def _fresh(x: torch.Tensor) -> torch.Tensor:
     return stamp(y, x._layout) if type(x) is DTensor else y
 
 
-def _output(x: Any, recorder: Recorder, given: dict[Any, int], made: dict[Any, int]) -> Any:
+def _output(x: Any, recorder: Recorder, numbers: dict[Any, int], made: dict[Any, int]) -> Any:
     if not isinstance(x, torch.Tensor):
         if not isinstance(x, _CONSTANTS):
             raise Refused(
@@ -298,8 +585,8 @@ def _output(x: Any, recorder: Recorder, given: dict[Any, int], made: dict[Any, i
             )
         return ("constant", x, None)
     node = recorder.node(x)
-    if node in given:
-        return ("source", given[node], None)
+    if node in numbers:
+        return ("source", numbers[node], None)
     layout: Layout | None = x._layout if type(x) is DTensor else None
     return ("made", made.setdefault(node, len(made)), layout)
 
@@ -308,7 +595,7 @@ def _example(source: Any, entered: list[Any]) -> torch.Tensor:
     """A plain tensor of the same kind as an input, for the tracer."""
     if type(source) is Key:
         return torch.zeros((), dtype=torch.int64)
-    x: torch.Tensor = source.get() if type(source) is Place else entered[source]
+    x: torch.Tensor = source.get() if type(source) is HolderSlot else entered[source]
     with raw():
         like = torch.empty_strided(tuple(x.shape), _stride(x), dtype=x.dtype, device=x.device)
         return like.requires_grad_(x.requires_grad)
@@ -316,10 +603,10 @@ def _example(source: Any, entered: list[Any]) -> torch.Tensor:
 
 # ---- what a region hangs on beside its arguments
 
-Watch = tuple[Any, Any, Any]  # holder, key, value
+AttributeGuard = tuple[Any, Any, Any]  # holder, key, value
 
 
-def _watched(owner: Any, places: dict[int, Place]) -> Iterator[Watch]:
+def _watched(owner: Any, places: dict[int, HolderSlot]) -> Iterator[AttributeGuard]:
     """All that the program may hang on beside its arguments; tensors go into ``places``."""
     if isinstance(owner, torch.nn.Module):
         yield from _of_module(owner, places)
@@ -327,7 +614,7 @@ def _watched(owner: Any, places: dict[int, Place]) -> Iterator[Watch]:
         yield from _of_function(owner, places, set())
 
 
-def _of_function(function: Any, places: dict[int, Place], seen: set[int]) -> Iterator[Watch]:
+def _of_function(function: Any, places: dict[int, HolderSlot], seen: set[int]) -> Iterator[AttributeGuard]:
     function = inspect.unwrap(function)
     bound = getattr(function, "__self__", None)
     if isinstance(bound, torch.nn.Module):
@@ -338,7 +625,7 @@ def _of_function(function: Any, places: dict[int, Place], seen: set[int]) -> Ite
     seen.add(id(function))
     if function.__module__.split(".")[0] in ("torch", "espalier"):
         return
-    kept: list[Watch] = [
+    kept: list[AttributeGuard] = [
         (_Cell(cell), name, cell.cell_contents)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     ]
@@ -352,24 +639,24 @@ def _of_function(function: Any, places: dict[int, Place], seen: set[int]) -> Ite
             yield from _of_function(value, places, seen)
 
 
-def _of_module(root: torch.nn.Module, places: dict[int, Place]) -> Iterator[Watch]:
+def _of_module(root: torch.nn.Module, places: dict[int, HolderSlot]) -> Iterator[AttributeGuard]:
     for module in root.modules():
         for holder in (module._parameters, module._buffers, module._modules, module.__dict__):
             for key, value in holder.items():
                 if key not in _INTERNAL:
                     yield from _of_value(holder, key, value, places)
-        for name in _HOOKS:
+        for name in HOOKS:
             yield module.__dict__, name, module.__dict__[name].copy()
 
 
-def _of_value(holder: Any, key: Any, value: Any, places: dict[int, Place]) -> Iterator[Watch]:
+def _of_value(holder: Any, key: Any, value: Any, places: dict[int, HolderSlot]) -> Iterator[AttributeGuard]:
     if isinstance(value, torch.Tensor):
-        places.setdefault(id(value), Place(holder, key))
+        places.setdefault(id(value), HolderSlot(holder, key))
     elif isinstance(value, tuple | list | dict):
         yield holder, key, copy(value)
         for k, x in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(x, torch.Tensor):
-                places.setdefault(id(x), Place(value, k))
+                places.setdefault(id(x), HolderSlot(value, k))
     else:
         yield holder, key, value
 
@@ -400,11 +687,11 @@ def _same(a: Any, b: Any) -> bool:
     return isinstance(a, _CONSTANTS) and bool(a == b)
 
 
-def _refuse_changes(watch: list[Watch], owner: Any, places: dict[int, Place]) -> None:
+def _refuse_changes(guards: list[AttributeGuard], owner: Any, places: dict[int, HolderSlot]) -> None:
     """Raise if the region itself changed what it hangs on: compiled, it would not."""
-    after: dict[int, Place] = {}
+    after: dict[int, HolderSlot] = {}
     now = {(_identity(holder), key): value for holder, key, value in _watched(owner, after)}
-    before = {(_identity(holder), key): value for holder, key, value in watch}
+    before = {(_identity(holder), key): value for holder, key, value in guards}
     changed = [k for _, k in before.keys() ^ now.keys()]
     changed += [at[1] for at in before.keys() & now.keys() if not _same(before[at], now[at])]
     changed += [places.get(i, after.get(i)).key for i in places.keys() ^ after.keys()]  # type: ignore[union-attr]

@@ -1,33 +1,237 @@
-"""Models built without memory: what constructors do is recorded, and done when it is known who needs what.
-
-While :func:`deferred` is open, tensors are made on the meta device, and the operations that make and fill
-them are written on a tape. Replayed in memory, the tape gives the values that the constructor would have
-given: random operations draw from torch's CPU generator in the order of the program. All else is done where
-its inputs are at hand, so that a tensor lives whole only from its last draw to its last operation.
-"""
+"""Recorded operations, and in which order they are done again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from espalier.comm import collectives as door
+from espalier.comm import collectives
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.tensor.api import lay_out
 from espalier.tensor.dtensor import plain, stamp
 from espalier.tensor.modules import lay_out_parameter
-from espalier.tensor.seeding import same_position, without_tag
-from espalier.tensor.tape import Op, Ref, Schedule
+from espalier.tensor.random import same_position, without_tag
+from espalier.torch_private import TorchDispatchMode
 from espalier.trees import leaves, tensors_in, tree_map
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor on the tape: a view of a storage."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class Op(NamedTuple):
+    """A recorded call.
+
+    Attributes:
+        args, kwargs: with a :class:`Ref` for each tensor on the tape.
+        reads: storages whose values it needs.
+        writes: storages that it writes to.
+        makes: its outputs in new storages, with their numbers among its outputs.
+        fills: storages that it writes to as a whole, whatever was there.
+        random: whether it draws random numbers.
+        alone: whether these do not hang on any tensor's values.
+    """
+
+    func: Any
+    args: Any
+    kwargs: Any
+    reads: set[int]
+    writes: set[int]
+    makes: list[tuple[int, Ref]]
+    fills: set[int]
+    random: bool
+    alone: bool
+
+    @property
+    def changes(self) -> set[int]:
+        """Storages whose values it makes or changes."""
+        return self.writes | {at.storage for _, at in self.makes}
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """A generator other than torch's own."""
+        generators = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, torch.Generator)]
+        return generators[0] if generators else None
+
+
+class ReplayOrder:
+    """What of a tape must be done to make some tensors, and in which order.
+
+    Args:
+        ops: the tape.
+        sizes: bytes of each storage.
+        targets: what is wanted, and what is called on it when it is done; after that it is let go of.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        sizes: Sequence[int],
+        targets: Sequence[tuple[Ref, Callable[[torch.Tensor], None]]],
+    ) -> None:
+        self._ops, self._sizes = ops, sizes
+        self._targets: dict[int, list[tuple[Ref, Callable[[torch.Tensor], None]]]] = {}
+        for at, take in targets:
+            self._targets.setdefault(at.storage, []).append((at, take))
+        self._memory: dict[int, torch.UntypedStorage] = {}
+        self._done: set[int] = set()
+        self._find_needed()
+        self._find_order()
+
+    def _find_needed(self) -> None:
+        """From the end: needed is what makes or changes what is, and draws that hang on values."""
+        live = set(self._targets)
+        self._needed: set[int] = set()
+        for i in reversed(range(len(self._ops))):
+            op = self._ops[i]
+            if op.changes & live or (op.random and not op.alone):
+                self._needed.add(i)
+                live -= {at.storage for _, at in op.makes} | op.fills
+                live |= op.reads
+
+    def _find_order(self) -> None:
+        """What comes before what, and the last draw that each operation waits for."""
+        writer: dict[int, int] = {}
+        readers: dict[int, set[int]] = {}
+        self._before: dict[int, set[int]] = {}
+        self._after: dict[int, list[int]] = {}
+        self._draw: dict[int, int] = {}
+        self._uses: dict[int, int] = dict.fromkeys(self._targets, 0)
+        for i in sorted(self._needed):
+            op = self._ops[i]
+            before = {writer[s] for s in op.reads | op.changes if s in writer}
+            for s in op.changes:
+                before |= readers.pop(s, set())
+                writer[s] = i
+            for s in op.reads - op.changes:
+                readers.setdefault(s, set()).add(i)
+            self._before[i] = before - {i}
+            for j in self._before[i]:
+                self._after.setdefault(j, []).append(i)
+            self._draw[i] = i if op.random else max((self._draw[j] for j in before), default=-1)
+            for s in op.reads | op.changes:
+                self._uses[s] = self._uses.get(s, 0) + 1
+
+    # ---- running
+
+    def run(self) -> None:
+        """Do all: draws in their order, what follows from a draw right after it.
+
+        What no draw is in comes first, so that the tensors of a layer are ready at about the same time.
+        """
+        drawn = {s for i in self._needed if self._draw[i] >= 0 for s in self._touched(i)}
+        for i in sorted(self._needed):
+            if any(s in self._targets and s not in drawn for s in self._touched(i)):
+                self._demand(i)
+        for i, op in enumerate(self._ops):
+            if op.random and i in self._needed:
+                self._demand(i)
+                self._follow(i, i)
+            elif op.random:
+                self.draw(op, self._sizes)
+        for i in sorted(self._needed):
+            if i not in self._done:
+                self._demand(i)
+                self._follow(i, len(self._ops))
+
+    def run_in_order(self, state_before: Callable[[int], torch.Tensor]) -> None:
+        """Do what is needed, one after the other, draws from the states that they have in the program."""
+        for i in sorted(self._needed):
+            if self._ops[i].random:
+                torch.set_rng_state(state_before(i))
+            self._do(i)
+
+    def _demand(self, i: int) -> None:
+        """Do an operation, and before it what it waits for."""
+        waiting = [i]
+        while waiting:
+            now = waiting[-1]
+            open_ = [j for j in self._before[now] if j not in self._done]
+            if open_:
+                waiting.extend(open_)
+                continue
+            waiting.pop()
+            if now not in self._done:
+                self._do(now)
+
+    def _follow(self, i: int, draw: int) -> None:
+        """Do what can be done after an operation, given all draws up to ``draw``."""
+        coming = list(reversed(self._after.get(i, [])))
+        while coming:
+            now = coming.pop()
+            if now in self._done or self._ops[now].random or self._draw[now] > draw:
+                continue
+            self._demand(now)
+            coming.extend(reversed(self._after.get(now, [])))
+
+    def _do(self, i: int) -> None:
+        op = self._ops[i]
+        _call(op, self._sizes, self._memory)
+        self._done.add(i)
+        for s in op.reads | op.changes:
+            self._uses[s] -= 1
+            if not self._uses[s]:
+                for at, take in self._targets.get(s, ()):
+                    take(_real(at, self._sizes, self._memory))
+                self._memory.pop(s, None)
+
+    def _touched(self, i: int) -> set[int]:
+        return self._ops[i].reads | self._ops[i].changes
+
+    @staticmethod
+    def draw(op: Op, sizes: Sequence[int]) -> None:
+        """Draw what nobody needs, so that the next draw gets what it should."""
+        _call(op, sizes, {})
+
+
+def _real(at: Ref, sizes: Sequence[int], memory: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    if at.storage not in memory:
+        memory[at.storage] = torch.UntypedStorage(sizes[at.storage])
+    whole = torch.empty(0, dtype=at.dtype)
+    return whole.set_(memory[at.storage], at.offset, at.shape, at.stride)
+
+
+def _call(op: Op, sizes: Sequence[int], memory: dict[int, torch.UntypedStorage]) -> None:
+    def given(x: Any) -> Any:
+        return _real(x, sizes, memory) if isinstance(x, Ref) else x
+
+    with torch.no_grad():
+        outs = tensors_in([op.func(*tree_map(given, op.args), **tree_map(given, op.kwargs))])
+        for i, at in op.makes:
+            out = outs[i]
+            storage = out.untyped_storage()
+            is_new = all(storage._cdata != other._cdata for other in memory.values())
+            lies = (tuple(out.shape), tuple(out.stride()), out.storage_offset())
+            if is_new and lies == (at.shape, at.stride, at.offset) and storage.nbytes() == sizes[at.storage]:
+                memory[at.storage] = storage
+            else:
+                _real(at, sizes, memory).copy_(out)
+
+
+# ---- models built without memory: what constructors do is recorded, and done when it is known who needs
+# what
+#
+# While :func:`deferred` is open, tensors are made on the meta device, and the operations that make and fill
+# them are written on a tape. Replayed in memory, the tape gives the values that the constructor would have
+# given: random operations draw from torch's CPU generator in the order of the program. All else is done
+# where its inputs are at hand, so that a tensor lives whole only from its last draw to its last operation.
+
 
 _aten = torch.ops.aten
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -81,9 +285,9 @@ class Tape:
         self._numbers[storage._cdata] = len(self._storages)
         self._storages.append(storage)
         storage._deferred = self  # type: ignore[attr-defined]
-        found = self.ref(x)
-        assert found is not None
-        return found
+        ref = self.ref(x)
+        assert ref is not None
+        return ref
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Write down a call, if it made or wrote to anything."""
@@ -137,15 +341,15 @@ class Tape:
         """A tensor's values, whole, on the CPU; torch's random state is left as it is."""
         at = self.ref(x)
         assert at is not None
-        found: list[torch.Tensor] = []
-        schedule = Schedule(self.ops, self.sizes(), [(at, lambda y: found.append(y.clone()))])
+        values: list[torch.Tensor] = []
+        schedule = ReplayOrder(self.ops, self.sizes(), [(at, lambda y: values.append(y.clone()))])
         before, self.resting = torch.get_rng_state(), True
         try:
             schedule.run_in_order(self._state_before)
         finally:
             self.resting = False
             torch.set_rng_state(before)
-        return found[0]
+        return values[0]
 
     def _state_before(self, number: int) -> torch.Tensor:
         """The state of torch's generator before a random operation."""
@@ -161,7 +365,7 @@ class Tape:
                 if i not in self._states:
                     if last >= 0:
                         torch.set_rng_state(self._states[last])
-                        Schedule.draw(self.ops[last], self.sizes())
+                        ReplayOrder.draw(self.ops[last], self.sizes())
                     self._states[i] = self.start if last < 0 else torch.get_rng_state()
                 last = i
         return self._states[number]
@@ -186,7 +390,7 @@ class Tape:
         if start is not None:
             torch.set_rng_state(start)
         try:
-            Schedule(self.ops, self.sizes(), targets).run()
+            ReplayOrder(self.ops, self.sizes(), targets).run()
         finally:
             if start is None or not same_position(before, start):
                 torch.set_rng_state(before)  # the program has drawn or seeded since
@@ -194,11 +398,11 @@ class Tape:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that a call writes to."""
-    found = []
+    written = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
-    return found
+            written += tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
+    return written
 
 
 def _covers(x: torch.Tensor) -> bool:
@@ -206,7 +410,7 @@ def _covers(x: torch.Tensor) -> bool:
     return bool(dense) and x.numel() * x.element_size() == x.untyped_storage().nbytes()
 
 
-class _Record(TorchDispatchMode):
+class _RecordMode(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
@@ -287,7 +491,7 @@ def deferred() -> Iterator[None]:
     seen: list[torch.Tensor] = []
     hook = register_module_parameter_registration_hook(lambda module, name, p: seen.append(p))
     try:
-        with _Disguise(tape), _Record(tape):
+        with _Disguise(tape), _RecordMode(tape):
             yield
     finally:
         hook.remove()
@@ -339,9 +543,9 @@ def lay_out_parameters(
             then(p)
         else:
             on_tape.setdefault(tape, []).append((p, layout))
-    for tape, found in on_tape.items():
-        start = _agreed(tape, found[0][1].mesh)
-        tape.replay([(p, partial(_become, p, layout, then)) for p, layout in found], start)
+    for tape, laid_out in on_tape.items():
+        start = _agreed(tape, laid_out[0][1].mesh)
+        tape.replay([(p, partial(_become, p, layout, then)) for p, layout in laid_out], start)
 
 
 def _agreed(tape: Tape, mesh: Mesh) -> torch.Tensor | None:
@@ -356,7 +560,7 @@ def _agreed(tape: Tape, mesh: Mesh) -> torch.Tensor | None:
     other = torch.tensor([tape.has_asked and not same_position(start, tape.start)], dtype=torch.int32)
     other = other.to(mesh.device())
     for axis in range(mesh.ndim):
-        other = door.all_reduce(other, mesh, axis, "max")
+        other = collectives.all_reduce(other, mesh, axis, "max")
     if other.item():
         raise ValueError(
             "espalier.deferred(): the model's constructor asks for random values (trunc_normal_ draws until "
@@ -399,23 +603,23 @@ def make_the_rest_real(module: nn.Module) -> None:
 _OWN = ("_parameters", "_buffers", "_modules")
 
 
-def make_values_real(held: MutableMapping[str, Any]) -> None:
+def make_values_real(table: MutableMapping[str, Any]) -> None:
     """Give the tensors among a mapping's values theirs.
 
     Raises:
         ValueError: see :func:`tape_of`.
     """
-    for name, x in held.items():
+    for name, x in table.items():
         tape = tape_of(x) if isinstance(x, torch.Tensor) else None
         if tape is not None:
-            held[name] = tape.value(x)
+            table[name] = tape.value(x)
 
 
 def from_rank_0(state: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Rank 0's random state, on all ranks of a mesh."""
     state = state.to(mesh.device())
     for axis in range(mesh.ndim):
-        state = door.broadcast(state, mesh, axis)
+        state = collectives.broadcast(state, mesh, axis)
     return plain(state).cpu()
 
 

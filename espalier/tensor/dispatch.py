@@ -8,19 +8,22 @@ the inputs where they must be, call, stamp the outputs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as raw
 
-from espalier.comm.moves import itinerary, on_dry, travel
+from espalier.comm.redistribute import on_dry, redistribute_by, redistribute_plan
 from espalier.layout import Layout, may_be_empty, same_data
-from espalier.layout.layout import R, V
+from espalier.layout.layout import D, R
 from espalier.layout.transitions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from espalier.mesh import Mesh
-from espalier.tensor import loans, numbers
+from espalier.sharding.solve import solve
+from espalier.sharding.spec import Operand, Placed, Spec
+from espalier.tensor import loans
 from espalier.tensor.dtensor import DTensor, layout_of, stamp
 from espalier.tensor.fallback import (
     asks_in_place,
@@ -30,12 +33,8 @@ from espalier.tensor.fallback import (
     torch_error,
     writes,
 )
-from espalier.tensor.keys import TOLD, Path, key_of, put, told
-from espalier.tensor.naming import ALIASES, by_place
 from espalier.tensor.rules import RULES
-from espalier.tensor.rules.solve import solve
-from espalier.tensor.rules.spec import Operand, Placed, Spec
-from espalier.tensor.rules.together import together
+from espalier.tensor.rules.joint_failure import fail_together
 from espalier.tensor.saved import (
     Shard,
     apart,
@@ -45,15 +44,14 @@ from espalier.tensor.saved import (
     keep_in_step,
     saving_shards,
 )
-from espalier.tensor.strictness import is_strict, refuse_plain
+from espalier.torch_private import getter, method, plain_call, raw
 from espalier.trees import leaves, tensors_in, tree_map
 
-_plain_call = torch._C._disabled_torch_function_impl
 # the C getters themselves: to be called where torch functions are not intercepted
-_requires_grad = vars(torch._C.TensorBase)["requires_grad"].__get__
-_is_leaf = vars(torch._C.TensorBase)["is_leaf"].__get__
-_version = vars(torch._C.TensorBase)["_version"].__get__
-_is_inference = torch._C.TensorBase.is_inference
+_requires_grad = getter("requires_grad")
+_is_leaf = getter("is_leaf")
+_version = getter("_version")
+_is_inference = method("is_inference")
 _grad_enabled, _inference_mode = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _CACHE_LIMIT = 10_000  # entries of one function
 
@@ -61,20 +59,20 @@ _CACHE_LIMIT = 10_000  # entries of one function
 class Move:
     """One input's way from the layout it has to the one the call needs."""
 
-    __slots__ = ("dst", "gathers", "only_varies", "path", "remember", "src", "way")
+    __slots__ = ("dst", "gathers", "only_varies", "path", "plan", "remember", "src")
 
     def __init__(self, path: Path, src: Layout, dst: Layout) -> None:
         self.path, self.src, self.dst = path, src, dst
-        self.way = itinerary(src, dst)
+        self.plan = redistribute_plan(src, dst)
         self.only_varies = src.cuts == dst.cuts and all(
-            a == b or (a == R and b == V) for a, b in zip(src.axes, dst.axes, strict=True)
+            a == b or (a == R and b == D) for a, b in zip(src.axes, dst.axes, strict=True)
         )
-        ops = self.way.kinds
+        ops = self.plan.kinds
         self.gathers = bool(ops & {ALL_GATHER, ALL_TO_ALL}) and ALL_REDUCE not in ops
         self.remember = self.only_varies or bool(ops & {ALL_GATHER, ALL_TO_ALL, ALL_REDUCE})
 
 
-class Entry:
+class CachedCall:
     """How one kind of call is carried out."""
 
     __slots__ = (
@@ -95,14 +93,14 @@ class Entry:
             for o, dst in zip(operands, placed.ins, strict=True)
             if o.path != self.written and not same_data(o.layout, dst)
         )
-        self.moves = tuple(m for m in moves if not m.way.idle)
+        self.moves = tuple(m for m in moves if not m.plan.idle)
         # the gradient of what is linear in all it is differentiated by needs none of their values
         floats = {o.index for o in operands if o.dtype.is_floating_point or o.dtype.is_complex}
         self.keeps = not any(floats <= set(group) for group in spec.linear)
         # a view of what was moved, or of what a runner made
         self.lends = is_view and (bool(self.moves) or self.run is not None)
         if spec.fails:
-            self.run = together(spec, self.run, placed)
+            self.run = fail_together(spec, self.run, placed)
         self.simple = self.quick = self.writes = self.flat = self.runs = False
 
     def settle(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -125,7 +123,7 @@ class Entry:
         with raw():
             shards: list[Shard] = []
             gathered: list[torch.Tensor] = []
-            given = args, kwargs
+            call_arguments = args, kwargs
             for m in self.moves:
                 x = at(args, kwargs, m.path)
                 if m.only_varies and not (x.requires_grad and torch.is_grad_enabled()):
@@ -146,7 +144,7 @@ class Entry:
             if self.placed.mesh.is_dry:
                 out = tree_map(beside_saved, out)
         out = self._stamped(out, args, kwargs)
-        return loans.lend(out, func, *given) if self.lends else out
+        return loans.lend(out, func, *call_arguments) if self.lends else out
 
     def call_flat(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """:meth:`call`, for moves of positional arguments that gather nothing."""
@@ -211,7 +209,7 @@ def _stamp(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     return stamp(x, layout)
 
 
-class _Slot(dict[Any, "Entry | None"]):
+class _Slot(dict[Any, "CachedCall | None"]):
     """What is known of one function: its entries by the rest of the key, and how it is keyed."""
 
     __slots__ = ("special", "typed")
@@ -268,22 +266,22 @@ def dispatch(
     if entry is None:
         return _unruled(func, types, args, kwargs)
     if entry.simple:
-        out = _plain_call(func, types, args, kwargs)
+        out = plain_call(func, types, args, kwargs)
         out.__class__ = DTensor
         out._layout = entry.out
         return out
     if entry.quick:
-        out = _plain_call(func, types, (args[0], *entry.tail), _NO_KWARGS)
+        out = plain_call(func, types, (args[0], *entry.tail), _NO_KWARGS)
         out.__class__ = DTensor
         out._layout = entry.out
         return out
     if entry.flat:
         return entry.call_flat(func, args, kwargs)
     if entry.runs:
-        out = _plain_call(entry.run, types, (func, args, kwargs, entry.placed), _NO_KWARGS)
+        out = plain_call(entry.run, types, (func, args, kwargs, entry.placed), _NO_KWARGS)
         return _stamp(out, entry.out)
     if entry.writes:
-        return _plain_call(func, types, args, kwargs)
+        return plain_call(func, types, args, kwargs)
     return entry.call(func, args, kwargs)
 
 
@@ -317,15 +315,15 @@ def _is_torchs(func: Callable[..., Any]) -> bool:
     return (getattr(func, "__module__", None) or "torch").startswith("torch")
 
 
-def _check(func: Callable[..., Any], entry: Entry, out: Any) -> None:
+def _check(func: Callable[..., Any], entry: CachedCall, out: Any) -> None:
     """Compare what a user's function gave with what the rule says of it.
 
     Raises:
         ValueError: they differ.
     """
-    given = [x for x in (out if isinstance(out, tuple | list) else (out,)) if isinstance(x, torch.Tensor)]
+    tensors = [x for x in (out if isinstance(out, tuple | list) else (out,)) if isinstance(x, torch.Tensor)]
     with raw():
-        shapes = [tuple(x.shape) for x in given]
+        shapes = [tuple(x.shape) for x in tensors]
     wanted = [tuple(layout.local_shape) for layout in entry.outs]
     if shapes != wanted and entry.written is None:
         name = getattr(function_of(func) or func, "__name__", func)
@@ -346,16 +344,16 @@ def _ask_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         raise error
 
 
-def _build(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+def _build(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedCall | None:
     if is_strict.get():
         refuse_plain(func, tensors_in((args, kwargs)))
-    asked = None if numbers.are_tensors(func, args, kwargs) else ask(func, args, kwargs)
+    asked = None if loans.are_tensors(func, args, kwargs) else ask(func, args, kwargs)
     if asked is None:
         return None
     spec, operands, mesh = asked
     with raw():
         placed = solve(spec, operands, mesh)
-    return None if placed is None else Entry(spec, placed, operands, loans.is_view(func, args))
+    return None if placed is None else CachedCall(spec, placed, operands, loans.is_view(func, args))
 
 
 def ask(
@@ -392,12 +390,12 @@ def ask(
     return spec, operands, mesh
 
 
-def _operands(a: Any, mesh: Mesh, found: list[Operand], path: Path) -> Any:
+def _operands(a: Any, mesh: Mesh, operands: list[Operand], path: Path) -> Any:
     if isinstance(a, torch.Tensor):
-        found.append(Operand(len(found), layout_of(a, mesh), a.dtype, path))
-        return found[-1]
+        operands.append(Operand(len(operands), layout_of(a, mesh), a.dtype, path))
+        return operands[-1]
     if isinstance(a, tuple | list) and not isinstance(a, torch.Size):
-        return type(a)(_operands(x, mesh, found, (*path, i)) for i, x in enumerate(a))
+        return type(a)(_operands(x, mesh, operands, (*path, i)) for i, x in enumerate(a))
     return a
 
 
@@ -434,8 +432,8 @@ def _unruled(
     if lent:
         again = dispatch if RULES.get(func) is not None or function_of(func) is None else _uncached
         return loans.call(again, func, args, kwargs, lent, writes(func))
-    if numbers.are_tensors(func, args, kwargs):
-        args, kwargs = numbers.read(func, args, kwargs)
+    if loans.are_tensors(func, args, kwargs):
+        args, kwargs = loans.read(func, args, kwargs)
         return func(*args, **kwargs)
     for name in ("alpha", "value"):
         number = kwargs.get(name)
@@ -469,18 +467,18 @@ def _moved(x: torch.Tensor, m: Move) -> torch.Tensor:
     step: its moved form would hold memory, and a reference cycle through its gradient accumulator.
     """
     if not m.remember or type(x) is not DTensor:
-        return travel(x, m.way)
+        return redistribute_by(x, m.plan)
     if _is_leaf(x) and (_requires_grad(x) or getattr(x, "_is_param", False)):
-        return travel(x, m.way)
+        return redistribute_by(x, m.plan)
     if _is_inference(x) or _inference_mode():
-        return travel(x, m.way)  # no versions are counted that would tell what is out of date
+        return redistribute_by(x, m.plan)  # no versions are counted that would tell what is out of date
     tag = (m.dst, _version(x), _grad_enabled())
     if m.gathers:
         return _gathered(x, m, tag)
     known = x.__dict__.get("_moved")
     if known is not None and known[0] == tag and _version(known[1]) == known[2]:
         return known[1]
-    moved = travel(x, m.way)
+    moved = redistribute_by(x, m.plan)
     x._moved = (tag, moved, _version(moved))  # type: ignore[attr-defined]
     return moved
 
@@ -501,7 +499,7 @@ def _gathered(x: DTensor, m: Move, tag: Any) -> torch.Tensor:
         if mesh.lately is not None and mesh.lately[0] is owner:
             mesh.lately = None
 
-    moved = travel(x, m.way)
+    moved = redistribute_by(x, m.plan)
     mesh.lately = (weakref.ref(x, forget_it), (tag, moved._version), moved)
     return moved
 
@@ -515,3 +513,148 @@ def _shard_of(x: torch.Tensor, moved: torch.Tensor, m: Move) -> Shard:
 
 
 DTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment, method-assign]
+
+
+# ---- what of a call's arguments decides how it is carried out: the key to the dispatcher's cache
+
+
+Path = tuple[Any, ...]  # to an argument, or to a part of one
+
+# what of an argument is not part of the key where the rule is loose: a DTensor's dtype, a float's value
+TOLD = frozenset({DTensor, float, complex, tuple, list, torch.Size, dict})
+# what stands for itself
+_ITSELF = frozenset({int, type(None), str, torch.dtype, torch.device, torch.memory_format})
+
+
+def key_of(a: Any) -> Any:
+    """What stands for an argument in the key of a call, whatever the function."""
+    t = type(a)
+    if t in _ITSELF:
+        return a
+    if t is DTensor:
+        return a._layout
+    if t is bool:
+        return (bool, a)  # else True would be found for 1
+    if t is float or t is complex:
+        return t if a else 0.0  # of a scalar's value, no more than whether it is zero decides
+    if t is slice:
+        parts = a.start, a.stop, a.step
+        return (slice, *[x if type(x) in _ITSELF else key_of(x) for x in parts])
+    if t is tuple or t is list or t is torch.Size:
+        return (t, *[x if type(x) in _ITSELF else key_of(x) for x in a])
+    if isinstance(a, torch.Tensor):
+        return (t, a.shape, a.dtype, is_strict.get()) if a.ndim else (t, a.dtype)
+    if isinstance(a, dict):
+        return (dict, *[(k, key_of(v)) for k, v in a.items()])
+    try:
+        hash(a)
+    except TypeError:
+        return t
+    return a
+
+
+def told(a: Any) -> Any:
+    """Of an argument, what :func:`key_of` leaves out."""
+    t = type(a)
+    if t is DTensor:
+        return a.dtype
+    if t in (tuple, list, torch.Size, dict):
+        return tuple([told(x) for x in (a.values() if t is dict else a) if type(x) in TOLD])
+    return a if t in (float, complex) else None
+
+
+def put(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, value: Any) -> tuple[Any, Any]:
+    """A call's arguments with another value where a path leads."""
+    if isinstance(path[0], str):
+        return args, {**kwargs, path[0]: _replaced(kwargs[path[0]], path[1:], value)}
+    i = path[0]
+    return (*args[:i], _replaced(args[i], path[1:], value), *args[i + 1 :]), kwargs
+
+
+def _replaced(tree: Any, path: Path, value: Any) -> Any:
+    if not path:
+        return value
+    parts = list(tree)
+    parts[path[0]] = _replaced(parts[path[0]], path[1:], value)
+    return type(tree)(parts)
+
+
+# ---- arguments given by torch's names for them, which a rule's parameters need not have
+
+
+# NumPy's names, which torch takes too
+ALIASES = {"axis": "dim", "keepdims": "keepdim"}
+
+
+def by_place(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The call with arguments by their places, where its rule does not know their names; None if it does."""
+    known = RULES.signature(func).parameters if RULES.get(func) is not None else {}
+    strange = {k for k in kwargs if k not in known and k not in ALIASES and k not in ("input", "out")}
+    if not known or not strange or any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        return None
+    for names in _overloads(getattr(func, "__name__", "")):
+        placed, rest = list(args), dict(kwargs)
+        for name in names[len(args) :]:
+            if name not in rest and not (name == "self" and "input" in rest):
+                break
+            placed.append(rest.pop(name if name in rest else "input"))
+        if not strange & rest.keys():
+            return tuple(placed), rest
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _overloads(name: str) -> tuple[tuple[str, ...], ...]:
+    """Of each form of an operator the names of what may be given by its place."""
+    packet = getattr(torch.ops.aten, name, None) if name and not name.startswith("_") else None
+    if packet is None:
+        return ()
+    schemas = (getattr(packet, overload)._schema for overload in packet.overloads())
+    return tuple(tuple(a.name for a in schema.arguments if not a.kwarg_only) for schema in schemas)
+
+
+# ---- strict mode: a plain tensor among DTensors is an error instead of being taken as replicated
+
+
+is_strict: ContextVar[bool] = ContextVar("espalier.strict", default=False)
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """While open, a call of DTensors and a plain tensor raises; 0-d tensors, being scalars, are allowed.
+
+    >>> with espalier.strict():                                       # doctest: +SKIP
+    ...     loss = model(batch)
+    """
+    token = is_strict.set(True)
+    try:
+        yield
+    finally:
+        is_strict.reset(token)
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """While open, a plain tensor among DTensors is taken as replicated, also inside :func:`strict`."""
+    token = is_strict.set(False)
+    try:
+        yield
+    finally:
+        is_strict.reset(token)
+
+
+def refuse_plain(func: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> None:
+    """Raise for a plain tensor with dims.
+
+    Raises:
+        ValueError: there is one (torch's operators would swallow a TypeError).
+    """
+    for i, x in enumerate(tensors):
+        if x.ndim and not isinstance(x, DTensor):
+            raise ValueError(
+                f"{getattr(func, '__name__', func)}: tensor argument {i} (shape {list(x.shape)}) is plain "
+                "among DTensors, which espalier.strict() refuses. Say how it lies: distribute_tensor or "
+                "DTensor.from_local."
+            )

@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch._C import DisableTorchFunction
-from torch._C import DisableTorchFunctionSubclass as raw
 from torch.overrides import handle_torch_function
 
 from espalier.comm import move
-from espalier.comm.moves import move_as
-from espalier.comm.traced import recorders, recording
+from espalier.comm.custom_ops import recorders
+from espalier.comm.redistribute import move_as
 from espalier.layout import Layout, Placement, gradient_layout
-from espalier.layout.layout import R, V
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
+from espalier.torch_private import plain_call, raw, torch_functions_on, without_torch_functions
 
-_plain_call = torch._C._disabled_torch_function_impl
-_intercepted = torch._C._is_torch_function_enabled
 _shape = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 # dims from the one whose elements lie next to each other
 _FORMATS = {(torch.channels_last, 4): (1, 3, 2, 0), (torch.channels_last_3d, 5): (1, 4, 3, 2, 0)}
@@ -43,7 +39,7 @@ def _getter(name: str) -> property:
     get = getattr(torch.Tensor, name).__get__
 
     def read(self: DTensor) -> Any:
-        return _plain_call(get, (), (self,), {})
+        return plain_call(get, (), (self,), {})
 
     return property(read)
 
@@ -60,6 +56,7 @@ class DTensor(torch.Tensor):
     """
 
     _layout: Layout
+    _above: ClassVar[Any]  # its methods that build on it: put here by the package
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise TypeError(
@@ -79,9 +76,9 @@ class DTensor(torch.Tensor):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The global shape."""
-        if _intercepted():
+        if torch_functions_on():
             return self._layout.shape  # type: ignore[return-value]
-        return _plain_call(_shape, (), (self,), {})
+        return plain_call(_shape, (), (self,), {})
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
@@ -112,18 +109,18 @@ class DTensor(torch.Tensor):
 
     def stride(self, dim: int | None = None) -> Any:
         """The strides of the global tensor, whose dims have the order in memory that the parts' have."""
-        if not _intercepted():
-            return _plain_call(torch.Tensor.stride, (), (self,) if dim is None else (self, dim), {})
-        stride = self._layout.whole_stride(_plain_call(torch.Tensor.stride, (), (self,), {}))
+        if not torch_functions_on():
+            return plain_call(torch.Tensor.stride, (), (self,) if dim is None else (self, dim), {})
+        stride = self._layout.whole_stride(plain_call(torch.Tensor.stride, (), (self,), {}))
         return stride if dim is None else stride[dim]
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
         """Whether the global tensor's elements, as :meth:`stride` tells, lie one after another."""
         order = _FORMATS.get((memory_format, self.ndim), range(self.ndim - 1, -1, -1))
         known = memory_format is torch.contiguous_format or (memory_format, self.ndim) in _FORMATS
-        if not known or not _intercepted():
+        if not known or not torch_functions_on():
             named = {"memory_format": memory_format}
-            return bool(_plain_call(torch.Tensor.is_contiguous, (), (self,), named))
+            return bool(plain_call(torch.Tensor.is_contiguous, (), (self,), named))
         shape, stride, step = self._layout.shape, self.stride(), 1
         for d in order:
             if shape[d] != 1 and stride[d] != step:
@@ -151,12 +148,12 @@ class DTensor(torch.Tensor):
     @property
     def requires_grad(self) -> bool:
         """Whether autograd records what happens to it."""
-        value: bool = _plain_call(_requires_grad.__get__, (), (self,), {})
+        value: bool = plain_call(_requires_grad.__get__, (), (self,), {})
         return value
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        _plain_call(_requires_grad.__set__, (), (self, value), {})
+        plain_call(_requires_grad.__set__, (), (self, value), {})
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -170,7 +167,7 @@ class DTensor(torch.Tensor):
         unfinished = self.__dict__.get("_unfinished")
         if unfinished:
             raise RuntimeError(unfinished[0])
-        grad = _plain_call(_grad.__get__, (), (self,), {})
+        grad = plain_call(_grad.__get__, (), (self,), {})
         if grad is None:
             return self.__dict__.get("_reduced")
         if type(grad) is not DTensor:
@@ -182,31 +179,31 @@ class DTensor(torch.Tensor):
         reduced = self.__dict__.pop("_reduced", None)
         if value is not None and reduced is not None:
             with raw():
-                own = layout_of(value, self._layout.mesh)
-                self._reduced = stamp(move(value.detach(), own, reduced._layout), reduced._layout)
+                lies_as = layout_of(value, self._layout.mesh)
+                self._reduced = stamp(move(value.detach(), lies_as, reduced._layout), reduced._layout)
             return
         if value is not None:
-            before = _plain_call(_grad.__get__, (), (self,), {})
+            before = plain_call(_grad.__get__, (), (self,), {})
             wanted = before._layout if type(before) is DTensor else _known(gradient_layout(self._layout))
-            given = layout_of(value, self._layout.mesh)
-            if given.shape != wanted.shape:
+            layout = layout_of(value, self._layout.mesh)
+            if layout.shape != wanted.shape:
                 raise ValueError(
-                    f"The gradient given has the global shape {list(given.shape)}, its tensor "
+                    f"The gradient given has the global shape {list(layout.shape)}, its tensor "
                     f"{list(wanted.shape)}; they must be equal."
                 )
-            if given is not wanted and given is not self._layout:
+            if layout is not wanted and layout is not self._layout:
                 with raw():
-                    value = stamp(move(value.detach(), given, wanted), wanted)
-        _plain_call(_grad.__set__, (), (self, value), {})
+                    value = stamp(move(value.detach(), layout, wanted), wanted)
+        plain_call(_grad.__set__, (), (self, value), {})
 
     @grad.deleter
     def grad(self) -> None:
         self.__dict__.pop("_reduced", None)
-        _plain_call(_grad.__set__, (), (self, None), {})
+        plain_call(_grad.__set__, (), (self, None), {})
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """As ``torch.Tensor.backward``, which would take a long way to the dispatcher."""
-        if _intercepted() and not recorders():
+        if torch_functions_on() and not recorders():
             DTensor.__torch_function__(torch.Tensor.backward, (DTensor,), (self, *args), kwargs)
         else:
             torch.Tensor.backward(self, *args, **kwargs)
@@ -255,9 +252,7 @@ class DTensor(torch.Tensor):
             ValueError: this rank's part does not have the shape that the layout gives it, the check
                 found ranks that differ, or ``grad_placements`` cannot be.
         """
-        from espalier.tensor.api import from_local
-
-        return from_local(
+        return DTensor._above.from_local(
             local_tensor,
             device_mesh,
             placements,
@@ -281,9 +276,7 @@ class DTensor(torch.Tensor):
             ValueError: ``grad_placements`` cannot be; or, from the backward pass and on every rank, it was
                 not given, and the gradients differ by more than rounding.
         """
-        from espalier.tensor.api import to_local
-
-        return to_local(self, grad_placements)
+        return DTensor._above.to_local(self, grad_placements)
 
     def redistribute(
         self,
@@ -313,9 +306,9 @@ class DTensor(torch.Tensor):
         if placements is None:
             raise ValueError("redistribute needs placements, one for each axis of the mesh.")
         layout = Layout(mesh, placements, self._layout.shape, order=order)
-        own = self.dtype
-        forward_dtype, backward_dtype = forward_dtype or own, backward_dtype or own
-        if forward_dtype == backward_dtype == own:
+        dtype = self.dtype
+        forward_dtype, backward_dtype = forward_dtype or dtype, backward_dtype or dtype
+        if forward_dtype == backward_dtype == dtype:
             return redistribute(self, layout)
         with raw():
             return stamp(move_as(plain(self), self._layout, layout, forward_dtype, backward_dtype), layout)
@@ -344,13 +337,11 @@ class DTensor(torch.Tensor):
             return whole.to_local(grad_placements=grad_placements)
         full = Layout.replicated(lay.mesh, lay.shape)
         with raw():
-            out = plain(move(x, lay, full))
+            out = left(move(x, lay, full))
         busy = [axis for axis, n in enumerate(lay.mesh.shape) if n > 1]
-        if not (busy and out.requires_grad) or recording():
+        if not (busy and out.requires_grad):
             return out
-        from espalier.tensor.unsaid import compared
-
-        return compared(out, full, busy, "full_tensor")
+        return DTensor._above.compared(out, full, busy, "full_tensor")
 
     def to_torch(self) -> Any:
         """torch's own DTensor over the same memory; gradients flow back.
@@ -359,9 +350,7 @@ class DTensor(torch.Tensor):
             ValueError: the mesh is dry or a single process, or two axes cut an uneven dim in another order
                 than the mesh's.
         """
-        from espalier.tensor.bridge import to_torch
-
-        return to_torch(self)
+        return DTensor._above.to_torch(self)
 
     @staticmethod
     def from_torch(tensor: Any) -> DTensor:
@@ -370,16 +359,12 @@ class DTensor(torch.Tensor):
         Raises:
             ValueError: a placement that is private to torch, or one that cuts elsewhere than ours.
         """
-        from espalier.tensor.bridge import from_torch
-
-        return from_torch(tensor)
+        return DTensor._above.from_torch(tensor)
 
     @property
     def _spec(self) -> Any:
         """torch's DTensorSpec: mesh, placements, shape, strides and dtype, as programs ask for them."""
-        from espalier.tensor.bridge import spec_of
-
-        return spec_of(self)
+        return DTensor._above.spec_of(self)
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -393,7 +378,7 @@ class DTensor(torch.Tensor):
 
     def set_(self, *args: Any, **kwargs: Any) -> DTensor:
         """Refused: torch does not ask ``__torch_function__`` here, and other memory would have no layout."""
-        if _intercepted():
+        if torch_functions_on():
             raise NotImplementedError(
                 f"set_ of a DTensor ({self._layout.own!r}) would put other memory behind its layout. Assign "
                 "x.data = y, or make a new one: DTensor.from_local."
@@ -453,7 +438,7 @@ class DTensor(torch.Tensor):
         whole = full_value(self)
         if whole.is_meta:
             return format(math.nan if whole.is_floating_point() else 0, spec)
-        with DisableTorchFunction():  # modes see no question, as of a plain tensor's
+        with without_torch_functions():  # modes see no question, as of a plain tensor's
             return whole.__format__(spec)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> DTensor:
@@ -466,7 +451,7 @@ class DTensor(torch.Tensor):
             )
         with raw():
             copy = stamp(plain(self.detach()).clone(), self._layout.own)
-            grad = _plain_call(_grad.__get__, (), (self,), {}) if DETACHED not in memo else None
+            grad = plain_call(_grad.__get__, (), (self,), {}) if DETACHED not in memo else None
             needs = self.requires_grad
             torch.Tensor.requires_grad_(copy, needs)
             if grad is not None:
@@ -478,33 +463,25 @@ class DTensor(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from espalier.tensor.stored import reduced
-
-        return reduced(self)
+        return DTensor._above.reduced(self)
 
     # ---- for torch.distributed.checkpoint
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from espalier.tensor.stored import write_items
-
-        return write_items(self, fqn)
+        return DTensor._above.write_items(self, fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
-        from espalier.tensor.stored import chunk_list
-
-        return chunk_list(self)
+        return DTensor._above.chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        from espalier.tensor.stored import shard
-
-        return shard(self)
+        return DTensor._above.shard(self)
 
 
 def full_value(x: DTensor) -> torch.Tensor:
     """The global tensor; one call for modes of torch functions, which do not see how it is made."""
     if recorders():
-        found: torch.Tensor = handle_torch_function(full_value, (), x)
-        return found
+        whole: torch.Tensor = handle_torch_function(full_value, (), x)
+        return whole
     return x.full_tensor()
 
 
@@ -530,6 +507,14 @@ def stamp(x: torch.Tensor, layout: Layout) -> DTensor:
 def plain(x: torch.Tensor) -> torch.Tensor:
     """A plain tensor over the local data, connected by autograd."""
     return x.as_subclass(torch.Tensor) if type(x) is DTensor else x
+
+
+def left(x: torch.Tensor) -> torch.Tensor:
+    """``plain`` of what leaves the type in the user's program, which is recorded where that is."""
+    with raw():
+        if recorders() and type(x) is DTensor:
+            return handle_torch_function(torch.Tensor.as_subclass, (x,), x, torch.Tensor)
+        return plain(x)
 
 
 def layout_of(x: torch.Tensor, mesh: Mesh | None = None) -> Layout:
@@ -560,9 +545,7 @@ def up_to_date(x: DTensor) -> DTensor:
     """``x``; a view of a moved copy (see ``espalier.tensor.loans``) takes its values again if need be."""
     if x._layout.own is x._layout:
         return x
-    from espalier.tensor.loans import refresh
-
-    return refresh(x)
+    return DTensor._above.refresh(x)
 
 
 def redistribute(x: DTensor, layout: Layout) -> DTensor:
@@ -575,8 +558,3 @@ def redistribute(x: DTensor, layout: Layout) -> DTensor:
         if out is x:
             out = x.view_as(x)
         return stamp(out, layout)
-
-
-def is_replicated(layout: Layout, axis: int) -> bool:
-    """Whether the value is the same on all ranks of an axis."""
-    return layout.axes[axis] in (R, V) or layout.mesh.shape[axis] == 1

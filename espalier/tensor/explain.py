@@ -8,28 +8,38 @@ for it, and for each axis what else the rule would have allowed, at which price.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as raw
 from torch.autograd.graph import get_gradient_edge
 
 from espalier.comm import Collective
-from espalier.layout import Layout
-from espalier.layout.layout import AxisState, R, V, state_name
+from espalier.layout import Layout, local_box
+from espalier.layout.layout import AxisState, D, R, is_partial, state_name
 from espalier.mesh import Mesh
-from espalier.tensor.caller import library_function, module_path, site, user_frame
+from espalier.sharding.solve import Choice, choices
 from espalier.tensor.dispatch import ask, at
 from espalier.tensor.dtensor import DTensor, plain
-from espalier.tensor.rules.reasons import Choice, choices
-from espalier.tensor.watch import Trail, Watcher, in_backward, watching
+from espalier.tensor.observers import (
+    Trail,
+    Watcher,
+    in_backward,
+    library_function,
+    module_path,
+    site,
+    user_frame,
+    watching,
+)
+from espalier.texts import in_columns
+from espalier.torch_private import raw
 from espalier.trees import tensors_in
 
 _WIDTH = 108
@@ -43,7 +53,7 @@ class Sent(NamedTuple):
     bytes: int
 
 
-class Tensor(NamedTuple):
+class TensorRow(NamedTuple):
     """A tensor of a call.
 
     Attributes:
@@ -87,8 +97,8 @@ class Row:
     how: str = "rule"
     phase: str = "forward"
     depth: int = 0
-    inputs: tuple[Tensor, ...] = ()
-    outputs: tuple[Tensor, ...] = ()
+    inputs: tuple[TensorRow, ...] = ()
+    outputs: tuple[TensorRow, ...] = ()
     sent: list[Sent] = field(default_factory=list)
     sent_backward: list[Sent] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
@@ -96,8 +106,8 @@ class Row:
 
     def _kind(self) -> Any:
         """Rows of one kind are printed once; layers of a model differ in a number of the module's name."""
-        own = dataclasses.asdict(self) | {"module": re.sub(r"\d+", "*", self.module)}
-        return repr(own)
+        values = dataclasses.asdict(self) | {"module": re.sub(r"\d+", "*", self.module)}
+        return repr(values)
 
 
 class Explanation(Watcher):
@@ -154,10 +164,9 @@ class Explanation(Watcher):
             n = times.pop(row._kind(), 0)
             if n:
                 lines += ["", *_shown(row, n)]
-        lines += ["", f"{'axis':<12}{'bytes sent forward':>20}{'backward':>20}"]
-        for axis, phases in self.totals.items():
-            lines.append(f"{axis:<12}{phases['forward']:>20,}{phases['backward']:>20,}")
-        return "\n".join(lines)
+        totals = [["axis".ljust(12), "bytes sent forward", "backward".rjust(18)]]
+        totals += [[axis, *(f"{n:,}" for n in phases.values())] for axis, phases in self.totals.items()]
+        return "\n".join([*lines, "", *in_columns(totals, "<>")])
 
     def __repr__(self) -> str:
         return f"Explanation({len(self.rows)} rows)"
@@ -178,9 +187,9 @@ class Explanation(Watcher):
                 out = go()
         finally:
             self._stack.pop()
-        given = [x for x in tensors_in(out) if type(x) is DTensor]
-        row.outputs = tuple(_tensor(x) for x in given)
-        for x in given[:1]:
+        results = [x for x in tensors_in(out) if type(x) is DTensor]
+        row.outputs = tuple(_tensor(x) for x in results)
+        for x in results[:1]:
             self._met(x._layout.mesh)
         if details is not None:
             row.inputs, row.choices, row.notes = details
@@ -188,7 +197,7 @@ class Explanation(Watcher):
             row.how = "entered"
         elif row.sent:
             row.how = "gathered"
-        if not given and not row.sent and len(self.rows) == place + 1:
+        if not results and not row.sent and len(self.rows) == place + 1:
             self.rows.pop()
         return out
 
@@ -267,21 +276,21 @@ def _backward(result: Any) -> None:
 def _accumulated(nodes: list[Any]) -> list[torch.Tensor]:
     """The leaves that a graph reaches."""
     seen = set(nodes)
-    found = {}
+    leaves = {}
     while nodes:
         node = nodes.pop()
         if hasattr(node, "variable"):
-            found[id(node.variable)] = node.variable
+            leaves[id(node.variable)] = node.variable
         for below, _ in node.next_functions:
             if below is not None and below not in seen:
                 seen.add(below)
                 nodes.append(below)
-    return list(found.values())
+    return list(leaves.values())
 
 
 def _details(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Tensor, ...], list[Choice], list[str]] | None:
+) -> tuple[tuple[TensorRow, ...], list[Choice], list[str]] | None:
     """How a rule places a call's inputs, and why; None if none does."""
     asked = ask(func, args, kwargs)
     if asked is None:
@@ -290,32 +299,32 @@ def _details(
     solved = choices(spec, operands, mesh)
     if solved is None:
         return None
-    placed, found = solved
+    placed, per_axis = solved
     inputs, notes = [], []
     for i, (operand, dst) in enumerate(zip(operands, placed.ins, strict=True)):
         src = operand.layout
         moved = None if src is dst or i == spec.inplace else _states(dst)
-        inputs.append(Tensor(tuple(src.shape), _states(src), moved))
-        varied = [name for name, n, s, t in _axes(mesh, src, dst) if n > 1 and s == R and t == V]
-        if varied and moved and torch.is_grad_enabled() and at(args, kwargs, operand.path).requires_grad:
+        inputs.append(TensorRow(tuple(src.shape), _states(src), moved))
+        deferred = [name for name, n, s, t in _axes(mesh, src, dst) if n > 1 and s == R and t == D]
+        if deferred and moved and torch.is_grad_enabled() and at(args, kwargs, operand.path).requires_grad:
             notes.append(
-                f"vary: input {i} is replicated along {' and '.join(varied)}, the result is not, so its "
+                f"defer: input {i} is replicated along {' and '.join(deferred)}, the result is not, so its "
                 "gradient will be all-reduced"
             )
     if spec.inplace is not None:
         notes.append(f"input {spec.inplace} is written in place, so its layout stays")
-    return tuple(inputs), found, notes
+    return tuple(inputs), per_axis, notes
 
 
 def _axes(mesh: Mesh, src: Layout, dst: Layout) -> Iterator[tuple[str, int, AxisState, AxisState]]:
     return zip(mesh.names, mesh.shape, src.axes, dst.axes, strict=True)
 
 
-def _tensor(x: torch.Tensor) -> Tensor:
+def _tensor(x: torch.Tensor) -> TensorRow:
     if type(x) is DTensor:
-        return Tensor(tuple(x._layout.shape), _states(x._layout))
+        return TensorRow(tuple(x._layout.shape), _states(x._layout))
     with raw():
-        return Tensor(tuple(x.shape), None)
+        return TensorRow(tuple(x.shape), None)
 
 
 def _states(layout: Layout) -> tuple[str, ...]:
@@ -334,12 +343,12 @@ def _shown(row: Row, times: int) -> list[str]:
     """A row in print."""
     module = row.module if times == 1 else re.sub(r"\d+", "*", row.module)
     where = row.where if len(row.where) < 60 else "/".join(row.where.split(os.sep)[-2:])
-    told = [*([module] if module else []), where]
-    told += [f"{times} times"] if times > 1 else []
-    told += ["in the backward pass"] if row.phase == "backward" else []
+    parts = [*([module] if module else []), where]
+    parts += [f"{times} times"] if times > 1 else []
+    parts += ["in the backward pass"] if row.phase == "backward" else []
     how = {"rule": "", "entered": " (entered)", "gathered": " (no rule: gathered)", "traffic": " (traffic)"}
     indent = "  " * row.depth
-    lines = [f"{row.op + how[row.how]:<28} {', '.join(told)}"]
+    lines = [f"{row.op + how[row.how]:<28} {', '.join(parts)}"]
     for word, tensors in (("in ", row.inputs), ("out", row.outputs)):
         if tensors:
             lines += _wrapped(f"  {word}  ", [str(x) for x in _cut(tensors)], "   ")
@@ -356,7 +365,7 @@ def _shown(row: Row, times: int) -> list[str]:
     return [indent + line for line in lines]
 
 
-def _cut(tensors: tuple[Tensor, ...]) -> list[Any]:
+def _cut(tensors: tuple[TensorRow, ...]) -> list[Any]:
     return [*tensors[:6], f"and {len(tensors) - 6} more"] if len(tensors) > 7 else list(tensors)
 
 
@@ -378,3 +387,170 @@ def _wrapped(head: str, parts: list[str], between: str) -> list[str]:
         line.replace("\0", " ")
         for line in textwrap.wrap(joined, width, initial_indent=head, subsequent_indent=inset)
     ]
+
+
+# ---- which rank holds which box of a tensor, as a table
+
+
+Span = tuple[int, int]
+Spans = tuple[Span, ...]
+
+# 256-colour codes with a light foreground and a dark one in turn
+_COLOURS = (24, 130, 29, 89, 60, 94, 66, 53, 31, 136, 35, 125, 61, 100, 67, 54)
+
+
+class _Table(NamedTuple):
+    """One table: its title, the spans of its rows and columns, and who holds each cell."""
+
+    title: str
+    rows: list[Span]
+    columns: list[Span]
+    cells: dict[tuple[Span, Span], str]
+
+
+def visualize_sharding(dtensor: DTensor | Layout, header: str = "", use_rich: bool = False) -> None:
+    """Print which rank holds which box of a tensor; no collective.
+
+    As torch's function of this name it prints on the first rank of the mesh alone, so all ranks may call
+    it. Any number of dims: a table has the first two dims that are cut (of up to two dims, these), there
+    is one table for each piece of the others. Ranks with a comma between them hold the same, those with
+    a plus hold addends.
+
+    Args:
+        dtensor: a DTensor, or a layout alone, on a dry mesh too.
+        header: printed above.
+        use_rich: in colour, one for each box, where the terminal has colours.
+    """
+    layout = dtensor if isinstance(dtensor, Layout) else dtensor._layout
+    if not layout.mesh.is_member or (layout.mesh.rank and not layout.mesh.is_dry):
+        return
+    if use_rich:
+        _print_rich(layout, header)
+        return
+    lines = [*([header] if header else []), _title(layout)]
+    for table in _tables(layout):
+        lines += ["", *_text(table, layout)]
+    print("\n".join([*lines, "", *_notes(layout)]))
+
+
+def _tables(layout: Layout) -> Iterator[_Table]:
+    boxes = _holders(layout)
+    if not boxes:
+        return
+    ndim = len(layout.shape)
+    cut = [d for d in range(ndim) if len({box[d] for box in boxes}) > 1]
+    shown = list(range(ndim)) if ndim <= 2 else sorted([*cut, *(d for d in range(ndim) if d not in cut)][:2])
+    others = [d for d in range(ndim) if d not in shown]
+    pieces = [sorted({box[d] for box in boxes}) for d in others]
+    for piece in itertools.product(*pieces):
+        here = {
+            box: who
+            for box, who in boxes.items()
+            if all(box[d] == p for d, p in zip(others, piece, strict=True))
+        }
+        keys = {box: _cell(box, shown) for box in here}
+        title = ", ".join(_named(d, p) for d, p in zip(others, piece, strict=True))
+        rows, columns = (sorted({key[i] for key in keys.values()}) for i in (0, 1))
+        yield _Table(title, rows, columns, {keys[box]: who for box, who in here.items()})
+
+
+def _cell(box: Spans, shown: Sequence[int]) -> tuple[Span, Span]:
+    spans = [box[d] for d in shown] + [(0, 1)] * 2
+    return spans[0], spans[1]
+
+
+def _holders(layout: Layout) -> dict[Spans, str]:
+    """Each box that is not empty, and in words the ranks that hold it."""
+    holders: dict[Spans, dict[tuple[int, ...], list[int]]] = {}
+    for place, where in enumerate(itertools.product(*map(range, layout.mesh.shape))):
+        box = local_box(layout, where)
+        if 0 not in box.sizes:
+            spans = tuple((o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            key = tuple(c for axis, c in enumerate(where) if axis not in layout.partial)
+            holders.setdefault(spans, {}).setdefault(key, []).append(layout.mesh.ranks[place])
+    return {
+        box: f"{layout.mesh.device_type}:{_ranks(list(groups.values()))}" for box, groups in holders.items()
+    }
+
+
+def _ranks(groups: list[list[int]]) -> str:
+    if all(len(group) == 1 for group in groups):
+        return _runs([group[0] for group in groups])
+    return ",".join("+".join(map(str, group)) for group in groups)
+
+
+def _runs(ranks: list[int]) -> str:
+    """Ranks with runs of three and more as ``first-last``."""
+    parts = []
+    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        run_ranks = [rank for _, rank in run]
+        parts += [f"{run_ranks[0]}-{run_ranks[-1]}"] if len(run_ranks) > 2 else list(map(str, run_ranks))
+    return ",".join(parts)
+
+
+def _named(dim: int, span: Span) -> str:
+    return f"dim {dim}: {span[0]}" if span[1] == span[0] + 1 else f"dim {dim}: {span[0]}-{span[1] - 1}"
+
+
+def _headings(table: _Table, layout: Layout) -> tuple[list[str], list[str]]:
+    """The names of the rows and of the columns; empty where there is no such dim."""
+    titled = {int(part.split()[1].rstrip(":")) for part in table.title.split(", ") if part}
+    dims = [d for d in range(len(layout.shape)) if d not in titled]
+    rows = [_named(dims[0], span) for span in table.rows] if dims else [""]
+    columns = [_named(dims[1], span) for span in table.columns] if len(dims) > 1 else [""]
+    return rows, columns
+
+
+def _text(table: _Table, layout: Layout) -> list[str]:
+    rows, columns = _headings(table, layout)
+    cells = [[table.cells.get((r, c), "") for c in table.columns] for r in table.rows]
+    grid = [["", *columns], *([name, *line] for name, line in zip(rows, cells, strict=True))]
+    return [*([table.title] if table.title else []), *filter(None, in_columns(grid, "<"))]
+
+
+def _title(layout: Layout) -> str:
+    mesh = layout.mesh
+    axes = " × ".join(f"{name} {n}" for name, n in zip(mesh.names, mesh.shape, strict=True))
+    return f"{list(layout.shape)} on {axes}" + (": no elements" if 0 in layout.shape else "")
+
+
+def _notes(layout: Layout) -> list[str]:
+    """What each axis does, and who holds nothing."""
+    notes = []
+    for name, n, state, placement in zip(
+        layout.mesh.names, layout.mesh.shape, layout.axes, layout.placements, strict=True
+    ):
+        if isinstance(state, int):
+            note = f"Shard({state})"
+        elif is_partial(state):
+            note = f"Partial({state}), {n} ranks hold one addend each" if n > 1 else f"Partial({state})"
+        else:
+            note = type(placement).__name__ + (" (deferred)" if state == D else "")
+        notes.append(f"{name}: {note}")
+    orders = [cut for cut in layout.cuts if list(cut) != sorted(cut)]
+    notes += ["cut " + ", then ".join(layout.mesh.names[a] for a in cut) for cut in orders]
+    places = zip(layout.mesh.ranks, itertools.product(*map(range, layout.mesh.shape)), strict=True)
+    empty = [rank for rank, where in places if 0 in local_box(layout, where).sizes]
+    if empty and 0 not in layout.shape:
+        notes.append(f"nothing is held by {layout.mesh.device_type}:{_runs(empty)}")
+    return notes
+
+
+def _print_rich(layout: Layout, header: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    colours = itertools.cycle(_COLOURS)
+    console.print(Text("\n".join([*([header] if header else []), _title(layout)])))
+    for table in _tables(layout):
+        rows, columns = _headings(table, layout)
+        drawn = Table(title=table.title or None, title_justify="left", show_header=any(columns))
+        for heading in ("", *columns):
+            drawn.add_column(heading)
+        for name, r in zip(rows, table.rows, strict=True):
+            who = [table.cells.get((r, c), "") for c in table.columns]
+            drawn.add_row(name, *(Text(w, style=f"white on color({next(colours)})") for w in who))
+        console.print(drawn)
+    console.print(Text("\n".join(_notes(layout))))

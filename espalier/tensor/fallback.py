@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -10,21 +12,18 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as raw
 from torch.autograd import Function
-from torch.utils import _python_dispatch
 
 from espalier.comm import move
-from espalier.comm.moves import on_dry
-from espalier.layout import Layout, same_data
+from espalier.comm.redistribute import on_dry
+from espalier.layout import Layout, gradient_layout, same_data
 from espalier.layout.layout import R
 from espalier.mesh import Mesh
-from espalier.tensor.caller import user_frame
 from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, stamp
-from espalier.tensor.functions import on_wholes
-from espalier.tensor.keys import whole_key_of
 from espalier.tensor.loans import is_view, lend, loans_in, version
-from espalier.tensor.seeding import drawing_alike
+from espalier.tensor.observers import user_frame
+from espalier.tensor.random import drawing_alike
+from espalier.torch_private import disable_modes, raw, saved_tensors_hooks, with_torch_functions
 from espalier.trees import tree_map
 
 # a composite asks these whether to hand itself over; entered, it must go on instead
@@ -134,10 +133,10 @@ def _resize(target: torch.Tensor, value: torch.Tensor) -> None:
     if type(target) is not DTensor:
         target.resize_(value.shape)
         return
-    own = target._layout
-    dims = [s if not isinstance(s, int) or s < value.ndim else R for s in own.axes]
+    layout = target._layout
+    dims = [s if not isinstance(s, int) or s < value.ndim else R for s in layout.axes]
     cuts = tuple(tuple(a for a, s in enumerate(dims) if s == d) for d in range(value.ndim))
-    lay = Layout.of(own.mesh, tuple(dims), cuts, tuple(value.shape))
+    lay = Layout.of(layout.mesh, tuple(dims), cuts, tuple(value.shape))
     with raw():
         target.resize_(lay.local_shape)
     target._layout = lay
@@ -193,6 +192,23 @@ def rejected(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return None
 
 
+def whole_key_of(a: Any) -> Any:
+    """What stands for an argument of one process: all of it, but of tensors only their shapes and dtypes.
+
+    Raises:
+        TypeError: (when hashed) some part has no hash.
+    """
+    if isinstance(a, torch.Tensor):
+        return (torch.Tensor, tuple(a.shape), a.dtype)
+    if isinstance(a, dict):
+        return (dict, *[(k, whole_key_of(v)) for k, v in a.items()])
+    if isinstance(a, tuple | list):
+        return (type(a), *[whole_key_of(x) for x in a])
+    if isinstance(a, slice):
+        return (slice, *map(whole_key_of, (a.start, a.stop, a.step)))
+    return (type(a), a)
+
+
 # calls that torch takes: the same ones come again in other layouts
 _taken: set[Any] = set()
 _TAKEN_LIMIT = 10_000
@@ -226,8 +242,8 @@ def _error_on(
 @contextmanager
 def _unseen() -> Iterator[None]:
     """While open, what others count (operations, memory, saved tensors) is not counted."""
-    disable = getattr(_python_dispatch, "_disable_current_modes", nullcontext)
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    disable = disable_modes or nullcontext
+    hooked = saved_tensors_hooks(True) is not None
     with disable(), torch.autograd.graph.saved_tensors_hooks(_same, _same) if hooked else nullcontext():
         yield
 
@@ -239,29 +255,29 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Any:
     custom = function_of(func)
     name = getattr(func, "__name__", str(func))
-    held: list[Layout] = []
+    layouts: list[Layout] = []
     target = args[0] if args and writes(func) else None
     gathered: list[tuple[DTensor, torch.Tensor, int]] = []
 
     def whole(x: Any) -> Any:
         if type(x) is not DTensor:
             return on_dry(x, mesh) if mesh.is_dry and isinstance(x, torch.Tensor) else x
-        own = x._layout
-        held.append(own)
-        full = Layout.replicated(mesh, own.shape)
-        moved = move(x, own, full)
-        if same_data(own, full):  # not whether it moved: of a varied value that hangs on the rank
+        layout = x._layout
+        layouts.append(layout)
+        full = Layout.replicated(mesh, layout.shape)
+        moved = move(x, layout, full)
+        if same_data(layout, full):  # not whether it moved: of a deferred value that hangs on the rank
             return x if x is target else moved.as_subclass(torch.Tensor)
         value = moved.as_subclass(torch.Tensor)
         if name == "as_strided":  # it sees the memory
-            value = _in_order(value, own.whole_stride(x.stride()))
+            value = _in_order(value, layout.whole_stride(x.stride()))
         value = value.clone() if x is target else value
         gathered.append((x, value, version(value)))
         return value
 
     with raw():
         local_args, local_kwargs = tree_map(whole, args), tree_map(whole, kwargs)
-        if any(not same_data(lay, Layout.replicated(mesh, lay.shape)) for lay in held):
+        if any(not same_data(lay, Layout.replicated(mesh, lay.shape)) for lay in layouts):
             if name in _RESHAPING and type(target) is DTensor and not _is_plain(target):
                 raise NotImplementedError(
                     f"{name} of a DTensor that is not replicated ({target._layout!r}): it would change the "
@@ -269,7 +285,7 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                     "Redistribute to Replicate first, or call the function without the underscore."
                 )
             if custom is None:
-                _warn(name, tuple(held))
+                _warn(name, tuple(layouts))
             else:
                 _warn_of(custom.__name__, custom.__module__)
         call = func if custom is None else on_wholes(custom)
@@ -285,7 +301,7 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             return target
     out = tree_map(lambda x: _stamp_whole(x, mesh), out)
     if custom is not None:
-        return tree_map(lambda x: cut_again(x, held), out)
+        return tree_map(lambda x: cut_again(x, layouts), out)
     return lend(out, func, args, kwargs) if is_view(func, args) else out
 
 
@@ -334,12 +350,12 @@ def _stamp_whole(x: Any, mesh: Mesh) -> Any:
     return x
 
 
-def cut_again(x: Any, held: Sequence[Layout]) -> Any:
+def cut_again(x: Any, layouts: Sequence[Layout]) -> Any:
     """What a user's own function made, cut where an input of its shape was, for what comes after it.
 
     A batch that was gathered would stay so to the end of the model, and every rank would compute all of it.
     """
-    like = next((lay for lay in held if type(x) is DTensor and lay.shape == x._layout.shape), None)
+    like = next((lay for lay in layouts if type(x) is DTensor and lay.shape == x._layout.shape), None)
     if like is None:
         return x
     axes = tuple(s if isinstance(s, int) else R for s in like.axes)
@@ -375,12 +391,187 @@ def _warn_of(name: str, module: str) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _warn(name: str, held: tuple[Layout, ...]) -> None:
+def _warn(name: str, layouts_held: tuple[Layout, ...]) -> None:
     # cached: once for each operation and layouts
-    given = ", ".join(map(repr, held))
+    layouts = ", ".join(map(repr, layouts_held))
     warnings.warn(
-        f"{name} has no sharding rule, so its inputs ({given}) are gathered and every rank computes all of "
+        f"{name} has no sharding rule, so its inputs ({layouts}) are gathered and every rank computes all of "
         "it. The result is right, but slow; espalier.register_rule can teach it.",
         GatherWarning,
         stacklevel=user_frame()[0],
     )
+
+
+# ---- ``torch.autograd.Function`` on DTensors
+#
+# A custom function computes on plain data, typed at its edges:
+#
+# * one that has a rule (``register_rule(MyFunction)``) goes the way of every ruled call: its ``forward``
+#   and ``backward`` see local tensors, in the layouts that the rule allows;
+# * one that has none gets whole tensors, as any function without a rule does (see :func:`on_wholes`);
+# * the identity on which a module's full backward hooks hang: the hooks see DTensors;
+# * reentrant checkpointing: what it runs, and runs again, gets its inputs with their layouts.
+
+
+Apply = Callable[..., Any]
+
+
+def layouts_of(values: Sequence[Any]) -> list[Layout | None]:
+    """The layout of each DTensor, None for all else."""
+    return [x._layout.own if type(x) is DTensor else None for x in values]
+
+
+def stamped(values: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
+    """Aliases of local tensors as DTensors, where there is a layout for them."""
+    return [
+        x if lay is None or x is None or type(x) is DTensor else stamp(x.view_as(x), lay)
+        for x, lay in zip(values, layouts, strict=True)
+    ]
+
+
+def run_on_locals(original: Apply, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The function on local tensors: the call that the dispatcher makes.
+
+    Raises:
+        RuntimeError: it wrote to an input, which its rule cannot say.
+    """
+    locals_ = [plain(a) if isinstance(a, torch.Tensor) else a for a in args]
+    before = _versions(args)
+    out = original(cls, *locals_, **kwargs)
+    if _versions(args) != before:
+        raise RuntimeError(
+            f"{cls.__name__}.apply has written to a DTensor it was given. An autograd function with a rule "
+            "must return new tensors; write to a clone inside it."
+        )
+    return out
+
+
+def _versions(args: Sequence[Any]) -> list[int]:
+    return [a._version for a in args if isinstance(a, torch.Tensor) and not a.is_inference()]
+
+
+def on_wholes(cls: type[Function]) -> Apply:
+    """``cls.apply`` for plain tensors that every rank holds whole, whatever the function meets inside.
+
+    Its code may use more tensors than it is given: the parameters of a module, what a closure holds. So where
+    DTensors come into it torch functions are intercepted, as anywhere; and what goes out of ``forward`` and
+    ``backward``, or is saved between them, is whole and plain again.
+    """
+    twin = cls.__dict__.get("_twin")
+    if twin is None:
+        names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        names["espalier"] = True  # what it is given is as it should be
+        saving = "setup_context" if cls.setup_context is not Function.setup_context else "forward"
+        for name in ("forward", "setup_context", "backward", "vjp", "jvp"):
+            if getattr(cls, name) is not getattr(Function, name):
+                names[name] = staticmethod(_enclosed(getattr(cls, name), name == saving))
+        made: Any = type(cls)
+        twin = cls._twin = made(cls.__name__, (cls,), names)  # type: ignore[attr-defined]
+    apply: Apply = twin.apply
+    return apply
+
+
+def _enclosed(method: Callable[..., Any], saves: bool) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def enclosed(*args: Any, **kwargs: Any) -> Any:
+        with with_torch_functions():
+            out = method(*args, **kwargs)
+        if saves and any(type(x) is DTensor for x in args[0].to_save or ()):
+            args[0].to_save = tuple(map(_whole, args[0].to_save))
+        return tuple(map(_whole, out)) if type(out) is tuple else _whole(out)
+
+    return enclosed
+
+
+def _whole(x: Any) -> Any:
+    if type(x) is not DTensor:
+        return x
+    with raw():
+        layout = layout_of(x)
+        return plain(move(x, layout, Layout.replicated(layout.mesh, layout.shape)))
+
+
+def carried(original: Apply, cls: Any, args: Sequence[Any]) -> Any:
+    """A function that gives back what it gets, typed as before."""
+    outs = original(cls, *map(plain, args))
+    return tuple(x if lay is None else stamp(x, lay) for x, lay in zip(outs, layouts_of(args), strict=True))
+
+
+def typed_recomputation(generator: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's non-reentrant checkpointing, whose inputs come back with their layouts.
+
+    Hooks on saved tensors (of a checkpoint around this one, of offloading) give back plain ones.
+    """
+    kinds = [p.kind for p in inspect.signature(generator).parameters.values()]
+    options = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+
+    @functools.wraps(generator)
+    def wrapped(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        layouts = layouts_of(args[options - 1 :])
+        if not any(layouts):
+            return generator(run, *args, **kwargs)
+        return generator(lambda *xs, **named: run(*stamped(xs, layouts), **named), *args, **kwargs)
+
+    return wrapped
+
+
+def checkpointed(original: Apply, cls: Any, run: Callable[..., Any], preserve: Any, *args: Any) -> Any:
+    """Reentrant checkpointing: autograd sees local tensors, ``run`` sees DTensors, both times.
+
+    Gradients need no types of their own here: what autograd hands to the outputs and takes from the
+    inputs lies in their gradient layouts, within the recomputation as without.
+    """
+    layouts = layouts_of(args)
+    left: list[Layout | None] = []
+
+    def local(*inputs: Any) -> Any:
+        out = run(*stamped(inputs, layouts))
+        alone = not isinstance(out, tuple | list)
+        outs = (out,) if alone else out
+        left[:] = layouts_of(outs)
+        with raw():
+            locals_out = tuple(plain(x) if isinstance(x, torch.Tensor) else x for x in outs)
+        return locals_out[0] if alone else locals_out
+
+    with raw():
+        inputs = [plain(a) if isinstance(a, torch.Tensor) else a for a in args]
+    out = original(cls, local, preserve, *inputs)
+    if not isinstance(out, tuple):
+        return out if left[0] is None else stamp(out, left[0])
+    return tuple(x if lay is None else stamp(x, lay) for x, lay in zip(out, left, strict=True))
+
+
+class TypedNode:
+    """A node of autograd's graph whose hooks see and return DTensors; of an identity, in these layouts."""
+
+    def __init__(self, node: torch.autograd.graph.Node, layouts: Sequence[Layout | None]) -> None:
+        self._node = node
+        self._layouts = [None if lay is None else gradient_layout(lay) for lay in layouts]
+
+    def register_hook(self, hook: Callable[[Any, Any], Any]) -> Any:
+        """As the node's own."""
+
+        def typed(inputs: Any, outputs: Any) -> Any:
+            gradients = hook(tuple(stamped(inputs, self._layouts)), tuple(stamped(outputs, self._layouts)))
+            return None if gradients is None else tuple(map(self._local, gradients, self._layouts))
+
+        return self._node.register_hook(typed)
+
+    @staticmethod
+    def _local(grad: Any, layout: Layout | None) -> Any:
+        if grad is None or layout is None:
+            return grad
+        with raw():
+            return plain(move(grad, layout_of(grad, layout.mesh), layout))
+
+
+def typed_hooks(apply_on_tensors: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's ``BackwardHook._apply_on_tensors``, whose hooks see DTensors where the module had them."""
+
+    def wrapped(self: Any, fn: Callable[[Any], Any], args: Any) -> Any:
+        layouts = layouts_of([a for a in args if isinstance(a, torch.Tensor)])
+        if not any(layouts):
+            return apply_on_tensors(self, fn, args)
+        return apply_on_tensors(self, lambda node: fn(TypedNode(node, layouts)), args)
+
+    return wrapped

@@ -4,7 +4,7 @@
 DTensors, and the result would be silently local; ``torch.autograd.backward`` would start from local
 gradients. ``torch.vmap`` and ``torch.func``'s transforms wrap tensors in C++, and the type is lost on
 the way. ``nn.Module._apply`` would drop the type of what becomes of a parameter. What can be right is typed
-at its edges (see ``espalier.tensor.functions`` and ``espalier.tensor.transforms``), the rest is refused.
+at its edges (see ``espalier.tensor.fallback``, and below), the rest is refused.
 Dispatch modes, which see what happens below the type, are shown local tensors.
 For calls without DTensors that costs one look at the arguments.
 """
@@ -12,7 +12,10 @@ For calls without DTensors that costs one look at the arguments.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,29 +23,44 @@ import torch.func
 import torch.utils.checkpoint
 import torch.utils.dlpack
 import torch.utils.hooks
-from torch._C import DisableTorchFunctionSubclass as raw
-from torch._functorch import eager_transforms, vmap
-from torch.nn.modules import _functions
-from torch.overrides import handle_torch_function
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
+from torch.nn.attention import flex_attention as flex
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
-from espalier.comm.traced import recorders
-from espalier.layout import any_alive
-from espalier.tensor import flex, functions, library, stepping, transforms
+from espalier.comm import move
+from espalier.comm.custom_ops import recorders
+from espalier.comm.redistribute import on_dry
+from espalier.layout import Layout, any_alive, gradient_layout, local_box, same_cuts, same_data
+from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec
+from espalier.tensor import fallback
+from espalier.tensor.api import knows
 from espalier.tensor.dispatch import dispatch, unruled
-from espalier.tensor.dtensor import DTensor
-from espalier.tensor.memory import whole
+from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp, up_to_date
+from espalier.tensor.fallback import GatherWarning, cut_again, writes
+from espalier.tensor.loans import whole
 from espalier.tensor.modules import typed_conversion
+from espalier.tensor.observers import user_frame
+from espalier.tensor.random import drawing_alike, true_seeds
+from espalier.tensor.rules import RULES
 from espalier.tensor.rules.meta import seeded
-from espalier.tensor.seeding import drawing_alike, true_seeds
-from espalier.trees import tensors_in
-
-_intercepted = torch._C._is_torch_function_enabled
-_DOORS = (
-    (vmap, "_add_batch_dim"),
-    (eager_transforms, "_wrap_for_grad"),
-    (eager_transforms, "_wrap_all_tensors_to_functional"),
+from espalier.torch_private import (
+    TorchDispatchMode,
+    determinism_checks,
+    function_mode_stack,
+    functorch_apis,
+    functorch_transforms,
+    getter,
+    math_attention,
+    module_functions,
+    noop_save_inputs,
+    outside_transforms,
+    raw,
+    torch_functions_on,
+    with_torch_functions,
+    wrap_door,
 )
+from espalier.trees import flat_map, flatten, tensors_in
 
 
 def install() -> None:
@@ -54,13 +72,13 @@ def install() -> None:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
-            return functions.checkpointed(original, cls, *args)
+            return fallback.checkpointed(original, cls, *args)
         for a in args:
             if type(a) is DTensor and not getattr(cls, "espalier", False):
                 return _typed(original, cls, args, kwargs, a)
         if any_alive() and not getattr(cls, "espalier", False) and any(map(callable, args)):
             # a module, say, whose parameters are DTensors
-            return functions.on_wholes(cls)(*args, **kwargs)
+            return fallback.on_wholes(cls)(*args, **kwargs)
         if recorders():
             return handle_torch_function(cls.apply, (), *args, **kwargs)
         return original(cls, *args, **kwargs)
@@ -70,43 +88,37 @@ def install() -> None:
     torch.autograd.backward = _backward(torch.autograd.backward)
     torch.initial_seed = torch.random.initial_seed = true_seeds(torch.random.initial_seed)
     torch.nn.init.sparse_ = _drawing_alike(torch.nn.init.sparse_)
-    torch.nn.Module._apply = typed_conversion(torch.nn.Module._apply)  # type: ignore[method-assign]
-    hook = torch.utils.hooks.BackwardHook
-    hook._apply_on_tensors = functions.typed_hooks(hook._apply_on_tensors)  # type: ignore[method-assign]
+    wrap_door("conversion", typed_conversion)
+    wrap_door("backward hooks", fallback.typed_hooks)
     # checkpointing compares what it saved with what it recomputes: local parts both, wherever it asks
-    checks = getattr(torch.utils.checkpoint, "_allowed_determinism_checks_to_fns", {})
-    for mode, describe in checks.items():
-        checks[mode] = _of_local(describe)
-    name = "_checkpoint_without_reentrant_generator"
-    setattr(
-        torch.utils.checkpoint, name, functions.typed_recomputation(getattr(torch.utils.checkpoint, name))
-    )
+    for mode, describe in determinism_checks.items():
+        determinism_checks[mode] = _of_local(describe)
+    wrap_door("recomputation", fallback.typed_recomputation)
     for module in (torch, torch.utils.dlpack):
         if hasattr(module, "to_dlpack"):
             setattr(module, "to_dlpack", _of_whole(module.to_dlpack))  # noqa: B010
     rnn = torch.nn.RNNBase
     rnn.flatten_parameters = _flattened(rnn.flatten_parameters)  # type: ignore[method-assign, assignment]
-    for module, name in _DOORS:
-        if hasattr(module, name):  # private, so it may go
-            setattr(module, name, _closed(getattr(module, name)))
-    transforms.open_doors()
-    stepping.install()
-    flex.install()
+    for door in ("vmap", "grad", "functionalize"):
+        wrap_door(door, _closed)
+    open_transforms()
+    install_steps()
+    install_attention()
     TorchDispatchMode.__enter__ = _entering(TorchDispatchMode.__enter__)  # type: ignore[method-assign]
 
 
-def _typed(original: functions.Apply, cls: Any, args: tuple[Any, ...], kwargs: Any, x: DTensor) -> Any:
+def _typed(original: fallback.Apply, cls: Any, args: tuple[Any, ...], kwargs: Any, x: DTensor) -> Any:
     """``cls.apply`` on DTensors."""
-    if not _intercepted():
-        return functions.run_on_locals(original, cls, args, kwargs)
-    if cls is _functions.BackwardHookFunction:
-        return functions.carried(original, cls, args)
-    if cls is getattr(torch.utils.checkpoint, "_NoopSaveInputs", None):
-        return original(cls, *args)  # of torch before 2.13: takes tensors through without computing
-    inside = transforms.around()
+    if not torch_functions_on():
+        return fallback.run_on_locals(original, cls, args, kwargs)
+    if cls is module_functions.BackwardHookFunction:
+        return fallback.carried(original, cls, args)
+    if cls is noop_save_inputs:
+        return original(cls, *args)  # takes tensors through without computing
+    inside = in_transform()
     if inside is not None:
         return cls.apply(*map(inside.whole, args), **kwargs)
-    if library.knows(cls):
+    if knows(cls):
         return dispatch(DTensor, cls.apply, (), args, kwargs)
     return unruled(cls.apply, args, kwargs)
 
@@ -219,3 +231,392 @@ def _closed(door: Callable[..., Any]) -> Callable[..., Any]:
         return door(*args, **kwargs)
 
     return checked
+
+
+# ---- steps of torch's optimizers
+#
+# An optimizer that works element by element gives the same result on each rank's part as on the whole,
+# wherever parameters, gradients and states lie alike. So its step runs on the local tensors with torch
+# functions left alone, at the speed of plain tensors. Any other step goes operation by operation through
+# the dispatcher.
+
+
+# the C getter itself: to be called where torch functions are not intercepted
+_grad = getter("grad")
+
+ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+@contextmanager
+def on_locals(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """While open, these DTensors and their gradients are plain, and torch functions are left alone.
+
+    So they are spared DTensor's Python getters; and on accelerators torch's choice of the foreach
+    implementation, which goes by class, falls as for any other model.
+    """
+    with raw():
+        grads = [g for g in map(_grad, parameters) if type(g) is DTensor]
+        for p in parameters:
+            p.__class__ = nn.Parameter
+        for g in grads:
+            g.__class__ = torch.Tensor  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for p in parameters:
+                p.__class__ = DTensor
+            for g in grads:
+                g.__class__ = DTensor
+
+
+def stamp_states(optimizer: Optimizer) -> None:
+    """Let the states that a step on local tensors has made lie as their parameters do."""
+    for p, state in optimizer.state.items():
+        if type(p) is DTensor and state and type(next(reversed(state.values()))) is not DTensor:
+            for x in state.values():  # what a step has made comes last
+                if type(x) is torch.Tensor and x.ndim and x.shape == p._layout.local_shape:
+                    stamp(x, p._layout)
+
+
+def install_steps() -> None:
+    """Let torch's optimizers step on local tensors where they can (a second call does nothing)."""
+    for optimizer in ELEMENTWISE:
+        step = vars(optimizer).get("step")
+        if step is None or getattr(step, "_espalier", False):
+            continue
+        # within torch's own wrapper, which calls hooks: these see DTensors
+        if getattr(step, "hooked", False):
+            step = Optimizer.profile_hook_step(_stepping(step.__wrapped__))
+            step.hooked = True  # type: ignore[attr-defined]
+        else:
+            step = _stepping(step)
+        step._espalier = True  # type: ignore[attr-defined]
+        optimizer.step = step  # type: ignore[method-assign]
+
+
+def _stepping(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def wrapped(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if torch.compiler.is_compiling() or not torch_functions_on() or type(self) not in ELEMENTWISE:
+            return step(self, closure)
+        if not any(type(p) is DTensor for group in self.param_groups for p in group["params"]):
+            return step(self, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = _alike(self)
+        if parameters is None:
+            step(self)
+        else:
+            with on_locals(parameters):
+                step(self)
+            stamp_states(self)
+        return loss
+
+    return wrapped
+
+
+def _alike(optimizer: Optimizer) -> list[DTensor] | None:
+    """Its DTensors, if each lies as its gradient and its states do."""
+    dtensors: list[DTensor] = []
+    states = optimizer.state
+    with raw():
+        for group in optimizer.param_groups:
+            if group.get("differentiable") or any(type(x) is DTensor for x in group.values()):
+                return None
+            for p in group["params"]:
+                if type(p) is not DTensor:
+                    continue
+                layout = p._layout
+                if layout.own is not layout or not layout.is_firm or "_reduced" in p.__dict__:
+                    return None
+                grad = _grad(p)
+                if grad is not None:
+                    grad_layout = grad._layout if type(grad) is DTensor else gradient_layout(layout)
+                    if grad_layout is not layout and not same_data(grad_layout, layout):
+                        return None
+                for x in states.get(p, _NONE).values():
+                    if type(x) is DTensor:
+                        if x._layout is not layout and not same_data(x._layout, layout):
+                            return None
+                    elif isinstance(x, torch.Tensor) and x.ndim and x.shape != layout.local_shape:
+                        return None
+                dtensors.append(p)
+    return dtensors
+
+
+_NONE: dict[str, Any] = {}
+
+
+# ---- ``torch.vmap`` and ``torch.func``'s transforms on DTensors: functions without a rule
+#
+# Transforms wrap tensors in C++, where the type would be lost. So what goes into one is gathered, every
+# rank computes all of it on plain tensors, and what comes out is replicated again; gradients flow. DTensors
+# that the transformed function finds elsewhere (a module's parameters, what a closure holds) are gathered
+# when it uses them.
+
+
+# where transforms begin, looked up at each call
+_DOORS = (
+    (functorch_apis, "vmap_impl"),
+    (functorch_transforms, "grad_impl"),
+    (functorch_transforms, "grad_and_value_impl"),
+    (functorch_transforms, "_jvp_with_argnums"),
+    (functorch_transforms, "_vjp_with_argnums"),
+    (functorch_transforms, "linearize"),
+    (torch.func, "linearize"),
+)
+
+
+class Inside(TorchFunctionMode):
+    """While on, calls of DTensors are calls of whole plain tensors.
+
+    Args:
+        apart: the axes along which the ranks use them differently.
+
+    Attributes:
+        held: the layouts of what was gathered.
+    """
+
+    def __init__(self, apart: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.held: list[Layout] = []
+        self._apart = apart
+        self._known: dict[int, tuple[DTensor, int, torch.Tensor]] = {}
+
+    def whole(self, x: Any) -> Any:
+        """A DTensor's values on every rank, plain; gathered once."""
+        if type(x) is not DTensor:
+            return x
+        with outside_transforms(), raw():
+            known = self._known.get(id(x))
+            count = -1 if x.is_inference() else x._version
+            if known is None or known[1] != count or count < 0:
+                now = up_to_date(x)
+                layout = layout_of(now)
+                self.held.append(layout)
+                to = Layout.replicated(layout.mesh, layout.shape).with_deferred(self._apart)
+                known = self._known[id(x)] = (x, count, plain(move(now, layout, to)))
+        return known[2]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if DTensor not in types:
+            return func(*args, **kwargs)
+        if writes(func) and type(args[0]) is DTensor:
+            raise NotImplementedError(
+                f"{getattr(func, '__name__', func)} writes to a DTensor ({args[0]._layout!r}) inside of "
+                "torch.vmap or a transform of torch.func. Give it back instead, and write to it outside."
+            )
+        args, kwargs = flat_map(self.whole, (args, kwargs))
+        mesh = self.held[-1].mesh
+        if mesh.is_dry:
+            args, kwargs = flat_map(lambda x: x.to(mesh.device_type), (args, kwargs), torch.Tensor)
+        return func(*args, **kwargs)
+
+
+_GIVING = ("_vjp_with_argnums", "linearize")  # a value and a function
+
+
+def open_transforms() -> None:
+    """Let transforms take DTensors."""
+    for module, name in _DOORS:
+        if hasattr(module, name):  # private, so it may go
+            setattr(module, name, _transform(getattr(module, name), name in _GIVING))
+
+
+def _transform(door: Callable[..., Any], gives: bool = False) -> Callable[..., Any]:
+    @functools.wraps(door)
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return door(*args, **kwargs)
+        has_dtensors = any(type(x) is DTensor for x in flatten((args, kwargs))[0])
+        if not has_dtensors and (not any_alive() or in_transform() is not None):
+            return door(*args, **kwargs)
+        out = _on_wholes(door, args, kwargs)
+        return (out[0], _transform(out[1]), *out[2:]) if gives else out
+
+    return entered
+
+
+def in_transform() -> Inside | None:
+    """The mode of the transform that is at work."""
+    modes = function_mode_stack() if recorders() else ()
+    return next((mode for mode in modes if isinstance(mode, Inside)), None)
+
+
+def _on_wholes(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    mode = Inside()
+    args, kwargs = flat_map(mode.whole, (args, kwargs))
+    if mode.held and mode.held[0].mesh.is_dry:
+        mesh = mode.held[0].mesh
+        args, kwargs = flat_map(lambda x: on_dry(x, mesh), (args, kwargs), torch.Tensor)
+    with mode:
+        out = call(*args, **kwargs)
+    if not mode.held or in_transform() is not None:
+        return out
+    if any(not same_data(lay, Layout.replicated(lay.mesh, lay.shape)) for lay in mode.held):
+        _warn()
+    mesh, of_args = mode.held[0].mesh, tuple(mode.held)
+
+    def typed(x: torch.Tensor) -> torch.Tensor:
+        if type(x) is DTensor or x.layout is not torch.strided:
+            return x
+        with raw():
+            return cut_again(stamp(x.view_as(x), Layout.replicated(mesh, tuple(x.shape))), of_args)
+
+    return flat_map(typed, out, torch.Tensor)
+
+
+@functools.lru_cache(maxsize=1)
+def _warn() -> None:
+    # cached: once
+    warnings.warn(
+        "torch.vmap or a transform of torch.func is given DTensors that are not replicated: they are "
+        "gathered and every rank computes all. The result is right, but slow. Where rows are independent, "
+        "espalier.local_map(torch.vmap(f), out_placements=[...]) lets each rank compute its own.",
+        GatherWarning,
+        stacklevel=user_frame()[0],
+    )
+
+
+# ---- ``flex_attention`` on DTensors: batch, heads and queries may be cut
+#
+# Without ``torch.compile`` torch computes the plain formula, which keeps all scores; so does each rank for
+# its part, with the batch, heads and queries counted from where its part begins. What a score or mask
+# function captures is gathered where it is a DTensor.
+
+
+_LN2 = math.log(2.0)
+
+
+class _Functions:
+    """What changes scores and what masks them: no part of the key to the dispatcher's cache."""
+
+    def __init__(self, score: Callable[..., Any], mask: Callable[..., Any]) -> None:
+        self.score, self.mask = score, mask
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Functions)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def install_attention() -> None:
+    """Let ``torch.nn.attention.flex_attention`` take DTensors (a second call does nothing)."""
+    original = flex.flex_attention
+    if getattr(original, "_espalier", False):
+        return
+
+    @functools.wraps(original)
+    def flex_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not any(type(x) is DTensor for x in (query, key, value)):
+            return original(query, key, value, *args, **kwargs)
+        return _on_dtensors(query, key, value, *args, **kwargs)
+
+    flex_attention._espalier = True  # type: ignore[attr-defined]
+    flex.flex_attention = flex_attention
+    RULES.add(_attended, _rule, loose=True)
+
+
+def _on_dtensors(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        raise NotImplementedError("NYI: query, key, and value must be 4D tensors")
+    if query.size(1) != key.size(1) and not (enable_gqa and query.size(1) % key.size(1) == 0):
+        raise ValueError(
+            "Expect query and key/value to have the same number of heads, or with enable_gqa=True a multiple "
+            f"of them, but got Hq={query.size(1)} and Hkv={key.size(1)}."
+        )
+    bounded = block_mask is not None and max(block_mask.BLOCK_SIZE) < flex._LARGE_SPARSE_BLOCK_SIZE
+    if bounded and tuple(block_mask.shape[-2:]) != (query.size(-2), key.size(-2)):
+        raise ValueError(
+            f"block_mask was created for block_mask.shape={block_mask.shape} but got "
+            f"q_len={query.size(-2)} and kv_len={key.size(-2)}."
+        )
+    functions = _Functions(
+        score_mod or flex._identity, flex.noop_mask if block_mask is None else block_mask.mask_mod
+    )
+    scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    out, lse, most = dispatch(DTensor, _attended, (), (query, key, value, functions, scale))
+    if return_aux is not None:
+        aux = flex.AuxOutput(
+            lse=lse * _LN2 if return_aux.lse else None,
+            max_scores=most * _LN2 if return_aux.max_scores else None,
+        )
+        return out, aux
+    return (out, lse * _LN2) if return_lse else out
+
+
+def _rule(query: Operand, key: Operand, value: Operand, functions: _Functions, scale: float) -> Spec:
+    """query [b, h, s, d], key [b or 1, g, t, d], value [b or 1, g, t, e]."""
+    h, g = query.shape[1], key.shape[1]
+    axes = tuple(query.layout.mesh.shape[a] for a in query.layout.cuts[1])
+    together = h == g or same_cuts(g, h // g, axes)
+    heads: Letter | None = "h" if together else None
+    ins: list[Dims] = [("b", "h", "s", None)]
+    ins += [("b" if x.shape[0] == query.shape[0] else None, heads, None, None) for x in (key, value)]
+    rows = tuple(query.shape[:3])
+    return Spec(
+        ins,
+        [("b", "h", "s", None), ("b", "h", "s"), ("b", "h", "s")],
+        [(*rows, value.shape[-1]), rows, rows],
+        factors={"h": [(g, 1), (g, h // g)]} if together and h != g else {},
+        run=_run,
+    )
+
+
+def _attended(query: Any, key: Any, value: Any, functions: _Functions, scale: float) -> Any:
+    """The output, and for each query the logarithm of the sum of all and the largest score, to base 2."""
+    return math_attention(
+        query, key, value, functions.score, (functions.mask,), scale, {"OUTPUT_LOGSUMEXP": True}
+    )
+
+
+def _run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
+    q, k, v = map(plain, args[:3])
+    functions, scale = args[3:]
+    whole_q, whole_k = placed.ins[:2]
+    first = local_box(whole_q).offsets[:3]
+    if k.shape[1] == whole_k.shape[1] and q.shape[1] != whole_q.shape[1]:
+        pick = torch.arange(first[1], first[1] + q.shape[1], device=q.device)
+        pick = pick // (whole_q.shape[1] // whole_k.shape[1])
+        k, v = k.index_select(1, pick), v.index_select(1, pick)
+
+    def score(x: Any, b: Any, h: Any, s: Any, t: Any, *more: Any) -> Any:
+        return functions.score(x, b + first[0], h + first[1], s + first[2], t, *more)
+
+    def mask(b: Any, h: Any, s: Any, t: Any, *more: Any) -> Any:
+        return functions.mask(b + first[0], h + first[1], s + first[2], t, *more)
+
+    # the ranks use differently what these functions capture
+    apart = placed.axes_of(whole_q, range(3))
+    with with_torch_functions(), Inside(apart):
+        return func(q, k, v, _Functions(score, mask), scale)

@@ -1,4 +1,4 @@
-"""Views of a moved copy: what is written to them must reach the tensor that they are views of.
+"""Views of a moved copy, whose writes must reach the tensor that they are views of; and addresses of memory.
 
 ``x[0]`` of an ``x`` whose rows are sharded is a view of the gathered rows, not of ``x``. Such a result is
 a *loan*: it bears the twin of its layout (``Layout.loan``) and remembers where it came from. The twin is
@@ -15,26 +15,27 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as raw
 
 from espalier.comm import move
 from espalier.layout import Layout
-from espalier.tensor.dtensor import DTensor, plain, stamp
-from espalier.tensor.rules.table import VIEWS
+from espalier.layout.layout import D, R
+from espalier.sharding.spec import VIEWS, spellings
+from espalier.tensor.dtensor import DTensor, plain, stamp, up_to_date
+from espalier.torch_private import OpOverload, OpOverloadPacket, getter, method, raw
 from espalier.trees import tree_map
 
 Call = Callable[..., Any]
 # the C getters themselves: to be called where torch functions are not intercepted
-_version = vars(torch._C.TensorBase)["_version"].__get__
-_address = torch._C.TensorBase.data_ptr
+_version = getter("_version")
+_address = method("data_ptr")
 
 
-class Source:
+class ViewSource:
     """Where a loan comes from: ``take(base)`` is the view; None if they share their data."""
 
     __slots__ = ("base", "take", "version")
@@ -44,8 +45,8 @@ class Source:
         self.version = version(base)
 
 
-class Elsewhere(ABC):
-    """In place of a :class:`Source`: a tensor of which this rank holds a part for the time being.
+class StandIn(ABC):
+    """In place of a :class:`ViewSource`: a tensor of which this rank holds a part for the time being.
 
     Attributes:
         recorded: the layout by which autograd knows it.
@@ -91,16 +92,16 @@ class HandedOut:
 
 def hand_out(x: torch.Tensor, alias: torch.Tensor) -> None:
     """Note that somebody gets an alias of a tensor's data. What was moved of it may be out of date soon."""
-    own, mesh = x.__dict__, x._layout.mesh  # type: ignore[attr-defined]
-    own.pop("_moved", None)
+    attributes, mesh = x.__dict__, x._layout.mesh  # type: ignore[attr-defined]
+    attributes.pop("_moved", None)
     if mesh.lately is not None and mesh.lately[0]() is x:
         mesh.lately = None
-    handed = own.get("_handed_out")
+    handed = attributes.get("_handed_out")
     if handed is None:
-        handed = own["_handed_out"] = HandedOut()
+        handed = attributes["_handed_out"] = HandedOut()
     handed.to(alias)
-    source = own.get("_source")
-    if isinstance(source, Elsewhere):
+    source = attributes.get("_source")
+    if isinstance(source, StandIn):
         source.handed_out()
 
 
@@ -125,13 +126,13 @@ def is_view(func: Call, args: Sequence[Any]) -> bool:
     return func in VIEWS or (isinstance(func, _OPS) and _says_view(func))
 
 
-_OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OPS = (OpOverload, OpOverloadPacket)
 
 
 @lru_cache(maxsize=1024)
 def _says_view(op: Any) -> bool:
     """Whether an operator's schema says that it gives views."""
-    one = op if isinstance(op, torch._ops.OpOverload) else getattr(op, op.overloads()[0])
+    one = op if isinstance(op, OpOverload) else getattr(op, op.overloads()[0])
     return any(r.alias_info is not None and not r.alias_info.is_write for r in one._schema.returns)
 
 
@@ -152,20 +153,20 @@ def lend(out: Any, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             continue
 
         def take(whole: torch.Tensor, i: int = i) -> torch.Tensor:
-            found = func(whole, *[_whole(a) for a in args[1:]], **{k: _whole(a) for k, a in words.items()})
-            return found[i] if several else found
+            view = func(whole, *[_whole(a) for a in args[1:]], **{k: _whole(a) for k, a in words.items()})
+            return view[i] if several else view
 
         x._layout = x._layout.own.loan()
-        x._source = Source(base, take)  # type: ignore[attr-defined]
+        x._source = ViewSource(base, take)  # type: ignore[attr-defined]
     return out
 
 
 def share(x: DTensor, loan: DTensor) -> DTensor:
     """Make a loan of what shares the data of one."""
-    if isinstance(loan._source, Elsewhere):  # type: ignore[attr-defined]
+    if isinstance(loan._source, StandIn):  # type: ignore[attr-defined]
         return x
     x._layout = x._layout.own.loan()
-    x._source = Source(loan, None)  # type: ignore[attr-defined]
+    x._source = ViewSource(loan, None)  # type: ignore[attr-defined]
     return x
 
 
@@ -189,7 +190,7 @@ def call(
     one = writes and isinstance(args[0], torch.Tensor)
     stand: dict[int, torch.Tensor] = {}
     for x in loans:
-        if not isinstance(x._source, Elsewhere):  # type: ignore[attr-defined]
+        if not isinstance(x._source, StandIn):  # type: ignore[attr-defined]
             refresh(x)
         elif not (one and x is args[0]) or x._source.takes(func):
             stand[id(x)] = x._source.stand_in(func)  # type: ignore[attr-defined]
@@ -209,7 +210,7 @@ def call(
         for x, loan, own, _ in before:
             if x._layout is own:
                 x._layout = loan
-    before = [b for b in before if not isinstance(b[0]._source, Elsewhere)]  # type: ignore[attr-defined]
+    before = [b for b in before if not isinstance(b[0]._source, StandIn)]  # type: ignore[attr-defined]
     loans = [b[0] for b in before]
     for x, _, _, count in before:
         # loans that are views of one copy are counted together, so a name is the better witness
@@ -225,32 +226,32 @@ def call(
 
 def refresh(x: DTensor) -> DTensor:
     """A loan with its source's values, taken again if that was written to; recorded by autograd."""
-    if isinstance(x._source, Elsewhere):  # type: ignore[attr-defined]
+    if isinstance(x._source, StandIn):  # type: ignore[attr-defined]
         return x._source.stand_in(None)  # type: ignore[attr-defined]
-    source: Source = x._source  # type: ignore[attr-defined]
+    source: ViewSource = x._source  # type: ignore[attr-defined]
     base = source.base
     if base._layout.own is not base._layout:
         refresh(base)
     if source.take is None or source.version == version(base):
         return x
-    own = x._layout.own
+    layout = x._layout.own
     with raw():
         value = source.take(_whole(base))
-        x.copy_(move(value, Layout.replicated(own.mesh, own.shape), own))
+        x.copy_(move(value, Layout.replicated(layout.mesh, layout.shape), layout))
     source.version = version(base)
     return x
 
 
 def _write_back(x: DTensor) -> None:
     """Write a loan's values to its source."""
-    source: Source = x._source  # type: ignore[attr-defined]
+    source: ViewSource = x._source  # type: ignore[attr-defined]
     base = source.base
     if source.take is not None:
-        own = base._layout.own
+        layout = base._layout.own
         with raw():
             full = _whole(base).clone()
             source.take(full).copy_(_whole(x))
-            base.copy_(move(full, Layout.replicated(own.mesh, own.shape), own))
+            base.copy_(move(full, Layout.replicated(layout.mesh, layout.shape), layout))
         source.version = version(base)
     if base._layout.own is not base._layout:
         _write_back(base)
@@ -270,3 +271,159 @@ def _share(x: torch.Tensor, y: torch.Tensor) -> bool:
 def version(x: torch.Tensor) -> int:
     """How often a tensor was written to; of inference tensors it is not known."""
     return -1 if x.is_inference() else x._version
+
+
+# ---- what hands out memory: right where this rank holds the whole value, refused elsewhere
+#
+# Who takes an address believes the shape that stands beside it, and would read past the end of this rank's
+# part: ``safetensors`` and kernels of one's own do. Nothing can be gathered here, as often one rank asks
+# alone.
+
+
+def is_whole(layout: Layout) -> bool:
+    """Whether every rank of the mesh holds the whole value."""
+    return layout.mesh.is_member and all(
+        n == 1 or s in (R, D) for n, s in zip(layout.mesh.shape, layout.axes, strict=True)
+    )
+
+
+def here(x: DTensor) -> tuple[Layout, torch.Tensor]:
+    """How a tensor lies, and what this rank holds of it, plain and outside autograd."""
+    if not isinstance(x.__dict__.get("_source"), StandIn):
+        x = up_to_date(x)
+    with raw():
+        return x._layout.own, plain(x.detach())
+
+
+def whole(x: DTensor, what: str) -> torch.Tensor:
+    """The plain tensor over the memory of one that this rank holds all of.
+
+    Raises:
+        ValueError: it holds but a part.
+    """
+    layout, local = here(x)
+    if not is_whole(layout):
+        raise ValueError(
+            f"{what} of a DTensor would give the memory of this rank's part ({layout!r}) for all of it. "
+            "x.full_tensor() is the whole value (call it on all ranks), x.to_local() this rank's part. To "
+            "write a model's weights: engine.export(path), or give what writes them "
+            "state_dict=engine.full_state_dict(), on all ranks."
+        )
+    return local
+
+
+def address(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``data_ptr`` and DLPack."""
+    x = args[0]
+    return func(whole(x, func.__name__).requires_grad_(x.requires_grad), *args[1:], **kwargs)
+
+
+def interface(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``__cuda_array_interface__``, which is not there, for those who try, where it is refused."""
+    try:
+        local = whole(args[0], "__cuda_array_interface__")
+    except ValueError as error:
+        raise AttributeError(str(error)) from None
+    return func(local.requires_grad_(args[0].requires_grad))
+
+
+def storage(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``untyped_storage`` and its like."""
+    return func(_apart(whole(args[0], func.__name__)), *args[1:], **kwargs)
+
+
+def storage_offset(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Where the tensor begins in what ``untyped_storage`` gives."""
+    local = here(args[0])[1]
+    return 0 if _is_member(local) else local.storage_offset()
+
+
+def _apart(local: torch.Tensor) -> torch.Tensor:
+    """The same memory; what is one of many tensors in a flat buffer has a storage of its own.
+
+    So tensors in one buffer are not taken for tied, and each for complete.
+    """
+    if not _is_member(local):
+        return local
+    start, n = local.storage_offset() * local.element_size(), local.numel() * local.element_size()
+    memory = local.untyped_storage()[start : start + n]
+    return torch.empty(0, dtype=local.dtype, device=local.device).set_(
+        memory, 0, local.size(), local.stride()
+    )
+
+
+def _is_member(local: torch.Tensor) -> bool:
+    if local.is_meta or not local.is_contiguous() or local._is_view():
+        return False
+    return local.untyped_storage().nbytes() > local.numel() * local.element_size()
+
+
+# ---- numbers given as tensors: sizes, bounds of slices, places
+#
+# Torch takes a 0-dim tensor of integers wherever it takes such a number. Its value decides about the call,
+# and is no part of the dispatcher's key: so it is read first, and the call made with the number.
+
+
+_NAMES = """
+    view reshape view_copy expand expand_copy broadcast_to repeat tile unflatten flatten narrow narrow_copy
+    permute transpose swapaxes swapdims movedim moveaxis unsqueeze select select_copy unfold roll chunk split
+    split_with_sizes split_copy tensor_split unsafe_chunk unsafe_split topk kthvalue resize_ new_zeros
+    new_ones new_empty new_full diagonal tril triu pad interpolate one_hot rot90 as_strided
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+"""
+_MAKERS = "zeros ones empty full rand randn randint randperm eye arange range linspace logspace"
+_MAKING = frozenset(getattr(torch, name) for name in _MAKERS.split())
+_TAKING = frozenset(f for name in _NAMES.split() for f in spellings(name)) | {torch.split}
+_INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
+
+
+def are_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a number that the call takes is given as a tensor."""
+    if func in _INDEXING:
+        return _among(args[1], False)
+    if func in _TAKING:
+        return any(_among(a, True) for a in (*args[1:], *kwargs.values()))
+    return func in _MAKING and _among([*args, *kwargs.values()], True)
+
+
+def read(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with these numbers as numbers (a collective for each DTensor that is not replicated)."""
+    if func in _INDEXING:
+        return (args[0], _number(args[1], False), *args[2:]), kwargs
+    named = {k: v if k in ("input", "self") else _number(v, True) for k, v in kwargs.items()}
+    first = tuple(_number(a, True) for a in args[:1]) if func in _MAKING else args[:1]
+    return (*first, *(_number(a, True) for a in args[1:])), named
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not x.ndim and x.dtype in _INTEGERS
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _among(x: Any, here: bool) -> bool:
+    if isinstance(x, slice):
+        return any(map(_is_number, (x.start, x.stop, x.step)))
+    if type(x) in (tuple, list):
+        return any(_among(y, here) for y in x)
+    return here and _is_number(x)
+
+
+def _number(x: Any, here: bool) -> Any:
+    if isinstance(x, slice):
+        return slice(*(_number(y, True) for y in (x.start, x.stop, x.step)))
+    if type(x) in (tuple, list):
+        return type(x)(_number(y, here) for y in x)
+    return int(x) if here and _is_number(x) else x

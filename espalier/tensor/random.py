@@ -1,7 +1,7 @@
 """Random values that do not depend on the layout.
 
 Each random operation draws one 64-bit key from torch's default CPU generator, the same on all ranks
-(see ``espalier.tensor.seeding``); each element's value is a hash of that key and the element's *global*
+(see ``espalier.tensor.random``); each element's value is a hash of that key and the element's *global*
 index. So values are the same under any layout and any number of ranks, on CPU and GPU alike, and
 ``torch.manual_seed``, ``fork_rng``, ``get_rng_state`` and checkpointing's own care of the RNG work.
 
@@ -12,15 +12,20 @@ copies of each other.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch.overrides import handle_torch_function
 
-from espalier.comm.traced import recorders
+from espalier.comm.control import compared_with_first
+from espalier.comm.custom_ops import recorders
 from espalier.layout import Layout, local_box
 from espalier.mesh import Mesh
-from espalier.tensor.seeding import shared_draw
 
 
 def _signed(value: int) -> int:
@@ -121,3 +126,227 @@ def _right(x: torch.Tensor, n: int) -> torch.Tensor:
 
 def _xor_shift(x: torch.Tensor, n: int) -> torch.Tensor:
     return x.bitwise_xor_(_right(x, n))
+
+
+# ---- one stream of random keys for all ranks of a mesh, whatever their generators' seeds
+#
+# Where the ranks' generators are in one state, as on ranks that are seeded alike, each rank's own draws are
+# the keys, so that a program's values are those of one process. Where they are not, the keys are those that
+# the mesh's first rank would draw, from a copy of its generator that every rank keeps.
+#
+# The ranks find out which it is when they first draw after a generator was seeded: they compare its states,
+# beside the traffic. From then on nothing is sent. What is known of a seeding stands under a number, its
+# *tag*, in the generator's own state, in the place where torch notes the seed, which no draw depends on. So
+# ``manual_seed``, also with the same seed again, is noticed, as is a state that is set; and a state that
+# was saved and is set again (``fork_rng``, recomputation) brings back the seeding that it belongs to.
+
+
+_SEED = 8  # bytes at the beginning of a generator's state, in which torch notes its seed
+_KEYS = 1 << 16  # keys that can be drawn again
+_STARTS = 1 << 8
+_TAGS = 1 << 10
+
+
+class Stream:
+    """The keys that the ranks of a mesh draw, of one seeding.
+
+    Attributes:
+        ranks: of the world.
+        salt: sets it apart from others of the same seeding.
+        first: a copy of the first rank's generator; None where all ranks' own ones are in step.
+        starts: of :func:`drawing_alike`, the states of ``first``, by what this rank itself has drawn.
+    """
+
+    __slots__ = ("_keys", "first", "ranks", "salt", "starts")
+
+    def __init__(self, ranks: frozenset[int], salt: int, first: torch.Generator | None) -> None:
+        self.ranks, self.salt, self.first = ranks, salt, first
+        self.starts: dict[int, torch.Tensor] = {}
+        self._keys: dict[int, int] = {}
+
+    def key(self, own: int) -> int:
+        """The key that stands for what this rank itself has drawn."""
+        if self.first is None:
+            return own ^ self.salt
+        # what is drawn again, from a state that was set again, is the same again
+        known = self._keys.get(own)
+        if known is None:
+            if len(self._keys) >= _KEYS:
+                del self._keys[next(iter(self._keys))]
+            known = self._keys[own] = own_draw(self.first) ^ self.salt
+        return known
+
+
+class Seeding:
+    """What is known of seedings of this process's generators.
+
+    Attributes:
+        seeds: the true seed, by tag (the last ones).
+        count: of tags made.
+        streams: the running world, and what its ranks agreed on, by tag (a cache).
+    """
+
+    seeds: ClassVar[dict[int, int]] = {}
+    count: ClassVar[int] = 0
+    streams: ClassVar[tuple[Any, dict[int, list[Stream]]]] = (None, {})
+
+    @classmethod
+    def known(cls, tag: int) -> list[Stream]:
+        """The streams of a tag in the running world."""
+        if cls.streams[0] is not dist.group.WORLD:
+            cls.streams = (dist.group.WORLD, {})
+        return cls.streams[1].setdefault(tag, [])
+
+    @classmethod
+    def tag(cls, generator: torch.Generator) -> int:
+        """Give a generator's seeding a number of its own."""
+        state = generator.get_state()
+        seed = generator.initial_seed()
+        digest = hashlib.blake2b(_content(state) + cls.count.to_bytes(8, "little"), digest_size=8)
+        tag = int.from_bytes(digest.digest(), "little") >> 1
+        cls.count += 1
+        cls.seeds[tag] = cls.seeds.get(seed, seed)
+        if len(cls.seeds) > _TAGS:
+            oldest = next(iter(cls.seeds))
+            del cls.seeds[oldest]
+            cls.streams[1].pop(oldest, None)
+        generator.set_state(_with_seed(state, tag))
+        return tag
+
+
+def own_draw(generator: torch.Generator | None = None) -> int:
+    """64 random bits of a generator, by default torch's CPU generator, on this rank alone."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
+
+
+def shared_draw(mesh: Mesh, generator: torch.Generator | None) -> int:
+    """64 random bits, the same on all ranks of a mesh; each rank draws them.
+
+    Raises:
+        RuntimeError: the ranks must agree first, and not all came.
+    """
+    source = torch.default_generator if generator is None else generator
+    stream: Stream | None = mesh.streams.get(source.initial_seed())
+    if stream is None:
+        if mesh.is_dry or mesh.size() == 1:
+            return own_draw(generator)
+        stream = _agreed(mesh, source)
+    return stream.key(own_draw(generator))
+
+
+def stream_of(mesh: Mesh) -> Stream:
+    """The stream of a mesh of several ranks; agreed on, if that was not done since the last seeding."""
+    stream: Stream | None = mesh.streams.get(torch.default_generator.initial_seed())
+    return _agreed(mesh, torch.default_generator) if stream is None else stream
+
+
+def _agreed(mesh: Mesh, generator: torch.Generator) -> Stream:
+    tag, ranks = generator.initial_seed(), frozenset(mesh.ranks)
+    if tag not in Seeding.seeds:
+        tag = Seeding.tag(generator)
+    streams = Seeding.known(tag)
+    for stream in streams:
+        if stream.ranks == ranks or (stream.first is None and stream.ranks > ranks):
+            _put(mesh, tag, stream)
+            return stream
+    salt = int.from_bytes(hashlib.blake2b(repr(mesh.ranks).encode(), digest_size=7).digest(), "little")
+    mine = (salt if streams else 0).to_bytes(_SEED, "little")
+    numbers, alike = compared_with_first(mesh, mine, _content(generator.get_state()), "random")
+    first = None
+    if not alike:
+        first = torch.Generator()
+        state = torch.frombuffer(bytearray(bytes(_SEED) + numbers[_SEED:]), dtype=torch.uint8)
+        first.set_state(state)
+    stream = Stream(ranks, int.from_bytes(numbers[:_SEED], "little"), first)
+    streams.append(stream)
+    _put(mesh, tag, stream)
+    return stream
+
+
+@contextmanager
+def drawing_alike(mesh: Mesh) -> Iterator[None]:
+    """While open, what draws from torch's CPU generator by itself draws the same on all ranks."""
+    stream = None if mesh.is_dry or mesh.size() == 1 else stream_of(mesh)
+    if stream is None or stream.first is None:
+        yield
+        return
+    drawn = own_draw()
+    own, again = torch.get_rng_state(), stream.starts.get(drawn)
+    start = stream.first.get_state() if again is None else again
+    if len(stream.starts) >= _STARTS:
+        del stream.starts[next(iter(stream.starts))]
+    stream.starts[drawn] = start
+    torch.set_rng_state(start)
+    # what is drawn for DTensors meanwhile is in step
+    Seeding.known(Seeding.tag(torch.default_generator)).append(Stream(stream.ranks, stream.salt, None))
+    try:
+        yield
+    finally:
+        if again is None:
+            stream.first.set_state(torch.get_rng_state())
+        torch.set_rng_state(own)
+
+
+def _put(mesh: Mesh, tag: int, stream: Stream) -> None:
+    if len(mesh.streams) >= _TAGS:
+        del mesh.streams[next(iter(mesh.streams))]
+    mesh.streams[tag] = stream
+
+
+def state_of_keys(mesh: Mesh) -> torch.Tensor:
+    """The state of torch's CPU generator from which a program goes on drawing the keys of a mesh."""
+    first = _first(mesh)
+    return without_tag(torch.get_rng_state() if first is None else first.get_state())
+
+
+def _first(mesh: Mesh) -> torch.Generator | None:
+    """The copy of the first rank's CPU generator, if its ranks' own ones are known to be out of step."""
+    stream: Stream | None = mesh.streams.get(torch.default_generator.initial_seed())
+    return None if stream is None else stream.first
+
+
+def position_of_keys(mesh: Mesh, own: torch.Tensor) -> torch.Tensor:
+    """What of the generators must be equal on all ranks of a mesh; ``own``: this rank's state."""
+    first = _first(mesh)
+    return (own if first is None else first.get_state())[_SEED:]
+
+
+def without_tag(state: torch.Tensor) -> torch.Tensor:
+    """A generator's state with its true seed."""
+    tag = int.from_bytes(state.numpy()[:_SEED].tobytes(), "little")
+    return _with_seed(state, Seeding.seeds[tag]) if tag in Seeding.seeds else state
+
+
+def same_position(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two states of generators draw the same, whatever their seeds are called."""
+    return torch.equal(a, b) or torch.equal(a[_SEED:], b[_SEED:])
+
+
+def same_seed(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two states of generators are of one seeding."""
+    return torch.equal(a[:_SEED], b[:_SEED])
+
+
+def at_position(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A generator's state, of the seeding of one and with what another has drawn."""
+    return torch.cat([own[:_SEED], other[_SEED:]])
+
+
+def true_seeds(initial_seed: Callable[[], int]) -> Callable[[], int]:
+    """torch's ``initial_seed``, which tells the seed that a tag stands for."""
+
+    def told() -> int:
+        seed = initial_seed()
+        return Seeding.seeds.get(seed, seed)
+
+    told.__doc__, told.__name__ = initial_seed.__doc__, "initial_seed"
+    return told
+
+
+def _content(state: torch.Tensor) -> bytes:
+    return bytes(state.numpy()[_SEED:].tobytes())
+
+
+def _with_seed(state: torch.Tensor, seed: int) -> torch.Tensor:
+    head = torch.frombuffer(bytearray((seed % (1 << 64)).to_bytes(_SEED, "little")), dtype=torch.uint8)
+    return torch.cat([head, state[_SEED:]])

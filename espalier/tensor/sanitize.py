@@ -1,6 +1,6 @@
 """The sanitizer: what is typed equal on several ranks is compared, and the order of collectives.
 
-The laws of the types say what must be equal: values along the axes where they are replicated (varied
+The laws of the types say what must be equal: values along the axes where they are replicated (deferred
 ones too), gradients where theirs are. Hashes of all these are written down call by call and compared
 when the ranks next meet (see ``compare``).
 """
@@ -13,21 +13,28 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as raw
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from espalier.comm import Collective
 from espalier.layout import Layout, gradient_layout
-from espalier.layout.layout import R, V
+from espalier.layout.layout import D, R
 from espalier.mesh import Mesh
-from espalier.tensor.caller import library_function, module_path, site, user_frame
-from espalier.tensor.compare import Desk, Record, SanitizeError, version
+from espalier.tensor.compare import CheckRecord, Comparison, fingerprint, version
 from espalier.tensor.dtensor import DTensor, plain
 from espalier.tensor.fallback import writes
-from espalier.tensor.fingerprint import fingerprint
+from espalier.tensor.observers import (
+    Trail,
+    Watcher,
+    in_backward,
+    library_function,
+    module_path,
+    site,
+    user_frame,
+    watching,
+)
+from espalier.tensor.random import position_of_keys, same_position
 from espalier.tensor.rules import RULES
-from espalier.tensor.seeding import position_of_keys, same_position
-from espalier.tensor.watch import Trail, Watcher, in_backward, watching
+from espalier.torch_private import raw
 from espalier.trees import tensors_in, tree_map
 
 _grad: Any = torch.Tensor.grad
@@ -62,11 +69,16 @@ _RANDOM = (
 )
 
 
-class _Call:
+class _CheckedCall:
     """A call that is being watched; ``inner``: others were made inside."""
 
     def __init__(
-        self, desk: Desk, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
+        self,
+        desk: Comparison,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
     ) -> None:
         self.desk, self.inputs, self.inner = desk, inputs, False
         self.name: str = getattr(func, "__name__", str(func))
@@ -84,8 +96,8 @@ class Sanitizer(Watcher):
 
     def __init__(self, limit: float, tolerance: float) -> None:
         self._limit, self._tolerance = limit, tolerance
-        self._desks: dict[Mesh, Desk] = {}
-        self._calls: list[_Call] = []
+        self._desks: dict[Mesh, Comparison] = {}
+        self._calls: list[_CheckedCall] = []
         self._trail: Trail[str] = Trail()
         self._open = True
         # stands on tensors for "compared by this sanitizer"; holds nothing alive
@@ -121,12 +133,12 @@ class Sanitizer(Watcher):
 
     def around(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], go: Callable[[], Any]) -> Any:
         """A call: its arguments, its inputs, its results, and their gradients to come."""
-        given = tensors_in((args, kwargs))
-        desk = self._desk(next((x._layout.mesh for x in given if type(x) is DTensor), None))
+        tensors = tensors_in((args, kwargs))
+        desk = self._desk(next((x._layout.mesh for x in tensors if type(x) is DTensor), None))
         if desk is None:
             return go()
         with raw():
-            call = _Call(desk, func, args, kwargs, given)
+            call = _CheckedCall(desk, func, args, kwargs, tensors)
             state = torch.get_rng_state()
         self._calls.append(call)
         try:
@@ -142,7 +154,7 @@ class Sanitizer(Watcher):
                 if not same_position(state, torch.get_rng_state()):
                     axes, what = tuple(range(desk.mesh.ndim)), f"the random state before {call.name}"
                     hashed = fingerprint(position_of_keys(desk.mesh, state))
-                    desk.write(Record(what, call.where, "torch's CPU generator", axes, hashed, _RANDOM))
+                    desk.write(CheckRecord(what, call.where, "torch's CPU generator", axes, hashed, _RANDOM))
                 self._values(call, [x for x in tensors_in(out) if type(x) is DTensor])
         return out
 
@@ -169,7 +181,7 @@ class Sanitizer(Watcher):
     def _step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Before an optimizer's step: its parameters and their gradients."""
         where, name = site(user_frame()[1]), type(optimizer).__name__
-        met: dict[Mesh, Desk] = {}
+        met: dict[Mesh, Comparison] = {}
         with raw():
             for g, group in enumerate(optimizer.param_groups):
                 names = group.get("param_names") or [f"{g}.{i}" for i in range(len(group["params"]))]
@@ -189,17 +201,17 @@ class Sanitizer(Watcher):
 
     # ---- what is written down
 
-    def _desk(self, mesh: Mesh | None) -> Desk | None:
+    def _desk(self, mesh: Mesh | None) -> Comparison | None:
         if mesh is None or mesh.is_dry or mesh.size() == 1 or not mesh.is_member:
             return None
         desk = self._desks.get(mesh)
         if desk is None:
-            desk = self._desks[mesh] = Desk(mesh, self._limit, self._tolerance)
+            desk = self._desks[mesh] = Comparison(mesh, self._limit, self._tolerance)
         return desk
 
-    def _values(self, call: _Call, results: list[DTensor]) -> None:
+    def _values(self, call: _CheckedCall, results: list[DTensor]) -> None:
         """What went into a call and what came out, but for calls that compute nothing."""
-        call.desk.write(Record(f"the call of {call.name}", call.where, call.told))
+        call.desk.write(CheckRecord(f"the call of {call.name}", call.where, call.told))
         if call.special or (results and all(_aliases(x, call) for x in results)):
             return
         for i, x in enumerate(call.inputs):
@@ -229,7 +241,7 @@ class Sanitizer(Watcher):
 
     def _write(
         self,
-        desk: Desk,
+        desk: Comparison,
         what: str,
         where: str,
         x: torch.Tensor,
@@ -239,10 +251,10 @@ class Sanitizer(Watcher):
     ) -> None:
         x = x.detach().as_subclass(torch.Tensor)
         form = f"{x.dtype}".removeprefix("torch.") + f" {list(x.shape) if layout is None else layout}"
-        held = x if x.layout is torch.strided else None
-        desk.write(Record(what, where, form, axes, fingerprint(x), cause, held, version(x), layout))
+        strided = x if x.layout is torch.strided else None
+        desk.write(CheckRecord(what, where, form, axes, fingerprint(x), cause, strided, version(x), layout))
 
-    def _follow(self, desk: Desk, what: str, where: str, x: DTensor) -> None:
+    def _follow(self, desk: Comparison, what: str, where: str, x: DTensor) -> None:
         """Write the gradient of a result down when the backward pass has it, after the hooks on it."""
         lies, node, number = gradient_layout(x._layout), x.grad_fn, x.output_nr
         if node is None or not _equal_along(lies):
@@ -267,14 +279,14 @@ class Sanitizer(Watcher):
             with raw(), torch.no_grad():
                 grad = _grad.__get__(leaf)
                 if grad is not None and desk is not None and self._open:
-                    own = grad.__dict__.get("_layout") or lies
-                    if _equal_along(own):
-                        self._write(desk, what, where, plain(grad), own, _equal_along(own), _GRADIENT)
+                    layout = grad.__dict__.get("_layout") or lies
+                    if _equal_along(layout):
+                        self._write(desk, what, where, plain(grad), layout, _equal_along(layout), _GRADIENT)
 
         self._handles.append(x.register_post_accumulate_grad_hook(after))
 
 
-def _aliases(x: DTensor, call: _Call) -> bool:
+def _aliases(x: DTensor, call: _CheckedCall) -> bool:
     """Whether a result is an input, or a view of one: nothing was computed."""
     if any(x is written for written in call.written):
         return False
@@ -286,7 +298,7 @@ def _aliases(x: DTensor, call: _Call) -> bool:
 
 def _equal_along(layout: Layout) -> tuple[int, ...]:
     states = zip(layout.mesh.shape, layout.axes, strict=True)
-    return tuple(axis for axis, (n, state) in enumerate(states) if n > 1 and state in (R, V))
+    return tuple(axis for axis, (n, state) in enumerate(states) if n > 1 and state in (R, D))
 
 
 def _said(x: Any) -> Any:
@@ -335,26 +347,23 @@ def sanitize(*, limit: float = 30.0, tolerance: float = 0.0) -> Iterator[None]:
             watcher.close(error)
 
 
-def switch_on(told: str) -> None:
+def switch_on(setting: str) -> None:
     """Open the sanitizer for the whole program, as ``ESPALIER_SANITIZE`` tells.
 
     Raises:
         ValueError: an unknown option.
     """
     options = {}
-    for part in told.split(",") if told != "1" else ():
+    for part in setting.split(",") if setting != "1" else ():
         name, _, value = part.partition("=")
         try:
             options[{"limit": "limit", "tolerance": "tolerance"}[name.strip()]] = float(value)
         except (KeyError, ValueError):
             raise ValueError(
-                f"ESPALIER_SANITIZE={told}: {part!r} is not understood. Say 1, or limit=SECONDS and "
+                f"ESPALIER_SANITIZE={setting}: {part!r} is not understood. Say 1, or limit=SECONDS and "
                 "tolerance=NUMBER with a comma between."
             ) from None
     watcher = Sanitizer(**{"limit": 30.0, "tolerance": 0.0} | options)
     watcher.open(watching(watcher))
     # gloo must be gone before the interpreter is; what is still to be compared is not: others may be gone
     atexit.register(watcher.forget)
-
-
-__all__ = ["SanitizeError", "sanitize", "switch_on"]

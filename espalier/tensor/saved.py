@@ -22,18 +22,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as raw
 from torch.overrides import handle_torch_function
 
-from espalier.comm.moves import begin, carry_out
-from espalier.comm.traced import recorders
+from espalier.comm import Work
+from espalier.comm.custom_ops import recorders
+from espalier.comm.redistribute import begin, carry_out
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.tensor.dtensor import plain
+from espalier.torch_private import current_graph_task_id, keeps_graph, raw, saved_tensors_hooks, will_run
 
-outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
-_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+outer_hooks = saved_tensors_hooks
+_will_run: Callable[[Any], bool] = will_run
 
 
 class Shard:
@@ -44,7 +44,7 @@ class Shard:
         self.storage = full.untyped_storage()._cdata
         self._version = shard._version
         self._full: torch.Tensor | None = None
-        self._coming: Callable[[], torch.Tensor] | None = None
+        self._coming: Work[torch.Tensor] | None = None
         self._shard: Any = plain(shard.detach())
         self._outer: Callable[[Any], torch.Tensor] | None = None
         # checkpointing and offloading have the last word on what is kept
@@ -89,7 +89,7 @@ class Shard:
         self._full = None
         if self._coming is not None:
             self._arrived()
-        if not _graph_is_kept():
+        if not keeps_graph():
             self._shard = None
         before = None if self._before is None else self._before()
         if before is not None:
@@ -98,7 +98,7 @@ class Shard:
     def _arrived(self) -> torch.Tensor:
         assert self._coming is not None
         coming, self._coming = self._coming, None
-        return coming()
+        return coming.wait()
 
     def __del__(self) -> None:
         if self._coming is not None:  # a backward pass broke off: what is under way must arrive
@@ -164,8 +164,8 @@ def open_saving(shards: Sequence[Shard]) -> torch.autograd.graph.saved_tensors_h
             return _View(source, x)
         return x if outer is None else Outer(outer[0](x), outer[1])
 
-    def unpack(held: torch.Tensor | _View | Outer) -> torch.Tensor:
-        return held if isinstance(held, torch.Tensor) else held.get()
+    def unpack(kept: torch.Tensor | _View | Outer) -> torch.Tensor:
+        return kept if isinstance(kept, torch.Tensor) else kept.get()
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
     hooks.__enter__()
@@ -211,11 +211,11 @@ def _place_of(emptied: Mapping[int, Any], x: torch.Tensor) -> torch.Tensor | _Em
         return x if memory is None else _Emptied(memory, plain(x.detach()))
 
 
-def _filled(held: torch.Tensor | _Emptied) -> torch.Tensor:
-    if isinstance(held, torch.Tensor):
-        return held
+def _filled(kept: torch.Tensor | _Emptied) -> torch.Tensor:
+    if isinstance(kept, torch.Tensor):
+        return kept
     with raw(), torch.no_grad():
-        return held.get()
+        return kept.get()
 
 
 def gather_before_backward(out: Any, shards: Sequence[Shard]) -> None:
@@ -251,13 +251,13 @@ def keep_in_step(out: Any) -> None:
     outer = outer_hooks(True)
     if outer is None or recorders() or not torch.is_grad_enabled():
         return
-    held, asked = outer[0](torch.empty(0)), set()
+    packed, asked = outer[0](torch.empty(0)), set()
 
     def ask(*grads: Any) -> None:
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task not in asked:
             asked.add(task)
-            outer[1](held)
+            outer[1](packed)
 
     for x in out if isinstance(out, tuple | list) else (out,):
         if isinstance(x, torch.Tensor) and x.grad_fn is not None:

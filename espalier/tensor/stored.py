@@ -7,20 +7,24 @@ read by a rank that holds the same part.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as raw
+import torch.distributed.tensor as theirs
+from torch.distributed.tensor import placement_types as kinds
 
-from espalier.layout import Layout, local_box
-from espalier.layout.layout import known_layout
-from espalier.layout.regions import Box
-from espalier.mesh.parts import known_mesh
+from espalier.comm import move
+from espalier.layout import Layout, Placement, Shard, local_box
+from espalier.layout.layout import Box, D, R, known_layout
+from espalier.mesh import Mesh
+from espalier.mesh.mesh import known_mesh
+from espalier.tensor.api import lay_out
 from espalier.tensor.dtensor import DTensor, plain, stamp
-from espalier.tensor.loans import Source
-from espalier.tensor.memory import here
+from espalier.tensor.loans import ViewSource, here
+from espalier.torch_private import dtensor_spec, raw, wrap_door
 
 
 def write_items(x: DTensor, name: str) -> list[Any]:
@@ -32,14 +36,14 @@ def write_items(x: DTensor, name: str) -> list[Any]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    found = []
+    items = []
     for box in _boxes(x, name):
         offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
         with raw():
             properties = TensorProperties.create_from_tensor(plain(x))
         data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, torch.Size(x._layout.shape))
-        found.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
-    return found
+        items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
+    return items
 
 
 def chunk_list(x: DTensor) -> list[Any]:
@@ -51,7 +55,7 @@ def chunk_list(x: DTensor) -> list[Any]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     source = x.__dict__.get("_source")
-    if x._layout.own is not x._layout and isinstance(source, Source):
+    if x._layout.own is not x._layout and isinstance(source, ViewSource):
         raise RuntimeError(
             f"What is loaded into this view ({x._layout.own!r}) would not reach the tensor that it is a view "
             "of. Load into that one."
@@ -116,6 +120,238 @@ def rebuilt(
     return x
 
 
-torch.serialization.add_safe_globals([rebuilt, known_layout, known_mesh])
+_OLD = (known_mesh, "espalier.mesh.parts.known_mesh")  # where files of before name it
+torch.serialization.add_safe_globals([rebuilt, known_layout, known_mesh, _OLD])
 
-__all__ = ["chunk_list", "rebuilt", "reduced", "shard", "write_items"]
+
+# ---- the bridge to torch's own DTensor: the same local memory under the other type, and gradients flow
+
+
+# torch's word for a dim that a later axis of the mesh cuts first
+_Strided: Any = getattr(kinds, "_StridedShard", None)
+
+
+def to_torch(x: DTensor) -> theirs.DTensor:
+    """See :meth:`DTensor.to_torch`."""
+    layout = x._layout
+    # what is deferred is replicated there: its gradient comes back whole
+    states = tuple(R if s == D else s for s in layout.axes)
+    typed = Layout.of(layout.mesh, states, layout.cuts, layout.shape)
+    with raw():
+        local = plain(move(x, layout, typed))
+        return theirs.DTensor.from_local(
+            local,
+            layout.mesh.to_torch(),
+            _placements(typed),
+            run_check=False,
+            shape=torch.Size(layout.shape),
+            stride=layout.whole_stride(local.stride()),
+        )
+
+
+def from_torch(x: theirs.DTensor) -> DTensor:
+    """See :meth:`DTensor.from_torch`."""
+    if not isinstance(x, theirs.DTensor):
+        raise TypeError(f"from_torch expects a torch.distributed.tensor.DTensor, got {type(x).__name__}.")
+    mesh, shape = Mesh.from_torch(x.device_mesh), tuple(x.shape)
+    placements = [Shard(p.dim) if _is_strided(p) else p for p in x.placements]  # type: ignore[attr-defined]
+    layout = Layout(mesh, placements, shape, order=_order(x.placements, mesh, shape))
+    local = x.to_local()
+    if hasattr(local, "wait"):  # a collective under way
+        local = _Waited.apply(local)
+    if tuple(local.shape) != layout.local_shape:
+        raise ValueError(
+            f"from_torch: the local part has the shape {list(local.shape)}, but {layout!r} gives this rank "
+            f"{list(layout.local_shape)}. Redistribute it in torch first."
+        )
+    return stamp(local.view_as(local), layout)
+
+
+class _Waited(torch.autograd.Function):
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        out: torch.Tensor = x.wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+        return grad
+
+
+def spec_of(x: DTensor) -> Any:
+    """See :attr:`DTensor._spec`."""
+
+    layout = x._layout
+    mesh, placements = layout.mesh.to_torch(), tuple(_placements(layout))
+    return dtensor_spec(mesh, placements, torch.Size(layout.shape), x.stride(), x.dtype)
+
+
+def _is_strided(placement: Placement) -> bool:
+    return _Strided is not None and isinstance(placement, _Strided)
+
+
+def _placements(layout: Layout) -> list[Placement]:
+    """torch's placements, with its word for dims whose cuts do not come in the mesh's order."""
+    sizes, placements = layout.mesh.shape, list(layout.placements)
+    for d, cut in enumerate(layout.cuts):
+        if list(cut) == sorted(cut):
+            continue
+        _check_even(layout.shape[d], math.prod(sizes[a] for a in cut), d)
+        for at, axis in enumerate(cut):
+            before = math.prod(sizes[a] for a in cut[:at] if a > axis)
+            if before > 1:
+                placements[axis] = _Strided(d, split_factor=before)
+    return placements
+
+
+def _order(placements: tuple[Placement, ...], mesh: Mesh, shape: tuple[int, ...]) -> list[int]:
+    """The axes in the order in which they cut."""
+    order: list[int] = []
+    for axis in reversed(range(mesh.ndim)):
+        placement = placements[axis]
+        if not isinstance(placement, Shard) and not _is_strided(placement):
+            continue
+        dim = placement.dim  # type: ignore[attr-defined]
+        later = [a for a in order if placements[a].dim == dim]  # type: ignore[attr-defined]
+        factor = placement.split_factor if _is_strided(placement) else 1  # type: ignore[attr-defined]
+        at, before = 0, 1
+        while before < factor and at < len(later):
+            before *= mesh.shape[later[at]]
+            at += 1
+        if before != factor:
+            raise ValueError(
+                f"from_torch: {placement} on axis {mesh.names[axis]!r} is cut by no later axes of the mesh "
+                f"first (placements {list(placements)}, sizes {list(mesh.shape)}). Redistribute it first."
+            )
+        if factor > 1:
+            cutting = [a for a, p in enumerate(placements) if getattr(p, "dim", None) == dim]
+            _check_even(shape[dim], math.prod(mesh.shape[a] for a in cutting), dim)
+        order.insert(order.index(later[at]) if at < len(later) else len(order), axis)
+    return order
+
+
+def _check_even(size: int, pieces: int, dim: int) -> None:
+    if size % pieces:
+        raise ValueError(
+            f"Dim {dim} of size {size} is cut into {pieces} pieces by axes that are not in the mesh's order. "
+            "Where the pieces are uneven, torch's DTensor cuts elsewhere: redistribute first."
+        )
+
+
+# ---- torch's helpers for state dicts, which know torch's own DTensor by its type, taught ours: once
+#
+# Those of ``torch.distributed.checkpoint.state_dict`` gather, send and offload what a dict holds, and
+# ``async_save`` copies it first.
+
+
+def teach_torch() -> None:
+    """Wrap torch's helpers (a second call does nothing)."""
+    for door, wrapper in (
+        ("walk", _iterating),
+        ("broadcast", _broadcasting),
+        ("broadcast dict", _broadcasting_numbers),
+        ("distribute dict", _distributing),
+        ("plan", _making),
+        ("stage", _staging),
+    ):
+        wrap_door(door, wrapper)
+
+
+def _iterating(original: Callable[..., Any]) -> Callable[..., Any]:
+    """To a tensor of ours is done what is to be done to a DTensor."""
+
+    @functools.wraps(original)
+    def iterate(tree: Any, of_sharded: Any, of_dtensor: Any, of_tensor: Any, **options: Any) -> Any:
+        chosen = of_dtensor if type(tree) is DTensor else of_tensor
+        return original(tree, of_sharded, of_dtensor, chosen, **options)
+
+    return iterate
+
+
+def _broadcasting(original: Callable[..., None]) -> Callable[..., None]:
+    """Of the whole tensors that arrive, those of ours take their parts."""
+
+    @functools.wraps(original)
+    def broadcast(full: Any, local: dict[str, Any], keys: list[str], *args: Any, **options: Any) -> None:
+        ours = {key: local[key] for key in keys if type(local.get(key)) is DTensor}
+        original(full, local, keys, *args, **options)
+        for key, x in ours.items():
+            local[key] = _filled(x, local[key])
+
+    return broadcast
+
+
+def _broadcasting_numbers(original: Callable[..., None]) -> Callable[..., None]:
+    """The same, of tensors without dims, which go with the names."""
+
+    @functools.wraps(original)
+    def broadcast(full: Any, local: dict[str, Any], *args: Any, **options: Any) -> None:
+        ours = {key: x for key, x in local.items() if type(x) is DTensor and not x.ndim}
+        original(full, local, *args, **options)
+        for key, x in ours.items():
+            if key in local:
+                local[key] = _filled(x, local[key])
+
+    return broadcast
+
+
+def _distributing(original: Callable[..., None]) -> Callable[..., None]:
+    """The same, of whole tensors that every rank has."""
+
+    @functools.wraps(original)
+    def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **options: Any) -> None:
+        for key, value in full.items():
+            x = local.get(key)
+            original({key: value}, local, *args, **options)
+            if type(x) is DTensor:
+                local[key] = _filled(x, local[key])
+
+    return distribute
+
+
+def _filled(x: DTensor, value: Any) -> Any:
+    """``x`` with the values of a whole tensor; where it is on the meta device, one like it."""
+    if not isinstance(value, torch.Tensor) or type(value) is DTensor:
+        return value
+    with torch.no_grad():
+        laid = lay_out(value, x._layout.own, source=None)
+        if x.is_meta:
+            return laid
+        with raw():
+            plain(x.detach()).copy_(plain(laid))
+    return x
+
+
+def _making(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Before a load, what is on the meta device gets memory, on ranks that hold a part of it."""
+
+    @functools.wraps(original)
+    def iterate(tree: Any, *of_kinds: Any) -> Any:
+        if type(tree) is not DTensor:
+            return original(tree, *of_kinds)
+        layout = tree._layout.own
+        if not tree.is_meta or layout.mesh.is_dry:
+            return tree
+        made = torch.empty(layout.local_shape, dtype=tree.dtype, device=layout.mesh.device())
+        return stamp(made, layout)
+
+    return iterate
+
+
+def _staging(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """This rank's part is copied, in its layout."""
+
+    @functools.wraps(original)
+    def offload(self: Any, x: torch.Tensor, memo: dict[int, Any], **options: Any) -> torch.Tensor:
+        if type(x) is not DTensor:
+            return original(self, x, memo, **options)
+        layout, local = here(x)
+        copy = stamp(original(self, local, memo, **options), layout)
+        self._keep_alive(local, memo)  # which knows it by its id
+        memo[id(x)] = copy
+        return copy
+
+    return offload

@@ -7,19 +7,24 @@ they close over, globals, attributes of classes. All that is put back.
 from __future__ import annotations
 
 import builtins
+import contextlib
+import copy
 import functools
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as raw
-from torch.utils import _python_dispatch
+from torch.overrides import TorchFunctionMode
+
+from espalier.device import get_rng_state, is_accelerator, set_rng_state
+from espalier.tensor.dtensor import DETACHED
+from espalier.torch_private import disable_modes, lazy_clone, raw
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "espalier", "transformers", "torchvision", "timm"}
 _MOST = 100_000
@@ -51,21 +56,20 @@ def untraced(*modules: nn.Module) -> Iterator[None]:
         stack.enter_context(_torch_generators(modules))
         for name in _GLOBAL_HOOKS:
             stack.enter_context(_emptied(getattr(nn.modules.module, name, {})))
-        stack.enter_context(getattr(_python_dispatch, "_disable_current_modes", nullcontext)())
+        stack.enter_context((disable_modes or nullcontext)())
         yield
 
 
 @contextmanager
 def _torch_generators(modules: Iterable[nn.Module]) -> Iterator[None]:
-    devices = {p.device for m in modules for p in m.parameters() if p.device.type not in ("cpu", "meta")}
-    before = [(torch.get_device_module(d.type), d) for d in devices]
-    states = [(m, d, m.get_rng_state(d)) for m, d in before]
+    devices = {p.device for m in modules for p in m.parameters() if is_accelerator(p.device)}
+    states = [(device, get_rng_state(device)) for device in devices]
     with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
-            for module, device, state in states:
-                module.set_rng_state(state, device)
+            for device, state in states:
+                set_rng_state(device, state)
 
 
 @contextmanager
@@ -150,16 +154,16 @@ class _Traces:
         return []
 
     def _of_function(self, f: types.FunctionType) -> list[Any]:
-        found = [f.__defaults__, f.__kwdefaults__]
+        values = [f.__defaults__, f.__kwdefaults__]
         for cell in f.__closure__ or ():
-            found += self._of_name(_Cell(cell), "cell_contents")
+            values += self._of_name(_Cell(cell), "cell_contents")
         names = set(_names(f.__code__))
         for name in names:
-            found += self._of_name(f.__globals__, name)
-        for module in [x for x in found if isinstance(x, types.ModuleType) and not _is_known(x)]:
+            values += self._of_name(f.__globals__, name)
+        for module in [x for x in values if isinstance(x, types.ModuleType) and not _is_known(x)]:
             for name in names & vars(module).keys():
-                found += self._of_name(vars(module), name)
-        return found
+                values += self._of_name(vars(module), name)
+        return values
 
     def _of_name(self, table: Any, name: str) -> list[Any]:
         """A name in a table, which may be given another value, or one at all."""
@@ -233,8 +237,8 @@ class _Cell:
 def put_back(x: Any) -> Callable[[], Any] | None:
     """What brings a container, or a generator of random numbers, to where it is now; None of others."""
     if isinstance(x, _CONTAINERS):
-        held = dict(x) if isinstance(x, dict) else set(x) if isinstance(x, set) else list(x)
-        return functools.partial(_refill, x, held)
+        copy_of_it = dict(x) if isinstance(x, dict) else set(x) if isinstance(x, set) else list(x)
+        return functools.partial(_refill, x, copy_of_it)
     if isinstance(x, random.Random):
         return functools.partial(x.setstate, x.getstate())
     if isinstance(x, torch.Generator):
@@ -297,4 +301,258 @@ def _is_known(x: Any) -> bool:
     return (name or "").partition(".")[0] in _LIBRARIES
 
 
-__all__ = ["Generators", "put_back", "untraced"]
+# ---- copies of models to look at: they share nothing with the user's own, but memory while nobody writes
+
+
+_OWN = ("_parameters", "_buffers", "_modules")
+Stand = Callable[[torch.Tensor], torch.Tensor | None]
+Instead = Callable[[nn.Module], Mapping[str, Any]]
+ABSENT = object()
+
+
+class NotCopiedError(ValueError):
+    """A model cannot be copied, so that nothing can be looked at without traces in it."""
+
+
+class Apart:
+    """A copy of a module, and of what is given with it.
+
+    Args:
+        module: any module whose parameters are plain tensors, unless others stand for them.
+        given: its arguments, say.
+        stand: gives what stands in the copy for a parameter or buffer; None: a copy.
+        instead: gives for a module the attributes of which the copy has others, namely copies of those given;
+            :data:`ABSENT` for none.
+
+    Attributes:
+        module, given: the copies.
+
+    Raises:
+        NotCopiedError: one cannot be copied; it names the attribute.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        given: Any = None,
+        stand: Stand = lambda x: None,
+        instead: Instead = lambda module: {},
+    ) -> None:
+        memo: dict[Any, Any] = {DETACHED: True}
+        tensors = _Tensors()
+        originals: list[Any] = [*module.parameters(), *module.buffers()]
+        other_attributes = [instead(part) for part in module.modules()]
+        for part, attributes in zip(module.modules(), other_attributes, strict=True):
+            memo.update({id(vars(part)[name]): None for name in attributes if name in vars(part)})
+        with torch.no_grad():
+            for x in originals:
+                other = stand(x)
+                if other is not None:
+                    memo[id(x)] = other
+                elif type(x) in (nn.Parameter, torch.Tensor):
+                    memo[id(x)] = tensors.held(x)
+        try:
+            with torch.no_grad(), tensors:
+                self.module = copy.deepcopy(module, memo)
+                for part, attributes in zip(self.module.modules(), other_attributes, strict=True):
+                    for name, value in attributes.items():
+                        if value is ABSENT:
+                            vars(part).pop(name, None)
+                        else:
+                            vars(part)[name] = copy.deepcopy(value, memo)
+                self.given = copy.deepcopy(given, memo)
+        except Exception as error:
+            raise NotCopiedError(_refused(module, error)) from error
+        ids = {id(x) for x in originals}
+        if self.module is module or any(id(x) in ids for x in self.module.parameters()):
+            raise NotCopiedError(
+                f"{type(module).__name__} cannot be copied: a __deepcopy__ in it gives the same parameters."
+            )
+        with torch.no_grad(), tensors:
+            rebound = _Rebound(memo)
+            for part in self.module.modules():
+                rebound.attributes(part)
+        run_as_written(self.module)
+        originals += memo.get(id(memo), ())
+        self._originals = {id(memo[id(x)]): x for x in originals if memo.get(id(x)) is not None}
+        self._memo, self._tensors = memo, tensors  # kept, so that no id names two
+
+    def original(self, x: Any) -> Any:
+        """What a part of the copy is a copy of; itself if it is none."""
+        return self._originals.get(id(x), x)
+
+    def forget(self) -> None:
+        """Let go of the originals, and share no memory with them: the copy goes on alone."""
+        self._originals.clear()
+        self._memo.clear()  # tensors in it may hold the graph that made them
+        self._tensors.part()
+
+    def release(self) -> None:
+        """Let go of the copy: its parameters and buffers are emptied, whoever holds them."""
+        with torch.no_grad(), raw():
+            for x in self._tensors.made:
+                x.data = torch.empty(0, dtype=x.dtype, device=x.device)
+        self.forget()
+
+
+@contextmanager
+def apart(module: nn.Module, given: Any = None, *how: Any, **more: Any) -> Iterator[Apart]:
+    """A copy of a module, to be run while this is open: see :class:`Apart`, :func:`~.traces.untraced`."""
+    with untraced(module):
+        twin = Apart(module, given, *how, **more)
+        try:
+            yield twin
+        finally:
+            twin.release()
+
+
+def run_as_written(module: nn.Module) -> list[str]:
+    """Let modules that ``torch.compile`` compiles run uncompiled, in place; gives their names."""
+    names = []
+    # not imported, which takes long: without it there are none
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    for name, part in () if dynamo is None else module.named_modules():
+        if isinstance(part, dynamo.OptimizedModule):
+            vars(part)["forward"] = part._orig_mod.__call__
+            names.append(name)
+        elif hasattr(vars(part).get("_compiled_call_impl"), "_torchdynamo_orig_callable"):
+            vars(part)["_compiled_call_impl"] = None
+            names.append(name)
+    return names
+
+
+def on_meta(x: torch.Tensor) -> torch.Tensor:
+    """Stands for a parameter or buffer: its shape alone."""
+    with raw():
+        bare = torch.empty_like(x, device="meta")
+    return nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
+
+
+class _Tensors(TorchFunctionMode):
+    """Copies the tensors that ``deepcopy`` meets: also those that are not leaves, as leaves.
+
+    Copies share memory with what they are copies of until one of both is written to, where torch can do that;
+    what shares memory goes on to.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.made: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
+            x, memo = args
+            made = self.of(x).requires_grad_(x.requires_grad)
+            made.__dict__.update(copy.deepcopy(vars(x), memo))
+            return made
+        return func(*args, **(kwargs or {}))
+
+    def held(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy of a parameter or buffer."""
+        made = self.of(x).requires_grad_(x.requires_grad)
+        if isinstance(x, nn.Parameter):
+            made = nn.Parameter(made.detach(), x.requires_grad)
+        made.__dict__.update(vars(x))
+        self.made.append(made)
+        return made
+
+    def part(self) -> None:
+        """Share no memory any more: torch cannot resize what is shared so, and ZeRO does."""
+        storages, self._storages = list(self._storages.values()), {}
+        while storages:
+            storage, twin = storages.pop()
+            del twin
+            if storage.nbytes() and storage.device.type != "meta":
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).data_ptr()
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor, without its history."""
+        x = x.detach()
+        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+            return x.clone()
+        storage = x.untyped_storage()
+        if storage._cdata not in self._storages:
+            whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
+            twin = None
+            # what is not resizable (a file's, NumPy's) has no allocator: torch crashes when it parts them
+            if storage.resizable():
+                with contextlib.suppress(RuntimeError):  # memory that torch has not made: shared, say
+                    twin = lazy_clone(whole)
+            if twin is None:
+                twin = whole.clone()
+            self._storages[storage._cdata] = storage, twin.untyped_storage()
+        twin_storage = self._storages[storage._cdata][1]
+        bare = torch.empty(0, dtype=x.dtype, device=x.device)
+        return bare.set_(twin_storage, x.storage_offset(), x.size(), x.stride())
+
+
+class _Rebound:
+    """Lets the functions among a copy's attributes (hooks, say) close over copies, too."""
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo = memo
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def attributes(self, module: nn.Module) -> None:
+        """Those of a module."""
+        for name, value in vars(module).items():
+            if name not in _OWN and (other := self._of(value)) is not value:
+                vars(module)[name] = other
+
+    def _of(self, x: Any) -> Any:
+        if isinstance(x, types.FunctionType):
+            return self._function(x)
+        if isinstance(x, types.MethodType) and isinstance(x.__func__, types.FunctionType):
+            func = self._function(x.__func__)
+            return x if func is x.__func__ else types.MethodType(func, x.__self__)
+        if type(x) is functools.partial:
+            func = self._of(x.func)
+            return x if func is x.func else functools.partial(func, *x.args, **x.keywords)
+        if isinstance(x, dict):
+            for key, value in x.items():
+                if (other := self._of(value)) is not value:
+                    x[key] = other
+        elif type(x) is list:
+            x[:] = map(self._of, x)
+        return x
+
+    def _function(self, f: types.FunctionType) -> types.FunctionType:
+        if id(f) in self._known:
+            return self._known[id(f)][1]
+        if not (f.__closure__ or f.__defaults__ or f.__kwdefaults__):
+            return f
+        cells = tuple(types.CellType() for _ in f.__closure__ or ())
+        made = types.FunctionType(f.__code__, f.__globals__, f.__name__, None, cells or None)
+        self._known[id(f)] = f, made
+        made.__dict__.update(vars(f))
+        made.__module__, made.__qualname__ = f.__module__, f.__qualname__
+        made.__defaults__ = self._copied(f.__defaults__)
+        made.__kwdefaults__ = self._copied(f.__kwdefaults__)
+        for cell, original_cell in zip(cells, f.__closure__ or (), strict=True):
+            try:
+                cell.cell_contents = self._copied(original_cell.cell_contents)
+            except ValueError:
+                continue  # it is empty
+        return made
+
+    def _copied(self, x: Any) -> Any:
+        try:
+            return self._of(copy.deepcopy(x, self._memo))
+        except Exception:
+            return x  # it is shared
+
+
+def _refused(module: nn.Module, error: Exception) -> str:
+    said = f"{type(module).__name__} cannot be copied"
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if key in _OWN:
+                continue
+            try:
+                with torch.no_grad(), _Tensors():
+                    copy.deepcopy(value)
+            except Exception as met:
+                at = f"{name}.{key}" if name else key
+                return f"{said}, for its attribute {at} ({type(value).__name__}) cannot be: {met}"
+    return f"{said}: {type(error).__name__}: {error}"

@@ -1,23 +1,29 @@
-"""Batches, drawn from (seed, step, row) alone: the same whatever the number of ranks."""
+"""Batches, drawn from (seed, step, row) alone, the same whatever the number of ranks."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from espalier.train.job import Job, TextData, TokenData
-from espalier.train.specs import Facts, Labels
-from espalier.train.text import Text, prepare_text
+from espalier.train.corpus import Corpus, Tokens, prepare, unigram_entropy
+from espalier.train.images import ImageFolder
+from espalier.train.job import Job
+from espalier.train.model_spec import Facts, Labels, imported
+from espalier.train.sections import FolderData, OwnData, TextData, TokenData
 
 Pair = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 _MASKED_SHARE = 0.15
 
 
-class Batches(Protocol):
+class BatchSource(Protocol):
     """An endless sequence of global batches."""
 
     @property
@@ -54,11 +60,7 @@ class TextBatches:
     spread: int | None = None
 
     def __post_init__(self) -> None:
-        if len(self.tokens) <= self.sequence:
-            raise ValueError(
-                f"a sequence of {self.sequence} tokens needs a text of at least {self.sequence + 1}, "
-                f"but this part of it has {len(self.tokens)}; shorten train.sequence or give more text"
-            )
+        _check_length(self.tokens, self.sequence)
 
     def batch(self, step: int, rows: slice = slice(None)) -> dict[str, torch.Tensor]:
         """Rows of the global batch of ``step``."""
@@ -130,65 +132,81 @@ class ImageBatches:
         }
 
 
-def prepare(job: Job, report: Callable[[str], None] = lambda message: None) -> Text | None:
-    """Prepare the job's text, or find it prepared; None for random data.
-
-    Raises:
-        ValueError: for a source without text, or too small a vocabulary.
-    """
-    if not isinstance(job.data, TextData):
-        return None
-    assert job.facts.vocab_size is not None
-    return prepare_text(
-        source=job.data.source,
-        pattern=job.data.pattern,
-        cache=Path(job.data.cache),
-        vocab_size=job.facts.vocab_size,
-        max_bytes=job.data.max_bytes,
-        val_fraction=job.data.val_fraction,
-        tokenizer=job.tokenizer,
-        report=report,
-    )
-
-
 def training_batches(
-    job: Job, text: Text | None, *, size: int, sequence: int, seed: int, dtype: torch.dtype
-) -> Batches:
+    job: Job, corpus: Corpus | None, *, size: int, sequence: int, seed: int, dtype: torch.dtype
+) -> BatchSource:
     """The batches to train on.
 
     Args:
         job: says which kind of data.
-        text: the prepared text, for text.
+        corpus: the prepared text, for text.
         size: rows of the global batch.
         sequence: tokens of a row.
         seed: of the draws.
         dtype: of images.
     """
-    if text is not None:
-        return TextBatches(text.train, size, sequence, job.facts.labels, seed, text.mask)
+    data = job.data
+    if corpus is not None:
+        assert isinstance(data, TextData)
+        alone = corpus.parts[0][1]
+        if data.rows == "packed" and data.drawn and len(corpus.parts) == 1 and alone.learned is None:
+            return TextBatches(alone.ids, size, sequence, job.facts.labels, seed, corpus.mask)
+        return SampledBatches(_of_texts(job, corpus.parts, corpus, sequence), size, seed, dtype)
+    if isinstance(data, FolderData | OwnData):
+        return SampledBatches([(1.0, _apart(job)[0])], size, seed, dtype)
     return _random_batches(job, job.facts, size, sequence, seed, dtype)
 
 
-def validation_batches(job: Job, text: Text | None, *, dtype: torch.dtype) -> Batches:
-    """The batches to validate on: windows spread over the text kept apart, or other random ones."""
-    train = job.train
-    if text is not None:
-        return TextBatches(
-            text.val,
-            train.batch_size,
-            train.sequence,
-            job.facts.labels,
-            train.seed,
-            text.mask,
-            spread=train.eval_batches,
-        )
+def validation_batches(job: Job, corpus: Corpus | None, *, dtype: torch.dtype) -> BatchSource:
+    """The batches to validate on: spread over what is kept apart, or other random ones."""
+    train, data = job.train, job.data
+    size, sequence, count = train.batch_size, train.sequence, train.eval_batches
+    if corpus is not None:
+        assert isinstance(data, TextData)
+        alone = corpus.validation[0][1]
+        if data.rows == "packed" and len(corpus.validation) == 1 and alone.learned is None:
+            labels, mask = job.facts.labels, corpus.mask
+            return TextBatches(alone.ids, size, sequence, labels, train.seed, mask, spread=count)
+        texts = _of_texts(job, corpus.validation, corpus, sequence, drawn=False)
+        return SampledBatches(texts, size, train.seed, dtype, first=0, ordered=count)
+    if isinstance(data, FolderData | OwnData):
+        samples = _apart(job)[1]
+        return SampledBatches([(1.0, samples)], size, train.seed, dtype, first=0, ordered=count)
     other = train.seed + 2**32
-    return _random_batches(job, job.facts, train.batch_size, train.sequence, other, dtype)
+    return _random_batches(job, job.facts, size, sequence, other, dtype)
+
+
+def _of_texts(
+    job: Job, texts: Sequence[tuple[float, Tokens]], corpus: Corpus, sequence: int, drawn: bool = True
+) -> list[tuple[float, Samples]]:
+    data, labels, mask = job.data, job.facts.labels, corpus.mask
+    assert isinstance(data, TextData)
+    if data.rows == "padded":
+        return [(weight, Padded(text, sequence, labels, mask)) for weight, text in texts]
+    drawn = drawn and data.drawn
+    return [(weight, Windows(text, sequence, labels, mask, drawn)) for weight, text in texts]
+
+
+def _apart(job: Job) -> tuple[Samples, Samples]:
+    """What a job trains and validates on, of images or of the user's own data."""
+    data, facts = job.data, job.facts
+    if isinstance(data, FolderData):
+        assert facts.image is not None and facts.classes is not None
+        train, val = ImageFolder.pair(data, facts.image, facts.classes)
+        return train, val
+    assert isinstance(data, OwnData)
+    made = imported(data.build, job.folder)(**data.arguments)
+    train_set, val_set = made if isinstance(made, tuple) else (made, made)
+    for dataset in (train_set, val_set):
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            kind = type(dataset).__name__
+            raise ValueError(f"data.build gave a {kind}, expected a dataset with len() and rows by number")
+    return Own(train_set), Own(val_set)
 
 
 def _random_batches(
     job: Job, facts: Facts, size: int, sequence: int, seed: int, dtype: torch.dtype
-) -> Batches:
+) -> BatchSource:
     if facts.image is not None:
         assert facts.classes is not None
         return ImageBatches(facts.image, facts.classes, size, seed, dtype)
@@ -215,3 +233,269 @@ def _aligned(window: np.ndarray[Any, Any], labels: Labels, mask: int, draw: np.r
     hidden = draw.random(len(inputs)) < _MASKED_SHARE
     hidden[draw.integers(len(inputs))] = True
     return np.where(hidden, mask, inputs), np.where(hidden, inputs, -100)
+
+
+def _check_length(tokens: np.ndarray[Any, Any], sequence: int) -> None:
+    if len(tokens) <= sequence:
+        raise ValueError(
+            f"a sequence of {sequence} tokens needs a text of at least {sequence + 1}, "
+            f"but this part of it has {len(tokens)}; shorten train.sequence or give more text"
+        )
+
+
+# ---- samples that are there, each with its number: in an order drawn for each epoch, or mixed by shares
+
+
+class Samples(Protocol):
+    """Samples by number."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def row(self, index: int, draw: np.random.Generator) -> Mapping[str, Any]:
+        """One of them: arrays or numbers by name; the draws are those of its place in the run."""
+        ...
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Rows of a text, one behind the other; or, where they are drawn, as many that begin anywhere.
+
+    Attributes:
+        text: the tokens.
+        sequence: of a row.
+        labels: what the model wants as labels.
+        mask: token that hides the masked ones.
+        drawn: whether rows begin anywhere.
+    """
+
+    text: Tokens
+    sequence: int
+    labels: Labels
+    mask: int
+    drawn: bool = False
+
+    def __post_init__(self) -> None:
+        _check_length(self.text.ids, self.sequence)
+
+    def __len__(self) -> int:
+        return (len(self.text.ids) - 1) // self.sequence
+
+    def row(self, index: int, draw: np.random.Generator) -> Mapping[str, Any]:
+        """One row."""
+        start = index * self.sequence
+        if self.drawn:
+            start = int(draw.integers(len(self.text.ids) - self.sequence))
+        stop = start + self.sequence + 1
+        learned = None if self.text.learned is None else self.text.learned[start:stop]
+        return _labelled(self.text.ids[start:stop].astype(np.int64), learned, self.labels, self.mask, draw)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Documents, a row each: what is longer than it is cut off, what is shorter filled up, without labels."""
+
+    text: Tokens
+    sequence: int
+    labels: Labels
+    mask: int
+
+    @cached_property
+    def _starts(self) -> np.ndarray[Any, Any]:
+        starts = self.text.starts
+        return np.array([0, len(self.text.ids)]) if starts is None else starts
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def row(self, index: int, draw: np.random.Generator) -> Mapping[str, Any]:
+        """One row."""
+        start, stop = int(self._starts[index]), int(self._starts[index + 1])
+        n = min(stop - start, self.sequence + 1)
+        window = np.zeros(self.sequence + 1, np.int64)
+        window[:n] = self.text.ids[start : start + n]
+        learned = np.zeros(self.sequence + 1, np.uint8)
+        learned[:n] = 1 if self.text.learned is None else self.text.learned[start : start + n]
+        row = dict(_labelled(window, learned, self.labels, self.mask, draw))
+        if self.labels == "masked":  # others look to the left alone, where no filling is
+            row["attention_mask"] = (np.arange(self.sequence) < n).astype(np.int64)
+        return row
+
+
+def _labelled(
+    window: np.ndarray[Any, Any],
+    learned: np.ndarray[Any, Any] | None,
+    labels: Labels,
+    mask: int,
+    draw: np.random.Generator,
+) -> Mapping[str, Any]:
+    """Inputs and labels, which are -100 where nothing is learned."""
+    inputs, wanted = _aligned(window, labels, mask, draw)
+    if learned is not None:
+        counts = learned[1:] if labels == "next" else learned[:-1]
+        wanted = np.where(counts, wanted, -100)
+        if labels == "masked":
+            inputs = np.where(counts, inputs, window[:-1])
+    return {"input_ids": inputs, "labels": wanted}
+
+
+@dataclass(frozen=True)
+class Own:
+    """The user's dataset."""
+
+    dataset: Any
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def row(self, index: int, draw: np.random.Generator) -> Mapping[str, Any]:
+        """One row."""
+        row = self.dataset[index]
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"data.build: row {index} of the dataset is a {type(row).__name__}, expected a dict of what "
+                "the model is called with: input_ids, labels, ..."
+            )
+        return row
+
+
+@dataclass(frozen=True)
+class SampledBatches:
+    """Batches of samples: of each source by its share, each sample once before any comes again.
+
+    Attributes:
+        sources: samples, each with its share.
+        size: rows of a global batch.
+        seed: of the order and of what samples draw.
+        dtype: of what is not whole numbers.
+        first: the step that is counted as the first.
+        ordered: take them as they stand, spread evenly over so many batches, for validation; 0: shuffled.
+    """
+
+    sources: Sequence[tuple[float, Samples]]
+    size: int
+    seed: int
+    dtype: torch.dtype = torch.float32
+    first: int = 1
+    ordered: int = 0
+
+    def __post_init__(self) -> None:
+        if not all(len(samples) for _, samples in self.sources):
+            raise ValueError(
+                "there is nothing to draw from in one of the sources (or in what is kept of it for "
+                "validation): give more data, or another data.val_fraction"
+            )
+
+    @cached_property
+    def _mix(self) -> Mix:
+        return Mix(tuple(weight for weight, _ in self.sources), self.seed)
+
+    def batch(self, step: int, rows: slice = slice(None)) -> dict[str, torch.Tensor]:
+        """Rows of the global batch of ``step``."""
+        made = [self._row(step, row) for row in range(self.size)[rows]]
+        if not made:  # of the shapes and dtypes that rows have
+            return {name: x[:0] for name, x in self._stacked([self._row(step, 0)]).items()}
+        return self._stacked(made)
+
+    def _row(self, step: int, row: int) -> Mapping[str, Any]:
+        number = (step - self.first) * self.size + row
+        which, index = self._mix.place(number)
+        samples = self.sources[which][1]
+        count = len(samples)
+        if self.ordered:
+            total = max(round(self.ordered * self.size * self._mix.shares[which]), 1)
+            index = (index % total) * count // total if count > total else index % count
+        else:
+            epoch, index = divmod(index, count)
+            index = shuffled(index, count, (self.seed, which, epoch))
+        return samples.row(index, np.random.default_rng((self.seed, step, row)))
+
+    def _stacked(self, made: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        stacked = {}
+        for name in made[0]:
+            x = torch.stack([torch.as_tensor(row[name]) for row in made])
+            stacked[name] = x.to(self.dtype) if x.is_floating_point() else x
+        return stacked
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Which source a row is of, and the how-many-eth of it: exact in each block of rows, in a drawn order.
+
+    Attributes:
+        weights: of the sources.
+        seed: of the order.
+    """
+
+    weights: tuple[float, ...]
+    seed: int
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """Of all rows."""
+        return [weight / sum(self.weights) for weight in self.weights]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The source and the number in it of the row of this number in the run."""
+        if len(self.weights) == 1:
+            return 0, number
+        size = max(1000, math.ceil(2 / min(self.shares)))  # so that each source has a row in each block
+        block, at = divmod(number, size)
+        which, counted = _block(tuple(self.shares), self.seed, block, size)
+        return int(which[at]), int(counted[at])
+
+
+@lru_cache(maxsize=4)
+def _block(
+    shares: tuple[float, ...], seed: int, block: int, size: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The source of each row of a block, and the number of each in its source."""
+    before, after = (_counts(shares, number * size) for number in (block, block + 1))
+    which = np.repeat(np.arange(len(shares)), np.subtract(after, before))
+    which = np.random.default_rng((seed, block, len(shares))).permutation(which)
+    counted = np.empty(size, np.int64)
+    for i, start in enumerate(before):
+        own = which == i
+        counted[own] = start + np.arange(own.sum())
+    return which, counted
+
+
+def _counts(shares: tuple[float, ...], rows: int) -> list[int]:
+    """Rows of each source among so many: as near to their shares as whole numbers are."""
+    edges = [round(float(edge) * rows) for edge in np.cumsum([0.0, *shares[:-1]])]
+    return [after - before for before, after in pairwise([*edges, rows])]
+
+
+def shuffled(index: int, count: int, key: tuple[int, ...]) -> int:
+    """Where the ``index``-th of ``count`` is in an order that a key draws, without making all of it.
+
+    A Feistel network of four rounds over the next power of four, gone through again until it lands below
+    ``count`` (Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
+    """
+    half = max((max(count - 1, 1).bit_length() + 1) // 2, 1)
+    keys = np.random.SeedSequence(key).generate_state(4, np.uint64)
+    low = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & low
+        for each in keys:
+            mixed = (right + int(each)) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+            mixed ^= mixed >> 29
+            mixed = mixed * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+            left, right = right, left ^ (mixed >> 32 & low)
+        index = left << half | right
+        if index < count:
+            return index
+
+
+__all__ = [
+    "BatchSource",
+    "ImageBatches",
+    "SampledBatches",
+    "TextBatches",
+    "TokenBatches",
+    "prepare",
+    "training_batches",
+    "unigram_entropy",
+    "validation_batches",
+]

@@ -1,11 +1,30 @@
-"""What a run leaves behind: metrics, a picture, the model."""
+"""What a run measures, leaves behind (``metrics.jsonl``, a picture), and shows while it goes.
+
+Progress is shown on rank 0: by a display that redraws itself on a terminal, by plain lines elsewhere.
+"""
+
+from __future__ import annotations
 
 import json
+import resource
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
 
+import torch
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from espalier.device import has_peak
+from espalier.device import peak_memory as device_peak
 from espalier.files import write_file
 
 
@@ -23,6 +42,8 @@ class Record:
         memory: bytes of each rank: peak device memory, or peak resident memory on the CPU.
         sent: bytes that this rank sent in the step, by axis.
         val_loss: mean validation loss, nats, where it was measured after this step.
+        metrics: what else was, by name.
+        held: bytes of each rank by kind (parameters, gradients, states, ...), where gradients are fullest.
     """
 
     step: int
@@ -34,6 +55,8 @@ class Record:
     memory: tuple[int, ...]
     sent: Mapping[str, int] = field(default_factory=dict)
     val_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    held: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class MetricsFile:
@@ -108,15 +131,15 @@ class Log:
 
 def _records(path: Path, last: int) -> list[Record]:
     """The records of a file up to a step; a line that was cut off when its process was killed is left out."""
-    found = []
+    records = []
     for line in path.read_text("utf-8").splitlines():
         try:
             record = Record(**json.loads(line))
         except (ValueError, TypeError):
             continue
         if record.step <= last:
-            found.append(replace(record, memory=tuple(record.memory)))
-    return found
+            records.append(replace(record, memory=tuple(record.memory)))
+    return records
 
 
 def draw_loss(path: Path, records: Sequence[Record], entropy: float | None, title: str) -> None:
@@ -137,3 +160,173 @@ def draw_loss(path: Path, records: Sequence[Record], entropy: float | None, titl
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     canvas.print_png(str(path))
+
+
+# ---- memory
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: peak of an accelerator's allocations, or this process's peak resident memory."""
+    if has_peak(device):
+        return device_peak(device)
+    # Linux's ru_maxrss is inherited through exec, so that a child would show its parent's peak.
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def readable_bytes(count: float) -> str:
+    """A byte count in the unit that leaves one to four digits before the point."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+# ---- live progress
+
+
+class Progress(Protocol):
+    """Shows how a run goes; used as a context manager."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+    def show(self, record: Record) -> None:
+        """Show the measurements of a step."""
+        ...
+
+    def say(self, message: str) -> None:
+        """Show a line that stays."""
+        ...
+
+
+class Silent:
+    """Shows nothing: for all ranks but the first."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *stop: object) -> None:
+        return None
+
+    def show(self, record: Record) -> None:
+        """Nothing."""
+
+    def say(self, message: str) -> None:
+        """Nothing."""
+
+
+class Lines(Silent):
+    """One line a record, for files and pipes.
+
+    Args:
+        steps: optimizer steps of the run.
+        console: where to write.
+    """
+
+    def __init__(self, steps: int, console: Console) -> None:
+        self._steps = steps
+        self._console = console
+
+    def show(self, record: Record) -> None:
+        """Write a line."""
+        parts = [
+            f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
+            *(f"{name} {text}" for name, text in fields(record).items()),
+        ]
+        remaining = _remaining(record, self._steps)
+        self.say("  ".join([*parts, f"ETA {readable_time(remaining)}"]))
+
+    def say(self, message: str) -> None:
+        """Write a line."""
+        self._console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+
+class Display(Silent):
+    """A panel that redraws itself, on a terminal.
+
+    Args:
+        steps: optimizer steps of the run.
+        console: the terminal.
+        title: of the panel.
+    """
+
+    def __init__(self, steps: int, console: Console, title: str) -> None:
+        self._steps = steps
+        self._title = title
+        self._live = Live(console=console, refresh_per_second=8, transient=False)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *stop: object) -> None:
+        self._live.stop()
+
+    def show(self, record: Record) -> None:
+        """Redraw the panel."""
+        remaining = readable_time(_remaining(record, self._steps))
+        table = pairs({"step": f"{record.step} of {self._steps}, ETA {remaining}", **fields(record)})
+        bar = ProgressBar(total=self._steps, completed=record.step, width=60)
+        self._live.update(Panel(Group(table, Text(), bar), title=self._title, expand=False), refresh=True)
+
+    def say(self, message: str) -> None:
+        """Print above the panel."""
+        self._live.console.print(message, highlight=False, markup=False)
+
+
+def fields(record: Record) -> dict[str, str]:
+    """The measurements as short texts, by name."""
+    shown = {"loss": f"{record.loss:.4f}"}
+    if record.val_loss is not None:
+        shown["val"] = f"{record.val_loss:.4f}"
+    shown |= {name: f"{value:.4g}" for name, value in record.metrics.items()}
+    if record.grad_norm is not None:
+        shown["grad norm"] = f"{record.grad_norm:.3f}"
+    shown["lr"] = f"{record.lr:.2e}"
+    shown["tokens/s"] = f"{record.tokens_per_second:,.0f}"
+    shown["memory"] = _span(record.memory)
+    sent = ", ".join(f"{axis} {readable_bytes(count)}" for axis, count in record.sent.items())
+    shown["sent a step"] = sent or "nothing"
+    return shown
+
+
+def pairs(named: Mapping[str, str]) -> Table:
+    """A table of names and what stands beside them."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    for name, text in named.items():
+        table.add_row(name, text)
+    return table
+
+
+def readable_time(seconds: float) -> str:
+    """Minutes and seconds, with hours where there are any."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _remaining(record: Record, steps: int) -> float:
+    return record.seconds / max(record.step, 1) * (steps - record.step)
+
+
+def _span(memory: tuple[int, ...]) -> str:
+    """Each rank's memory, or the range where the ranks are many."""
+    if len(memory) > 4:
+        return f"{readable_bytes(min(memory))} to {readable_bytes(max(memory))} on {len(memory)} ranks"
+    return " | ".join(readable_bytes(count) for count in memory)

@@ -1,24 +1,38 @@
-"""From a job to ranks that work on it, and back to one result or one clear error."""
+"""From a job to ranks that work on it, and back to one result or one clear error.
+
+A rank is ``python -m espalier.train.run ACTION FOLDER``. The folder is the parent's: it holds ``job.json``,
+and takes rank 0's result or any rank's reason for giving up, so that the parent can tell it once and clearly.
+"""
+
+from __future__ import annotations
 
 import json
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
+from rich.console import Console
+
+from espalier.faults.watchdog import watched
+from espalier.mesh.hosts import Hosts, Task
 from espalier.mesh.launch import LaunchError, launch
-from espalier.parallel import Plan
-from espalier.train.build import check_buildable
-from espalier.train.data import prepare
+from espalier.mesh.process import finish, start
+from espalier.train.building import check_buildable
+from espalier.train.corpus import prepare
 from espalier.train.job import Job
-from espalier.train.keeping import Keeper
-from espalier.train.trainer import Preempted
-from espalier.train.worker import execute, resized
+from espalier.train.metrics import Display, Lines, Progress
+from espalier.train.runlog import note
+from espalier.train.trainer import Preempted, RunCheckpoints, TrainingError, train
+from espalier.train.verify import verify
 
 LEAVE = ("SIGTERM", "SIGUSR1")
 """Signals that ask a run to save and leave."""
@@ -35,6 +49,7 @@ def run(
     job: Job,
     *,
     port: int | None = None,
+    hosts: Hosts | Task | None = None,
     debug: bool = False,
     report: Callable[[str], None] = lambda message: None,
     **options: Any,
@@ -48,6 +63,8 @@ def run(
         action: what to do.
         job: validated.
         port: where the ranks meet; a free one when None.
+        hosts: the machines that take part, each of which calls this with the same job, and has an equal
+            number of the ranks; or the one rank that this process is; None for this machine alone.
         debug: let tracebacks through.
         report: told what takes time beforehand.
         options: of the action: ``resume``, for training.
@@ -60,62 +77,83 @@ def run(
         RunError: when a rank gave up, with its reason.
         LaunchError: when a rank died or the ranks could not be started.
     """
-    check_buildable(job)
+    check_buildable(job, report)
+    if isinstance(hosts, Task):
+        os.environ.update(hosts.environment)
+        hosts = None
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return execute(action, job, **options)
     prepare(job, report)
-    if Plan.from_dict(dict(job.plan)).world_size == 1:
+    if job.plan.world_size == 1 and hosts is None:
         return execute(action, job, **options)
-    return _launch(action, job, port, debug, report, options)
+    if hosts is not None and job.plan.world_size % hosts.nodes:
+        raise ValueError(
+            f"{job.plan.world_size} ranks cannot be shared out over {hosts.nodes} nodes: change the plan, or "
+            "-n RANKS to a multiple"
+        )
+    return _launch(action, job, port, hosts, debug, report, options)
 
 
 def _launch(
     action: Action,
     job: Job,
     port: int | None,
+    hosts: Hosts | None,
     debug: bool,
     report: Callable[[str], None],
     options: dict[str, Any],
 ) -> Any:
     """Start the ranks, and again when one has died, as often as the job says."""
-    plan = Plan.from_dict(dict(job.plan))
+    plan = job.plan
     least = job.elastic.min_data or plan.data
     before: tuple[int | None, Path | None] | None = None
     left = job.elastic.restarts if action == "train" else 0
     while True:
         try:
-            return _attempt(action, job, plan.world_size, port, debug, options)
+            return _attempt(action, job, plan.world_size, port, hosts, debug, options)
         except LaunchError as error:
             if not left or error.rank is None:
                 raise
             left -= 1
-            now = error.rank, Keeper.newest(job)
-            if now == before and plan.data > least:  # it dies again before anything new was saved
+            now = error.rank, RunCheckpoints.newest(job)
+            # it dies again before anything new was saved
+            if now == before and plan.data > least and hosts is None:
                 job = resized(job, plan.data - 1)
-                plan = Plan.from_dict(dict(job.plan))
+                plan = job.plan
             before = now
             options = {**options, "resume": True}
-            report(
+            words = (
                 f"{error}\nStarting again on {plan.world_size} rank{'s' * (plan.world_size > 1)}, "
                 f"{'from ' + now[1].name if now[1] else 'from the beginning'}; {left} more times if need be."
             )
+            note(job.out, "restart", words)
+            report(words)
 
 
 def _attempt(
-    action: Action, job: Job, ranks: int, port: int | None, debug: bool, options: dict[str, Any]
+    action: Action,
+    job: Job,
+    ranks: int,
+    port: int | None,
+    hosts: Hosts | None,
+    debug: bool,
+    options: dict[str, Any],
 ) -> Any:
     with tempfile.TemporaryDirectory(prefix="espalier-run-") as name:
         folder = Path(name)
         handed = {"raw": job.raw, "source": job.source, "debug": debug, "options": options}
         (folder / "job.json").write_text(json.dumps(handed, default=str), "utf-8")
-        argv = ["-m", "espalier.train.worker", action, name]
+        argv = ["-m", "espalier.train.run", action, name]
         try:
             with _told_to_leave():
-                launch(argv, ranks, port=port, grace=job.faults.grace, signals=LEAVE)
-        except (LaunchError, _Told) as error:
+                here = ranks if hosts is None else ranks // hosts.nodes
+                launch(argv, here, port=port, grace=job.faults.grace, signals=LEAVE, hosts=hosts)
+        except (LaunchError, _Told, KeyboardInterrupt) as error:
             result = _result(folder)
             if isinstance(result, Preempted):
-                return result
+                return replace(result, interrupted=isinstance(error, KeyboardInterrupt))
+            if isinstance(error, KeyboardInterrupt):
+                raise
             if isinstance(error, _Told):
                 signal.raise_signal(error.number)
                 raise RunError(f"stopped by {signal.Signals(error.number).name}") from None
@@ -156,3 +194,87 @@ def _told_to_leave() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# ---- one rank
+
+GAVE_UP = 3
+"""Exit code of a rank that left its reason in the folder."""
+
+PREEMPTED = 75
+"""Exit code of a run that was asked to leave, saved, and left (sysexits.h: try again later)."""
+
+
+def execute(action: str, job: Job, **options: Any) -> Any:
+    """Do ``action`` on this rank; its result on rank 0, None elsewhere.
+
+    Args:
+        options: of the action: ``resume``, for training.
+
+    Raises:
+        ValueError: when the job does not fit this world.
+        TrainingError: when training cannot go on.
+    """
+    world = start().world_size
+    if job.faults.watch:
+        watched(job.faults)
+    else:
+        os.environ["ESPALIER_FAULTS"] = "off"  # else the first mesh would begin one
+    if action == "train":
+        job = fitted(job, world)
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and job.checkpoint is not None:
+            options["resume"] = True
+    try:
+        return _ACTIONS[action](job, **options)
+    finally:
+        finish()
+
+
+def fitted(job: Job, ranks: int) -> Job:
+    """The job on so many ranks: with fewer than its plan has, the data axis shrinks as far as it may."""
+    plan = job.plan
+    others = plan.world_size // plan.data
+    least = job.elastic.min_data
+    if least is None or ranks >= plan.world_size or ranks % others or ranks // others < least:
+        return job
+    return resized(job, ranks // others)
+
+
+def resized(job: Job, data: int) -> Job:
+    """The job with another data axis."""
+    return Job.from_dict({**job.raw, "plan": {**job.raw.get("plan", {}), "data": data}}, source=job.source)
+
+
+def _train(job: Job, resume: bool = False) -> Any:
+    console = Console()
+    progress: Progress = Lines(job.train.steps, console)
+    if console.is_terminal:
+        progress = Display(job.train.steps, console, job.name)
+    return train(job, progress, resume=resume)
+
+
+_ACTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({"train": _train, "verify": verify})
+
+
+def main(argv: list[str]) -> int:
+    """Run as a process; the exit code."""
+    action, folder = argv[0], Path(argv[1])
+    handed = json.loads((folder / "job.json").read_text("utf-8"))
+    try:
+        result = execute(action, Job.from_dict(handed["raw"], source=handed["source"]), **handed["options"])
+    except (ValueError, TrainingError) as error:
+        if handed["debug"]:
+            raise
+        (folder / f"gave-up-{os.environ.get('RANK', '0')}").write_text(str(error), "utf-8")
+        return GAVE_UP
+    if isinstance(result, Preempted):
+        if os.environ.get("RANK", "0") == "0":
+            (folder / "result").write_bytes(pickle.dumps(result))
+        return PREEMPTED
+    if result is not None:
+        (folder / "result").write_bytes(pickle.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -4,17 +4,21 @@ Everything is in float64, so that what differs is an error and not rounding:
 the sums of a layout are taken in another order, which costs some 1e-15.
 """
 
+from __future__ import annotations
+
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from espalier.checkpoint.names import load_into
-from espalier.train.build import build_model, build_optimizer, count_of
+from espalier.checkpoint.sources import load_into
+from espalier.train.building import build_model, build_optimizer, count_of
+from espalier.train.conversion import weights_of
 from espalier.train.data import prepare, training_batches
-from espalier.train.double import Double
 from espalier.train.job import Job
 
 
@@ -80,8 +84,8 @@ class Verification:
     @property
     def worst(self) -> float:
         """The largest difference of all."""
-        found = [d.value for s in self.steps for d in s.differences]
-        return max(found, default=float("inf"))
+        values = [d.value for s in self.steps for d in s.differences]
+        return max(values, default=float("inf"))
 
     @property
     def passed(self) -> bool:
@@ -107,15 +111,16 @@ def verify(job: Job) -> Verification | None:
         notices.append(f"dropout set to 0 ({', '.join(silenced)}): the reference draws other random numbers")
     job = replace(job, model=spec)
     model = build_model(spec, settings.seed, torch.float64)
-    if job.weights is not None:
-        load_into(model, job.weights)
+    begins_with = weights_of(job)
+    if begins_with is not None:
+        load_into(model, begins_with)
     reference = copy.deepcopy(model)
     optimizer = build_optimizer(job.optimizer, model)
-    plan = espalier.Plan.from_dict({**job.plan, "precision": "float32"})
-    if job.plan.get("precision", "float32") != "float32":
+    plan = espalier.Plan.from_dict({**job.raw.get("plan", {}), "precision": "float32"})
+    if job.plan.precision != plan.precision:
         notices.append("plan.precision left out: the comparison is in float64")
-    given: dict[str, Any] = {"max_grad_norm": job.clip, "count": count_of(job.model)}
-    engine = espalier.initialize(model, optimizer, plan, **given)
+    options: dict[str, Any] = {"max_grad_norm": job.clip, "count": count_of(job.model)}
+    engine = espalier.initialize(model, optimizer, plan, **options)
     batches = training_batches(
         job,
         prepare(job),
@@ -187,18 +192,18 @@ class PlainRun:
         return norm
 
 
-def compare(expected: dict[str, torch.Tensor | None], found: dict[str, torch.Tensor | None]) -> Difference:
+def compare(expected: dict[str, torch.Tensor | None], actual: dict[str, torch.Tensor | None]) -> Difference:
     """The largest absolute difference between tensors of the same names.
 
     A tensor missing on one side counts as zeros; another shape, a NaN on one
     side, or a name on one side only is an infinite difference.
     """
-    if expected.keys() != found.keys():
-        odd = sorted(expected.keys() ^ found.keys())
+    if expected.keys() != actual.keys():
+        odd = sorted(expected.keys() ^ actual.keys())
         return Difference(float("inf"), f"only on one side: {', '.join(odd)}")
     worst = Difference()
     for name, a in expected.items():
-        value = _tensor_distance(a, found[name])
+        value = _tensor_distance(a, actual[name])
         if value > worst.value:
             worst = Difference(value, name)
     return worst
@@ -219,3 +224,33 @@ def _tensor_distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 def _distance(a: float, b: float) -> float:
     gap = abs(a - b)
     return float("inf") if gap != gap else gap
+
+
+# ---- float64 throughout
+
+
+class Double(TorchFunctionMode):
+    """While active, no call takes a float64 tensor down to float32.
+
+    Attributes:
+        kept: number of casts that were changed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        if isinstance(first, torch.Tensor) and first.dtype == torch.float64:
+            if func is torch.Tensor.float:
+                self.kept += 1
+                return first
+            if any(a is torch.float32 for a in (*args, *kwargs.values())):
+                self.kept += 1
+                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+                kwargs = {k: torch.float64 if a is torch.float32 else a for k, a in kwargs.items()}
+        return func(*args, **kwargs)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import espalier
-from espalier.parallel.expert.modules import stacks
+from espalier.parallel.experts import stacks
 from tests.ranks.test_engine import apart
 
 PRELOAD = ["transformers.modeling_utils"]

@@ -11,9 +11,9 @@ from torch import nn
 
 import espalier
 from espalier.models import generate
-from espalier.models.caches import KNOWN, keepers
-from espalier.parallel.pipeline.trees import leaves
-from espalier.train.double import Double
+from espalier.models.sampling import KNOWN, keepers
+from espalier.parallel.pipeline.record import leaves
+from espalier.train.verify import Double
 from tests.peers.test_split import made
 
 

@@ -90,8 +90,8 @@ def through_torch(rank: int, world: int) -> None:
         # torch leaves this gradient Partial; ours is replicated
         torch.testing.assert_close(given.grad.full_tensor(), right[2].grad)
 
-    # varied becomes replicated, and the gradient comes back as an addend
-    lay = Layout(tensor, [R], (6,), varied=[0])
+    # deferred becomes replicated, and the gradient comes back as an addend
+    lay = Layout(tensor, [R], (6,), deferred=[0])
     leaf = espalier.tensor.lay_out(seeded(6).requires_grad_(), lay)
     out = leaf.to_torch()
     assert out.placements == (R,)

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from espalier.comm.activity import Activity, Device, Look, computed_by, is_ready, sees_processes
-from espalier.comm.signals import Signals
-from espalier.comm.verdict import Faults, Heard, Sign, judge
-from espalier.comm.watch import Pulse
+from espalier.faults.diagnosis import Heard, Sign, judge
+from espalier.faults.liveness import Activity, Device, Look, Signals, computed_by, is_ready, sees_processes
+from espalier.faults.settings import Faults
+from espalier.faults.watchdog import Watchdog
 
 
 def until(true: Callable[[], bool]) -> bool:
@@ -99,10 +99,10 @@ def test_a_device_that_comes_past_no_mark_is_stuck() -> None:
 
 def test_one_that_only_its_device_keeps_busy_is_taken_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that looks, over a main thread that computes and whose device hangs."""
-    monkeypatch.setattr("espalier.comm.watch._QUIET", 0.0)
+    monkeypatch.setattr("espalier.faults.watchdog._QUIET", 0.0)
     monkeypatch.setattr(Signals, "came", lambda *given: time.sleep(0.01))
     monkeypatch.setattr(Activity, "look", lambda *given, **more: Look("busy", "here"))
-    pulse = Pulse(Faults(limit=1.0, outside=1.0))
+    pulse = Watchdog(Faults(limit=1.0, outside=1.0))
     pulse._over, pulse._world, pulse._answered = threading.Event(), dist.group.WORLD, math.inf
     pulse._device = Device(lambda: lambda: False)
     looker = threading.Thread(target=pulse._look_on)

@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from espalier.parallel.pipeline.balance import Piece, balance
 from espalier.parallel.pipeline.record import SplitError
-from espalier.tensor.flops import Work
+from espalier.parallel.pipeline.split import Segment, balance
+from espalier.tensor.dry_runs import OpCost
 
 
-def stages(pieces: list[Piece], cuts: tuple[str, ...]) -> list[list[Piece]]:
-    found: list[list[Piece]] = [[]]
+def stages(pieces: list[Segment], cuts: tuple[str, ...]) -> list[list[Segment]]:
+    found: list[list[Segment]] = [[]]
     for piece in pieces:
         if piece.name in cuts:
             found.append([])
@@ -21,7 +21,7 @@ def stages(pieces: list[Piece], cuts: tuple[str, ...]) -> list[list[Piece]]:
     return found
 
 
-def held(stage: list[Piece]) -> int:
+def held(stage: list[Segment]) -> int:
     return sum({name: n for piece in stage for name, n in piece.parameters.items()}.values())
 
 
@@ -31,7 +31,7 @@ def test_no_choice_is_better() -> None:
     for _ in range(60):
         n, number = draw.randint(2, 8), draw.randint(1, 4)
         pieces = [
-            Piece(f"p{i}", draw.randint(1, 9), {f"w{draw.randint(0, 5)}": 4, f"v{i}": 2}, Work(), 1)
+            Segment(f"p{i}", draw.randint(1, 9), {f"w{draw.randint(0, 5)}": 4, f"v{i}": 2}, OpCost(), 1)
             for i in range(n)
         ]
         memory = draw.choice([None, 14, 20])

@@ -2,6 +2,9 @@
 
 import io
 import json
+import math
+import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,14 +15,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import espalier
-from espalier.cli import app
+from espalier.cli import app, doctor, init
 from espalier.cli.doctor import Finding, tell
-from espalier.cli.tell import tell_schedule
+from espalier.cli.main import tell_schedule
 from espalier.engine import Engine
+from espalier.parallel import Plan
 from espalier.parallel.pipeline import Costs, generate, simulate
-from espalier.train.memory import readable_bytes
-from espalier.train.metrics import Record
-from espalier.train.progress import Display, Lines, readable_time
+from espalier.train.metrics import Display, Lines, Record, readable_bytes, readable_time
 from espalier.train.verify import compare
 
 JOB = """
@@ -66,9 +68,9 @@ class OneRank(Engine):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    monkeypatch.setattr("espalier.engine.start.Engine", OneRank)
-    monkeypatch.setattr("espalier.train.worker.start", lambda: SimpleNamespace(world_size=1))
-    monkeypatch.setattr("espalier.train.worker.finish", lambda: None)
+    monkeypatch.setattr("espalier.engine.engine.Engine", OneRank)
+    monkeypatch.setattr("espalier.train.run.start", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr("espalier.train.run.finish", lambda: None)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -127,6 +129,48 @@ def test_training_begins_with_given_weights(job, tmp_path):
     assert code == 2 and "model.weights" in err and "embed.weight is [300, 32], there [300, 16]" in err
 
 
+def test_evaluation_stops_and_keeps_the_best(job, tmp_path):
+    more = ["--set", "optimizer.lr=1.0", "--set", "train.steps=40", "--set", "train.eval_every=1"]
+    more += ["--set", "evaluation.patience=3", "--set", "evaluation.metrics=['accuracy', 'perplexity']"]
+    code, out, err = call("train", job, *more, "--set", "checkpoint.every=5")
+    assert code == 0, err
+    lines = [json.loads(x) for x in (tmp_path / "runs/job/metrics.jsonl").read_text().splitlines()]
+    losses = [x["val_loss"] for x in lines]
+    best = min(range(len(losses)), key=losses.__getitem__)
+    assert len(losses) == best + 4 < 40 and f"of step {best + 1} for 3 validations: that is enough" in out
+    assert 0 <= lines[0]["metrics"]["accuracy"] <= 1
+    assert lines[0]["metrics"]["perplexity"] == pytest.approx(math.exp(losses[0]))
+    assert f"the weights are those of step {best + 1}" in out
+    names = [p.name for p in (tmp_path / "runs/job/best").iterdir() if not p.name.startswith(".")]
+    assert names == [f"step-{best + 1:08}"]
+    # the last weights of the run are the best ones, and the run can be asked to write
+    code, text, err = call("generate", tmp_path / "runs/job", "--prompt", "print", "--tokens", 4)
+    assert code == 0 and text.startswith("print"), err
+    with_checkpoint = call("generate", tmp_path / "runs/job/best", "--prompt", "print", "--tokens", 4)
+    assert with_checkpoint[1] == text
+    code, _, err = call("generate", tmp_path, "--prompt", "x")
+    assert code == 2 and "says nothing of its model" in err
+    code, _, err = call("train", job, *more, "--resume", "--set", "checkpoint.every=5")
+    assert code == 0, err  # it had enough already
+
+
+def test_init_writes_jobs_that_are_right(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text('{"body": "a"}')
+    assert call("init")[0] == 0
+    assert call("init", "a.toml", "-n", 4)[0] == 0 and "data = 4" in (tmp_path / "a.toml").read_text()
+    assert call("init", "b.toml", "--model", "vit")[0] == 0
+    assert call("init", "c.toml", "--data", "data.jsonl", "--field", "body", "--zero", 3, "-n", 2)[0] == 0
+    assert call("init", "d.toml", "--model", "my_model:make")[0] == 0
+    code, _, err = call("init")
+    assert code == 2 and "job.toml exists" in err
+    code, _, err = call("init", "e.toml", "--model", "gtp")
+    assert code == 2 and "did you mean 'gpt'?" in err and not (tmp_path / "e.toml").exists()
+    said = iter(["moe", "", "2", ""])
+    given = init.asked(init.Answers(), lambda question, now: next(said))
+    assert given == init.Answers(model="moe", ranks=2) and 'kind = "moe"' in init.written(given)
+
+
 def test_the_same_seed_trains_the_same(job, tmp_path):
     losses = []
     for out in ("a", "b"):
@@ -134,6 +178,27 @@ def test_the_same_seed_trains_the_same(job, tmp_path):
         lines = (tmp_path / out / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
     assert losses[0] == losses[1]
+
+
+def test_ctrl_c_saves_and_says_where(job, monkeypatch, request, tmp_path):
+    """A plan of one rank trains in the command's own process."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    honest, calls = OneRank.forward, []
+
+    def interrupted(self, batch):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return honest(self, batch)
+
+    monkeypatch.setattr(OneRank, "forward", interrupted)
+    job.write_text(job.read_text() + "[checkpoint]\n")
+    code, out, err = call("train", job)
+    assert code == 130, err
+    assert "interrupted after step 3; saved in runs/job/checkpoints/step-00000003: go on with --resume" in out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert json.loads((tmp_path / "runs/job/run.json").read_text())["status"] == "left"
 
 
 def test_a_loss_that_is_no_number_stops(job, monkeypatch):
@@ -207,9 +272,9 @@ def test_missing_job_file(job, tmp_path):
 def test_the_data_axis_takes_the_remaining_ranks(job):
     from espalier.cli.main import load
 
-    assert load(job, [], None).plan == {}
-    assert dict(load(job, [], 6).plan) == {"data": 6}
-    assert dict(load(job, ["plan.tensor=2"], 6).plan) == {"tensor": 2, "data": 3}
+    assert load(job, [], None).plan == Plan()
+    assert load(job, [], 6).plan == Plan(data=6)
+    assert load(job, ["plan.tensor=2"], 6).plan == Plan(tensor=2, data=3)
 
 
 def test_run_passes_arguments_and_exit_code(job, tmp_path, monkeypatch):
@@ -217,13 +282,13 @@ def test_run_passes_arguments_and_exit_code(job, tmp_path, monkeypatch):
 
     seen = []
 
-    def launch(argv, nproc, port=None):
-        seen.append((argv, nproc, port))
+    def launch(argv, nproc, port=None, hosts=None):
+        seen.append((argv, nproc, port, hosts))
         raise LaunchError("rank 1 of 2 failed: exit code 5", 1, 5)
 
     monkeypatch.setattr("espalier.mesh.launch.launch", launch)
     code, _, err = call("run", "-n", 2, "script.py", "--flag", "-n", "7", "x=1")
-    assert seen == [(["script.py", "--flag", "-n", "7", "x=1"], 2, None)]
+    assert seen == [(["script.py", "--flag", "-n", "7", "x=1"], 2, None, None)]
     assert code == 5 and "rank 1 of 2 failed" in err
 
 
@@ -256,10 +321,11 @@ def test_a_warning_is_a_note(job):
 def test_what_needs_a_device_runs_dry(job):
     plain, fused = (call("dry", job, *more) for more in ([], ["--set", "optimizer.fused=true"]))
     assert plain[0] == fused[0] == 0 and plain[1] == fused[1]
+    code, _, err = call("dry", job, "--rank", "pipe")
+    assert code == 2 and "--rank pipe: expected an axis and a number from 0" in err
     code, _, err = call("dry", job, "--set", "optimizer.name=ASGD")
     assert code == 2 and "ASGD cannot be run dry: its step asks for values" in err
-    code, _, err = call("dry", job, "--set", "optimizer.name=Muon")
-    assert code == 2 and "optimizer.name = 'Muon': it cannot train this model" in err
+    assert call("dry", job, "--set", "optimizer.name=Muon")[0] == 0
     code, _, err = call("export", "x" * 300, "out")
     assert code == 2 and "File name too long. Give another path" in err
 
@@ -375,3 +441,30 @@ def test_schedule_says_what_is_wrong(arguments, told):
     code, _, err = call("schedule", *arguments)
     assert code == 2
     assert told in err
+
+
+def test_doctor_tells_how_an_accelerator_multiplies(monkeypatch):
+    monkeypatch.setattr("torch.get_float32_matmul_precision", lambda: "highest")
+    found = doctor._products("xpu")
+    assert found.state == "note" and "bfloat16" in found.remedy
+    monkeypatch.setattr("torch.get_float32_matmul_precision", lambda: "high")
+    assert doctor._products("xpu") == Finding("float32 products", "high: on XPU by units of lower precision")
+
+
+def test_doctor_mends_what_it_can(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cache = tmp_path / ".espalier" / "data"
+    gone, busy = cache / ".abc-999999999", cache / f".abc-{os.getpid()}"
+    for folder in (gone, busy):
+        folder.mkdir(parents=True)
+    (left,) = doctor._leftovers()
+    assert left.state == "note" and "1 in" in left.found
+    said = []
+
+    def fails():
+        raise OSError("no network")
+
+    wrong = Finding("packages", "missing: x", "wrong", "pip install x", fails)
+    assert doctor.mend([left, wrong, Finding("fine", "")], said.append) == 1
+    assert not gone.exists() and busy.exists() and doctor._leftovers() == []
+    assert any("it could not be done: no network" in line for line in said)

@@ -11,7 +11,7 @@ import pytest
 
 from espalier import Mesh, Partial, Replicate, Shard
 from espalier.layout import Box, Layout, crossing, local_box, route
-from espalier.layout.crossings import hand_over
+from espalier.layout.routes import hand_over
 
 
 def dry(axes: dict[str, int], ranks: list[int]) -> Mesh:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from espalier.train.corpus import prepare_text, unigram_entropy
 from espalier.train.data import ImageBatches, TextBatches, TokenBatches
-from espalier.train.text import prepare_text, unigram_entropy
 
 
 @pytest.fixture

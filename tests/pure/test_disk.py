@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from espalier.parallel.data import disk as module
-from espalier.parallel.data.disk import PIECE, Disk, DiskError
+from espalier.parallel.data import residency as module
+from espalier.parallel.data.residency import PIECE, Disk, DiskError
 
 
 def some(seed: int, scale: int = 1) -> list[torch.Tensor]:
@@ -178,7 +178,7 @@ def test_a_small_file_system(tmp_path: Path) -> None:
 
 def test_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
     script = (
-        "import sys, torch; from espalier.parallel.data.disk import Disk\n"
+        "import sys, torch; from espalier.parallel.data.residency import Disk\n"
         "disk = Disk(sys.argv[1]); disk.write('a', [torch.ones(10)]).result(); print('ready', flush=True)\n"
         "sys.stdin.read()"
     )

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import espalier.api
+
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN = [page for page in PAGES if "```python" in page.read_text("utf-8")]
@@ -25,7 +27,7 @@ def python(*arguments: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -80,3 +82,15 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
 def anchor(heading: str) -> str:
     """A heading's anchor, as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def test_all_pages_stand_in_the_navigation_of_the_site() -> None:
+    """And the reference names all public names, each once; `make docs` itself is strict."""
+    docs = ROOT / "docs"
+    listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    made = {"index.md", "changelog.md", "commands.md"}  # docs/site_hooks.py makes them
+    assert sorted(listed) == sorted({*made, *(str(page.relative_to(docs)) for page in docs.rglob("*.md"))})
+    reference = "".join(page.read_text("utf-8") for page in (docs / "api").glob("*.md"))
+    shown = re.findall(r"^::: espalier\.api\.(\w+)$", reference, re.MULTILINE)
+    shown += ["DeviceMesh", "init_device_mesh", "Partial", "Placement", "Replicate", "Shard"]  # torch's own
+    assert sorted(shown) == sorted(espalier.api.__all__)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from espalier.tensor.dry_autocast import DryAutocast, autocast_dtype
+from espalier.tensor.dry_runs import DryAutocast, autocast_dtype
 
 
 class Casts(TorchDispatchMode):

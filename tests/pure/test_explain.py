@@ -38,12 +38,12 @@ def test_a_row_tells_layouts_traffic_and_reasons(mesh: Mesh) -> None:
     assert (linear.op, linear.how, linear.phase, linear.depth) == ("linear", "rule", "forward", 0)
     assert linear.where == f"tests/pure/test_explain.py:{line}"
     given, weight = linear.inputs
-    assert (given.shape, given.states, given.placed) == ((8, 6), ("S(0)", "R"), ("S(0)", "V"))
-    assert (weight.states, weight.placed) == (("R", "S(0)"), ("V", "S(0)"))
+    assert (given.shape, given.states, given.placed) == ((8, 6), ("S(0)", "R"), ("S(0)", "D"))
+    assert (weight.states, weight.placed) == (("R", "S(0)"), ("D", "S(0)"))
     assert [out.states for out in linear.outputs] == [("S(0)", "S(1)")]
     assert linear.sent == []
     assert linear.sent_backward == [("all_reduce", "data", 48)]
-    assert len(linear.notes) == 1 and linear.notes[0].startswith("vary: input 1"), "x needs no gradient"
+    assert len(linear.notes) == 1 and linear.notes[0].startswith("defer: input 1"), "x needs no gradient"
     data, tensor = linear.choices
     assert (data.axis, tensor.axis) == ("data", "tensor")
     assert [o.bytes for o in tensor.options] == [0, 48]

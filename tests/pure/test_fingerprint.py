@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from espalier.tensor import fingerprint as module
+from espalier.tensor import compare as module
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,

@@ -13,14 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from espalier.checkpoint.exporting import export
-from espalier.checkpoint.names import Foreign
-from espalier.checkpoint.pickles import FormatError
-from espalier.checkpoint.reading import Checkpoint, open_any
-from espalier.checkpoint.sinks import Sink, Tie, pieces, stream
-from espalier.checkpoint.sources import Entry
+from espalier.checkpoint.index import FormatError, TensorInfo
+from espalier.checkpoint.sinks import FileSink, Tie, contiguous_boxes, export, stream
+from espalier.checkpoint.sources import Checkpoint, Foreign, open_any
 from espalier.cli import app
-from espalier.layout.regions import Box
+from espalier.layout.layout import Box
 
 STATE: dict[str, torch.Tensor] = {
     "a.weight": torch.arange(60.0).view(4, 5, 3),
@@ -46,7 +43,7 @@ def call(*args: Any) -> tuple[int, str]:
 def test_pieces_are_contiguous_and_all() -> None:
     x = torch.arange(4 * 5 * 3)
     for most in (8, 24, 50, 120, 10**6):
-        found = list(pieces(Entry((4, 5, 3), torch.int64), most))
+        found = list(contiguous_boxes(TensorInfo((4, 5, 3), torch.int64), most))
         assert all(x.view(4, 5, 3)[box.slices].numel() * 8 <= max(most, 8) for _, box in found)
         assert torch.equal(torch.cat([x.view(4, 5, 3)[box.slices].flatten() for _, box in found]), x)
         assert [x.view(4, 5, 3)[box.slices].flatten()[0].item() * 8 for _, box in found] == [
@@ -56,9 +53,9 @@ def test_pieces_are_contiguous_and_all() -> None:
 
 @pytest.mark.parametrize("form", ["safetensors", "sharded", "torch"])
 def test_files_are_as_others_write_them(tmp_path: Path, form: str) -> None:
-    entries = {name: Entry(tuple(x.shape), x.dtype) for name, x in STATE.items()}
+    entries = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in STATE.items()}
     path = tmp_path / "out.pt" if form == "torch" else tmp_path / "out"
-    with Sink() as sink:
+    with FileSink() as sink:
         if form == "torch":
             sink.add_torch(path, {**entries, "tie": Tie("a.weight"), "lr": 0.5})
         else:

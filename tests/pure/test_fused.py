@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from espalier.engine.runs import Runs
-from espalier.engine.update import update
-from espalier.parallel.fused import fused
+import espalier
+from espalier.engine.update import FlatParams, update
+from espalier.parallel.fused import fuse, holding
 
 N = 517
 CUTS = [[N], [48, N - 48], [7, N - 7], [3, 5, N - 8], [1] * 70 + [N - 70], [17] * 30 + [7]]
@@ -48,7 +48,8 @@ def state_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> list[tuple[st
 
 
 def by_kernel(optimizer: torch.optim.Optimizer) -> None:
-    with fused(optimizer):
+    with holding(optimizer) as substitutes:
+        fuse(optimizer, substitutes)
         assert optimizer.param_groups[0]["fused"] is True
         optimizer.step()
     assert optimizer.param_groups[0]["fused"] is None
@@ -85,13 +86,13 @@ def test_stretches_joined_and_not_are_the_same(name: str) -> None:
             grads = torch.cat([p.grad for p in params]).split(cut)
             for p, grad in zip(params, grads, strict=True):
                 p.grad = grad
-        runs.append(seen.setdefault(id(optimizer), Runs()))
+        runs.append(seen.setdefault(id(optimizer), FlatParams()))
         update(optimizer, runs=runs[-1])
 
     expected = trained(name, CUTS[0], torch.float32, by_kernel)
     for cut in CUTS[1:]:
-        runs: list[Runs] = []
-        seen: dict[int, Runs] = {}
+        runs: list[FlatParams] = []
+        seen: dict[int, FlatParams] = {}
         assert all(
             a.equal(b) for a, b in zip(trained(name, cut, torch.float32, joined), expected, strict=True)
         )
@@ -102,7 +103,8 @@ def held(optimizer: torch.optim.Optimizer) -> bool:
     group = optimizer.param_groups[0]
     for p in group["params"]:
         p.grad = torch.ones_like(p)
-    with fused(optimizer):
+    with holding(optimizer) as substitutes:
+        fuse(optimizer, substitutes)
         return bool(group["fused"])
 
 
@@ -174,6 +176,38 @@ def test_hooks_see_the_optimizer_as_it_was_given() -> None:
     optimizer.register_step_post_hook(look)
     for p in params:
         p.grad = torch.ones_like(p)
-    update(optimizer, factor=0.5, runs=Runs())
+    update(optimizer, factor=0.5, runs=FlatParams())
     assert seen[0][1] == 0 and seen[1][1] == 2
     assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+class Doubly(torch.optim.SGD):
+    """Its step and its base's each run the hooks."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_that_calls_its_base_s_updates_once() -> None:
+    found = []
+    for offload in ({}, {"states": "host"}):
+        torch.manual_seed(0)
+        model, calls = Mean(), []
+        torch.optim.SGD(model.parameters())  # so that torch has put hooks into its step
+        optimizer = Doubly(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(0))
+        engine = espalier.initialize(model, optimizer, {"offload": offload})
+        for _ in range(3):
+            engine.train_step(torch.ones(2, 20))
+        assert len(calls) == 6
+        found.append(engine.full_state_dict()["layer.weight"])
+    assert torch.equal(*found)

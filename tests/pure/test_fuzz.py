@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import espalier
-from espalier.checkpoint.exporting import export
 from espalier.checkpoint.folder import Seal
-from espalier.checkpoint.pickles import FormatError
-from espalier.checkpoint.reading import open_any
+from espalier.checkpoint.index import FormatError
+from espalier.checkpoint.sinks import export
+from espalier.checkpoint.sources import open_any
 from espalier.cli import app
 from espalier.models import build
-from espalier.train.build import check_buildable
-from espalier.train.job import Job, OptimizerSection, TextData, TrainSection
-from espalier.train.mistakes import JobError
+from espalier.train.building import check_buildable
+from espalier.train.job import Job, JobError
+from espalier.train.sections import OptimizerSection, TextData, TrainSection
 from tests.pure.fuzzing import changed, damaged, mutated, tries
 from tests.pure.test_formats import STATE, Payload, same
 

@@ -1,5 +1,9 @@
 """Job files: what is accepted, and that every mistake is told, at once and clearly."""
 
+import subprocess
+import sys
+import tomllib
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 
@@ -7,10 +11,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from espalier.train.build import build_model, build_optimizer, check_buildable, rate
-from espalier.train.job import Job, OptimizerSection
-from espalier.train.mistakes import JobError
-from espalier.train.overrides import parse_value
+from espalier.parallel import Plan
+from espalier.train.building import build_model, check_buildable
+from espalier.train.job import Job, JobError, parse_value
+from espalier.train.optimizer_names import optimizers
+from espalier.train.optimizers import build_optimizer, rate
+from espalier.train.sections import OptimizerSection
+from espalier.train.transformers_names import config_typos
 
 JOBS = Path(__file__).parents[2] / "jobs"
 GOOD = """
@@ -73,7 +80,7 @@ def test_overrides(write):
             "verify.steps = 5",
         ],
     )
-    assert dict(job.plan) == {"data": 4}
+    assert job.plan == Plan(data=4)
     assert job.model.kind == "gpt2"
     assert job.optimizer.arguments["betas"] == (0.8, 0.9)
     assert job.train.out == "runs/x"
@@ -108,8 +115,8 @@ def test_every_mistake_at_once(write):
     assert message.splitlines()[0].endswith("job.toml: 8 mistakes")
     for line in (
         "trian = {'steps': 3}: unknown key; did you mean train?",
-        "model (gpt): unknown key 'hiden' (did you mean 'hidden'?)",
-        "data.kind = 'txt' (from --set): expected one of text, tokens, images",
+        "model.hiden = 32: unknown key; did you mean model.hidden?",
+        "data.kind = 'txt' (from --set): expected one of text, tokens, images, image-folder, module; did you",
         "optimizer.name = 'Adamw': torch.optim has none usable by this name; did you mean 'AdamW'?",
         "train.sequense = 32: unknown key; did you mean train.sequence?",
         "train.batch_size = '8': expected a valid integer",
@@ -160,7 +167,7 @@ def test_broken_toml(write):
 
 def test_empty_file(write):
     text = mistakes(write(""))
-    assert "model.kind: is missing; expected one of gpt, gpt2, moe, bert, vit, huggingface" in text
+    assert "model.kind: is missing; expected one of gpt, gpt2, moe, bert, vit, hf, hugg" in text
 
 
 def test_a_value_where_a_table_belongs(write):
@@ -227,6 +234,106 @@ def test_schedule():
     assert rates[4] == 1.0 and rates[-1] == pytest.approx(0.1)
     assert all(a >= b for a, b in pairwise(rates[4:]))
     assert rate(OptimizerSection(), 7, 20) == 1.0
+
+
+def test_schedules_that_go_down():
+    linear = OptimizerSection(schedule="linear", final_lr=0.0)
+    assert [rate(linear, step, 5) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+    late = OptimizerSection(schedule="wsd", warmup=2, cooldown=0.3, final_lr=0.1)
+    rates = [rate(late, step, 10) for step in range(10)]
+    assert rates[:8] == [0.5, *[1.0] * 7] and rates[8:] == pytest.approx([0.55, 0.1])
+
+
+def test_groups_of_parameters(write):
+    text = GOOD + '[[optimizer.groups]]\npattern = "head.*"\nlr = 0.5\n'
+    job = Job.load(write(text), ["optimizer.weight_decay=0.1"])
+    model = build_model(job.model, 0, torch.float32)
+    optimizer = build_optimizer(job.optimizer, model)
+    of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    assert len(of) == len(list(model.parameters()))
+    for name, p in model.named_parameters():
+        group = of[id(p)]
+        assert group["lr"] == (0.5 if name.startswith("head.") else 1e-3), name
+        assert group["weight_decay"] == (0.1 if p.ndim > 1 else 0.0), name
+    everywhere = Job.load(write(), ["optimizer.weight_decay=0.1", "optimizer.decay=all"])
+    assert len(build_optimizer(everywhere.optimizer, model).param_groups) == 1
+    muon = Job.load(write(), ["optimizer.name=Muon", "optimizer.rest={lr=1e-4}"])
+    parts = build_optimizer(muon.optimizer, model).param_groups
+    outside = {id(p) for n, p in model.named_parameters() if p.ndim < 2 or n.startswith(("embed", "head"))}
+    assert {id(p) for group in parts if group["part"] == 1 for p in group["params"]} == outside
+    assert {group["lr"] for group in parts} == {1e-3, 1e-4}
+    told = mistakes(write(text.replace("lr = 0.5", "rl = 0.5")), "optimizer.rest={lr=1.0}")
+    assert "optimizer.groups[0].rl = 0.5: unknown key; did you mean optimizer.groups[0].lr?" in told
+    assert "optimizer.rest" in told and "is for the parameters that Muon leaves" in told
+
+
+def test_names_read_from_source_are_those_of_torch():
+    known = optimizers()
+    assert {"AdamW", "Muon", "Adafactor", "SGD"} <= known.keys() and "LBFGS" not in known
+    for name, arguments in known.items():
+        assert set(arguments) == set(signature(getattr(torch.optim, name)).parameters) - {"params"}, name
+
+
+def test_mistakes_are_told_without_torch(write):
+    """To import it takes seconds."""
+    path = write(GOOD.replace("layers", "layrs"))
+    code = f"""
+import sys
+from espalier.train.job import Job, JobError
+try:
+    Job.load({str(path)!r}, ["optimizer.name=Adam", "optimizer.lrr=3", "plan.tensr=2"])
+except JobError as error:
+    print(error)
+assert "torch" not in sys.modules
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for line in ("did you mean model.layers?", "did you mean optimizer.lr?", "plan.tensr = 2"):
+        assert line in told
+
+
+def test_typos_in_configs_of_transformers_are_told_without_it():
+    code = f"""
+import sys
+from espalier.train.job import Job, JobError
+for override in ("model.config.hiden_size=66", "model.config.num_atention_heads=3", "model.clas=1"):
+    try:
+        Job.load({str(JOBS / "verify" / "hf-llama.toml")!r}, [override])
+    except JobError as error:
+        print(error)
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+    pytest.importorskip("transformers")
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.count("did you mean model.c") == 3
+    for name in ("hf-bert", "hf-gpt2", "hf-vit", "hf-llama"):
+        raw = tomllib.loads((JOBS / "verify" / f"{name}.toml").read_text())["model"]
+        assert config_typos(raw["class"], None, raw["config"]) == []
+    assert config_typos("LlamaForCausalLM", None, {"rope_theta": 1.0, "quite_other": 2}) == []
+
+
+def test_models_of_a_local_folder(write, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
+    tables = {"model": {"kind": "hf", "path": str(tmp_path / "hf")}, "data": {"kind": "tokens"}}
+    tables["train"] = {"sequence": 16}
+    job = Job.from_dict(tables)
+    assert job.model.name == "GPT2LMHeadModel" and job.weights == str(tmp_path / "hf")
+    assert check_buildable(job) > 0 and job.facts.max_positions == 32
+    fresh = Job.from_dict({**tables, "model": {**tables["model"], "fresh": True, "config": {"n_layer": 2}}})
+    assert fresh.weights is None and fresh.model.config_object().n_layer == 2
+    bert = {"kind": "hf", "task": "masked-lm", "config": {"model_type": "bert", "vocab_size": 300}}
+    assert Job.from_dict({**tables, "model": bert}).model.name == "BertForMaskedLM"
+    for model, told in (
+        ({"path": "nowhere"}, "expected a local folder with a config.json"),
+        ({}, "give a class of transformers"),
+        ({"config": {"model_type": "lama"}}, "did you mean 'llama'?"),
+        ({"class": "LlamaForCausalLM", "lora": {}}, "adapters are for a model that has weights"),
+        ({"path": str(tmp_path / "hf"), "lora": {"rnk": 2}}, "did you mean model.lora.rank?"),
+    ):
+        with pytest.raises(JobError) as caught:
+            Job.from_dict({**tables, "model": {"kind": "hf", **model}})
+        assert told in str(caught.value), model
 
 
 def saved_tokenizer(folder, *special):

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from espalier.mesh.launch import LaunchError, _blame, finish, launch, start
+from espalier.mesh.launch import LaunchError, _blame, launch
+from espalier.mesh.process import finish, start
 
 # What every script of these tests begins with. A rank's process id is noted to see whether it has gone.
 HEAD = """
@@ -23,7 +24,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from espalier.mesh.launch import finish, start
+from espalier.mesh.process import finish, start
 here = Path(__file__).parent
 me = start()
 (here / f"pid{me.rank}").write_text(str(os.getpid()))
@@ -245,7 +246,7 @@ def test_a_program_with_a_group_of_its_own_ends_well_with_the_watch_running(tmp_
                 print(*[thread.name for thread in threading.enumerate()], flush=True)
 
             import espalier
-            from espalier.comm import watched
+            from espalier.faults import watched
 
             dist.init_process_group("gloo")
             linear = torch.nn.Linear(4, 2)

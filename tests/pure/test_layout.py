@@ -23,7 +23,7 @@ from espalier.layout import (
     same_cuts,
     same_data,
 )
-from espalier.layout.layout import R, V
+from espalier.layout.layout import D, R, known_layout
 from espalier.layout.transitions import gradient_state, kind
 
 State = int | str
@@ -48,7 +48,7 @@ def own_rows(size: int, cut: tuple[int, ...], sizes: tuple[int, ...], at: tuple[
     return rows.tolist()
 
 
-def nodes(n_axes: int, ndim: int, states: tuple[State, ...] = (R, V, "sum")) -> list[Node]:
+def nodes(n_axes: int, ndim: int, states: tuple[State, ...] = (R, D, "sum")) -> list[Node]:
     """All layouts of so many axes, in every order of cuts."""
     found: list[Node] = []
     for axes in itertools.product((*states, *range(ndim)), repeat=n_axes):
@@ -71,7 +71,7 @@ def test_equal_layouts_are_one_object() -> None:
     others = [
         Layout(mesh, [Shard(1), Replicate()], (4, 6)),
         Layout(mesh, [Shard(0), Replicate()], (4, 7)),
-        Layout(mesh, [Shard(0), Replicate()], (4, 6), varied=["b"]),
+        Layout(mesh, [Shard(0), Replicate()], (4, 6), deferred=["b"]),
         Layout(mesh, [Shard(0), Partial()], (4, 6)),
         Layout(mesh, [Shard(0), Partial("avg")], (4, 6)),
         Layout(mesh, [Shard(0), Shard(0)], (4, 6)),
@@ -109,10 +109,15 @@ def test_interning_outlives_neither_layout_nor_mesh() -> None:
         ([Replicate(), Partial("median")], (4, 6), {}, "'b': unknown placement(.|\n)*sum, avg"),
         ([None, Replicate()], (4, 6), {}, "'a': unknown placement None"),
         (["S(0)", Replicate()], (4, 6), {}, "unknown placement"),
-        ([Shard(0), Replicate()], (4, 6), {"varied": ["a"]}, r"'a' cannot be varied: the tensor is S\(0\)"),
-        ([Partial(), Replicate()], (4, 6), {"varied": [0]}, "'a' cannot be varied"),
-        ([Shard(0), Replicate()], (4, 6), {"varied": ["c"]}, "no axis 'c'"),
-        ([Shard(0), Replicate()], (4, 6), {"varied": [2]}, "no axis 2"),
+        (
+            [Shard(0), Replicate()],
+            (4, 6),
+            {"deferred": ["a"]},
+            r"'a' cannot be deferred: the tensor is S\(0\)",
+        ),
+        ([Partial(), Replicate()], (4, 6), {"deferred": [0]}, "'a' cannot be deferred"),
+        ([Shard(0), Replicate()], (4, 6), {"deferred": ["c"]}, "no axis 'c'"),
+        ([Shard(0), Replicate()], (4, 6), {"deferred": [2]}, "no axis 2"),
         ([Shard(0), Shard(0)], (4, 6), {"order": ["b", "d"]}, "no axis 'd'"),
         ([Shard(0), Shard(0)], (4, 6), {"order": [1, 5]}, "no axis 5"),
     ],
@@ -156,8 +161,8 @@ def test_placements_round_trip() -> None:
         assert layout.is_plain == all(isinstance(p, Replicate) for p in pair)
     for node in nodes(2, 2):
         layout = Layout.of(mesh, *node, (5, 7))
-        again = Layout(mesh, layout.placements, layout.shape, order=layout.order, varied=layout.varied)
-        assert again is layout and layout.varied == tuple(i for i, s in enumerate(node[0]) if s == V)
+        again = Layout(mesh, layout.placements, layout.shape, order=layout.order, deferred=layout.deferred)
+        assert again is layout and layout.deferred == tuple(i for i, s in enumerate(node[0]) if s == D)
 
 
 def test_axes_by_number_count_from_the_back_too() -> None:
@@ -165,9 +170,9 @@ def test_axes_by_number_count_from_the_back_too() -> None:
     swapped = Layout(mesh, [Shard(0), Shard(0)], (12,), order=("b", "a"))
     assert Layout(mesh, [Shard(0), Shard(0)], (12,), order=(-1, 0)) is swapped
     assert "b then a" in repr(swapped)
-    varied = Layout(mesh, [Shard(0), Replicate()], (12,), varied=("b",))
-    assert Layout(mesh, [Shard(0), Replicate()], (12,), varied=(-1, 1)) is varied
-    assert "b3:V" in repr(varied)
+    deferred = Layout(mesh, [Shard(0), Replicate()], (12,), deferred=("b",))
+    assert Layout(mesh, [Shard(0), Replicate()], (12,), deferred=(-1, 1)) is deferred
+    assert "b3:D" in repr(deferred)
 
 
 def test_same_data_forgets_axes_of_size_one_only() -> None:
@@ -247,10 +252,10 @@ def test_same_cuts_against_brute_force() -> None:
 
 
 def test_the_tables_backward_follows_from_the_gradient_states() -> None:
-    letters = "RVSP"
+    letters = "RDSP"
     assert set(TABLE) == set(itertools.product(letters, repeat=2))
-    gradient = {"R": "R", "V": "P", "S": "S", "P": "V"}
-    for letter, state in zip(letters, (R, V, 1, "sum"), strict=True):
+    gradient = {"R": "R", "D": "P", "S": "S", "P": "D"}
+    for letter, state in zip(letters, (R, D, 1, "sum"), strict=True):
         assert kind(state) == letter and kind(gradient_state(state)) == gradient[letter]
         assert gradient_state(gradient_state(state)) == state
     for (src, dst), (_, backward) in TABLE.items():
@@ -259,7 +264,7 @@ def test_the_tables_backward_follows_from_the_gradient_states() -> None:
 
 
 def test_operations_between_states() -> None:
-    states = (R, V, 0, 1, "sum")
+    states = (R, D, 0, 1, "sum")
     for a, b in itertools.product(states, repeat=2):
         expected = "identity" if a == b else TABLE[kind(a), kind(b)][0]
         assert operation(a, b) == expected
@@ -268,9 +273,27 @@ def test_operations_between_states() -> None:
 
 def test_gradient_layouts() -> None:
     mesh = dry(2, 3)
-    for axes, cuts in nodes(2, 2, (R, V, "sum", "avg")):
+    for axes, cuts in nodes(2, 2, (R, D, "sum", "avg")):
         layout = Layout.of(mesh, axes, cuts, (4, 6))
         grad = gradient_layout(layout)
-        expected = [{V: "sum", "sum": V, "avg": V}.get(s, s) if isinstance(s, str) else s for s in axes]
+        expected = [{D: "sum", "sum": D, "avg": D}.get(s, s) if isinstance(s, str) else s for s in axes]
         assert grad.axes == tuple(expected) and grad.cuts == cuts and grad.shape == (4, 6)
         assert gradient_layout(layout) is grad
+
+
+# --- old names ---------------------------------------------------------------------------------------------
+
+
+def test_deferred_by_its_old_name() -> None:
+    mesh = Mesh.dry({"a": 2})
+    with pytest.warns(DeprecationWarning, match="deferred="):
+        old = Layout(mesh, [Replicate()], (4,), varied=["a"])
+    assert old is Layout(mesh, [Replicate()], (4,), deferred=["a"])
+    assert known_layout(mesh, ["V"], [[]], [4]) is old
+
+
+def test_a_pickle_of_before_finds_its_mesh() -> None:
+    mesh = Mesh.dry({"of_before": 2})  # no other test has one like it
+    pickled = pickle.dumps(mesh, protocol=2)
+    of_before = pickled.replace(b"cespalier.mesh.mesh\nknown_mesh", b"cespalier.mesh.parts\nknown_mesh")
+    assert of_before != pickled and pickle.loads(of_before) is mesh

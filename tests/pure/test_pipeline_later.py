@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from espalier.parallel.pipeline.later import Later
+from espalier.parallel.pipeline.single_rank import DeferredWeightGrads
 
 
 def test_gradients_put_off_are_the_same() -> None:
@@ -14,7 +14,7 @@ def test_gradients_put_off_are_the_same() -> None:
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.LayerNorm(8), nn.Linear(8, 5, bias=False))
     net.append(nn.Linear(5, 5)).append(net[4])  # used twice
     net[4].bias.requires_grad_(False)
-    plain, later = copy.deepcopy(net), Later()
+    plain, later = copy.deepcopy(net), DeferredWeightGrads()
     for shape in ((3, 6), (2, 3, 6), (6, 6)):
         x = torch.randn(shape)
         ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -36,7 +36,7 @@ def test_gradients_put_off_are_the_same() -> None:
 
 
 def test_what_does_not_fit_is_not_put_off() -> None:
-    net, later = nn.Linear(4, 4), Later()
+    net, later = nn.Linear(4, 4), DeferredWeightGrads()
     x = torch.randn(2, 4, requires_grad=True)
     with later.of(net.parameters()), torch.autocast("cpu", torch.bfloat16):
         net(x).float().sum().backward()

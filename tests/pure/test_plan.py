@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from torch import nn
 from espalier import Mesh, Plan
 from espalier.models import build
 from espalier.parallel import PlanError, arrange
-from espalier.parallel.pipeline.actions import Schedule
+from espalier.parallel.schedules.actions import Schedule
 from espalier.parallel.tensor.tables import by_table, table_for
 
 
@@ -35,7 +38,7 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
         Plan(data=0, tensr=2, chunk_megabytes="big", whatever=1)
     text = str(caught.value)
-    assert "4 mistake(s)" in text
+    assert "4 mistakes" in text
     assert "data = 0: expected greater than or equal to 1" in text
     assert "tensr = 2: unknown key; did you mean tensor?" in text
     assert "chunk_megabytes = 'big'" in text and "whatever = 1: unknown key; known keys: pipe" in text
@@ -64,12 +67,12 @@ def test_layouts_of_a_plan() -> None:
     mesh = Mesh.dry({"data": 2, "tensor": 2})
     tied = build("gpt2", {"vocab_size": 16, "hidden": 8, "heads": 2, "layers": 1, "tied": True})
     layouts = arrange(tied, Plan(data=2, tensor=2), mesh)
-    assert layouts is not None and layouts["embed.weight"].axes == ("V", 0)
-    assert layouts["blocks.0.mlp.down_proj.bias"].axes == ("V", "R")
+    assert layouts is not None and layouts["embed.weight"].axes == ("D", 0)
+    assert layouts["blocks.0.mlp.down_proj.bias"].axes == ("D", "R")
     unknown = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     assert arrange(unknown, Plan(data=2, tensor=2), mesh) is None, "a batch is needed to know"
     alone = arrange(unknown, Plan(data=4), Mesh.dry({"data": 4, "tensor": 1}))
-    assert alone is not None and {lay.axes for lay in alone.values()} == {("V", "R")}
+    assert alone is not None and {lay.axes for lay in alone.values()} == {("D", "R")}
 
 
 def test_a_plan_says_where_state_lies(tmp_path: Path) -> None:
@@ -88,8 +91,11 @@ def test_a_plan_says_where_state_lies(tmp_path: Path) -> None:
         ({"states": "disk"}, "needs a folder"),
         ({"states": "auto"}, "needs budget_gigabytes"),
         ({"states": "host", "budget_gigabytes": 1.0}, "for a ratio that is auto"),
-        ({"states": {"plce": "host"}}, "offload.states.plce = 'host': unknown key; did you mean place?"),
-        ({"stats": "host"}, "did you mean states?"),
+        (
+            {"states": {"plce": "host"}},
+            "states.plce = 'host': unknown key; did you mean offload.states.place[?]",
+        ),
+        ({"stats": "host"}, "did you mean offload.states[?]"),
         ({"states": "hst"}, "offload.states.place = 'hst': expected 'device', 'host' or 'disk'"),
     ):
         with pytest.raises(PlanError, match=said):
@@ -114,9 +120,9 @@ def test_precision_is_a_word_or_a_table() -> None:
             }
         )
     text = str(caught.value)
-    assert "precision.compute = 'bf16': expected 'float32', 'bfloat16'" in text and "4 mistake(s)" in text
-    assert "precision.reduc = 'float32': unknown key; did you mean reduce?" in text
-    assert "precision.loss_scale.init_scal = 2.0: unknown key; did you mean init_scale?" in text
+    assert "precision.compute = 'bf16': expected 'float32', 'bfloat16'" in text and "4 mistakes" in text
+    assert "precision.reduc = 'float32': unknown key; did you mean precision.reduce?" in text
+    assert "init_scal = 2.0: unknown key; did you mean precision.loss_scale.init_scale?" in text
     assert "precision.loss_scale.min_scale = 0: expected greater than 0" in text
 
 
@@ -185,3 +191,12 @@ def test_experts_and_branches() -> None:
         net = build("gpt", {"layers": 1})
     with pytest.raises(ValueError, match="expert = 2, but GPT has no experts"):
         arrange(net, Plan(data=2, expert=2), Mesh.dry({"data": 1, "expert": 2, "tensor": 1}))
+
+
+def test_checkers_and_editors_see_every_key() -> None:
+    """The signature that is written for them has the plan's fields, no more and no fewer."""
+    tree = ast.parse(inspect.getsource(sys.modules[Plan.__module__]))
+    found = (x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and x.name == "__init__")
+    written = max(([arg.arg for arg in node.args.kwonlyargs] for node in found), key=len)
+    others = ["fsdp", "bf16", "fp16"]
+    assert written == [*Plan.model_fields, *sys.modules[Plan.__module__]._NAMES, *others]

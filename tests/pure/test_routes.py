@@ -32,7 +32,7 @@ def dry(*sizes: int) -> Mesh:
 def nodes(n_axes: int, ndim: int, partials: tuple[str, ...] = ("sum",)) -> list[Node]:
     """All layouts of so many axes, in every order of cuts."""
     found: list[Node] = []
-    for axes in itertools.product(("R", "V", *partials, *range(ndim)), repeat=n_axes):
+    for axes in itertools.product(("R", "D", *partials, *range(ndim)), repeat=n_axes):
         cutting = [[a for a, s in enumerate(axes) if s == d] for d in range(ndim)]
         found += [(axes, cuts) for cuts in itertools.product(*map(itertools.permutations, cutting))]
     return found
@@ -70,12 +70,12 @@ def price(node: Node, axis: int, after: Node, sizes: Sizes, shape: Sizes) -> int
     """Elements a rank sends: ring algorithms, pieces padded to the largest."""
     n, old, new = sizes[axis], node[0][axis], after[0][axis]
     before, behind = largest(node, sizes, shape), largest(after, sizes, shape)
-    if old in PARTIALS and new in ("R", "V"):
+    if old in PARTIALS and new in ("R", "D"):
         return 2 * (n - 1) * math.ceil(math.prod(before) / n)
     if isinstance(old, int) and isinstance(new, int):
         block = [min(a, b) for a, b in zip(before, behind, strict=True)]
         return (n - 1) * math.prod(block)
-    if isinstance(old, int) and new in ("R", "V"):
+    if isinstance(old, int) and new in ("R", "D"):
         return (n - 1) * math.prod(before)
     if old == "sum" and isinstance(new, int):
         return (n - 1) * math.prod(behind)
@@ -100,8 +100,8 @@ def graph(sizes: Sizes, shape: Sizes, sums: frozenset[int]) -> Graph:
             later = set(node[0][axis + 1 :])
             if old in PARTIALS and later & (set(PARTIALS) - {old}):
                 continue
-            for new in ("R", "V", "sum", *range(len(shape))):
-                if old == "max" and new not in ("R", "V"):
+            for new in ("R", "D", "sum", *range(len(shape))):
+                if old == "max" and new not in ("R", "D"):
                     continue
                 if new != old and (new != "sum" or axis in sums):
                     after = changed(node, axis, new)
@@ -212,7 +212,7 @@ def test_a_route_is_found_without_looking_at_all_layouts(monkeypatch: pytest.Mon
 def test_of_equal_bytes_the_fewest_steps() -> None:
     mesh = dry(2, 3)
     src = Layout(mesh, [Shard(0), Replicate()], (4, 6))
-    dst = Layout(mesh, [Replicate(), Replicate()], (4, 6), varied=["a"])
+    dst = Layout(mesh, [Replicate(), Replicate()], (4, 6), deferred=["a"])
     assert [s.operation for s in route(src, dst).steps] == ["all_gather"]
     partial = Layout(mesh, [Partial(), Replicate()], (4, 6))
     assert [s.operation for s in route(partial, src).steps] == ["reduce_scatter"]

@@ -7,11 +7,12 @@ import pkgutil
 import pytest
 import torch
 
+from espalier.device import MOVES
+from espalier.sharding.spec import rule
 from espalier.tensor import rules
-from espalier.tensor.flex import _attended
+from espalier.tensor.guard import _attended
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.pointwise import nonlinear
-from espalier.tensor.rules.table import rule
 from tests.ranks.brute import name_of
 from tests.ranks.cases import CASES
 from tests.ranks.ours import ruled_names
@@ -23,8 +24,8 @@ LEAST = 500
 def test_every_ruled_function_has_a_case():
     tried = {id(f): f for group in CASES.values() for of in group for f in of.functions}
     functions = list(tried.values())
-    # moving to a GPU is tried in tests/gpu
-    functions.append(torch.Tensor.cuda)
+    # moving to an accelerator is tried in tests/gpu
+    functions += [getattr(torch.Tensor, name) for name in MOVES if name != "cpu"]
     # flex_attention, whose arguments are functions, in tests/ranks/test_functions.py
     functions.append(_attended)
     missing = [name_of(f) for f in RULES.functions() if f not in functions]
@@ -38,7 +39,7 @@ def test_so_many_public_functions_have_rules():
 
 def test_every_file_of_rules_is_imported():
     files = [file.name for file in pkgutil.iter_modules(rules.__path__)]
-    assert "table" in files and not [name for name in files if name not in vars(rules)]
+    assert "views" in files and not [name for name in files if name not in vars(rules)]
 
 
 def test_two_files_cannot_both_have_a_rule_for_a_function():

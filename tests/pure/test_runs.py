@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from espalier.engine.runs import Runs
-from espalier.engine.update import ELEMENTWISE
+from espalier.engine.update import ELEMENTWISE, FlatParams
+from espalier.parallel.fused import holding
 
 SHAPES = [(3, 5), (7,), (2, 2, 3), (4,), (1,)]
 Optimizer = torch.optim.Optimizer
@@ -54,14 +55,14 @@ class Pair:
         values = [torch.randn(shape) for shape in SHAPES]
         self.params, self.plain = laid(values), [nn.Parameter(x.clone()) for x in values]
         self.optimizer, self.reference = make(self.params), make(self.plain)
-        self.runs, self.held = Runs(), calls(self.optimizer)
+        self.runs, self.held = FlatParams(), calls(self.optimizer)
 
     def step(self, without: tuple[int, ...] = ()) -> None:
         grads = [None if i in without else torch.randn(shape) for i, shape in enumerate(SHAPES)]
         give(self.params, grads)
         for p, grad in zip(self.plain, grads, strict=True):
             p.grad = None if grad is None else grad.clone()
-        with self.runs.joined(self.optimizer):
+        with joined(self.runs, self.optimizer):
             self.optimizer.step()
         self.reference.step()
         self.same()
@@ -75,6 +76,13 @@ class Pair:
             for name, x in known.items():
                 assert own[name].equal(x) if isinstance(x, torch.Tensor) else own[name] == x, name
         assert self.optimizer.param_groups[0]["params"][0] is self.params[0]
+
+
+@contextmanager
+def joined(runs: FlatParams, optimizer: Optimizer) -> Iterator[None]:
+    with holding(optimizer) as substitutes:
+        runs.join(optimizer, substitutes)
+        yield
 
 
 def makers() -> dict[str, Callable[[list[nn.Parameter]], Optimizer]]:
@@ -140,12 +148,60 @@ def test_groups_are_respected() -> None:
     assert pair.held == [2, 2]
 
 
+def padded(values: list[torch.Tensor]) -> tuple[torch.Tensor, list[nn.Parameter]]:
+    """Parameters of 16 elements each and fewer, in one buffer of ones."""
+    flat = torch.ones(16 * len(values))
+    parts = [part[: x.numel()].view(x.shape) for part, x in zip(flat.split(16), values, strict=True)]
+    torch._foreach_copy_(parts, values)
+    return flat, [nn.Parameter(part) for part in parts]
+
+
+def test_what_is_free_between_them_is_no_hindrance() -> None:
+    values = [torch.randn(shape) for shape in SHAPES]
+    _, params = padded(values)
+    theirs, grads = [nn.Parameter(x.clone()) for x in values], padded(values)[1]
+    ours, reference = (torch.optim.AdamW(ps, lr=0.1) for ps in (params, theirs))
+    runs, held = FlatParams(lambda: {id(p): 16 for p in params}), calls(ours)
+    for _ in range(3):
+        for p, plain, grad in zip(params, theirs, grads, strict=True):
+            p.grad, plain.grad = grad.detach(), grad.detach().clone()
+        with joined(runs, ours):
+            ours.step()
+        reference.step()
+    assert held == [1, 1, 1]
+    assert all(map(torch.equal, params, theirs))
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_what_is_between_them_and_somebody_elses_is_left_alone(knows: bool) -> None:
+    values = [torch.randn(shape) for shape in SHAPES]
+    _, params = padded(values)
+    others, moved = padded(values)
+    starts = {id(p): p.data_ptr() for p in params}
+
+    def rooms() -> dict[int, int]:
+        return {id(p): 16 for p in params if p.data_ptr() == starts[id(p)]}
+
+    optimizer, runs = torch.optim.AdamW(params, lr=0.1), FlatParams(rooms if knows else dict)
+    for step in range(2):
+        for p, grad in zip(params, padded(values)[1], strict=True):
+            p.grad = grad.detach()
+        with joined(runs, optimizer):
+            optimizer.step()
+        if step == 0:  # somebody gives them memory of his own, in which the same places are free
+            for p, q in zip(params, moved, strict=True):
+                p.data = q.data
+    between = [part[p.numel() :] for part, p in zip(others.split(16), params, strict=True)]
+    assert torch.equal(torch.cat(between), torch.ones(sum(map(len, between))))
+    assert not torch.equal(others[: params[0].numel()], values[0].view(-1))
+
+
 def test_autograd_sees_that_parameters_were_written_to() -> None:
     params = laid([torch.ones(2), torch.ones(2)])
-    optimizer, runs = torch.optim.SGD(params, lr=0.1), Runs()
+    optimizer, runs = torch.optim.SGD(params, lr=0.1), FlatParams()
     loss = (params[1] * params[1]).sum()
     give(params, [torch.ones(2), torch.ones(2)])
-    with runs.joined(optimizer):
+    with joined(runs, optimizer):
         optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -157,7 +213,7 @@ def test_long_runs_are_cut() -> None:
     give(params, [torch.randn(2**17) for _ in params])
 
     def held(optimizer: Optimizer) -> list[int]:
-        with Runs().joined(optimizer):
+        with joined(FlatParams(), optimizer):
             return [p.numel() for p in optimizer.param_groups[0]["params"]]
 
     assert held(torch.optim.AdamW(params, fused=False)) == [2**18, 2**18, 2**17]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from espalier.parallel.pipeline import (
     KINDS,
     Action,
+    ActionKind,
     Costs,
-    Kind,
     Schedule,
     ScheduleError,
     check,
@@ -149,7 +149,11 @@ def test_live_counts_what_is_held() -> None:
             most = 0
             for end in range(len(row) + 1):
                 kinds = [action.kind for action in row[:end]]
-                most = max(most, sum(k is Kind.F for k in kinds) - sum(k in (Kind.B, Kind.W) for k in kinds))
+                most = max(
+                    most,
+                    sum(k is ActionKind.F for k in kinds)
+                    - sum(k in (ActionKind.B, ActionKind.W) for k in kinds),
+                )
             assert live(schedule)[rank] == most / STAGES[kind]
 
 
@@ -188,7 +192,7 @@ def test_an_action_lost_doubled_or_changed_is_found(schedule: Schedule, data: st
         row.insert(data.draw(st.integers(0, len(row))), action)
     elif how == "kind":
         row[place] = action._replace(
-            kind=data.draw(st.sampled_from([k for k in Kind if k is not action.kind]))
+            kind=data.draw(st.sampled_from([k for k in ActionKind if k is not action.kind]))
         )
     elif how == "stage":
         row[place] = action._replace(stage=action.stage + data.draw(st.sampled_from([-1, 1])))
@@ -234,27 +238,27 @@ def executes(schedule: Schedule, *, rendezvous: bool) -> bool:
         owner = schedule.stage_to_rank
 
         def back(s: int) -> bool:
-            return Action(Kind.B, s, micro) in done or Action(Kind.I, s, micro) in done
+            return Action(ActionKind.B, s, micro) in done or Action(ActionKind.I, s, micro) in done
 
-        if kind is Kind.F:
+        if kind is ActionKind.F:
             crosses = schedule.has_messages and stage > 0 and owner[stage - 1] != owner[stage]
-            got = Action(Kind.RECV_F, stage, micro) in done if crosses else True
-            return stage == 0 or (got and Action(Kind.F, stage - 1, micro) in done)
-        if kind is Kind.W:
-            return Action(Kind.I, stage, micro) in done
-        if kind is Kind.SEND_F:
-            return Action(Kind.F, stage, micro) in done
-        if kind is Kind.SEND_B:
+            got = Action(ActionKind.RECV_F, stage, micro) in done if crosses else True
+            return stage == 0 or (got and Action(ActionKind.F, stage - 1, micro) in done)
+        if kind is ActionKind.W:
+            return Action(ActionKind.I, stage, micro) in done
+        if kind is ActionKind.SEND_F:
+            return Action(ActionKind.F, stage, micro) in done
+        if kind is ActionKind.SEND_B:
             return back(stage)
         last = stage == schedule.stages - 1
         crosses = schedule.has_messages and not last and owner[stage + 1] != owner[stage]
-        got = Action(Kind.RECV_B, stage, micro) in done if crosses else True
-        return Action(Kind.F, stage, micro) in done and (last or (got and back(stage + 1)))
+        got = Action(ActionKind.RECV_B, stage, micro) in done if crosses else True
+        return Action(ActionKind.F, stage, micro) in done and (last or (got and back(stage + 1)))
 
     def receive(action: Action) -> Action:
-        if action.kind is Kind.SEND_F:
-            return Action(Kind.RECV_F, action.stage + 1, action.micro_batch)
-        return Action(Kind.RECV_B, action.stage - 1, action.micro_batch)
+        if action.kind is ActionKind.SEND_F:
+            return Action(ActionKind.RECV_F, action.stage + 1, action.micro_batch)
+        return Action(ActionKind.RECV_B, action.stage - 1, action.micro_batch)
 
     moved = True
     while moved:
@@ -264,7 +268,7 @@ def executes(schedule: Schedule, *, rendezvous: bool) -> bool:
             if action is None:
                 continue
             peer = None if action.kind.computes else schedule.peer(action)
-            if action.kind in (Kind.SEND_F, Kind.SEND_B):
+            if action.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
                 assert peer is not None
                 if not has_inputs(action):
                     continue

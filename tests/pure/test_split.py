@@ -10,8 +10,8 @@ from torch import nn
 
 from espalier.models import build
 from espalier.parallel.pipeline.measure import measured
+from espalier.parallel.pipeline.record import leaves
 from espalier.parallel.pipeline.split import Split, SplitError, split
-from espalier.parallel.pipeline.trees import leaves
 
 SIZES = {"vocab_size": 64, "max_positions": 16, "layers": 4, "hidden": 32, "heads": 4}
 IDS = torch.arange(24).reshape(2, 12) % 64
@@ -100,7 +100,7 @@ def test_parts_are_timed_one_by_one(dtype: torch.dtype | None) -> None:
     state = {name: x.clone() for name, x in model.state_dict().items()}
     drawn = torch.get_rng_state()
     costs = measured(model, {"input_ids": IDS, "labels": IDS}, dtype=dtype, rounds=1)
-    assert list(costs) == [piece.name for piece in split(model, 2, IDS).pieces]
+    assert list(costs) == [segment.name for segment in split(model, 2, IDS).segments]
     assert all(seconds > 0 for seconds in costs.values())
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
     assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
@@ -216,7 +216,7 @@ class Wrapped(nn.Module):
 def test_places_are_found_where_no_list_has_them(make: Any, number: int, cuts: tuple[str, ...]) -> None:
     model, x = make(), torch.randn(4, 8)
     found = split(model, number, x)
-    assert found.cuts == cuts and len(found.pieces) >= number
+    assert found.cuts == cuts and len(found.segments) >= number
     equal(model, x, found)
     with pytest.raises(SplitError, match="places where one may begin"):
         split(model, 9, x)

@@ -43,7 +43,9 @@ def test_replicas_and_addends(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, Layout(MESH, [P, R], ()))
     assert lines[2].strip() == "meta:0+4,1+5,2+6,3+7"
     assert "data: Partial(sum), 2 ranks hold one addend each" in lines
-    assert "tensor: Replicate (varied)" in printed(capsys, Layout(MESH, [S(0), R], (5,), varied=["tensor"]))
+    assert "tensor: Replicate (deferred)" in printed(
+        capsys, Layout(MESH, [S(0), R], (5,), deferred=["tensor"])
+    )
 
 
 def test_two_axes_on_one_dim_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,12 +20,12 @@ import torch
 import espalier
 from espalier import DTensor, GatherWarning, Layout, Mesh
 from espalier.comm import all_reduce
-from espalier.comm.moves import carry_out
+from espalier.comm.redistribute import carry_out
 from espalier.layout import gradient_layout, local_box
-from espalier.layout.layout import R, V, is_partial
+from espalier.layout.layout import D, R, is_partial
+from espalier.sharding.spec import spellings
 from espalier.tensor import stamp
 from espalier.tensor.rules import RULES
-from espalier.tensor.rules.table import spellings
 from tests.ranks.samples import A, X, described, others, put, without_gradient
 from tests.ranks.samples import bools as bools
 from tests.ranks.samples import ints as ints
@@ -95,7 +95,7 @@ def states(x: X, ndim: int | None = None) -> list[Any]:
     if x.is_real_or_complex:
         found.append("sum")
         if x.differentiable:
-            found.append(V)
+            found.append(D)
     return found
 
 
@@ -106,8 +106,8 @@ def axis_layouts(
     choices = [states(x) for x in tensors]
     total = math.prod(map(len, choices))
     if few is None and total > most:
-        # varied differs from replicated in the gradient only; drawn ones show that often enough
-        settled = [[s for s in c if s != V] for c in choices]
+        # deferred differs from replicated in the gradient only; drawn ones show that often enough
+        settled = [[s for s in c if s != D] for c in choices]
         if math.prod(map(len, settled)) > 10**6:
             firm = [tuple(rng.choice(c) for c in settled) for _ in range(most)]
         else:
@@ -350,8 +350,8 @@ class Agree:
 
 
 def same_place(a: Layout, b: Layout) -> bool:
-    """Whether two layouts differ in nothing but what is varied."""
-    firm = [tuple(R if s == V else s for s in lay.axes) for lay in (a, b)]
+    """Whether two layouts differ in nothing but what is deferred."""
+    firm = [tuple(R if s == D else s for s in lay.axes) for lay in (a, b)]
     return firm[0] == firm[1] and a.cuts == b.cuts
 
 

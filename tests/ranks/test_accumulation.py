@@ -424,7 +424,8 @@ def places(rank: int, world: int) -> None:
     found = engine.memory()
     for name, itemsize in (("parameters", 4), ("masters", 4), ("states", 8)):
         kind = found[name]  # two bytes for each parameter; four, and eight, for each of the half of them
-        assert kind.formula is not None and abs(kind.total / kind.formula - 1) < 0.02
+        pads = len(list(net.parameters())) * 32 * itemsize  # each fills its last vector of 64 bytes
+        assert kind.formula is not None and kind.formula <= kind.total <= kind.formula + pads
         assert kind.bytes["host"] == (0 if name == "parameters" else kind.total)
         assert kind.formula * 2 == itemsize * sum(p.numel() for p in net.parameters())
     assert "host" in str(found).splitlines()[1] and "disk" not in str(found)

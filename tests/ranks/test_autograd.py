@@ -218,23 +218,23 @@ def watched() -> Iterator[tuple[dict[int, torch.UntypedStorage], list[weakref.re
     """What autograd keeps (storages by address), and what the dispatcher has moved."""
     kept: dict[int, torch.UntypedStorage] = {}
     moved: list[weakref.ref[torch.Tensor]] = []
-    original = dispatch.travel
+    original = dispatch.redistribute_by
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
         return x
 
-    def travel(x: torch.Tensor, way: Any) -> torch.Tensor:
+    def redistribute_by(x: torch.Tensor, way: Any) -> torch.Tensor:
         out = original(x, way)
         moved.append(weakref.ref(out))
         return out
 
-    dispatch.travel = travel  # type: ignore[assignment]
+    dispatch.redistribute_by = redistribute_by  # type: ignore[assignment]
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             yield kept, moved
     finally:
-        dispatch.travel = original
+        dispatch.redistribute_by = original
 
 
 def keeps_shards(rank: int, world: int) -> None:

@@ -16,9 +16,9 @@ from torch import nn
 
 import espalier
 from espalier.checkpoint import Checkpoint, CheckpointError, Saver, checkpoints, newest
-from espalier.checkpoint.work import Staging
-from espalier.engine import state
-from espalier.tensor.live import LiveMemory
+from espalier.checkpoint.saver import Staging
+from espalier.engine import checkpointing as state
+from espalier.tensor.dry_runs import LiveMemory
 from tests.ranks.test_branches import TABLE, Parallel
 from tests.ranks.test_engine import batch, model
 from tests.ranks.test_experts import model as experts
@@ -207,7 +207,7 @@ def any_optimizer(rank: int, world: int, folder: Path) -> None:
     for name, given in OPTIMIZERS.items():
         if not hasattr(torch.optim, name):
             continue
-        losses = []
+        losses, lying = [], []
         for plan in ({"data": 2, "zero": 1}, {"data": 2, "zero": 1}, {"tensor": 2}):
             net = gpt()
             held = [p for p in net.parameters() if p.ndim == 2] if name == "Muon" else net.parameters()
@@ -219,8 +219,12 @@ def any_optimizer(rank: int, world: int, folder: Path) -> None:
                 saved = engine.save(folder / name)
             else:
                 engine.load(saved)
+            states = [optimizer.state[p] for p in optimizer.param_groups[0]["params"]]
+            lying.append(
+                [{k: x.placements for k, x in s.items() if hasattr(x, "placements")} for s in states]
+            )
             losses.append(trained(engine, range(2, 5)))
-        assert losses[1] == losses[0], name
+        assert losses[1] == losses[0] and lying[1] == lying[0], name
         apart = max(abs(a - b) for a, b in zip(losses[2], losses[0], strict=True))
         assert apart < (1e-2 if name == "Muon" else 1e-9), (name, apart)  # Muon rounds to bfloat16
 
@@ -309,7 +313,7 @@ def has_streams(rank: int, world: int, folder: Path) -> None:
     of_device = torch.Generator().manual_seed(rank)
     real, state.device_stream = (
         state.device_stream,
-        lambda mesh: state.Stream(of_device.get_state, of_device.set_state),
+        lambda mesh: state.GeneratorState(of_device.get_state, of_device.set_state),
     )
     try:
         engine = engine_of(gpt, {"data": world}, folder)

@@ -226,6 +226,37 @@ def _inductor(rank: int, world: int) -> None:
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
+def _compared(rank: int, world: int, backend: str) -> None:
+    mesh = espalier.Mesh.from_env({"tensor": world})
+    scale = torch.ones((), dtype=torch.float64)
+    value = torch.arange(12, dtype=torch.float64).view(4, 3)
+
+    @espalier.compile(backend=backend)
+    def compute(a: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return (a.to_local() ** 2 * factor).sum() + (a.sin().full_tensor() * factor).sum()
+
+    line = compute._call.__code__.co_firstlineno + 2
+    for run in range(3):
+        x = espalier.distribute_tensor(value, mesh, [Replicate()]).requires_grad_()
+        compute(x, scale).backward()
+        torch.testing.assert_close(x.grad.full_tensor(), 2 * value + value.cos())
+        x.grad = None
+        loss = compute(x, scale * (rank + 1))
+        with pytest.raises(
+            ValueError, match=rf"test_compile.py:{line}\).*\(grad_placements=\[Partial\(\)\]\)"
+        ):
+            loss.backward()
+        with torch.no_grad(), espalier.ledger(mesh) as book:
+            compute(x, scale * (rank + 1))
+        assert not book.entries, run
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_gradients_of_local_values_are_compared(ranks: Any, backend: str) -> None:
+    ranks(2, _compared, backend, timeout=400)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor(ranks: Any) -> None:
     ranks(2, _inductor, timeout=400)
@@ -331,3 +362,22 @@ def test_dry_runs_are_not_compiled() -> None:
         batch = {"input_ids": tokens, "labels": tokens}
         reports.append(espalier.dry_run(model, {"data": 2, "tensor": 2}, batch))
     assert reports[0].ledger == reports[1].ledger and backend.count == 0
+
+
+def test_blocks_of_a_model_by_initialize() -> None:
+    """One graph for each block: no break. What can be in none is refused, in words."""
+
+    def losses(compile: Any, **plan: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(**SIZES)).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = espalier.initialize(model, optimizer, plan, compile=compile)
+        torch.manual_seed(3)
+        return [engine.train_step(batch).item() for batch in batches(3)]
+
+    for plan in ({}, {"accumulate": 2, "precision": "autocast-bfloat16"}):
+        graphs = Graphs()
+        assert losses(graphs, **plan) == losses(False, **plan)
+        assert len(graphs.forward) == SIZES["layers"]
+    with pytest.raises(ValueError, match="expected recompute = none"):
+        losses(True, recompute="full")

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import espalier
 from espalier import DTensor, Mesh, Replicate, Shard
-from espalier.comm.spans import pieces
-from espalier.tensor.rules.helping import job, sends
+from espalier.comm.row_exchange import spans_of
+from espalier.tensor.rules.ring import job, sends
 from tests.ranks.test_engine import (
     batch,
     model,
@@ -203,7 +203,7 @@ def test_orders_precisions_and_bytes(ranks: Any) -> None:
 def test_causal_work_is_balanced() -> None:
     for n, s in ((4, 1024), (7, 1000), (8, 4096)):
         mesh = Mesh.dry({"context": n})
-        have = pieces(espalier.Layout(mesh, [Shard(0)], [s]), 0)
+        have = spans_of(espalier.Layout(mesh, [Shard(0)], [s]), 0)
         sizes = [end - start for ((start, end),) in have]
         work, met = [size * (size + 1) // 2 for size in sizes], Counter()
         for rank in range(n):

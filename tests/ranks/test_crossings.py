@@ -45,7 +45,7 @@ SHAPES: list[Sizes] = [(4, 6), (5, 7), (1, 2), (3,), (0, 3), ()]
 
 def sampled(src: Plot, dst: Plot, seed: int, each: int) -> list[Case]:
     chance = random.Random(seed)
-    states = ("R", "V", "sum", "avg")
+    states = ("R", "D", "sum", "avg")
     cases = []
     for shape in SHAPES:
         a, b = (specs(len(plot[0]), len(shape), states) for plot in (src, dst))

@@ -10,9 +10,9 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 
 import espalier
-from espalier.engine.live import LiveMemory
 from espalier.mesh import Mesh
 from espalier.models import build
+from espalier.tensor.dry_runs import LiveMemory
 from tests.ranks.test_engine import batch
 
 EVEN = {"vocab_size": 128, "max_positions": 64, "layers": 3, "hidden": 64, "heads": 4}
@@ -30,6 +30,11 @@ def engine_of(sizes: dict[str, int], plan: dict[str, Any], mesh: Mesh | None = N
     with torch.device("cpu" if mesh is None else "meta"):
         net = build("gpt", sizes)
     return espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan, mesh=mesh, max_grad_norm=1.0)
+
+
+def even(n: int) -> dict[str, int]:
+    """Sizes with which no rank of n pads anything: the smallest piece, of a norm, is a whole vector."""
+    return {**EVEN, "hidden": max(EVEN["hidden"], 32 * n)}
 
 
 def storage_bytes(tensors: Any) -> int:
@@ -80,7 +85,7 @@ def holds(rank: int, world: int, n: int, sizes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("world", "n"), [(2, 2), (4, 4), (1, 64)])
 def test_memory_is_what_the_formulas_say(ranks: Any, world: int, n: int) -> None:
-    ranks(world, holds, n, EVEN)
+    ranks(world, holds, n, even(n))
 
 
 def test_seven_billion_parameters_on_64_ranks() -> None:
@@ -98,7 +103,7 @@ def sends(rank: int, world: int, n: int) -> None:
     for zero in range(4):
         plan = {"data": n, "zero": zero, "chunk_megabytes": 0.05}
         mesh = Mesh.dry(espalier.Plan.from_dict(plan).axes) if n != world else None
-        engine = engine_of(EVEN, plan, mesh)
+        engine = engine_of(even(n), plan, mesh)
         data = tokens(n, "cpu" if mesh is None else "meta")
         engine.train_step(data)
         with espalier.ledger(engine.mesh) as book:
@@ -127,6 +132,24 @@ def sends(rank: int, world: int, n: int) -> None:
 @pytest.mark.parametrize(("world", "n"), [(2, 2), (4, 4), (1, 64)])
 def test_bytes_sent_are_what_the_formulas_say(ranks: Any, world: int, n: int) -> None:
     ranks(world, sends, n)
+
+
+def pads(rank: int, world: int) -> None:
+    net = torch.nn.Linear(3, 5)
+    engine = espalier.initialize(net, torch.optim.SGD(net.parameters()), {"data": 2, "zero": 1}, loss_fn=_sum)
+    with espalier.ledger(engine.mesh) as book:
+        engine.train_step(torch.ones(4, 3))
+    sent = {e.op: e.bytes for e in book.entries if e.op in ("reduce_scatter", "all_gather")}
+    # pieces of 3 x 3 and 3 elements take 16 each; of each parameter a flag rides on the sum
+    assert sent == {"reduce_scatter": 4 * (16 + 16 + 2), "all_gather": 4 * (16 + 16)}
+
+
+def _sum(out: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return out.square().mean()
+
+
+def test_pieces_take_whole_vectors(ranks: Any) -> None:
+    ranks(2, pads)
 
 
 def same_ledgers(rank: int, world: int, plan: dict[str, int]) -> None:

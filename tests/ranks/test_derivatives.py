@@ -22,7 +22,7 @@ from espalier import (
     full_tensor,
     local_map,
 )
-from espalier.comm.rows import send_rows
+from espalier.comm.row_exchange import send_rows
 from espalier.tensor import redistribute
 
 R, P = Replicate(), Partial()
@@ -74,7 +74,7 @@ def laid(x: torch.Tensor, mesh: Mesh, placements: list[Any]) -> DTensor:
 def along(rank: int, world: int, axes: dict[str, int], shape: tuple[int, ...], every: int) -> list[str]:
     """x in one layout brought to another and used there, beside a weight that forces more moves."""
     mesh = Mesh.from_env(axes)
-    states: list[Any] = [R, S(0), S(1), P, Partial("avg"), "V"]
+    states: list[Any] = [R, S(0), S(1), P, Partial("avg"), "D"]
     x, w = values(*shape), values(shape[1], 4, seed=1)
     wrong = []
     wanted = orders(lambda x, w: (x.sin() + x) @ w, x.requires_grad_(), w.requires_grad_())
@@ -84,9 +84,9 @@ def along(rank: int, world: int, axes: dict[str, int], shape: tuple[int, ...], e
     for i, (src, dst) in enumerate(itertools.islice(pairs, None, None, every)):
         to = Layout(
             mesh,
-            [R if s == "V" else s for s in dst],
+            [R if s == "D" else s for s in dst],
             shape,
-            varied=[i for i, s in enumerate(dst) if s == "V"],
+            deferred=[i for i, s in enumerate(dst) if s == "D"],
         )
 
         def move(x: DTensor, w: DTensor, to: Layout = to) -> torch.Tensor:
@@ -225,7 +225,7 @@ def undefined(rank: int, world: int) -> None:
         "_Standardize": (lambda x, w: F.layer_norm(x, (8,)) + w, mesh, (S(1),)),
         "_VocabularyParallel": (lambda x, w: F.cross_entropy(x + w, target), mesh, (S(1),)),
         "_Ring": (lambda x, w: heads(x + w), mesh, (S(0),)),
-        "_Product": (lambda x, w: x @ w, face, (S(0), S(1))),
+        "_SummaProduct": (lambda x, w: x @ w, face, (S(0), S(1))),
         "_Send": (lambda x, w: local_map(sent, x.placements)(x, w), mesh, (S(0),)),
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 import espalier
 from espalier.mesh import Mesh
 from espalier.models import build
-from tests.ranks.test_data_memory import EVEN, Settled, storage_bytes, tokens
+from tests.ranks.test_data_memory import EVEN, Settled, even, storage_bytes, tokens
 from tests.ranks.test_engine import batch, model
 
 IN_PLACE = {"gradients": "in-place"}
@@ -100,7 +100,7 @@ def holds(rank: int, world: int, n: int) -> None:
         plan = {"data": n, "zero": zero, "precision": "bfloat16", "chunk_megabytes": 0.05, **IN_PLACE}
         mesh = Mesh.dry(espalier.Plan.from_dict(plan).axes) if n != world else None
         with torch.device("cpu" if mesh is None else "meta"):
-            net = build("gpt", EVEN)
+            net = build("gpt", even(n))
         engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan, mesh=mesh)
         found = shares(engine, tokens(n, "cpu" if mesh is None else "meta"))
         whole = sum(p.numel() for p in net.parameters())

@@ -9,7 +9,7 @@ from benchmarks.kill import Chain
 
 def test_the_newest_checkpoint_is_whole_after_every_kill(tmp_path: Path) -> None:
     chain = Chain(tmp_path / "checkpoints", seed=1)
-    for _ in range(6):
+    while (kills := sum(chain.at.values())) < 6 or chain.at["no save under way"] == kills:
+        assert kills < 30, "no kill met a save that was under way"
         chain.kill()
     assert chain.wrong == []
-    assert sum(chain.at.values()) == 6 and chain.at["no save under way"] < 6

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_spawn_reports_the_rank_that_raised() -> None:
 def fail_slowly(mesh: Mesh) -> None:
     """The rank that raises takes its time to end; the other, which is told of it, stops at once."""
     if mesh.rank == 1:
-        module: Any = sys.modules["espalier.mesh.spawn"]
+        module: Any = sys.modules["espalier.mesh.launch"]
         end = module.finish
         module.finish = lambda: (end(), time.sleep(5))
         raise KeyError("nothing of that name")
@@ -251,3 +252,35 @@ def test_the_groups_of_a_world_that_has_gone_are_freed(ranks: Any) -> None:
 
 def asked_alone(rank: int, world: int) -> None:
     Mesh.from_env({"a": 2})
+
+
+def groups_of_a_part(rank: int, world: int) -> None:
+    """Only the members ask for it; the world stands for one that is bound to its devices."""
+    part = Mesh.from_env({"a": 2, "b": 2}, "cpu", ranks=range(4))
+    everyone: Any = dist.group.WORLD
+    everyone.bound_device_id = torch.device("cuda", 0)
+    made: list[Any] = []
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        made.append(everyone.bound_device_id)
+        return make(*args, **kwargs)
+
+    make = dist.new_group
+    try:
+        with patch.object(dist, "new_group", new_group):
+            group = part.whole_group() if rank < 4 else None
+        assert everyone.bound_device_id == torch.device("cuda", 0)
+    finally:
+        everyone.bound_device_id = None
+    assert made == ([None] if rank < 4 else []), (
+        "torch would split the world's communicator, with all its ranks"
+    )
+    if group is not None:
+        x = torch.ones(1)
+        dist.all_reduce(x, group=group)
+        assert x.item() == 4
+
+
+@pytest.mark.world(5)
+def test_the_group_of_a_part_is_made_by_its_members(ranks: Any) -> None:
+    ranks(5, groups_of_a_part)

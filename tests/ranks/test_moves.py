@@ -38,14 +38,14 @@ class Spec(NamedTuple):
         """The layout itself."""
         words: list[Any] = []
         for s in self.states:
-            words.append(Shard(s) if isinstance(s, int) else Replicate() if s in "RV" else Partial(s))
-        varied = [i for i, s in enumerate(self.states) if s == "V"]
-        return Layout(mesh, words, shape, order=self.order, varied=varied)
+            words.append(Shard(s) if isinstance(s, int) else Replicate() if s in "RD" else Partial(s))
+        deferred = [i for i, s in enumerate(self.states) if s == "D"]
+        return Layout(mesh, words, shape, order=self.order, deferred=deferred)
 
     @property
     def gradient(self) -> Spec:
         """The layout of the gradient, by the table of design section 3.1."""
-        states = tuple("sum" if s == "V" else "V" if s in REDUCTIONS else s for s in self.states)
+        states = tuple("sum" if s == "D" else "D" if s in REDUCTIONS else s for s in self.states)
         return Spec(states, self.order)
 
     def averaged(self, sizes: Sizes) -> int:
@@ -139,7 +139,7 @@ def pairs(n_axes: int, shapes: list[Sizes], seed: int, sample: int | None) -> li
     chance = random.Random(seed)
     cases = []
     for shape in shapes:
-        every = specs(n_axes, len(shape), ("R", "V", "sum", "avg"))
+        every = specs(n_axes, len(shape), ("R", "D", "sum", "avg"))
         both = list(itertools.product(every, repeat=2))
         if sample is not None:
             both = chance.sample(both, min(sample, len(both)))
@@ -273,7 +273,7 @@ def unsummed_cases(n_axes: int) -> list[Case]:
     found = []
     for op, shape in itertools.product(("max", "min", "product"), [(5, 7), (1, 2)]):
         others = [s for s in specs(n_axes, 2, ("R",)) if s.states[0] == "R"]
-        goals = specs(n_axes, 2, ("R", "V"))
+        goals = specs(n_axes, 2, ("R", "D"))
         sources = [Spec((op, *s.states[1:]), s.order) for s in others]
         found += [Case(a, b, shape, len(found)) for a in sources for b in goals]
     return found
@@ -394,7 +394,7 @@ def test_a_failing_case_is_seen(ranks: Any) -> None:
 
 
 def no_such_axis(rank: int, world: int) -> None:
-    Layout(Mesh.from_env({"a": world}), [Replicate()], (2,), varied=["b"])
+    Layout(Mesh.from_env({"a": world}), [Replicate()], (2,), deferred=["b"])
 
 
 def alike(rank: int, world: int) -> list[bytes]:

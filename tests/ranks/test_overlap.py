@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import espalier
-from espalier.parallel.data.gathered import Gathered
+from espalier.parallel.data.unshard import Prefetcher, Unsharded
 from tests.ranks.test_engine import TOLERANCE, apart
 
 
@@ -41,11 +41,11 @@ def orders(rank: int, world: int, zero: int) -> None:
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
     one, held = 72 * 8, []
 
-    def started(self: Gathered, *args: Any) -> None:
+    def started(self: Unsharded, *args: Any) -> None:
         begin(self, *args)
-        held.append(sum(g.nbytes for g in engine._data.gathering.held if g.pending is not None))
+        held.append(sum(g.nbytes for g in engine._data.prefetcher.held if g.pending is not None))
 
-    begin, Gathered.start = Gathered.start, started  # type: ignore[method-assign, assignment]
+    begin, Unsharded.start = Unsharded.start, started  # type: ignore[method-assign, assignment]
     try:
         early = []
         first = [3, 0, 5, 1, 4, 2]
@@ -71,7 +71,7 @@ def orders(rank: int, world: int, zero: int) -> None:
             assert apart(net, plain, gradients=False) < TOLERANCE
             assert sums(engine) == first[::-1]
     finally:
-        Gathered.start = begin  # type: ignore[method-assign]
+        Unsharded.start = begin  # type: ignore[method-assign]
     # in the order in which they are ready all but what the last layer brings are sent by then
     assert early[1] >= 5 and early[2] >= 5, early
     if zero == 3:
@@ -97,3 +97,32 @@ def first_differs(rank: int, world: int) -> list[int]:
 
 def test_ranks_agree_on_rank_0s_order(ranks: Any) -> None:
     assert ranks(2, first_differs) == [[2, 4, 1, 5, 0, 3]] * 2
+
+
+def early(rank: int, world: int, megabytes: float) -> tuple[int, int]:
+    """How many gathers of a step are under way when they are needed, and of how many."""
+    torch.manual_seed(0)
+    net = Shuffled()
+    plan = {"data": world, "zero": 3, "chunk_megabytes": 1e-6, "prefetch_megabytes": megabytes}
+    engine = espalier.initialize(net, torch.optim.SGD(net.parameters()), plan)
+    needed: list[bool] = []
+
+    def need(self: Prefetcher, g: Unsharded) -> None:
+        if not g.is_whole:
+            needed.append(g.pending is not None)
+        go(self, g)
+
+    go, Prefetcher._need = Prefetcher._need, need  # type: ignore[method-assign]
+    try:
+        for _ in range(3):
+            needed.clear()
+            engine.train_step((torch.ones(4, 8), [0, 1, 2, 3, 4, 5]))
+    finally:
+        Prefetcher._need = go  # type: ignore[method-assign]
+    return sum(needed), len(needed)
+
+
+def test_the_next_block_is_always_under_way(ranks: Any) -> None:
+    """Though it is larger than what may be gathered ahead: all but the first of a pass are begun early."""
+    assert ranks(2, early, 1e-5)[0] == (10, 12)
+    assert ranks(2, early, 0.0)[0] == (0, 12)

@@ -292,7 +292,7 @@ def casts(rank: int, world: int, plan: dict[str, Any]) -> Any:
     engine = espalier.initialize(net, optimizer, plan, loss_fn=lambda out, y: F.mse_loss(out @ mix, y))
     losses = [engine.train_step((torch.randn(8, 8), torch.ones(8, 8))).item() for _ in range(3)]
     if world > 1:
-        wires = next(iter(engine.stages.agreement._known.values())).wires
+        wires = next(iter(engine.stages.shape_inference._known.values())).wires
         assert {wire.dtype for of in wires for wire in of} == {torch.bfloat16}
     return losses, {k: v.tolist() for k, v in engine.full_state_dict().items()}
 

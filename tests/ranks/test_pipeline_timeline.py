@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import espalier
-from espalier.parallel.pipeline import Action, Kind
+from espalier.parallel.pipeline import Action, ActionKind
 from espalier.train.job import Job
 from espalier.train.trainer import train
 from espalier.train.verify import verify
@@ -40,11 +40,13 @@ def timelines(rank: int, world: int, plan: dict[str, Any]) -> None:
     # ranks of one machine have one clock: a stage does not begin before what it needs has been done
     for done in timeline.spans:
         for (kind, stage, micro), start, _ in done:
-            if kind is Kind.F and stage:
-                assert ends[Action(Kind.F, stage - 1, micro)] <= start
-            if kind is Kind.I and stage + 1 < schedule.stages:
+            if kind is ActionKind.F and stage:
+                assert ends[Action(ActionKind.F, stage - 1, micro)] <= start
+            if kind is ActionKind.I and stage + 1 < schedule.stages:
                 assert ends[Action(kind, stage + 1, micro)] <= start
-            if kind is Kind.B and stage + 1 < schedule.stages:  # inputs' gradients are sent before its end
+            if (
+                kind is ActionKind.B and stage + 1 < schedule.stages
+            ):  # inputs' gradients are sent before its end
                 assert starts[Action(kind, stage + 1, micro)] < start
     assert min(row[0].start for row in timeline.spans) == 0
     assert timeline.step_time == max(ends.values())

@@ -13,8 +13,8 @@ from torch import nn
 
 import espalier
 from espalier.comm.collectives import sum_whole
-from espalier.engine.scaling import LossScaler
-from espalier.parallel.precision import LossScale
+from espalier.engine.norm import LossScaler
+from espalier.parallel.plan import LossScale
 from tests.ranks.test_engine import batch, model
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from torch import nn
 
 import espalier
 from espalier import DTensor, Mesh, Placement, Replicate, Shard
-from espalier.comm import side
+from espalier.comm import control as side
 
 SHAPE = (5, 7)
 WORLDS = [1, 2, 3, 4]

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import espalier
-from espalier.engine.live import LiveMemory
+from espalier.blocks import blocks
 from espalier.engine.recompute import chosen, keep_products, recompute
 from espalier.models import build
-from espalier.parallel.data.units import blocks
+from espalier.tensor.dry_runs import LiveMemory
 from tests.ranks.test_engine import SIZES, TOLERANCE, apart, batch, model
 
 PER_BLOCK = {"blocks.0": "none", "blocks.*": "full"}

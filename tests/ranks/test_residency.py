@@ -9,6 +9,7 @@ import os
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +19,10 @@ from torch._C import DisableTorchFunctionSubclass as raw
 
 import espalier
 from espalier.models import build
-from espalier.parallel.data.disk import Disk
-from espalier.tensor.live import LiveMemory
+from espalier.parallel.data import offloaded_step
+from espalier.parallel.data.residency import Disk, OffloadStore
+from espalier.parallel.data.zero import ZeroState
+from espalier.tensor.dry_runs import LiveMemory
 from tests.ranks.test_engine import TOLERANCE, apart, batch, model, same_backward
 
 
@@ -162,6 +165,34 @@ def test_a_budget_is_filled(ranks: Any, tmp_path: Path, world: int, zero: int) -
     ranks(world, by_budget, str(tmp_path), zero)
 
 
+def with_a_spike(rank: int, world: int, folder: str) -> None:
+    """One step takes more than all others: all is put away, and what that saved is measured."""
+    states: Any = {"place": "disk", "ratio": "auto"}
+    offload = {"states": states, "directory": folder, "budget_gigabytes": 1.0}
+    net = model("gpt").float()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    engine = espalier.initialize(net, optimizer, {"chunk_megabytes": 0.01, "offload": offload})
+    engine.lay_out()
+    data = engine._data
+    assert data is not None
+    seen: list[bool] = []
+    fit = data.fit
+
+    def spiked(peak: int, optimizer: torch.optim.Optimizer) -> bool:
+        seen.append(fit(peak + int(2e9) * (len(seen) == 2), optimizer))
+        return seen[-1]
+
+    data.fit = spiked  # type: ignore[method-assign]
+    for step in range(6):
+        engine.train_step(batch(4, step))
+    assert seen == [False, False, False, True]
+    assert all("states" in chunk.places for chunk in data.chunks)
+
+
+def test_a_budget_is_measured_after_all_is_put_away(ranks: Any, tmp_path: Path) -> None:
+    ranks(1, with_a_spike, str(tmp_path))
+
+
 def goes_back(rank: int, world: int, folder: str, zero: int) -> None:
     """Gradients that are thrown away, an optimizer and a model that are set back."""
     found = []
@@ -198,7 +229,7 @@ def no_room(rank: int, world: int, folder: str) -> None:
     plan = {"data": world, "offload": {"states": "disk", "directory": folder}}
     with pytest.MonkeyPatch.context() as patched:
         if rank == 1:
-            patched.setattr("espalier.parallel.data.disk._take_space", _no_space)
+            patched.setattr("espalier.parallel.data.residency._take_space", _no_space)
         with pytest.raises(RuntimeError, match="could not be reserved: No space left.*bytes were needed"):
             espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan)
 
@@ -392,3 +423,38 @@ def test_a_model_is_built_straight_onto_the_disk(
     ranks: Any, tmp_path: Path, world: int, zero: int, deferred: bool, precision: str
 ) -> None:
     ranks(world, builds, zero, deferred, precision, str(tmp_path))
+
+
+HOST_STEPS: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {"states": "host"}),
+    ("SGD", {"states": "host", "gradients": "host"}),
+    ("Adagrad", {"states": {"place": "host", "ratio": 0.5}}),
+]
+
+
+def steps_on_copies(rank: int, world: int, zero: int) -> None:
+    for optimizer, offload in HOST_STEPS:
+        options: dict[str, Any] = {"momentum": 0.9} if optimizer == "SGD" else {}
+        plan = {"data": world, "zero": zero}
+        expected = trained({**plan, "offload": offload}, optimizer, **options)
+        with patch.object(offloaded_step, "is_accelerator", lambda device: True):
+            found = trained({**plan, "offload": offload}, optimizer, **options)
+        assert equal(found, expected), (optimizer, offload)
+
+
+@pytest.mark.parametrize(("world", "zero"), [(1, 1), (2, 2), (2, 3)])
+def test_a_step_on_copies_in_the_host_s_memory(ranks: Any, world: int, zero: int) -> None:
+    """As beside an accelerator: of what lies on it the host updates copies."""
+    ranks(world, steps_on_copies, zero)
+
+
+def test_a_gradient_from_the_host_comes_to_the_parameters_on_the_device() -> None:
+    """Also where neither masters nor pieces say where these are: in float32, at stages 1 and 2."""
+    meta = torch.device("meta")
+    axis: Any = object.__new__(ZeroState)
+    axis._store = OffloadStore(meta, None)
+    chunk: Any = SimpleNamespace(master=None, home=None, device=meta)
+    grad = espalier.distribute_tensor(torch.ones(3), espalier.Mesh.single())
+    found = axis._beside(chunk, grad)
+    assert found.to_local().device == meta
+    assert found._layout is grad._layout

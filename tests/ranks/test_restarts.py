@@ -20,12 +20,9 @@ import yaml
 
 from espalier.mesh.launch import LaunchError
 from espalier.train import trainer
-from espalier.train.job import Job
-from espalier.train.keeping import Keeper
-from espalier.train.mistakes import JobError
-from espalier.train.run import run
-from espalier.train.trainer import Preempted, TrainingError, train
-from espalier.train.worker import fitted
+from espalier.train.job import Job, JobError
+from espalier.train.run import fitted, run
+from espalier.train.trainer import Preempted, RunCheckpoints, TrainingError, train
 
 STEPS = 160  # so many that a signal is heard in mid-run
 ROOT = Path(__file__).parents[2]
@@ -81,7 +78,7 @@ def rank_of(number: int) -> int:
         if (
             mine
             and f"RANK={number}".encode() in told
-            and b"espalier.train.worker" in (entry / "cmdline").read_bytes()
+            and b"espalier.train.run" in (entry / "cmdline").read_bytes()
         ):
             return int(entry.name)
     return 0
@@ -92,7 +89,7 @@ def send(number: signal.Signals, rank: int, folder: Path, after: int, times: int
     for _ in range(times):
         while (
             not path.exists()
-            or (saved and Keeper.newest(job(folder)) is None)
+            or (saved and RunCheckpoints.newest(job(folder)) is None)
             or path.read_text().count("\n") < after
             or (found := rank_of(rank)) in (0, killed)
         ):
@@ -151,8 +148,8 @@ def test_a_run_that_is_asked_to_leave_saves_and_goes_on_with_fewer_ranks(tmp_pat
 
 def test_the_data_axis_shrinks_as_far_as_it_may(tmp_path):
     asked = job(tmp_path, plan_data=4, plan_tensor=2, elastic_min_data=2)
-    assert [fitted(asked, n).plan["data"] for n in (8, 6, 4, 2, 5)] == [4, 3, 2, 4, 4]
-    assert fitted(job(tmp_path, plan_data=4), 2).plan["data"] == 4
+    assert [fitted(asked, n).plan.data for n in (8, 6, 4, 2, 5)] == [4, 3, 2, 4, 4]
+    assert fitted(job(tmp_path, plan_data=4), 2).plan.data == 4
 
 
 def test_after_two_deaths_of_one_rank_with_nothing_saved_between_it_goes_on_without(tmp_path, monkeypatch):
@@ -162,7 +159,7 @@ def test_after_two_deaths_of_one_rank_with_nothing_saved_between_it_goes_on_with
     sizes: list[tuple[int, int, bool]] = []
 
     def attempt(action: str, job: Job, ranks: int, *given: Any) -> str:
-        sizes.append((ranks, job.plan["data"], given[-1].get("resume", False)))
+        sizes.append((ranks, job.plan.data, given[-1].get("resume", False)))
         who, saved = next(deaths, (None, 0))
         if who is None:
             return "done"
@@ -174,7 +171,7 @@ def test_after_two_deaths_of_one_rank_with_nothing_saved_between_it_goes_on_with
 
     said: list[str] = []
     monkeypatch.setattr("espalier.train.run._attempt", attempt)
-    monkeypatch.setattr(Keeper, "newest", staticmethod(newest))
+    monkeypatch.setattr(RunCheckpoints, "newest", staticmethod(newest))
     assert run("train", asked, report=said.append) == "done"
     assert [ranks for ranks, *_ in sizes] == [4, 4, 4, 3, 3, 2, 2, 2, 2]
     assert all(ranks == data for ranks, data, _ in sizes)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from espalier.train.job import Job
-from espalier.train.progress import Silent
+from espalier.train.metrics import Silent
 from espalier.train.trainer import train
 
 STEPS = 6

@@ -20,7 +20,7 @@ import espalier
 from espalier import DTensor, Mesh, Partial, Plan, Replicate, SanitizeError, Shard, distribute_tensor
 from espalier.models import build
 from espalier.tensor import dispatch
-from espalier.tensor.watch import watchers
+from espalier.tensor.observers import watchers
 
 R, P = Replicate(), Partial()
 S = Shard
@@ -381,7 +381,7 @@ def test_a_global_batch_that_each_rank_loaded_for_itself(ranks: Ranks) -> None:
 PROGRAM = """
 import torch
 import espalier
-from espalier.tensor.watch import watchers
+from espalier.tensor.observers import watchers
 
 mesh = espalier.Mesh.from_env({"data": 2})
 x = espalier.ones(4, device_mesh=mesh)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import espalier
-from espalier.engine.live import LiveMemory
 from espalier.models import build
+from espalier.tensor.dry_runs import LiveMemory
 from tests.ranks.test_engine import (
     TOLERANCE,
     apart,

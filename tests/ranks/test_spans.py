@@ -12,7 +12,7 @@ import torch
 
 import espalier
 from espalier import Mesh, Shard
-from espalier.comm import exchange, pieces
+from espalier.comm import exchange, spans_of
 from espalier.layout import Layout, local_box
 
 F64 = torch.float64
@@ -118,7 +118,7 @@ def halos(rank: int, world: int) -> None:
     mesh = Mesh.from_env({"a": 2, "b": 2})
     for size, order in itertools.product((1, 3, 5, 9), ((0, 1), (1, 0))):
         lay = Layout(mesh, [Shard(1), Shard(1)], (2, size), order=order)
-        have = pieces(lay, 1)
+        have = spans_of(lay, 1)
         start, length = local_box(lay).offsets[1], lay.local_shape[1]
         assert ((start, start + length),) in have
         value = torch.arange(2.0 * size).view(2, size)

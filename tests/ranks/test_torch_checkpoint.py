@@ -317,7 +317,7 @@ def pickled(rank: int, world: int, folder: str) -> None:
     module = pickle.loads(pickle.dumps(net))
     same(whole(module.state_dict()), whole(net.state_dict()))
     assert pickle.loads(pickle.dumps(mesh)) is mesh and pickle.loads(pickle.dumps(inner)) is inner
-    layout = Layout(mesh, [Shard(0), Shard(0)], (7, 5), order=(1, 0), varied=())
+    layout = Layout(mesh, [Shard(0), Shard(0)], (7, 5), order=(1, 0), deferred=())
     assert pickle.loads(pickle.dumps(layout)) is layout
     # another's part is refused; what is whole on each rank is not a part
     other = torch.load(Path(folder) / f"{rank}.pt", weights_only=True)

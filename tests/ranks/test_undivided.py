@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import espalier
-from espalier.parallel.pipeline.stages import UndividedWarning
-from espalier.parallel.pipeline.undivided import Undivided
+from espalier.parallel.compose import Undivided, UndividedWarning
 
 TOLERANCE = 1e-10
 
@@ -101,7 +100,7 @@ def run(kind: str, plan: dict[str, Any], folder: Path) -> list[Any]:
     engine.load(folder)
     found += [x.clone() for _, x in sorted(engine.full_state_dict().items())]
     if plan.get("pipe", 1) > 1:
-        assert isinstance(engine.stages.split, Undivided)  # type: ignore[attr-defined]
+        assert isinstance(engine.stages.split, Undivided)
     plain = [espalier.full_tensor(torch.as_tensor(x)) for x in (*found, *drawn)]
     return [x.detach().double().reshape(-1).cpu() for x in plain]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from espalier.comm import Pending
-from espalier.comm.flat import Summing
+from espalier.comm.backend import Summing
 from espalier.mesh import Mesh
 from espalier.train.job import Job
 from espalier.train.verify import verify

@@ -25,7 +25,7 @@ import espalier
 from espalier.engine.accumulation import UnseenCountError
 from espalier.tensor import GatherWarning
 from espalier.tensor.modules import lay_out_parameter
-from espalier.train.double import Double
+from espalier.train.verify import Double
 from tests.zoo.cases import Batch, Case, case
 
 STEPS, CLIP, TOLERANCE = 3, 1.0, 1e-9

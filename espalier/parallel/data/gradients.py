@@ -1,6 +1,6 @@
 """Gradients along the data axis: summed chunk by chunk while the backward pass goes on.
 
-The parameters are *varied* along the axis (see ``espalier.layout``): backward leaves their gradients
+The parameters are *deferred* along the axis (see ``espalier.layout``): backward leaves their gradients
 Partial, and what is here finishes them, as the stage says. Chunks are sent in one order, the same on all
 ranks (Li et al. 2020, PyTorch Distributed): after the first step that in which they were ready in it, on
 rank 0. At most so many are under way.
@@ -12,32 +12,35 @@ import json
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as raw
 
-from espalier.comm import Pending
-from espalier.comm.flat import Summing, start_gather, start_sum, start_total, sum_everywhere
-from espalier.comm.side import told_by_first
+from espalier.comm import Work
+from espalier.comm.backend import Summing
+from espalier.comm.collectives import start_gather, start_sum, start_total, sum_everywhere
+from espalier.comm.control import told_by_first
+from espalier.device import moved
 from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import R, is_partial
 from espalier.mesh import Mesh
-from espalier.parallel.data.chunks import Chunk, Lane, Member
-from espalier.parallel.data.inplace import InPlace
-from espalier.parallel.data.residency import Shelf
-from espalier.parallel.data.stages import Stage
+from espalier.parallel.data import masters
+from espalier.parallel.data.chunks import Chunk, ShardedParam, ShardGroup
+from espalier.parallel.data.residency import OffloadStore
+from espalier.parallel.data.stages import ZeroStage
 from espalier.tensor import DTensor, plain, stamp
+from espalier.torch_private import plain_call, raw
 
 _grad: Any = torch.Tensor.grad
-_held = torch._C._disabled_torch_function_impl  # calls a getter past torch functions
-Over = tuple[Lane, tuple[int, ...]]
+_held = plain_call  # calls a getter past torch functions
+Over = tuple[ShardGroup, tuple[int, ...]]
+P = ParamSpec("P")
 _AT_ONCE = 2  # chunks on their way to their sums
 
 
 class Gradients:
-    """Finishes the gradients of parameters that are varied along the data axes.
+    """Finishes the gradients of parameters that are deferred along the data axes.
 
     Args:
         chunks: of parameters that need gradients, in the order in which they are sent.
@@ -45,8 +48,7 @@ class Gradients:
         stage: how gradients lie.
         dtype: in which they are sent and summed; None for their own.
         on_sent: called with a chunk whose gradients have been taken.
-        shelf: where finished gradients go that are to be off the device.
-        in_place: puts those of some chunks in the place of the parameters.
+        store: where finished gradients go that are to be off the device.
 
     Attributes:
         shared: by ``id``, parameters whose gradients others add to when they are finished: they have one then
@@ -59,16 +61,15 @@ class Gradients:
         chunks: Sequence[Chunk],
         mesh: Mesh,
         axes: Sequence[int],
-        stage: Stage,
+        stage: ZeroStage,
         dtype: torch.dtype | None = None,
         on_sent: Callable[[Chunk], None] | None = None,
-        shelf: Shelf | None = None,
-        in_place: InPlace | None = None,
+        store: OffloadStore | None = None,
     ) -> None:
         self.mesh, self.axes, self.stage = mesh, tuple(axes), stage
         self.chunks = list(chunks)
         self.reduced = False
-        self._dtype, self._on_sent, self._shelf, self._in_place = dtype, on_sent, shelf, in_place
+        self._dtype, self._on_sent, self._store = dtype, on_sent, store
         self._sending, self._is_begun, self._is_open, self._is_shown = True, False, False, False
         self._next, self._blank = 0, False  # whose turn it is; whether something came without values
         self._is_whole = True  # the pass that began last makes the gradient whole
@@ -77,7 +78,7 @@ class Gradients:
         self.without: set[int] = set()
         self._had: set[int] = set()  # parameters with a gradient when this pass began
         self._flying: deque[tuple[Chunk, torch.Tensor, Summing]] = deque()
-        self._spreading: deque[tuple[Chunk, Pending]] = deque()
+        self._spreading: deque[tuple[Chunk, Work[Any]]] = deque()
         self._parts: dict[int, list[torch.Tensor]] = {}
         # of the chunks summed along the same axes the last one's rows end with a flag for each of their
         # parameters: has it a gradient anywhere?
@@ -115,8 +116,7 @@ class Gradients:
         Raises:
             RuntimeError: gradients that are finished stand where it would need parameters.
         """
-        if self._in_place is not None:
-            self._in_place.check("Call one of them before the next backward pass")
+        masters.check_at_hand(self.chunks, "Call one of them before the next backward pass")
         self._had.clear()
         with raw():
             for chunk in self.chunks:
@@ -141,7 +141,7 @@ class Gradients:
             for chunk in self.chunks:
                 chunk.gradient = None
 
-    def _add_to(self, m: Member) -> bool:
+    def _add_to(self, m: ShardedParam) -> bool:
         """A gradient that is the same on several ranks becomes an addend: that of one of them.
 
         Returns:
@@ -158,17 +158,17 @@ class Gradients:
             _grad.__set__(m.p, None)
             return True
         if self._is_same(m):
-            if any(self.mesh.coordinate[a] for a in (*m.outer, *m.lane.axes)):
+            if any(self.mesh.coordinate[a] for a in (*m.outer, *m.shard_group.axes)):
                 plain(grad).zero_()
             stamp(grad, gradient_layout(m.full))
         return False
 
-    def _is_same(self, m: Member) -> bool:
+    def _is_same(self, m: ShardedParam) -> bool:
         """Whether a parameter has a gradient, or a piece of it, that is no addend: finished, or by hand."""
         grad = _grad.__get__(m.p)
         if type(grad) is not DTensor:
             return "_reduced" in m.p.__dict__
-        return not any(is_partial(grad._layout.axes[a]) for a in (*m.outer, *m.lane.axes))
+        return not any(is_partial(grad._layout.axes[a]) for a in (*m.outer, *m.shard_group.axes))
 
     def _reopen(self, chunk: Chunk) -> None:
         """This rank's pieces of gradients become addends again, with what others have made of them."""
@@ -229,12 +229,14 @@ class Gradients:
 
     def show(self) -> None:
         """After a backward pass that is not the last: let ``p.grad`` be what there is so far."""
-        if self.stage.addends != "S" or self._is_shown or self.reduced or self._in_place is not None:
+        if self.stage.addends != "S" or self._is_shown or self.reduced:
+            return
+        if any(chunk.in_place for chunk in self.chunks):
             return
         while self._flying:
             self._land()
-        if self._shelf is not None:
-            self._shelf.settle()
+        if self._store is not None:
+            self._store.settle()
         with raw():
             self._hand_out(is_whole=False)
         self._is_shown = True
@@ -243,31 +245,34 @@ class Gradients:
         self._next += 1
         if len(self._flying) == _AT_ONCE:
             self._land()
-        n = chunk.lane.n
+        n = chunk.shard_group.n
         with raw():
             grads = [_grad.__get__(m.p) for m in chunk.members]
             dtype = self._dtype or chunk.dtype
-            given = [None if g is None else plain(g) for g in grads]
+            locals_sent = [None if g is None else plain(g) for g in grads]
             here, extra = self._here[_over(chunk)], self._extra(chunk)
             had = [id(m.p) in self._had for m in chunk.members]
             here += [float(g is not None or before) for g, before in zip(grads, had, strict=True)]
             if self.stage.gradients == "R":
-                rows, flags, self._parts[id(chunk)] = chunk.line_up(n, dtype, given, extra)
+                rows, flags, self._parts[id(chunk)] = chunk.line_up(n, dtype, locals_sent, extra)
             else:
                 rows = chunk.rows(n, dtype, extra)
-                chunk.pack(rows, given)
+                chunk.pack(rows, locals_sent)
                 flags = rows[:, chunk.size :]
             if extra:
-                flags.copy_(torch.tensor(here, dtype=dtype, device=rows.device))
+                if all(here):
+                    flags.fill_(1)
+                else:
+                    flags.copy_(moved(torch.tensor(here, dtype=dtype, device="cpu"), rows.device))
                 here.clear()
             for m in chunk.members:
                 _grad.__set__(m.p, None)
         if self._on_sent is not None:
             self._on_sent(chunk)
-        lane, under_way = chunk.lane, None
+        shard_group, under_way = chunk.shard_group, None
         if self.stage.gradients == "R" and not chunk.outer:
-            under_way = start_total(rows, lane.mesh, lane.axis)
-        self._flying.append((chunk, rows, under_way or start_sum(rows, lane.mesh, lane.axis)))
+            under_way = start_total(rows, shard_group.mesh, shard_group.axis)
+        self._flying.append((chunk, rows, under_way or start_sum(rows, shard_group.mesh, shard_group.axis)))
 
     def _land(self) -> None:
         """Wait for the oldest sum."""
@@ -310,48 +315,50 @@ class Gradients:
     def _sum_outer(self, chunk: Chunk) -> None:
         """Sum what is this rank's over the axes along which others have the same."""
         assert chunk.gradient is not None
-        own = self._own_row(chunk) if self.stage.gradients == "R" else chunk.gradient
+        pieces = self._own_row(chunk) if self.stage.gradients == "R" else chunk.gradient
         for axis in chunk.outer:
-            sum_everywhere(own, self.mesh, axis)
+            sum_everywhere(pieces, self.mesh, axis)
 
     def _put_in_place(self, chunk: Chunk) -> None:
         """Let a chunk's gradients, which are finished, take the place of its parameters."""
-        assert chunk.gradient is not None and self._in_place is not None
+        assert chunk.gradient is not None
         if self._extra(chunk):
             self._told[_over(chunk)] = self._flags_of(chunk).clone()
         with raw():
-            given = self._parts.pop(id(chunk), None) or chunk.pieces(chunk.gradient)
-            self._parts[id(chunk)] = self._in_place.lend(chunk, given)
+            parts = self._parts.pop(id(chunk), None) or chunk.pieces(chunk.gradient)
+            self._parts[id(chunk)] = masters.lend(chunk, parts)
         chunk.gradient = None
 
     def bring(self, chunk: Chunk, *, on_host: bool = False) -> None:
         """Let what a chunk has of its gradients be on the device, or in the host's memory."""
         if "gradients" not in chunk.places or chunk.gradient is None:
             return
-        assert self._shelf is not None
-        if self._shelf.is_leaving(_key(chunk)):
-            self._shelf.settle()
-        _show_moved(chunk, *self._shelf.take(_key(chunk), [chunk.gradient], on_host=on_host))
+        assert self._store is not None
+        if self._store.is_leaving(_key(chunk)):
+            self._store.settle()
+        _show_moved(chunk, *self._store.take(_key(chunk), [chunk.gradient], on_host=on_host))
 
     def leave(self, chunk: Chunk) -> None:
         """Start to take the gradients of a chunk away, if they are to be off the device."""
         if "gradients" in chunk.places:
-            assert self._shelf is not None and chunk.gradient is not None
-            self._shelf.settle()
+            assert self._store is not None and chunk.gradient is not None
+            self._store.settle()
             away = chunk.places["gradients"]
-            self._shelf.put(_key(chunk), [chunk.gradient], away, lambda shown: _show_moved(chunk, *shown))
+            self._store.put(_key(chunk), [chunk.gradient], away, lambda shown: _show_moved(chunk, *shown))
 
     def _rows(self, chunk: Chunk) -> torch.Tensor:
         assert chunk.gradient is not None
-        return chunk.gradient.view(chunk.lane.n, -1)
+        return chunk.gradient.view(chunk.shard_group.n, -1)
 
     def _own_row(self, chunk: Chunk) -> torch.Tensor:
-        return self._rows(chunk)[chunk.lane.here]
+        return self._rows(chunk)[chunk.shard_group.here]
 
     def _spread(self, chunk: Chunk) -> None:
         """Start to give all ranks the sums of a chunk."""
-        lane = chunk.lane
-        self._spreading.append((chunk, start_gather(self._rows(chunk), None, lane.mesh, lane.axis)))
+        shard_group = chunk.shard_group
+        self._spreading.append(
+            (chunk, start_gather(self._rows(chunk), None, shard_group.mesh, shard_group.axis))
+        )
 
     def _arrive(self) -> None:
         """Wait until the oldest of them is everywhere."""
@@ -390,8 +397,8 @@ class Gradients:
                 self.leave(chunk)
         while self._spreading:
             self._arrive()
-        if self._shelf is not None:
-            self._shelf.settle()
+        if self._store is not None:
+            self._store.settle()
         with raw():
             self._hand_out()
         self.reduced, self._is_begun = True, False
@@ -418,7 +425,7 @@ class Gradients:
                 assert chunk.gradient is not None
                 parts = chunk.pieces(chunk.gradient)
             for m, part in zip(chunk.members, parts, strict=True):
-                layout = self._finished(m) if is_whole else self._summed(m, m.lane.axes)
+                layout = self._finished(m) if is_whole else self._summed(m, m.shard_group.axes)
                 if id(m.p) in unused and id(m.p) not in self.without:
                     _grad.__set__(m.p, None)
                 elif whole:
@@ -429,31 +436,31 @@ class Gradients:
             if whole:
                 chunk.gradient = None
 
-    def _finished(self, m: Member) -> Layout:
+    def _finished(self, m: ShardedParam) -> Layout:
         """How a finished gradient lies."""
         known = self._layouts.get(id(m))
         if known is None:
-            known = self._layouts[id(m)] = self._summed(m, (*m.outer, *m.lane.axes))
+            known = self._layouts[id(m)] = self._summed(m, (*m.outer, *m.shard_group.axes))
         return known
 
-    def _summed(self, m: Member, axes: Sequence[int]) -> Layout:
+    def _summed(self, m: ShardedParam, axes: Sequence[int]) -> Layout:
         """How a gradient lies that was summed along some axes."""
-        found = gradient_layout(m.full if self.stage.gradients == "R" else m.shard)
+        layout = gradient_layout(m.full if self.stage.gradients == "R" else m.shard)
         for axis in axes:
-            if is_partial(found.axes[axis]):
-                found = found.with_axis(axis, R)
-        return found
+            if is_partial(layout.axes[axis]):
+                layout = layout.with_axis(axis, R)
+        return layout
 
     def _used(self) -> dict[int, bool] | None:
         """For each parameter, whether a rank has a gradient for it; None where this one has them all."""
         if self.mesh.is_dry or not (self._blank or any(chunk.missing for chunk in self.chunks)):
             return None
-        found: dict[int, bool] = {}
+        used: dict[int, bool] = {}
         for over, last in self._last.items():
             flags = (self._told[over] if last.in_place else self._flags_of(last)).tolist()
             members = [m for chunk in self.chunks if _over(chunk) == over for m in chunk.members]
-            found.update((id(m.p), n > 0) for m, n in zip(members, flags, strict=True))
-        return found
+            used.update((id(m.p), n > 0) for m, n in zip(members, flags, strict=True))
+        return used
 
     def _flags_of(self, last: Chunk) -> torch.Tensor:
         """What stands behind the gradients of a chunk."""
@@ -468,8 +475,8 @@ class Gradients:
         last = [max(at.get(key, len(at)) for key in of) for of in ids]
         came = sorted(range(len(last)), key=last.__getitem__)
         if len(came) > 1:
-            told = told_by_first(self.mesh, self.axes, json.dumps(came), "order")
-            self.chunks = [self.chunks[i] for i in json.loads(told)]
+            agreed_order = told_by_first(self.mesh, self.axes, json.dumps(came), "order")
+            self.chunks = [self.chunks[i] for i in json.loads(agreed_order)]
             self._last = {_over(chunk): chunk for chunk in self.chunks}
         self._came = None
 
@@ -479,16 +486,15 @@ class Gradients:
             self._land()
         while self._spreading:
             self._arrive()
-        if self._shelf is not None:
-            self._shelf.settle()
+        if self._store is not None:
+            self._store.settle()
         self._parts.clear()
         self._told.clear()
         self.settle()
         for chunk in self.chunks:
             chunk.gradient = None
             chunk.came.clear()
-            if self._in_place is not None:
-                self._in_place.restore(chunk)
+            masters.restore(chunk)
         self._had.clear()
         self.reduced = self._is_begun = self._is_open = self._is_shown = False
 
@@ -496,6 +502,17 @@ class Gradients:
         """After a step, also if its gradients stay: from now on the order of chunks is known."""
         if self._came:
             self._settle_order()
+
+
+def _of_each(
+    method: Callable[Concatenate[Gradients, P], None],
+) -> Callable[Concatenate[AllGradients, P], None]:
+    @wraps(method)
+    def of_each(self: AllGradients, *args: P.args, **kwargs: P.kwargs) -> None:
+        for part in self.parts:
+            method(part, *args, **kwargs)
+
+    return of_each
 
 
 class AllGradients:
@@ -507,6 +524,15 @@ class AllGradients:
 
     def __init__(self, parts: Sequence[Gradients]) -> None:
         self.parts = list(parts)
+
+    begin = _of_each(Gradients.begin)
+    flush = _of_each(Gradients.flush)
+    drop_unseen = _of_each(Gradients.drop_unseen)
+    stop = _of_each(Gradients.stop)
+    show = _of_each(Gradients.show)
+    settle = _of_each(Gradients.settle)
+    finish = _of_each(Gradients.finish)
+    forget = _of_each(Gradients.forget)
 
     def share(self, ps: Set[int]) -> None:
         """Others add to the gradients of these parameters, by ``id``, when they are finished."""
@@ -528,50 +554,10 @@ class AllGradients:
         """In the order in which they are sent."""
         return [chunk for part in self.parts for chunk in part.chunks]
 
-    def begin(self, last: bool) -> None:
-        """See :meth:`Gradients.begin`."""
-        for part in self.parts:
-            part.begin(last)
-
-    def flush(self) -> None:
-        """See :meth:`Gradients.flush`."""
-        for part in self.parts:
-            part.flush()
-
-    def drop_unseen(self) -> None:
-        """See :meth:`Gradients.drop_unseen`."""
-        for part in self.parts:
-            part.drop_unseen()
-
     @property
     def is_idle(self) -> bool:
         """See :meth:`Gradients.is_idle`; where nothing is summed, nobody can tell."""
         return bool(self.chunks) and all(part.is_idle for part in self.parts)
-
-    def stop(self) -> None:
-        """See :meth:`Gradients.stop`."""
-        for part in self.parts:
-            part.stop()
-
-    def show(self) -> None:
-        """See :meth:`Gradients.show`."""
-        for part in self.parts:
-            part.show()
-
-    def settle(self) -> None:
-        """See :meth:`Gradients.settle`."""
-        for part in self.parts:
-            part.settle()
-
-    def finish(self) -> None:
-        """See :meth:`Gradients.finish`."""
-        for part in self.parts:
-            part.finish()
-
-    def forget(self) -> None:
-        """See :meth:`Gradients.forget`."""
-        for part in self.parts:
-            part.forget()
 
     def bring(self, chunk: Chunk, *, on_host: bool = False) -> None:
         """See :meth:`Gradients.bring`."""
@@ -603,14 +589,14 @@ def _show_moved(chunk: Chunk, flat: torch.Tensor) -> None:
 
 
 def _call(method: weakref.WeakMethod[Any], number: int, p: torch.Tensor) -> None:
-    found = method()
-    if found is not None:
-        found(number, p)
+    out = method()
+    if out is not None:
+        out(number, p)
 
 
 def _over(chunk: Chunk) -> Over:
     """The axes along which the gradients of a chunk are summed."""
-    return chunk.lane, chunk.outer
+    return chunk.shard_group, chunk.outer
 
 
 def _key(chunk: Chunk) -> str:

@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple
 Lies = Literal["R", "P", "S"]
 
 
-class Stage(NamedTuple):
+class ZeroStage(NamedTuple):
     """How things lie along the data axis: replicated, as addends (Partial), or sharded.
 
     Attributes:
@@ -29,9 +29,9 @@ class Stage(NamedTuple):
 
 STAGES: Final = MappingProxyType(
     {
-        0: Stage(parameters="R", addends="P", gradients="R", states="R"),
-        1: Stage(parameters="R", addends="P", gradients="S", states="S"),
-        2: Stage(parameters="R", addends="S", gradients="S", states="S"),
-        3: Stage(parameters="S", addends="S", gradients="S", states="S"),
+        0: ZeroStage(parameters="R", addends="P", gradients="R", states="R"),
+        1: ZeroStage(parameters="R", addends="P", gradients="S", states="S"),
+        2: ZeroStage(parameters="R", addends="S", gradients="S", states="S"),
+        3: ZeroStage(parameters="S", addends="S", gradients="S", states="S"),
     }
 )

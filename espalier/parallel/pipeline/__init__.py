@@ -1,30 +1,97 @@
-"""Pipelines: schedules as data, a model split into stages, and what runs one by the other."""
+"""Pipelines: a model split into stages, and what runs them by a schedule.
 
-from espalier.parallel.pipeline.actions import Action, Kind, Schedule
-from espalier.parallel.pipeline.check import Report, ScheduleError, check, live
-from espalier.parallel.pipeline.generate import KINDS, generate
+:func:`gpipe` is all of it in thirty lines: begin there. The other files add how a model is split (``split``),
+other schedules (``espalier.parallel.schedules``), and what happens when both meet (``runtime``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from espalier.comm.collectives import receive_from, send_to
+from espalier.mesh import Mesh
 from espalier.parallel.pipeline.measure import measured
-from espalier.parallel.pipeline.messages import with_messages, without_messages
-from espalier.parallel.pipeline.order import Costs, read_times
-from espalier.parallel.pipeline.simulate import Span, Timeline, simulate
 from espalier.parallel.pipeline.split import Split, SplitError, split
-from espalier.parallel.pipeline.table import (
+from espalier.parallel.schedules import (
+    KINDS,
     TABLES,
+    Action,
+    ActionKind,
+    Costs,
+    Report,
+    Schedule,
+    ScheduleError,
+    Span,
+    Timeline,
+    check,
     find_schedule,
     from_csv,
     from_toml,
+    generate,
+    live,
     load,
+    read_times,
+    simulate,
     to_csv,
     to_toml,
+    with_messages,
+    without_messages,
     write_table,
 )
+
+
+def gpipe(
+    stage: nn.Module,
+    micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    mesh: Mesh,
+    like: Callable[[int], tuple[Sequence[int], torch.dtype]],
+) -> float:
+    """Forward and backward of a step, all micro-batches forward first (Huang et al. 2019, GPipe).
+
+    Args:
+        stage: this rank's part of the model, one tensor in and one out.
+        micro_batches: inputs and targets, the same on every rank.
+        loss_of: called by the last rank, with its output and the targets; a mean over rows.
+        mesh: the ranks, on one axis, in the order of the stages.
+        like: shape and dtype of what the stage before sends for micro-batch i.
+
+    Returns:
+        the loss, on the last rank (0 on others). Gradients are left on the stage's parameters.
+    """
+    here, last, total = mesh.rank, mesh.size() - 1, 0.0
+    held = []
+    for i, (x, targets) in enumerate(micro_batches):
+        if here > 0:
+            (x,) = receive_from([like(i)], mesh, 0, here - 1, tag=0).wait()
+            x.requires_grad_()
+        y = stage(x)
+        if here < last:
+            send_to([y.detach()], mesh, 0, here + 1, tag=0).wait()
+        else:
+            y = loss_of(y, targets) / len(micro_batches)
+            total += y.item()
+        held.append((x, y))
+    for x, y in held:
+        gradient = None
+        if here < last:
+            (gradient,) = receive_from([(y.shape, y.dtype)], mesh, 0, here + 1, tag=1).wait()
+        y.backward(gradient)
+        if here > 0:
+            assert x.grad is not None
+            send_to([x.grad], mesh, 0, here - 1, tag=1).wait()
+    return total
+
 
 __all__ = [
     "KINDS",
     "TABLES",
     "Action",
+    "ActionKind",
     "Costs",
-    "Kind",
     "Report",
     "Schedule",
     "ScheduleError",
@@ -37,6 +104,7 @@ __all__ = [
     "from_csv",
     "from_toml",
     "generate",
+    "gpipe",
     "live",
     "load",
     "measured",

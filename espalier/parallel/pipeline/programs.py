@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from espalier.parallel.pipeline.record import Call, Op, SplitError, Trace
-from espalier.parallel.pipeline.refusals import refuse_lost
-from espalier.parallel.pipeline.standing import Standing, name_of
-from espalier.parallel.pipeline.steps import Body, Source, Step, Unit
-from espalier.parallel.pipeline.trees import Ref, leaves
+from espalier.parallel.pipeline.record import (
+    CallSpan,
+    ModelStandIns,
+    ModuleCall,
+    Op,
+    ProgramBody,
+    ProgramStep,
+    Ref,
+    SplitError,
+    Trace,
+    ValueSource,
+    leaves,
+    name_of,
+)
 
 
-class Value(NamedTuple):
+class SentValue(NamedTuple):
     """A tensor that travels from a stage to the next one.
 
     Attributes:
@@ -43,10 +52,12 @@ class Divided:
         trace: the trace.
         bounds: numbers of the operations with which the second stage and the next ones begin.
         model: the model.
-        standing: how its author made it.
+        stand_ins: how its author made it.
     """
 
-    def __init__(self, trace: Trace, bounds: Sequence[int], model: nn.Module, standing: Standing) -> None:
+    def __init__(
+        self, trace: Trace, bounds: Sequence[int], model: nn.Module, stand_ins: ModelStandIns
+    ) -> None:
         self.trace, self.bounds, self.number = trace, list(bounds), len(bounds) + 1
         self._modules = dict(model.named_modules())
         every = *model.named_parameters(), *model.named_buffers()
@@ -55,30 +66,30 @@ class Divided:
         self._bound = trace.bound.keys() | {
             v.storage for v in trace.values if not v.local and v.source[0] != "parameter"
         }
-        self._standing = standing
+        self._stand_ins = stand_ins
         self._opened: set[int] = set()
         while True:
             self.units = self._units()
-            self._of_op: dict[int, Unit] = {i: u for u in self.units for i in range(u.start, u.end)}
+            self._of_op: dict[int, CallSpan] = {i: u for u in self.units for i in range(u.start, u.end)}
             self._find_uses()
             if not self._open_leaks():
                 break
-        refuse_lost(trace, self.bounds, self.units, self._modules, standing)
+        refuse_lost(trace, self.bounds, self.units, self._modules, stand_ins)
         self._refuse_shared_values()
         self._refuse_shared_state()
 
     # ---- units
 
-    def _units(self) -> list[Unit]:
-        found: list[Unit] = []
+    def _units(self) -> list[CallSpan]:
+        spans: list[CallSpan] = []
         i = 0
         while i < len(self.trace.ops):
             call = next((c for c in self.trace.chain(i) if self._whole(c)), None)
-            found.append(Unit(i, i + 1, None) if call is None else Unit(call.start, call.end, call))
-            i = found[-1].end
-        return found
+            spans.append(CallSpan(i, i + 1, None) if call is None else CallSpan(call.start, call.end, call))
+            i = spans[-1].end
+        return spans
 
-    def _whole(self, call: Call) -> bool:
+    def _whole(self, call: ModuleCall) -> bool:
         """Whether a module lies in one stage, and is to be called there."""
         if call.number in self._opened or any(call.start < b < call.end for b in self.bounds):
             return False
@@ -87,8 +98,8 @@ class Divided:
             return False  # what it reads is known where the program is chosen
         return any(not self._is_local(op) for op in inner)
 
-    def _loses(self, call: Call) -> bool:
-        return call.name in self.trace.changed or self._standing.hooked(self._modules[call.name])
+    def _loses(self, call: ModuleCall) -> bool:
+        return call.name in self.trace.changed or self._stand_ins.hooked(self._modules[call.name])
 
     def _refuse_shared_values(self) -> None:
         sources = {v.storage: v.source for v in self.trace.values if v.source[0] in ("parameter", "buffer")}
@@ -128,7 +139,7 @@ class Divided:
             )
         self.dice = next(iter(rolling), None)
 
-    def _changes(self, unit: Unit) -> set[int]:
+    def _changes(self, unit: CallSpan) -> set[int]:
         return {s for op in self.trace.ops[unit.start : unit.end] for s in op.writes}
 
     def _is_local(self, op: Op) -> bool:
@@ -136,29 +147,29 @@ class Divided:
         kept = op.writes.union(values[n].storage for n in op.makes)
         return op.local and not kept & self._bound
 
-    def _on_demand(self, unit: Unit) -> bool:
+    def _on_demand(self, unit: CallSpan) -> bool:
         return unit.call is None and self._is_local(self.trace.ops[unit.start])
 
     def stage(self, op: int) -> int:
         """The stage in which an operation is done, if it is not a local one."""
         return bisect_right(self.bounds, op)
 
-    def _reads(self, unit: Unit) -> list[int]:
+    def _reads(self, unit: CallSpan) -> list[int]:
         if unit.call is None:
             return list(self.trace.ops[unit.start].reads)
         return [r.number for r in leaves((unit.call.args, unit.call.kwargs), Ref)]
 
-    def _gives(self, unit: Unit) -> list[int]:
+    def _gives(self, unit: CallSpan) -> list[int]:
         """What others can get of a unit."""
         if unit.call is None:
             return list(self.trace.ops[unit.start].makes)
         return [r.number for r in leaves(unit.call.out, Ref) if self._made(r.number, unit)]
 
-    def _made(self, number: int, unit: Unit) -> bool:
+    def _made(self, number: int, unit: CallSpan) -> bool:
         kind, i = self.trace.values[number].source
         return kind == "op" and unit.start <= i < unit.end
 
-    def _writes(self, unit: Unit) -> set[int]:
+    def _writes(self, unit: CallSpan) -> set[int]:
         inner = {
             self.trace.values[n].storage for i in range(unit.start, unit.end) for n in self.trace.ops[i].makes
         }
@@ -170,22 +181,22 @@ class Divided:
 
     def uses(self, stage: int) -> set[str]:
         """The parameters and buffers that a stage uses, by name."""
-        found: set[str] = set()
+        names: set[str] = set()
         for unit in self.units:
             if self.stage(unit.start) == stage:
-                found |= self._uses(unit)
-        return found
+                names |= self._uses(unit)
+        return names
 
-    def _uses(self, unit: Unit) -> set[str]:
+    def _uses(self, unit: CallSpan) -> set[str]:
         sources = (
             self.trace.values[n].source for op in self.trace.ops[unit.start : unit.end] for n in op.reads
         )
-        found = {name for kind, name in sources if kind in ("parameter", "buffer")}
+        names = {name for kind, name in sources if kind in ("parameter", "buffer")}
         if unit.call is not None:
             module = self._modules[unit.call.name]
             every = *module.parameters(), *module.buffers()
-            found |= {self._canonical[id(x)] for x in every if id(x) in self._canonical}
-        return found
+            names |= {self._canonical[id(x)] for x in every if id(x) in self._canonical}
+        return names
 
     # ---- what travels
 
@@ -241,12 +252,12 @@ class Divided:
         """The values that a stage sends to the next one."""
         return sorted(n for n, used in self.last.items() if min(self.makers[n]) <= stage < used)
 
-    def described(self, number: int, stage: int) -> Value:
+    def described(self, number: int, stage: int) -> SentValue:
         """A value that a stage sends."""
         value = self.trace.values[number]
         unit = self._of_op[value.source[1]]
         op = self.trace.ops[unit.start]
-        return Value(
+        return SentValue(
             unit.call.name if unit.call is not None else name_of(op.func),
             tuple(value.tensor.shape),
             value.tensor.dtype,
@@ -257,7 +268,7 @@ class Divided:
 
     # ---- programs
 
-    def body(self, stage: int) -> Body:
+    def body(self, stage: int) -> ProgramBody:
         """The steps of a stage."""
         units = [u for u in self.units if self.stage(u.start) == stage and not self._on_demand(u)]
         keep = set(self.crossing(stage)) if stage < self.number - 1 else set()
@@ -267,15 +278,15 @@ class Divided:
         received = set(self.crossing(stage - 1)) if stage else set()
         return self._body(units, keep, received, end)
 
-    def guards(self) -> tuple[Body, list[Any]] | None:
+    def guards(self) -> tuple[ProgramBody, list[Any]] | None:
         """The steps that read the batch for Python's control flow, and what they read; None if there are "
         "none."""
-        found = [Unit(i, i + 1, None) for i, op in enumerate(self.trace.ops) if op.read]
-        found = [u for u in found if self._hangs_on_batch(u.start)]
-        if not found:
+        reads = [CallSpan(i, i + 1, None) for i, op in enumerate(self.trace.ops) if op.read]
+        reads = [u for u in reads if self._hangs_on_batch(u.start)]
+        if not reads:
             return None
-        return self._body(found, set(), set(), len(self.trace.ops)), [
-            self.trace.ops[u.start].out for u in found
+        return self._body(reads, set(), set(), len(self.trace.ops)), [
+            self.trace.ops[u.start].out for u in reads
         ]
 
     def _hangs_on_batch(self, op: int) -> bool:
@@ -291,12 +302,12 @@ class Divided:
                     waiting.append(at)
         return False
 
-    def _body(self, units: Iterable[Unit], keep: set[int], received: set[int], end: int) -> Body:
+    def _body(self, units: Iterable[CallSpan], keep: set[int], received: set[int], end: int) -> ProgramBody:
         units = list(units)
-        given = {n for u in units for n in self._gives(u)} | received
+        available = {n for u in units for n in self._gives(u)} | received
         demanded = {n for u in units for n in self._reads(u)} | keep
-        local = self._local_ops(demanded - given, end)
-        every = sorted([*units, *(Unit(i, i + 1, None) for i in local)])
+        local = self._local_ops(demanded - available, end)
+        every = sorted([*units, *(CallSpan(i, i + 1, None) for i in local)])
         written = {s for u in every for s in self._writes(u)}
         needed = {n for u in every for n in self._reads(u)} | keep
         sources = [self._source(n, written) for n in sorted(needed) if self.trace.values[n].source[0] != "op"]
@@ -307,11 +318,11 @@ class Divided:
             used = set(self._reads(unit)) | set(self._gives(unit))
             step.free = tuple(used - seen)
             seen |= used
-        return Body(sources, steps, self.trace.device)
+        return ProgramBody(sources, steps, self.trace.device)
 
     def _local_ops(self, demanded: set[int], end: int) -> set[int]:
         """The operations that make local values, and what they need."""
-        found: set[int] = set()
+        ops: set[int] = set()
         writers: dict[int, list[int]] = {}
         for i, op in enumerate(self.trace.ops[:end]):
             for s in op.writes if op.local else ():
@@ -322,21 +333,21 @@ class Divided:
             value = self.trace.values[waiting.pop()]
             made = [value.source[1]] if value.source[0] == "op" else []
             for i in [*made, *writers.get(value.storage, [])]:
-                if i not in found:
-                    found.add(i)
+                if i not in ops:
+                    ops.add(i)
                     fresh = set(self.trace.ops[i].reads) - seen
                     seen |= fresh
                     waiting.extend(fresh)
-        return found
+        return ops
 
-    def _source(self, number: int, written: set[int]) -> Source:
+    def _source(self, number: int, written: set[int]) -> ValueSource:
         value = self.trace.values[number]
         kind, place = value.source
         if kind == "batch":
-            return Source(number, kind, place, value.storage in written)
+            return ValueSource(number, kind, place, value.storage in written)
         if kind == "constant":
-            return Source(number, kind, self.trace.constants[number], False)
-        return Source(number, kind, place, False)
+            return ValueSource(number, kind, self.trace.constants[number], False)
+        return ValueSource(number, kind, place, False)
 
     def _check_received(self, received: set[int], written: set[int]) -> None:
         shared: dict[int, int] = {}
@@ -357,11 +368,104 @@ class Divided:
         written = {s for u in units for s in self._writes(u)}
         return {n for n in self.crossing(stage - 1) if self.trace.values[n].storage in written}
 
-    def _step(self, unit: Unit) -> Step:
+    def _step(self, unit: CallSpan) -> ProgramStep:
         done: Any = self.trace.ops[unit.start] if unit.call is None else unit.call
         func = done.func if unit.call is None else unit.call.name
         state = None if done.state == self.trace.state else done.state
         reads = unit.call is None and done.read
-        step = Step(func, name_of(func), done.args, done.kwargs, done.out, state, reads)
+        step = ProgramStep(func, name_of(func), done.args, done.kwargs, done.out, state, reads)
         step.answers = self.trace.answered(unit.start, unit.call)
         return step
+
+
+# ---- what stages cannot do again, and so refuse, in words
+
+
+_PLAIN = (
+    torch.Tensor, Ref, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
+    torch.Generator, nn.Module, str, bytes, int, float, complex, bool, type(None), type(Ellipsis), type,
+)  # fmt: skip
+
+
+def refuse_lost(
+    trace: Trace,
+    bounds: Sequence[int],
+    units: Sequence[CallSpan],
+    modules: Mapping[str, nn.Module],
+    stand_ins: ModelStandIns,
+) -> None:
+    """Refuse what the stages would lose of a forward pass.
+
+    Raises:
+        SplitError: a module that is divided has hooks or changes itself, or one that is called whole uses
+            what it was not given.
+    """
+    divided = {c.name for c in trace.calls if any(c.start < b < c.end for b in bounds)}
+    for name in sorted(divided.union(c.name for u in units if u.call is None for c in trace.chain(u.start))):
+        said = f"{name or 'the model'!r} ({type(modules[name]).__name__})"
+        if stand_ins.hooked(modules[name]):
+            raise SplitError(
+                f"{said} has hooks, and is divided among stages: they would never be called. Hook modules "
+                "that lie in one stage, or give cuts at modules outside of it."
+            )
+        if name in trace.changed:
+            raise SplitError(
+                f"The forward of {said}, which is divided among stages, {', '.join(trace.changed[name])}. "
+                "The stages compute only its tensors again: this would be lost. Give cuts at modules outside "
+                "of it, or move this into a module that lies in one stage."
+            )
+    own_sources = {
+        v.storage: v.source for v in trace.values if v.source[0] in ("parameter", "buffer", "constant")
+    }
+    for unit in units:
+        if unit.call is not None:
+            _refuse_hidden(trace, unit, unit.call)
+            continue
+        op = trace.ops[unit.start]
+        for s in op.writes & own_sources.keys():
+            kind, name = own_sources[s]
+            raise SplitError(
+                f"{name_of(op.func)} in {trace.where(unit.start)}, which is divided among stages, writes to "
+                "the "
+                f"{kind} {name!r}: each stage would have another one. Give cuts at modules outside of it, or "
+                "let "
+                "a module that lies in one stage do it."
+            )
+
+
+def _refuse_hidden(trace: Trace, unit: CallSpan, call: ModuleCall) -> None:
+    numbers = {r.number for r in leaves((call.args, call.kwargs), Ref)}
+    for i in range(unit.start, unit.end):
+        for n in trace.ops[i].reads:
+            value = trace.values[n]
+            kind, at = value.source
+            outside = kind == "batch" or (kind == "op" and not unit.start <= at < unit.end)
+            if outside and n not in numbers:
+                raise SplitError(
+                    f"{call.name!r} uses a tensor of the shape {list(value.tensor.shape)} that was made "
+                    "outside "
+                    "of it and is none of its arguments. A stage hands modules their arguments: pass it as "
+                    "one."
+                )
+    for x in leaves((call.args, call.kwargs)):
+        if not isinstance(x, _PLAIN) and _holds_tensors(x):
+            raise SplitError(
+                f"{call.name!r} is given a {type(x).__name__} that holds tensors, which cannot travel "
+                "between "
+                "stages. Pass the tensors themselves; for a cache of keys and values, use_cache=False."
+            )
+
+
+def _holds_tensors(x: Any, depth: int = 4) -> bool:
+    if isinstance(x, torch.Tensor):
+        return True
+    if depth == 0 or isinstance(x, _PLAIN):
+        return False
+    inner: Any = ()
+    if isinstance(x, Mapping):
+        inner = x.values()
+    elif isinstance(x, list | tuple | set):
+        inner = x
+    elif hasattr(x, "__dict__"):
+        inner = list(vars(x).values())
+    return any(_holds_tensors(y, depth - 1) for y in inner)

@@ -1,15 +1,28 @@
-"""What is written down of a forward pass."""
+"""What is written down of a forward pass, of which the programs of stages are made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from espalier.parallel.pipeline.answers import Answer
-from espalier.tensor.flops import Work
+from espalier.blocks import HOOKS
+from espalier.layout import Layout
+from espalier.tensor import DTensor, full_tensor, stamp
+from espalier.tensor.dry_runs import OpCost
+from espalier.tensor.dtensor import full_value, layout_of
+from espalier.tensor.traces import ABSENT, Apart, apart
+from espalier.torch_private import FakeTensorMode, TorchDispatchMode, raw
+from espalier.trees import leaves as leaves_of
+from espalier.trees import tree_map
 
 
 class SplitError(ValueError):
@@ -60,14 +73,14 @@ class Value(NamedTuple):
         return storage_of(self.tensor)
 
 
-class State(NamedTuple):
+class TorchState(NamedTuple):
     """What torch was told beside the arguments: whether gradients are recorded, and autocast."""
 
     grad: bool
     cast: tuple[bool, torch.dtype]
 
     @classmethod
-    def now(cls, kind: str) -> State:
+    def now(cls, kind: str) -> TorchState:
         """As it is, on a type of device."""
         return cls(torch.is_grad_enabled(), (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
 
@@ -84,7 +97,7 @@ class Op:
         writes: storages that it wrote to.
         local: whether all that it makes is local.
         read: what it read out of a tensor: Python's control flow may hang on it.
-        state: see :class:`State`.
+        state: see :class:`TorchState`.
         work: what it costs.
         call: the innermost module call around it.
     """
@@ -98,13 +111,13 @@ class Op:
     writes: frozenset[int]
     local: bool
     read: bool
-    state: State
-    work: Work
+    state: TorchState
+    work: OpCost
     call: int
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """A call of a module: the ops from ``start`` to ``end`` happened in it.
 
     Attributes:
@@ -119,7 +132,7 @@ class Call:
     name: str
     parent: int
     start: int
-    state: State
+    state: TorchState
     args: Any
     kwargs: Any
     end: int = -1
@@ -147,10 +160,10 @@ class Trace:
     """
 
     device: torch.device
-    state: State
+    state: TorchState
     values: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
     out: Any = None
     inputs: list[int] = field(default_factory=list)
     sources: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -161,29 +174,527 @@ class Trace:
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     answers: list[tuple[int, int, Answer]] = field(default_factory=list)
 
-    def answered(self, start: int, call: Call | None) -> tuple[Answer, ...]:
+    def answered(self, start: int, call: ModuleCall | None) -> tuple[Answer, ...]:
         """What was asked within a call, or by an operation; nothing where torch read nothing."""
         if call is None:
-            found = [answer for _, op, answer in self.answers if op == start]
+            answers = [answer for _, op, answer in self.answers if op == start]
         else:
             within = {call.number}
             for inner in self.calls[call.number + 1 :] if self.answers else ():
                 if inner.parent not in within:
                     break
                 within.add(inner.number)
-            found = [answer for number, _, answer in self.answers if number in within]
-        return tuple(found) if any(a != Answer(None, {}) for a in found) else ()
+            answers = [answer for number, _, answer in self.answers if number in within]
+        return tuple(answers) if any(a != Answer(None, {}) for a in answers) else ()
 
-    def chain(self, op: int) -> list[Call]:
+    def chain(self, op: int) -> list[ModuleCall]:
         """The module calls around an operation, outermost first."""
-        found = []
+        calls_around = []
         number = self.ops[op].call
         while number >= 0:
-            found.append(self.calls[number])
+            calls_around.append(self.calls[number])
             number = self.calls[number].parent
-        return found[::-1]
+        return calls_around[::-1]
 
     def where(self, op: int) -> str:
         """In words, the module in whose forward an operation is called."""
         chain = self.chain(op)
         return f"the forward of {chain[-1].name or 'the model'!r}" if chain else "the forward of the model"
+
+
+# ---- what a forward pass asks of tensors (``bool(x)``, ``x[:, i]``), for runs on tensors without data
+#
+# A module that lies within one stage may decide by values. Where the model is traced, it runs by itself on
+# some values, and what it asks is noted; where a stage runs without data, to agree on shapes, it gets the
+# same answers, and so goes the same way; and what a tensor's values give a size (``x[mask]``, ``nonzero``)
+# has the same one. What it computes is not touched by them: there it asks what it has.
+
+
+_NAMES = """
+    __bool__ __int__ __float__ __index__ __complex__ __contains__ item tolist equal allclose is_nonzero
+    """.split()
+ASKING = frozenset(
+    getattr(owner, name) for name in _NAMES for owner in (torch, torch.Tensor) if hasattr(owner, name)
+)
+_SIZED = """
+    nonzero argwhere masked_select unique unique_consecutive bincount where __getitem__
+    """.split()
+SIZED = frozenset(
+    getattr(owner, name) for name in _SIZED for owner in (torch, torch.Tensor) if hasattr(owner, name)
+)
+# answers that shapes and dtypes give
+METADATA = frozenset(
+    """
+    size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point
+    is_complex is_signed is_inference is_conj is_neg is_same_size get_device is_set_to dim_order result_type
+    untyped_storage is_shared is_pinned is_tensor is_storage can_cast has_names is_coalesced type _is_view
+    __len__ __hash__ __repr__ __format__ __class__ broadcast_shapes broadcast_tensors_shapes
+    """.split()
+)
+_QUIET = METADATA | {"__get__", "__set__", full_value.__name__}
+
+
+class Answer(NamedTuple):
+    """What one call was told, of those that may ask.
+
+    Attributes:
+        out: what a function that does nothing else gave; None of another one.
+        read: of another one, the numbers that torch read out of its tensors of no dimension, by their
+            places among these.
+        sized: of one whose sizes are told by values, what it gave, with a :class:`_Sized` for each tensor.
+    """
+
+    out: Any
+    read: dict[int, Any]
+    sized: Any = None
+
+
+class _Sized(NamedTuple):
+    """A tensor of a size that values told."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Read(TorchDispatchMode):
+    """Notes which tensors torch reads, and what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[torch.Tensor, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.found.append((args[0], out))
+        return out
+
+
+def _scalars(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    with raw():
+        return [x for x in leaves((args, kwargs), torch.Tensor) if not x.ndim]
+
+
+def _is_sized(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether the sizes of what a function gives are told by values."""
+    if func not in SIZED:
+        return False
+    name = func.__name__
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    if name != "__getitem__":
+        return True
+    with raw():
+        return any(x.dtype in (torch.bool, torch.uint8) and x.ndim for x in leaves(args[1], torch.Tensor))
+
+
+def _sized(x: Any) -> Any:
+    return _Sized(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x
+
+
+def _made(answer: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """What hangs on the tensors given, without data, of the sizes that were told."""
+    like = next((x for x in tensors if type(x) is DTensor), None)
+    graded = [x for x in tensors if x.requires_grad]
+
+    def made(x: Any) -> Any:
+        if type(x) is not _Sized:
+            return x
+        out: torch.Tensor = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        if like is not None:
+            out = stamp(out, Layout.replicated(layout_of(like).mesh, x.shape))
+        for one in graded if x.dtype.is_floating_point else ():
+            out = out + 0 * one.sum().to(x.dtype)
+        return out
+
+    return tuple(map(made, answer)) if type(answer) is tuple else made(answer)
+
+
+def heard(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Answer | None]:
+    """What a function gives, and what it was told; None if it is none that may ask."""
+    if func in ASKING:
+        out = func(*args, **kwargs)
+        return out, Answer(out, {})
+    if _is_sized(func, args, kwargs):
+        out = func(*args, **kwargs)
+        return out, Answer(None, {}, tuple(map(_sized, out)) if isinstance(out, tuple) else _sized(out))
+    if getattr(func, "__name__", "") in _QUIET or not (scalars := _scalars(args, kwargs)):
+        return func(*args, **kwargs), None
+    with _Read() as read:
+        out = func(*args, **kwargs)
+    places = {id(x): i for i, x in enumerate(scalars)}
+    return out, Answer(None, {places[id(x)]: said for x, said in read.found if id(x) in places})
+
+
+class AnswerRecorder(TorchFunctionMode):
+    """Notes the answers.
+
+    Attributes:
+        answers: in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[Answer] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out, answer = heard(func, args, kwargs or {})
+        if answer is not None:
+            self.answers.append(answer)
+        return out
+
+
+class _Answers(TorchFunctionMode):
+    """Gives them again to what asks a tensor without data."""
+
+    def __init__(self, answers: Iterable[Answer]) -> None:
+        super().__init__()
+        self._left = deque(answers)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        asks, sized = func in ASKING, _is_sized(func, args, kwargs)
+        quiet = (
+            not asks and not sized and (getattr(func, "__name__", "") in _QUIET or not _scalars(args, kwargs))
+        )
+        if quiet or not self._left:
+            return func(*args, **kwargs)
+        answer = self._left.popleft()
+        if asks or sized:
+            tensors = leaves((args, kwargs), torch.Tensor)
+            if not any(x.is_meta for x in tensors):
+                return func(*args, **kwargs)
+            return _made(answer.sized, tensors) if sized else answer.out
+        if answer.read:
+            places = iter(range(len(_scalars(args, kwargs))))
+
+            def told(x: Any) -> Any:
+                if not isinstance(x, torch.Tensor) or x.ndim:
+                    return x
+                return answer.read.get(next(places), x)
+
+            args, kwargs = mapped(told, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def answered(func: Callable[..., Any], answers: Iterable[Answer], *args: Any, **kwargs: Any) -> Any:
+    """Call a function whose questions to tensors without data have these answers."""
+    with _Answers(answers):
+        return func(*args, **kwargs)
+
+
+# ---- programs of stages: calls in order, on values by number
+
+
+Env = dict[int, torch.Tensor]
+
+
+class CallSpan(NamedTuple):
+    """What is done in one go: a module that is called whole, or a torch call (``call`` is None)."""
+
+    start: int
+    end: int
+    call: ModuleCall | None
+
+
+class ProgramStep:
+    """One call of a program.
+
+    Args:
+        func: a torch function, or a module's name.
+        name: for messages.
+        args, kwargs, out: trees with a :class:`Ref` for each tensor, and a :class:`Part` for each module that
+            is given to another.
+        state: what torch is told meanwhile, if it is not what it is told around the program.
+        reads: whether Python's control flow read what it gives.
+
+    Attributes:
+        given, made: the values that it is given and gives.
+        free: values that nothing needs after it.
+        answers: what was asked of tensors within it when it was traced: where they have no data, it gets the
+            same.
+    """
+
+    __slots__ = (
+        "_args", "_flat", "_kwargs", "_out", "_state", "answers", "free", "func", "given", "made", "name",
+        "reads",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        state: TorchState | None,
+        reads: bool = False,
+    ) -> None:
+        self.func, self.name, self.reads = func, name, reads
+        self._args, self._kwargs, self._out, self._state = args, kwargs, out, state
+        inner = [x for x in (*args, *kwargs.values()) if type(x) is not Ref]
+        self._flat = not any(leaves(x, (Ref, Part, torch.device)) for x in inner)
+        self.given = tuple(ref.number for ref in leaves((args, kwargs), Ref))
+        self.made = tuple(ref.number for ref in leaves(out, Ref))
+        self.free: tuple[int, ...] = ()
+        self.answers: tuple[Answer, ...] = ()
+
+    def by(self, func: Callable[..., Any]) -> ProgramStep:
+        """The step that calls something else in place of what this one does."""
+        step = ProgramStep(func, self.name, self._args, self._kwargs, self._out, self._state, self.reads)
+        step.free, step.answers = self.free, self.answers
+        return step
+
+    def run(self, env: Env, modules: Mapping[str, nn.Module], was: torch.device, here: torch.device) -> Any:
+        """Call it on what is in ``env``, and put there what it gives.
+
+        Args:
+            was, here: the device of the trace, in whose place is the one of now.
+        """
+        func: Any = modules[self.func] if type(self.func) is str else self.func
+        if self.answers and here.type == "meta":
+            func = partial(answered, func, self.answers)
+        if self._flat:
+            args = [env[a.number] if type(a) is Ref else a for a in self._args]
+            kwargs = {k: env[a.number] if type(a) is Ref else a for k, a in self._kwargs.items()}
+        else:
+
+            def given(x: Any) -> Any:
+                if type(x) is Ref:
+                    return env[x.number]
+                if type(x) is Part:
+                    return modules[x.name]
+                return here if type(x) is torch.device and x == was else x
+
+            args, kwargs = mapped(given, (self._args, self._kwargs))
+        if self._state is None:
+            out = func(*args, **kwargs)
+        else:
+            enabled, dtype = self._state.cast
+            with torch.set_grad_enabled(self._state.grad), torch.autocast(was.type, dtype, enabled):
+                out = func(*args, **kwargs)
+        self._keep(out, env)
+        return out
+
+    def _keep(self, out: Any, env: Env) -> None:
+        if type(self._out) is Ref:
+            env[self._out.number] = out
+        else:
+            made, wanted = leaves(out, torch.Tensor), leaves(self._out, Ref)
+            if len(made) != len(wanted):
+                raise SplitError(
+                    f"{self.name!r} gave {len(made)} tensors, and {len(wanted)} when it was traced. A stage "
+                    "is called as it was traced: let the number not depend on what its forward remembers."
+                )
+            env.update((ref.number, x) for ref, x in zip(wanted, made, strict=True))
+        for n in self.free:
+            env.pop(n, None)
+
+
+class ValueSource(NamedTuple):
+    """Where a value comes from that no step makes.
+
+    Attributes:
+        number: the value's.
+        kind: ``"parameter"``, ``"buffer"``, ``"batch"`` or ``"constant"``.
+        place: its name, its number among the batch's tensors, or itself.
+        clone: whether a step writes to it, which is not to be seen outside.
+    """
+
+    number: int
+    kind: str
+    place: Any
+    clone: bool
+
+
+class ProgramBody(NamedTuple):
+    """Steps in order, and what they start from; ``device``: that of the trace."""
+
+    sources: Sequence[ValueSource]
+    steps: Sequence[ProgramStep]
+    device: torch.device
+
+    def begin(self, model: nn.Module, batch: Sequence[torch.Tensor]) -> Env:
+        """The values at the beginning."""
+        env: Env = {}
+        for number, kind, place, clone in self.sources:
+            if kind == "batch":
+                x = batch[place]
+            elif kind == "constant":
+                x = place
+            else:
+                owner, _, key = place.rpartition(".")
+                module = model.get_submodule(owner)
+                x = (module._parameters if kind == "parameter" else module._buffers)[key]
+            env[number] = x.clone() if clone else x
+        return env
+
+
+# ---- what stands for a model's parameters while it is traced, and that the model is left as it was
+
+
+_BESIDE = (
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+_HELD = ("_parameters", "_buffers", "_modules")
+
+
+class ModelStandIns:
+    """A model as its author made it: made before anything is laid out, hooked in or replaced.
+
+    Args:
+        model: the model.
+        device: on which stand-ins claim to be.
+        dtype: of parameters' stand-ins, if these are floats; None: their own.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        self.model, self.device, self._dtype = model, device, dtype
+        self._forwards = {id(m): vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
+
+    def hooked(self, module: nn.Module) -> bool:
+        """Whether a module has hooks, but for this library's and transformers' own."""
+        hooks = [hook for name in HOOKS for hook in vars(module).get(name, {}).values()]
+        return any(not _made_in(hook, "espalier", "transformers") for hook in hooks)
+
+    @contextmanager
+    def apart(self, fake: FakeTensorMode, given: Any = None) -> Iterator[Apart]:
+        """A copy of the model as its author made it, to be run while this is open, and of what is given.
+
+        Its parameters are fakes.
+        """
+        with apart(self.model, given, partial(self._stand, fake), self._as_made) as twin:
+            for config in _caching(twin.module.modules()):
+                config.use_cache = False
+            yield twin
+
+    @staticmethod
+    def snapshot(model: nn.Module) -> dict[str, dict[str, Any]]:
+        """The Python attributes of all modules of a copy, for :meth:`changes`."""
+        return {name: _attributes(m) for name, m in model.named_modules()}
+
+    @staticmethod
+    def changes(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+        """The names of attributes that are others now, by module."""
+        changed = {}
+        for name, m in model.named_modules():
+            was, now = before[name], _attributes(m)
+            keys = [k for k in {**was, **now} if k not in was or k not in now or not _equal(was[k], now[k])]
+            if keys:
+                changed[name] = keys
+        return changed
+
+    def _as_made(self, m: nn.Module) -> dict[str, Any]:
+        """What a module's author made of it, where this library has put its own."""
+        attributes: dict[str, Any] = {}
+        for name in HOOKS:
+            hooks = vars(m).get(name, {})
+            others = {k: hook for k, hook in hooks.items() if not _made_in(hook, "espalier")}
+            if len(others) < len(hooks):
+                attributes[name] = type(hooks)(others)
+        now, then = vars(m).get("forward"), self._forwards.get(id(m))
+        if now is not then:
+            attributes["forward"] = ABSENT if then is None else then
+        return attributes
+
+    def _stand(self, fake: FakeTensorMode, x: torch.Tensor) -> torch.Tensor:
+        """What stands for a parameter or buffer."""
+        if not isinstance(x, nn.Parameter):
+            return self._copied(x, fake)
+        cast = self._dtype is not None and x.is_floating_point()
+        return nn.Parameter(self._fake(x, fake, self._dtype if cast else None), requires_grad=x.requires_grad)
+
+    def _fake(self, x: torch.Tensor, fake: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.Tensor:
+        with fake:
+            return torch.empty(tuple(x.shape), dtype=dtype or x.dtype, device=self.device)
+
+    def _copied(self, b: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
+        if type(b) is DTensor and not b.is_meta:
+            b = full_tensor(b)
+        return self._fake(b, fake) if b.is_meta else b.detach().clone().to(self.device)
+
+
+def _made_in(hook: Any, *packages: str) -> bool:
+    return (getattr(hook, "__module__", None) or "").partition(".")[0] in packages
+
+
+def _caching(modules: Iterable[nn.Module]) -> list[Any]:
+    """Configurations of transformers' models that ask for a cache of keys and values.
+
+    A cache is an object that blocks write to, and would have to travel from stage to stage.
+    """
+    configs = {
+        id(c): c for m in modules if getattr(c := getattr(m, "config", None), "use_cache", None) is True
+    }
+    return list(configs.values())
+
+
+def _attributes(m: nn.Module) -> dict[str, Any]:
+    attributes = {k: x for k, x in vars(m).items() if k not in (*_HELD, *HOOKS, *_BESIDE)}
+    return {k: type(x)(x) if type(x) in (list, dict, set) else x for k, x in attributes.items()}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if type(a) in (list, tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, weakref.ref):  # whose == is that of what they refer to: an operation, of tensors
+        return a() is b()
+    if type(a) is dict:
+        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    try:
+        return a is b or (not isinstance(a, torch.Tensor) and bool(a == b))
+    except Exception:
+        return False
+
+
+def name_of(func: Any) -> str:
+    """What a torch function is called."""
+    return str(getattr(func, "__name__", func))
+
+
+# ---- arguments and outputs of modules as trees: whatever containers they come in
+
+
+class Ref(NamedTuple):
+    """A value of a trace, in the place of the tensor."""
+
+    number: int
+
+
+class Part:
+    """A module of the model, in its place: one that is given to another module.
+
+    Attributes:
+        name: the module's.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+_SOUGHT = (torch.Tensor, Ref)
+
+
+def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """``fn`` on every leaf of tuples, lists, dicts, slices, and dataclasses that hold tensors."""
+    return tree_map(fn, tree, _SOUGHT)
+
+
+def leaves(tree: Any, kind: type | tuple[type, ...] = object) -> list[Any]:
+    """The leaves of a kind, in the order of :func:`mapped`."""
+    return leaves_of(tree, kind, _SOUGHT)
+
+
+def called(model: Callable[..., Any], batch: Any) -> Any:
+    """What a model gives for a batch: a dict (keywords), a tuple or list, or one value."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)

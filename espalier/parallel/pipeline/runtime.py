@@ -1,42 +1,43 @@
 """The runtime: what a schedule says, done by this rank.
 
 What crosses from stage to stage is each rank's local tensor, to the rank of the same coordinates in the next
-stage; layouts, shapes and dtypes are agreed before (see ``agreement``). Once it is sent, a stage's output is
-let go: of the graph only the edge that backward starts from is kept.
+stage; layouts, shapes and dtypes are agreed before (see ``shape_inference``). Once it is sent, a stage's
+output is let go: of the graph only the edge that backward starts from is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as raw
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from espalier.comm import Pending
-from espalier.comm.peers import receive_from, send_to
+from espalier.comm import Work
+from espalier.comm.collectives import receive_from, send_to
+from espalier.device import is_accelerator
 from espalier.layout import Layout
 from espalier.layout.layout import AxisState
 from espalier.mesh import Mesh
-from espalier.parallel.pipeline.actions import Action, Kind, Schedule
-from espalier.parallel.pipeline.alone import Alone
-from espalier.parallel.pipeline.backward import backward_for_inputs
-from espalier.parallel.pipeline.chances import Draw
-from espalier.parallel.pipeline.simulate import Timeline
-from espalier.parallel.pipeline.stopwatch import Stopwatch, gathered
+from espalier.parallel.pipeline.measure import Stopwatch, gathered
+from espalier.parallel.pipeline.single_rank import SingleRank
+from espalier.parallel.schedules.actions import Action, ActionKind, Schedule
+from espalier.parallel.schedules.simulate import Timeline
 from espalier.tensor import DTensor, plain, stamp
+from espalier.tensor.dry_runs import Draw
 from espalier.tensor.dtensor import layout_of, redistribute
+from espalier.torch_private import raw
 
 Trees = tuple[Any, ...]
-_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+_RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
 _OTHER = {
-    Kind.SEND_F: Kind.RECV_F,
-    Kind.SEND_B: Kind.RECV_B,
-    Kind.RECV_F: Kind.SEND_F,
-    Kind.RECV_B: Kind.SEND_B,
+    ActionKind.SEND_F: ActionKind.RECV_F,
+    ActionKind.SEND_B: ActionKind.RECV_B,
+    ActionKind.RECV_F: ActionKind.SEND_F,
+    ActionKind.RECV_B: ActionKind.SEND_B,
 }
 
 
@@ -55,7 +56,7 @@ class Wire(NamedTuple):
     has_gradient: bool
 
 
-class Agreed(NamedTuple):
+class InferredShapes(NamedTuple):
     """What is known of a micro-batch before it runs.
 
     Attributes:
@@ -72,10 +73,10 @@ class Agreed(NamedTuple):
     tells: bool
     rebuild: tuple[Callable[[Sequence[torch.Tensor]], Trees], ...]
     draws: tuple[tuple[Draw, ...], ...]
-    alone: Mapping[int, Alone]
+    alone: Mapping[int, SingleRank]
 
 
-class Work(Protocol):
+class StageWork(Protocol):
     """What a runtime is to do: a step's micro-batches, and what the stages compute."""
 
     def at(self, action: Action) -> None:
@@ -134,12 +135,12 @@ class Runtime:
 
     def _clear(self) -> None:
         self.live.clear()
-        self._inbox: dict[Action, tuple[list[torch.Tensor], Pending]] = {}
+        self._inbox: dict[Action, Work[list[torch.Tensor]]] = {}
         self._outbox: dict[Action, list[torch.Tensor]] = {}
-        self._sending: dict[tuple[Kind, int], tuple[Action, Pending]] = {}
+        self._sending: dict[tuple[ActionKind, int], tuple[Action, Work[Any]]] = {}
         self._ending: Action | None = None
 
-    def run(self, schedule: Schedule, agreed: Sequence[Agreed], work: Work) -> None:
+    def run(self, schedule: Schedule, agreed: Sequence[InferredShapes], work: StageWork) -> None:
         """Do this rank's row.
 
         Args:
@@ -155,7 +156,9 @@ class Runtime:
         if row is not self._row:
             self._row, self._early = row, self._posted_early(row)
             self._there = self._matched(row)
-        self._last = {a.stage: a for a in row if a.kind in (Kind.B, Kind.W if self._parts else Kind.I)}
+        self._last = {
+            a.stage: a for a in row if a.kind in (ActionKind.B, ActionKind.W if self._parts else ActionKind.I)
+        }
         try:
             for action in self._early:
                 work.at(action)
@@ -185,24 +188,24 @@ class Runtime:
     def _posted_early(self, row: Sequence[Action]) -> list[Action]:
         """The row, each receive before the computation that it stands behind.
 
-        So what is sent arrives while this rank computes. Not on CUDA: there messages are done in the order in
-        which they are posted, on both sides.
+        So what is sent arrives while this rank computes. Not on accelerators: there messages are done in the
+        order in which they are posted, on both sides.
         """
-        found: list[Action] = []
+        row_actions: list[Action] = []
         at: int | None = None  # the last computation
         for action in row:
-            if action.kind in _RECEIVES and at is not None and self._mesh.device_type != "cuda":
-                found.insert(at, action)
+            if action.kind in _RECEIVES and at is not None and not is_accelerator(self._mesh.device_type):
+                row_actions.insert(at, action)
                 at += 1
                 continue
-            at = len(found) if action.kind.computes else at
-            found.append(action)
-        return found
+            at = len(row_actions) if action.kind.computes else at
+            row_actions.append(action)
+        return row_actions
 
     def _matched(self, row: Sequence[Action]) -> dict[Action, tuple[int, int]]:
         """For each message of a row, with whom it is, and the place of its other end in that one's row."""
         rows: dict[int, dict[Action, int]] = {}
-        found = {}
+        ends = {}
         for action in row:
             if action.kind.computes:
                 continue
@@ -211,18 +214,18 @@ class Runtime:
                 early = self._posted_early(self._schedule.actions[peer])
                 rows[peer] = {other: place for place, other in enumerate(early)}
             kind, stage, micro = action
-            to = stage + (1 if kind in (Kind.SEND_F, Kind.RECV_B) else -1)
-            found[action] = peer, rows[peer][Action(_OTHER[kind], to, micro)]
-        return found
+            to = stage + (1 if kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1)
+            ends[action] = peer, rows[peer][Action(_OTHER[kind], to, micro)]
+        return ends
 
     # ---- messages
 
     def _wires(self, action: Action) -> list[Wire]:
         """What crosses in a message."""
         kind, stage, micro = action
-        ahead = kind in (Kind.SEND_F, Kind.RECV_B)
+        ahead = kind in (ActionKind.SEND_F, ActionKind.RECV_B)
         border, agreed = stage if ahead else stage - 1, self._agreed[micro]
-        if kind in (Kind.SEND_F, Kind.RECV_F):
+        if kind in (ActionKind.SEND_F, ActionKind.RECV_F):
             return list(agreed.wires[border])
         back = list(compress(agreed.wires[border], agreed.returns[border]))
         return [*back, Wire((len(back),), torch.uint8, None, False)] if agreed.tells and back else back
@@ -248,17 +251,16 @@ class Runtime:
     def _hand_over(self, send: Action, xs: list[torch.Tensor]) -> None:
         """What a stage has made, to be sent, or to be taken by another stage of this rank."""
         kind, stage, micro = send
-        ahead = kind is Kind.SEND_F
+        ahead = kind is ActionKind.SEND_F
         to = stage + (1 if ahead else -1)
         if self._schedule.rank_of(to) == self._schedule.rank_of(stage):
-            self._inbox[Action(Kind.RECV_F if ahead else Kind.RECV_B, to, micro)] = xs, Pending()
+            self._inbox[Action(ActionKind.RECV_F if ahead else ActionKind.RECV_B, to, micro)] = Work.done(xs)
         else:
             self._outbox[send] = xs
 
-    def _take(self, kind: Kind, stage: int, micro: int) -> list[torch.Tensor]:
+    def _take(self, kind: ActionKind, stage: int, micro: int) -> list[torch.Tensor]:
         action = Action(kind, stage, micro)
-        xs, pending = self._inbox.pop(action)
-        pending.wait()
+        xs = self._inbox.pop(action).wait()
         self._let_go(action)
         self._watch.start()
         return xs
@@ -282,20 +284,20 @@ class Runtime:
         """
         if self._trained is None or self._mesh.is_dry:
             raise ValueError("No step has been timed: call engine.train_step(batch) first, on a real mesh.")
-        schedule, watch = self._trained
-        return gathered(watch.spans(), schedule, self._mesh, self._axis)
+        schedule, stopwatch = self._trained
+        return gathered(stopwatch.spans(), schedule, self._mesh, self._axis)
 
     # ---- computation
 
     def _compute(self, action: Action) -> None:
         self._watch.start()
-        self._work.phase("forward" if action.kind is Kind.F else "backward")
-        if action.kind is Kind.F:
+        self._work.phase("forward" if action.kind is ActionKind.F else "backward")
+        if action.kind is ActionKind.F:
             self._f(action)
-        elif action.kind is Kind.W:
+        elif action.kind is ActionKind.W:
             self._w(action)
         else:
-            parted = action.kind is Kind.I and self._parts
+            parted = action.kind is ActionKind.I and self._parts
             self._backward(action, parted)
             if not parted:
                 self._ending = action  # when what it has made is on its way
@@ -305,12 +307,16 @@ class Runtime:
     def _stand_in(self, action: Action) -> None:
         """What others wait for, without what it should be."""
         kind, stage, micro = action
-        came, sent = (Kind.RECV_F, Kind.SEND_F) if kind is Kind.F else (Kind.RECV_B, Kind.SEND_B)
-        to = stage + (1 if kind is Kind.F else -1)
-        if (pair := self._inbox.pop(Action(came, stage, micro), None)) is not None:
-            pair[1].wait()
+        came, sent = (
+            (ActionKind.RECV_F, ActionKind.SEND_F)
+            if kind is ActionKind.F
+            else (ActionKind.RECV_B, ActionKind.SEND_B)
+        )
+        to = stage + (1 if kind is ActionKind.F else -1)
+        if (coming := self._inbox.pop(Action(came, stage, micro), None)) is not None:
+            coming.wait()
         send = Action(sent, stage, micro)
-        if kind is not Kind.W and 0 <= to < self._schedule.stages and send not in self._outbox:
+        if kind is not ActionKind.W and 0 <= to < self._schedule.stages and send not in self._outbox:
             device = self._stage_mesh.device()
             zeros = [torch.zeros(w.shape, dtype=w.dtype, device=device) for w in self._wires(send)]
             self._hand_over(send, zeros)
@@ -323,7 +329,7 @@ class Runtime:
             wires = self._agreed[micro].wires[stage - 1]
             entered = []
             with raw():
-                for x, wire in zip(self._take(Kind.RECV_F, stage, micro), wires, strict=True):
+                for x, wire in zip(self._take(ActionKind.RECV_F, stage, micro), wires, strict=True):
                     if wire.has_gradient:
                         leaves.append(x.requires_grad_())
                         x = x.view_as(x)  # no leaf, on which a mark or another class would stay
@@ -340,7 +346,7 @@ class Runtime:
                 if len(outs) == len(wires):
                     outs = [*map(_as_agreed, outs, wires)]
                 _check(outs, wires, stage)
-                self._hand_over(Action(Kind.SEND_F, stage, micro), [plain(x.detach()) for x in outs])
+                self._hand_over(Action(ActionKind.SEND_F, stage, micro), [plain(x.detach()) for x in outs])
                 edges = [*map(get_gradient_edge, compress(outs, self._agreed[micro].returns[stage]))]
             elif outs[0].requires_grad:
                 edges = [get_gradient_edge(outs[0])]
@@ -362,7 +368,7 @@ class Runtime:
         if stage + 1 == self._schedule.stages:
             grads = [self._work.weight(micro)] if live.edges else []
         else:
-            grads = self._take(Kind.RECV_B, stage, micro)
+            grads = self._take(ActionKind.RECV_B, stage, micro)
             if self._agreed[micro].tells and grads:
                 came = grads.pop()
                 if not came.is_meta:
@@ -377,7 +383,7 @@ class Runtime:
                 torch.autograd.backward(tuple(live.edges), tuple(grads))
         live.edges = []
         if stage:
-            self._hand_over(Action(Kind.SEND_B, stage, micro), self._returned(stage, micro, leaves))
+            self._hand_over(Action(ActionKind.SEND_B, stage, micro), self._returned(stage, micro, leaves))
         live.leaves = []
 
     def _returned(self, stage: int, micro: int, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -390,20 +396,20 @@ class Runtime:
         returns = [
             b for b, w in zip(agreed.returns[border], agreed.wires[border], strict=True) if w.has_gradient
         ]
-        found = []
+        gradients = []
         for i, (x, is_awaited) in enumerate(zip(leaves, returns, strict=True)):
             if is_awaited:
-                found.append(torch.zeros_like(x) if x.grad is None else x.grad)
+                gradients.append(torch.zeros_like(x) if x.grad is None else x.grad)
             elif x.grad is not None:
                 raise RuntimeError(
                     f"Stage {stage} has a gradient for its input {i}, of the shape {list(x.shape)}, on which "
                     "the loss did not hang when the stage was run without data. What hangs on what must "
                     "follow from shapes and from whether the model trains."
                 )
-        if agreed.tells and found:
+        if agreed.tells and gradients:
             there = [x.grad is not None for x in compress(leaves, returns)]
-            found.append(torch.tensor(there, dtype=torch.uint8, device=found[0].device))
-        return found
+            gradients.append(torch.tensor(there, dtype=torch.uint8, device=gradients[0].device))
+        return gradients
 
     def _begin(self, action: Action) -> None:
         self._work.begin_backward(action.stage, self._last[action.stage] == action)
@@ -426,10 +432,10 @@ def _check(outs: Sequence[torch.Tensor], wires: Sequence[Wire], stage: int) -> N
     Raises:
         RuntimeError: it does not.
     """
-    found = [wire_of(x) for x in outs]
-    if found != list(wires):
+    wires_made = [wire_of(x) for x in outs]
+    if wires_made != list(wires):
         raise RuntimeError(
-            f"Stage {stage} gives other tensors than when it was run without data: {found}, and there "
+            f"Stage {stage} gives other tensors than when it was run without data: {wires_made}, and there "
             f"{list(wires)}. What it gives must follow from shapes and from whether the model trains."
         )
 
@@ -439,10 +445,10 @@ def _as_agreed(x: torch.Tensor, wire: Wire) -> torch.Tensor:
     if type(x) is not DTensor or wire.lies is None:
         return x
     axes, cuts, shape = wire.lies
-    own = layout_of(x)
-    if own.shape != shape or (own.axes, own.cuts) == (axes, cuts):
+    layout = layout_of(x)
+    if layout.shape != shape or (layout.axes, layout.cuts) == (axes, cuts):
         return x
-    return redistribute(x, Layout.of(own.mesh, axes, cuts, shape))
+    return redistribute(x, Layout.of(layout.mesh, axes, cuts, shape))
 
 
 def wire_of(x: torch.Tensor) -> Wire:
@@ -451,13 +457,156 @@ def wire_of(x: torch.Tensor) -> Wire:
         shape, dtype, grad = tuple(x.shape), x.dtype, x.requires_grad
     if type(x) is not DTensor:
         return Wire(shape, dtype, None, grad)
-    own = layout_of(x)
-    return Wire(shape, dtype, (own.axes, own.cuts, tuple(own.shape)), grad)
+    layout = layout_of(x)
+    return Wire(shape, dtype, (layout.axes, layout.cuts, tuple(layout.shape)), grad)
 
 
 def _tag(action: Action) -> int:
     """Of a message: which border of stages it crosses, and in which direction."""
-    forward = action.kind in (Kind.SEND_F, Kind.RECV_F)
-    ahead = action.kind in (Kind.SEND_F, Kind.RECV_B)
+    forward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
+    ahead = action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)
     border = action.stage if ahead else action.stage - 1
     return 2 * border + (0 if forward else 1)
+
+
+# ---- backward passes of a stage: whole, or first for its inputs and later for its weights
+#
+# The weights' part is put off where that computes nothing twice. A node of the graph that leads both to the
+# stage's inputs and to weights (a matrix product, say) runs twice, each time for one of them, and the
+# gradient that came to it is kept in between. Weights that cannot be parted so get their gradients with the
+# inputs.
+#
+# Qi et al. 2024 (Zero Bubble Pipeline Parallelism).
+
+
+_Edge = tuple[Node, int]
+_Grads = Sequence[torch.Tensor | None]
+
+
+class _Parted(NamedTuple):
+    """A node that is to run again, its edges to weights, and the gradients that came to it."""
+
+    node: Node
+    edges: list[_Edge]
+    came: list[torch.Tensor | None]
+
+
+def backward_for_inputs(
+    roots: Sequence[GradientEdge],
+    grads: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    dry: bool = False,
+) -> Callable[[], None]:
+    """Add to the gradients of a stage's inputs.
+
+    Args:
+        roots, grads: the stage's outputs, and their gradients.
+        leaves: its inputs.
+        dry: operations were given aliases of the weights, which are passed over: gradients then come to the
+            weights in the order in which they do in a real run.
+
+    Returns:
+        what adds to the gradients of its weights.
+    """
+    if not roots:
+        return lambda: None
+    if not leaves:
+        return lambda: torch.autograd.backward(tuple(roots), tuple(grads))
+    way, weights = _explored((edge.node for edge in roots), {get_gradient_edge(x).node for x in leaves})
+    beside = [weights[edge.node] for edge in roots if not way[edge.node]]  # outputs of weights alone
+    parted, at_once = _parted(way, weights, set().union(*beside), dry)
+    handles = [part.node.register_prehook(_keeper(part.came)) for part in parted]
+    try:
+        inputs: Any = [*leaves, *(node.variable for node in at_once)]  # type: ignore[attr-defined]
+        torch.autograd.backward(tuple(roots), tuple(grads), retain_graph=bool(parted), inputs=inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return lambda: _backward_for_weights(parted)
+
+
+def _keeper(came: list[torch.Tensor | None]) -> Callable[[_Grads], None]:
+    return lambda grads: came.extend(grads)
+
+
+def _backward_for_weights(parted: list[_Parted]) -> None:
+    roots: list[GradientEdge] = []
+    root_grads: list[torch.Tensor] = []
+    while parted:
+        node, edges, came = parted.pop()
+        starts = [(GradientEdge(node, i), g) for i, g in enumerate(came) if g is not None]
+        if starts:
+            targets = tuple(GradientEdge(to, place) for to, place in edges)
+            outs = tuple(edge for edge, _ in starts)
+            grads = torch.autograd.grad(outs, targets, tuple(g for _, g in starts), allow_unused=True)
+            roots += [edge for edge, g in zip(targets, grads, strict=True) if g is not None]
+            root_grads += [g for g in grads if g is not None]
+    if roots:
+        torch.autograd.backward(tuple(roots), tuple(root_grads))
+
+
+def _explored(
+    roots: Iterable[Node], inputs: set[Node]
+) -> tuple[dict[Node, bool], dict[Node, frozenset[Node]]]:
+    """For each node of a graph whether it leads to inputs, and to which other leaves."""
+    way: dict[Node, bool] = {}
+    weights: dict[Node, frozenset[Node]] = {}
+    stack = [(node, False) for node in roots]
+    while stack:
+        node, done = stack.pop()
+        if node in way and not done:
+            continue
+        beyond = [to for to, _ in node.next_functions if to is not None]
+        if not done and beyond:
+            stack.append((node, True))
+            stack += [(to, False) for to in beyond if to not in way]
+            continue
+        way[node] = node in inputs or any(way[to] for to in beyond)
+        leaf = {node} if hasattr(node, "variable") and node not in inputs else set()
+        weights[node] = frozenset(leaf.union(*(weights[to] for to in beyond)))
+    return way, weights
+
+
+def _parted(
+    way: dict[Node, bool], weights: dict[Node, frozenset[Node]], at_once: set[Node], dry: bool
+) -> tuple[list[_Parted], set[Node]]:
+    """Which nodes run again for which edges, and the weights that are not put off: those given, and more."""
+    edges: dict[Node, list[_Edge]] = {}
+    reached: dict[Node, set[Node]] = {}  # for each node off the way, the nodes of the way that lead to it
+    for node, on in way.items():
+        if not on:
+            continue
+        for to, place in node.next_functions:
+            if to is None or way[to] or not weights[to]:
+                continue
+            while dry and to.name() == "AliasBackward0" and (behind := to.next_functions[0])[0] is not None:
+                to, place = behind[0], behind[1]
+            edges.setdefault(node, []).append((to, place))
+            stack = [to]
+            while stack:
+                here = stack.pop()
+                if node not in reached.setdefault(here, set()):
+                    reached[here].add(node)
+                    stack += [beyond for beyond, _ in here.next_functions if beyond is not None]
+    for node, beside in edges.items():
+        for to, _ in beside:
+            # a custom function may do all its work both times; a hook of a weight would run twice
+            if isinstance(node, BackwardCFunction) or len(reached[to]) > 1 or _is_hooked(to):
+                at_once |= weights[to]
+    size = -1
+    while size != len(at_once):  # all uses of a weight, or none
+        size = len(at_once)
+        for beside in edges.values():
+            for to, _ in beside:
+                if weights[to] & at_once:
+                    at_once |= weights[to]
+    parted = []
+    for node, beside in edges.items():
+        late = list(dict.fromkeys(edge for edge in beside if not weights[edge[0]] & at_once))
+        if late:
+            parted.append(_Parted(node, late, []))
+    return parted, at_once
+
+
+def _is_hooked(node: Node) -> bool:
+    return bool(getattr(getattr(node, "variable", None), "_backward_hooks", None))

@@ -8,32 +8,39 @@ modules is repeated call by call. The model itself is not changed.
 from __future__ import annotations
 
 import copy
-import difflib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as raw
-from torch.utils._python_dispatch import _disable_current_modes
 
-from espalier.parallel.data.units import parts
-from espalier.parallel.pipeline.balance import Piece, balance, joined, whole_blocks
-from espalier.parallel.pipeline.programs import Body, Divided, Value
-from espalier.parallel.pipeline.record import Call, SplitError, State, Trace, ValuesError
-from espalier.parallel.pipeline.standing import Standing
-from espalier.parallel.pipeline.steps import Env, Step
+from espalier.blocks import parts
+from espalier.parallel.pipeline.programs import Divided, SentValue
+from espalier.parallel.pipeline.record import (
+    Env,
+    ModelStandIns,
+    ModuleCall,
+    ProgramStep,
+    Ref,
+    SplitError,
+    TorchState,
+    Trace,
+    ValuesError,
+    leaves,
+    mapped,
+)
 from espalier.parallel.pipeline.trace import trace
-from espalier.parallel.pipeline.trees import Ref, leaves, mapped
 from espalier.tensor import DTensor, full_tensor
-from espalier.tensor.flops import Work
+from espalier.tensor.dry_runs import OpCost
+from espalier.texts import similar
+from espalier.torch_private import disable_modes, getter, raw
 
 Runner = Callable[["StageProgram", Env, torch.device], None]
 _TRACES = 64  # kept for batches of different shapes
-_dtype = vars(torch._C.TensorBase)["dtype"].__get__
-_requires_grad = vars(torch._C.TensorBase)["requires_grad"].__get__
+_dtype = getter("dtype")
+_requires_grad = getter("requires_grad")
 _INTENSITY = 10  # operations that take as long as moving a byte
 
 
@@ -55,8 +62,8 @@ class StageProgram:
         self.number, last = number, number == divided.number - 1
         self._in = divided.crossing(number - 1) if number else []
         self._out = [] if last else divided.crossing(number)
-        self.inputs: tuple[Value, ...] = tuple(divided.described(n, number - 1) for n in self._in)
-        self.outputs: tuple[Value, ...] = tuple(divided.described(n, number) for n in self._out)
+        self.inputs: tuple[SentValue, ...] = tuple(divided.described(n, number - 1) for n in self._in)
+        self.outputs: tuple[SentValue, ...] = tuple(divided.described(n, number) for n in self._out)
         self.uses = divided.uses(number)
         self._written = divided.written_in(number) if number else set()
         self._body = divided.body(number)
@@ -97,7 +104,7 @@ class StageProgram:
             return tuple(env[n] for n in self._out)
         return self.rebuilt([env[r.number] for r in leaves(self._result, Ref)])
 
-    def do(self, steps: Iterable[Step], env: Env, here: torch.device) -> None:
+    def do(self, steps: Iterable[ProgramStep], env: Env, here: torch.device) -> None:
         """Do some of the steps."""
         modules, was = self._modules, self._body.device
         for step in steps:
@@ -108,8 +115,8 @@ class StageProgram:
         """How many of the steps, at the beginning, make what each stage makes of the batch for itself."""
         others = {source.number for source in self._body.sources if source.kind == "parameter"}
         others.update(self._in)
-        own = (isinstance(s.func, str) or not others.isdisjoint(s.given) for s in self.steps)
-        return next((i for i, is_own in enumerate(own) if is_own), len(self.steps))
+        waits = (isinstance(s.func, str) or not others.isdisjoint(s.given) for s in self.steps)
+        return next((i for i, is_own in enumerate(waits) if is_own), len(self.steps))
 
     @property
     def holders(self) -> list[nn.Module]:
@@ -117,25 +124,25 @@ class StageProgram:
         owners = [self._modules[name.rpartition(".")[0]] for name in self.uses]
         return list(dict.fromkeys([*self.inner, *owners]))
 
-    def holds(self, step: Step) -> bool:
+    def holds(self, step: ProgramStep) -> bool:
         """Whether a step uses parameters or buffers."""
         if isinstance(step.func, str) and _has_tensors(self._modules[step.func]):
             return True
-        held = {source.number for source in self._body.sources if source.kind in ("parameter", "buffer")}
-        return not held.isdisjoint(step.given)
+        numbers = {source.number for source in self._body.sources if source.kind in ("parameter", "buffer")}
+        return not numbers.isdisjoint(step.given)
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters that it uses."""
-        return [held[key] for held, key in self._parameters]
+        return [table[key] for table, key in self._parameters]
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers that it uses."""
-        return [held[key] for held, key in self._buffers]
+        return [table[key] for table, key in self._buffers]
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The model's output, of the tensors in it."""
-        given = iter(tensors)
-        return mapped(lambda x: next(given) if type(x) is Ref else x, self._result)
+        remaining = iter(tensors)
+        return mapped(lambda x: next(remaining) if type(x) is Ref else x, self._result)
 
     def on(self, model: nn.Module) -> StageProgram:
         """The same program for another model of the same modules, by their names."""
@@ -159,18 +166,18 @@ class Split:
         cuts: names of the modules with which the second stage and the next ones begin; ``name@k`` is the k-th
             call of one.
         stages: the programs.
-        pieces: what the model consists of between possible cuts, with its costs.
+        segments: what the model consists of between possible cuts, with its costs.
         whole: why modules that were to be divided lie in one stage.
         dice: the stage that draws random numbers which are not torch's; None: none does.
     """
 
-    def __init__(self, family: _Family, found: Trace, cuts: Sequence[str]) -> None:
+    def __init__(self, family: _Family, traced: Trace, cuts: Sequence[str]) -> None:
         self._family, self.cuts = family, tuple(cuts)
-        divided = Divided(found, _bounds(found, cuts, family.model), family.model, family.standing)
+        divided = Divided(traced, _bounds(traced, cuts, family.model), family.model, family.stand_ins)
         self.stages = tuple(StageProgram(divided, i, family.model) for i in range(divided.number))
         self._guards = divided.guards()
         self.dice = divided.dice
-        self.pieces, self.whole = family.pieces, tuple(family.whole.values())
+        self.segments, self.whole = family.segments, tuple(family.whole.values())
 
     def at(self, batch: Any) -> Split:
         """The same stages for another batch; traced anew if its shapes, or what is read of it, are new."""
@@ -188,15 +195,15 @@ class Split:
         What none does belongs to a stage of its neighbours.
         """
         model = self._family.model
-        own = dict(model.named_parameters()), dict(model.named_buffers())
-        names = {id(x): name for held in own for name, x in held.items()}
-        found: dict[str, tuple[int, ...]] = {}
+        tables = dict(model.named_parameters()), dict(model.named_buffers())
+        names = {id(x): name for table in tables for name, x in table.items()}
+        stages_of: dict[str, tuple[int, ...]] = {}
         before: tuple[int, ...] = (0,)
         every = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
         for name, x in every:
             used = tuple(s.number for s in self.stages if names[id(x)] in s.uses)
-            before = found[name] = used or found.get(names[id(x)], before[-1:])
-        return found
+            before = stages_of[name] = used or stages_of.get(names[id(x)], before[-1:])
+        return stages_of
 
     def holds(self, batch: Any) -> bool:
         """Whether what Python's control flow read of its batch is what this one has."""
@@ -225,22 +232,22 @@ class _Family:
     """
 
     def __init__(
-        self, model: nn.Module, standing: Standing, device: torch.device, is_cut: bool = False
+        self, model: nn.Module, stand_ins: ModelStandIns, device: torch.device, is_cut: bool = False
     ) -> None:
-        self.model, self.standing, self.device = model, standing, device
+        self.model, self.stand_ins, self.device = model, stand_ins, device
         self.cuts: tuple[str, ...] = ()
         self.is_cut = is_cut
         self.whole: dict[str, ValuesError] = {}
-        self.pieces: list[Piece] = []
+        self.segments: list[Segment] = []
         self.known: OrderedDict[Any, list[Split]] = OrderedDict()
         self._modules = tuple(model.modules())
         self._held = [m._parameters for m in self._modules if m._parameters]
 
     def trace(self, batch: Any) -> Trace:
-        with _disable_current_modes():  # who counts memory or operations is not to count these
+        with disable_modes():  # who counts memory or operations is not to count these
             while True:
                 try:
-                    return trace(mapped(_plain, batch), self.device, self.standing, self.whole)
+                    return trace(mapped(_plain, batch), self.device, self.stand_ins, self.whole)
                 except ValuesError as error:
                     if not error.module or self.is_cut or error.module in self.whole:
                         raise
@@ -250,9 +257,9 @@ class _Family:
         key = *self.key(batch), *state
         same = self.known.setdefault(key, [])
         self.known.move_to_end(key)
-        for found in same:
-            if found.holds(batch):
-                return found
+        for candidate in same:
+            if candidate.holds(batch):
+                return candidate
         same.append(Split(self, self.trace(batch), self.cuts))
         if len(self.known) > _TRACES:
             self.known.popitem(last=False)
@@ -260,20 +267,23 @@ class _Family:
 
     def key(self, batch: Any) -> Any:
         """What a trace depends on of a batch, beside its values."""
-        given = [
+        leaf_keys = [
             (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x if _is_plain(x) else id(x)
             for x in leaves(batch)
         ]
         names = tuple(batch) if isinstance(batch, Mapping) else None
-        return names, tuple(given)
+        return names, tuple(leaf_keys)
 
     def state(self) -> tuple[Any, ...]:
         """What it depends on of the model and of torch."""
         with raw():  # past DTensor's Python getters: this is asked at every step
             kinds = tuple(
-                (_dtype(p), _requires_grad(p)) for held in self._held for p in held.values() if p is not None
+                (_dtype(p), _requires_grad(p))
+                for table in self._held
+                for p in table.values()
+                if p is not None
             )
-        return tuple([m.training for m in self._modules]), kinds, State.now(self.device.type)
+        return tuple([m.training for m in self._modules]), kinds, TorchState.now(self.device.type)
 
 
 def split(
@@ -305,14 +315,14 @@ def split(
             what stages cannot do (see ``docs/pipeline.md``).
     """
     family = _family(model, device, is_cut=cuts is not None)
-    found = family.trace(example)
-    family.pieces = pieces(found, family, costs)
+    traced = family.trace(example)
+    family.segments = segments_of(traced, family, costs)
     if not divide:
-        family.pieces = whole_blocks(family.pieces)
+        family.segments = whole_blocks(family.segments)
     if cuts is None:
-        made = _balanced(family, found, number, memory, lambda: _anywhere(found, family, costs, divide))
+        made = _balanced(family, traced, number, memory, lambda: _anywhere(traced, family, costs, divide))
     elif len(cuts) == number - 1:
-        made = Split(family, found, cuts)
+        made = Split(family, traced, cuts)
     else:
         raise SplitError(f"{number} stages begin at {number - 1} cuts, got {len(cuts)}: {list(cuts)}.")
     family.cuts = made.cuts
@@ -321,45 +331,47 @@ def split(
 
 
 def _balanced(
-    family: _Family, found: Trace, number: int, memory: float | None, more: Callable[[], list[Piece]]
+    family: _Family, traced: Trace, number: int, memory: float | None, more: Callable[[], list[Segment]]
 ) -> Split:
     """The best split at blocks or, where these are too few or cannot be cut so, at any place that can be."""
-    told: SplitError | None = None
+    first_error: SplitError | None = None
     few = True  # whether places are all that was missing
-    for some in (lambda: family.pieces, lambda: whole_blocks(family.pieces), more):
+    for some in (lambda: family.segments, lambda: whole_blocks(family.segments), more):
         tried = some()
         try:
-            made = Split(family, found, balance(tried, number, memory))
+            made = Split(family, traced, balance(tried, number, memory))
         except SplitError as error:
             few = few and number > len(tried)
-            if told is None or few:
-                told = error
+            if first_error is None or few:
+                first_error = error
         else:
-            made.pieces = family.pieces = tried
+            made.segments = family.segments = tried
             return made
-    assert told is not None
-    raise told
+    assert first_error is not None
+    raise first_error
 
 
-def _anywhere(found: Trace, family: _Family, costs: Mapping[str, float] | None, divide: bool) -> list[Piece]:
+def _anywhere(
+    traced: Trace, family: _Family, costs: Mapping[str, float] | None, divide: bool
+) -> list[Segment]:
     """What a model consists of between all places where it may be cut alone, however deep."""
     whole = () if divide else tuple(f"{name}." for name in parts(family.model))
-    every = pieces(found, family, costs, lambda label: not label.startswith(whole))
+    every = segments_of(traced, family, costs, lambda label: not label.startswith(whole))
     legal = {every[0].name}
-    for piece in every[1:]:
-        if piece.name.startswith(whole):
+    for segment in every[1:]:
+        if segment.name.startswith(whole):
             continue
         try:
-            Divided(found, _bounds(found, [piece.name], family.model), family.model, family.standing)
+            Divided(traced, _bounds(traced, [segment.name], family.model), family.model, family.stand_ins)
         except SplitError:
             continue
-        legal.add(piece.name)
-    return joined(every, lambda piece: piece.name in legal)
+        legal.add(segment.name)
+    return joined(every, lambda segment: segment.name in legal)
 
 
-def in_pieces(
+def in_segments(
     model: nn.Module, example: Any, device: torch.device | None, dtype: torch.dtype | None, divide: bool
-) -> tuple[list[str], Sequence[StageProgram], Standing]:
+) -> tuple[list[str], Sequence[StageProgram], ModelStandIns]:
     """A model divided wherever it may be: the pieces' names, their programs, and what can stand in for it.
 
     Args:
@@ -370,9 +382,9 @@ def in_pieces(
         SplitError: it cannot be divided so.
     """
     family = _family(model, device, dtype)
-    found = family.trace(example)
-    names = [p.name for p in pieces(found, family) if divide or not p.within]
-    return names, Split(family, found, names[1:]).stages, family.standing
+    traced = family.trace(example)
+    names = [p.name for p in segments_of(traced, family) if divide or not p.within]
+    return names, Split(family, traced, names[1:]).stages, family.stand_ins
 
 
 def _family(
@@ -380,15 +392,15 @@ def _family(
 ) -> _Family:
     if device is None:
         device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    return _Family(model, Standing(model, device, dtype), device, is_cut)
+    return _Family(model, ModelStandIns(model, device, dtype), device, is_cut)
 
 
-def pieces(
-    found: Trace,
+def segments_of(
+    traced: Trace,
     family: _Family,
     costs: Mapping[str, float] | None = None,
     deep: Callable[[str], bool] | None = None,
-) -> list[Piece]:
+) -> list[Segment]:
     """What a model consists of between the places where it may be cut.
 
     Args:
@@ -398,82 +410,84 @@ def pieces(
     Raises:
         SplitError: costs are given of modules that there are none of.
     """
-    passing = _passing(found)
-    starts = _begins(found, family.model)
-    inner = _within(found, family, starts, passing)
+    passing = _passing(traced)
+    starts = _begins(traced, family.model)
+    inner = _within(traced, family, starts, passing)
     if deep is not None:
         known = {*starts.values(), *inner.values(), 0}
-        for label, call in _labels(found).items():
-            if call.start not in known and call.start < len(found.ops) and deep(label):
+        for label, call in _labels(traced).items():
+            if call.start not in known and call.start < len(traced.ops) and deep(label):
                 inner[label] = call.start
                 known.add(call.start)
     # a model that calls no module is one piece
     every = sorted({**starts, **inner}.items(), key=lambda item: item[1]) or [("", 0)]
-    ends = [*(start for _, start in every[1:]), len(found.ops)]
+    ends = [*(start for _, start in every[1:]), len(traced.ops)]
     sizes = {name: p.numel() * p.dtype.itemsize for name, p in family.model.named_parameters()}
     if costs is not None and (wrong := [n for n in costs if n and n not in starts and n not in inner]):
         raise SplitError(_near(wrong, [name for name, _ in every], "costs"))
-    if any(not op.local for op in found.ops[: every[0][1]]):
+    if any(not op.local for op in traced.ops[: every[0][1]]):
         every, ends = [("", 0), *every], [every[0][1], *ends]  # what the model does itself before
     result = []
     begin = 0
     for (name, _), end in zip(every, ends, strict=True):
-        ops = [op for op in found.ops[begin:end] if not op.local]
-        work = Work()
+        ops = [op for op in traced.ops[begin:end] if not op.local]
+        work = OpCost()
         for op in ops:
             work = work.plus(op.work)
-        used = {n for op in ops for n in op.reads if found.values[n].source[0] == "parameter"}
-        held = frozenset(found.values[n].source[1] for n in used)
+        used = {n for op in ops for n in op.reads if traced.values[n].source[0] == "parameter"}
+        names_used = frozenset(traced.values[n].source[1] for n in used)
         cost = float(max(work.flops, 0) + _INTENSITY * work.moved) if costs is None else costs.get(name, 0.0)
-        result.append(Piece(name, cost, {n: sizes[n] for n in held}, work, passing[begin], name in inner))
+        result.append(
+            Segment(name, cost, {n: sizes[n] for n in names_used}, work, passing[begin], name in inner)
+        )
         begin = end
     return result
 
 
-def _passing(found: Trace) -> list[int]:
+def _passing(traced: Trace) -> list[int]:
     """For each operation, the bytes of what is not local, made before and used at it or later."""
-    last = {r.number: len(found.ops) for r in leaves(found.out, Ref)}
-    for i, op in enumerate(found.ops):
+    last = {r.number: len(traced.ops) for r in leaves(traced.out, Ref)}
+    for i, op in enumerate(traced.ops):
         last.update((n, i) for n in op.reads if last.get(n, 0) < i)
-    change = [0] * (len(found.ops) + 2)
+    change = [0] * (len(traced.ops) + 2)
     for n, end in last.items():
-        value = found.values[n]
+        value = traced.values[n]
         if value.source[0] == "op" and not value.local:
             change[value.source[1] + 1] += value.tensor.nbytes
             change[end + 1] -= value.tensor.nbytes
     return list(accumulate(change))
 
 
-def _labels(found: Trace) -> dict[str, Call]:
+def _labels(traced: Trace) -> dict[str, ModuleCall]:
     """The calls of modules, by the module's name; ``name@k`` for the k-th."""
-    labels: dict[str, Call] = {}
+    labels: dict[str, ModuleCall] = {}
     count: dict[str, int] = {}
-    for call in found.calls:
+    for call in traced.calls:
         k = count[call.name] = count.get(call.name, 0) + 1
         if call.name:
             labels[call.name if k == 1 else f"{call.name}@{k}"] = call
     return labels
 
 
-def _begins(found: Trace, model: nn.Module) -> dict[str, int]:
+def _begins(traced: Trace, model: nn.Module) -> dict[str, int]:
     """Where a stage may begin, in order: at blocks of the outermost lists, and beside these."""
     parts = {
         name for name, m in model.named_modules()
-        if name and name not in found.containers and name.rpartition(".")[0] in found.containers
+        if name and name not in traced.containers and name.rpartition(".")[0] in traced.containers
     }  # fmt: skip
     result: dict[str, int] = {}
-    for label, call in _labels(found).items():
+    for label, call in _labels(traced).items():
         if call.name in parts and call.start not in result.values():
             result[label] = call.start
     return dict(sorted(result.items(), key=lambda item: item[1]))
 
 
 def _within(
-    found: Trace, family: _Family, starts: Mapping[str, int], passing: Sequence[int]
+    traced: Trace, family: _Family, starts: Mapping[str, int], passing: Sequence[int]
 ) -> dict[str, int]:
     """Where a stage may begin within such a part: at modules that it calls, where no more is sent than at
     its own beginning (of the residual stream, not beside it), if nothing is lost when it is divided."""
-    labels, modules = _labels(found), dict(family.model.named_modules())
+    labels, modules = _labels(traced), dict(family.model.named_modules())
     parts = {labels[label].number: labels[label] for label in starts}
     taken = set(starts.values())
     result: dict[str, int] = {}
@@ -482,15 +496,15 @@ def _within(
         if part is None or call.start in taken or not passing[call.start] <= passing[part.start]:
             continue
         divided = modules[part.name]
-        lost = part.name in found.changed or family.standing.hooked(divided) or "forward" in vars(divided)
+        lost = part.name in traced.changed or family.stand_ins.hooked(divided) or "forward" in vars(divided)
         if not lost and not divided._parameters:
             result[label] = call.start
             taken.add(call.start)
     return result
 
 
-def _bounds(found: Trace, cuts: Sequence[str], model: nn.Module) -> list[int]:
-    labels = {label: call.start for label, call in _labels(found).items()}
+def _bounds(traced: Trace, cuts: Sequence[str], model: nn.Module) -> list[int]:
+    labels = {label: call.start for label, call in _labels(traced).items()}
     if wrong := [c for c in cuts if c not in labels]:
         raise SplitError(_near(wrong, list(labels), "cuts"))
     bounds = [labels[c] for c in cuts]
@@ -508,7 +522,7 @@ def _bounds(found: Trace, cuts: Sequence[str], model: nn.Module) -> list[int]:
 def _near(wrong: Sequence[str], names: list[str], what: str) -> str:
     lines = [f"{what} name modules that the forward pass does not call:"]
     for name in wrong:
-        near = difflib.get_close_matches(name, names, 3, 0.5)
+        near = similar(name, names, 3)
         lines.append(f"  {name!r}" + (f": did you mean {', '.join(map(repr, near))}?" if near else ""))
     return "\n".join(lines)
 
@@ -531,4 +545,144 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-__all__ = ["Body", "Split", "SplitError", "StageProgram", "Value", "split"]
+# ---- where to cut a line of pieces so that the slowest part is as fast as can be
+
+
+_GAIN = 0.03  # of the slowest stage's cost, for which a block is divided
+
+
+class Segment(NamedTuple):
+    """A part of a model between two places where it may be cut.
+
+    Attributes:
+        name: of the place where it begins; empty for what the model does itself before its first module.
+        cost: of its forward pass, in any unit.
+        parameters: bytes of the parameters that it uses, by name.
+        work: what is counted of it.
+        passing: bytes that a cut at its beginning would send on.
+        within: whether it begins within a block, which a cut there would divide.
+    """
+
+    name: str
+    cost: float
+    parameters: Mapping[str, int]
+    work: OpCost
+    passing: int
+    within: bool = False
+
+
+def balance(segments: Sequence[Segment], number: int, memory: float | None = None) -> list[str]:
+    """The places where stages begin, but for the first: the cost of the most expensive one is the least.
+
+    Among these choices (of those that cost at most a hundredth more) it takes the one that sends the fewest
+    bytes, and then the most even one. A block is divided only where that makes the most expensive stage
+    cheaper by three hundredths. By dynamic programming over the cuts.
+
+    Args:
+        memory: bytes of parameters that a stage may hold; one that is used twice in it counts once.
+
+    Raises:
+        SplitError: there are fewer pieces than stages, or no choice keeps within the memory.
+    """
+    if number > len(segments):
+        names = ", ".join(p.name or "its beginning" for p in segments)
+        raise SplitError(
+            f"{number} stages, but only {len(segments)} places where one may begin: {names}. "
+            "Use fewer stages."
+        )
+    whole = whole_blocks(segments)
+    plain, least = _cheapest(whole, number, memory)
+    within, less = (plain, least) if len(whole) == len(segments) else _cheapest(segments, number, memory)
+    if less == float("inf"):
+        raise SplitError(
+            f"No choice of {number} stages holds at most {memory:,.0f} bytes of parameters in each. "
+            "Use more stages, or more memory."
+        )
+    return within if less < (1 - _GAIN) * least else plain
+
+
+def whole_blocks(segments: Sequence[Segment]) -> list[Segment]:
+    """The pieces where no block is divided."""
+    return joined(segments, lambda segment: not segment.within)
+
+
+def joined(segments: Sequence[Segment], begins: Callable[[Segment], bool]) -> list[Segment]:
+    """The pieces where only some begin one; the others go with those before them."""
+    groups: list[Segment] = []
+    for p in segments:
+        if not groups or begins(p):
+            groups.append(p)
+            continue
+        before = groups[-1]
+        groups[-1] = before._replace(
+            cost=before.cost + p.cost,
+            parameters={**before.parameters, **p.parameters},
+            work=before.work.plus(p.work),
+        )
+    return groups
+
+
+def _cheapest(segments: Sequence[Segment], number: int, memory: float | None) -> tuple[list[str], float]:
+    """The best cuts and the cost of the slowest stage; that is infinite where there are none."""
+    n = len(segments)
+    sums = [0.0]
+    for p in segments:
+        sums.append(sums[-1] + p.cost)
+    fits = _fitting(segments, memory)
+    # best[k][j]: the least cost of the slowest of k parts that make the first j pieces
+    best = [[0.0] + [float("inf")] * n]
+    for k in range(1, number + 1):
+        row = [float("inf")] * (n + 1)
+        for j in range(k, n + 1):
+            row[j] = min(
+                (max(best[k - 1][i], sums[j] - sums[i]) for i in range(max(k - 1, fits[j]), j)),
+                default=float("inf"),
+            )
+        best.append(row)
+    least = best[number][n]
+    return ([] if least == float("inf") else _lightest(segments, number, sums, fits, least * 1.01)), least
+
+
+def _fitting(segments: Sequence[Segment], memory: float | None) -> list[int]:
+    """For each number of pieces, the first one from which on they fit into the memory together."""
+    firsts = [0]
+    for j in range(1, len(segments) + 1):
+        bytes_by_name: dict[str, int] = {}
+        i = j
+        while i > 0:
+            bytes_by_name.update(segments[i - 1].parameters)
+            if memory is not None and sum(bytes_by_name.values()) > memory:
+                break
+            i -= 1
+        firsts.append(i)
+    return firsts
+
+
+def _lightest(
+    segments: Sequence[Segment], number: int, sums: Sequence[float], fits: Sequence[int], limit: float
+) -> list[str]:
+    """Of the choices within a limit of cost, that which sends least, and then the most even one."""
+    n = len(segments)
+    none = (float("inf"), 0.0, 0)
+    # bytes that are sent, the sum of the squares of costs, where the last part begins
+    best: list[list[tuple[float, float, int]]] = [[(0.0, 0.0, 0)] + [none] * n]
+    for k in range(1, number + 1):
+        row = [none] * (n + 1)
+        for j in range(k, n + 1):
+            ways = [
+                (
+                    best[k - 1][i][0] + (segments[i].passing if i else 0),
+                    best[k - 1][i][1] + (sums[j] - sums[i]) ** 2,
+                    i,
+                )
+                for i in range(max(k - 1, fits[j]), j)
+                if sums[j] - sums[i] <= limit
+            ]
+            row[j] = min(ways, default=none)
+        best.append(row)
+    cuts: list[str] = []
+    j = n
+    for k in range(number, 1, -1):
+        j = best[k][j][2]
+        cuts.append(segments[j].name)
+    return cuts[::-1]

@@ -17,7 +17,33 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import (
+from torch.overrides import TorchFunctionMode
+
+from espalier.blocks import blocks
+from espalier.parallel.pipeline.record import (
+    METADATA,
+    AnswerRecorder,
+    ModelStandIns,
+    ModuleCall,
+    Op,
+    Part,
+    Ref,
+    SplitError,
+    TorchState,
+    Trace,
+    Value,
+    ValuesError,
+    called,
+    heard,
+    leaves,
+    mapped,
+    name_of,
+    storage_of,
+)
+from espalier.sharding.spec import bound_to
+from espalier.tensor.dry_runs import CostMode, OpCost
+from espalier.tensor.traces import Apart, Generators, NotCopiedError
+from espalier.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -25,26 +51,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.overrides import TorchFunctionMode
-
-from espalier.parallel.data.units import blocks
-from espalier.parallel.pipeline.answers import METADATA, Heard, heard
-from espalier.parallel.pipeline.record import (
-    Call,
-    Op,
-    SplitError,
-    State,
-    Trace,
-    Value,
-    ValuesError,
-    storage_of,
-)
-from espalier.parallel.pipeline.standing import Standing, name_of
-from espalier.parallel.pipeline.trees import Part, Ref, called, leaves, mapped
-from espalier.tensor.apart import Apart, NotCopiedError
-from espalier.tensor.flops import Work, Worked
-from espalier.tensor.rules.spec import bound_to
-from espalier.tensor.traces import Generators
 
 # what a module that is called whole may do and a trace of fake tensors cannot
 _HIDDEN = (
@@ -57,13 +63,13 @@ _HIDDEN = (
 _NOISY = logging.getLogger("torch._subclasses.fake_tensor")  # logs what it raises
 
 
-def trace(batch: Any, device: torch.device, standing: Standing, whole: Collection[str] = ()) -> Trace:
+def trace(batch: Any, device: torch.device, stand_ins: ModelStandIns, whole: Collection[str] = ()) -> Trace:
     """Run a copy of a model once, with stand-ins for its parameters.
 
     Args:
         batch: the model's arguments: a dict (keywords), a tuple or list, or one tensor; plain tensors.
         device: on which it will be computed; what is local is computed there.
-        standing: the model, and what stands in for its parameters and buffers.
+        stand_ins: the model, and what stands in for its parameters and buffers.
         whole: names of modules that are not to be divided.
 
     Raises:
@@ -76,23 +82,23 @@ def trace(batch: Any, device: torch.device, standing: Standing, whole: Collectio
         stack.callback(setattr, _NOISY, "disabled", _NOISY.disabled)
         _NOISY.disabled = True
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        twin = stack.enter_context(_copied(standing, fake, batch))
-        before = standing.snapshot(twin.module)
-        found = _recorded(twin, device, fake, whole)
-        if standing.changes(twin.module, before):
+        twin = stack.enter_context(_copied(stand_ins, fake, batch))
+        before = stand_ins.snapshot(twin.module)
+        recorded = _recorded(twin, device, fake, whole)
+        if stand_ins.changes(twin.module, before):
             # what a first run only sets up is no loss, as each stage begins like it; what changes again is
-            before = standing.snapshot(twin.module)
+            before = stand_ins.snapshot(twin.module)
             _recorded(twin, device, fake, whole)
-            for name, keys in standing.changes(twin.module, before).items():
-                found.changed.setdefault(name, []).extend(f"sets {key!r}" for key in keys)
-    return found
+            for name, keys in stand_ins.changes(twin.module, before).items():
+                recorded.changed.setdefault(name, []).extend(f"sets {key!r}" for key in keys)
+    return recorded
 
 
 @contextlib.contextmanager
-def _copied(standing: Standing, fake: FakeTensorMode, batch: Any) -> Iterator[Apart]:
+def _copied(stand_ins: ModelStandIns, fake: FakeTensorMode, batch: Any) -> Iterator[Apart]:
     with contextlib.ExitStack() as stack:
         try:
-            twin = stack.enter_context(standing.apart(fake, batch))
+            twin = stack.enter_context(stand_ins.apart(fake, batch))
         except NotCopiedError as error:
             raise SplitError(
                 f"{error}. A model is split by what a copy of it does, and each rank keeps a copy without "
@@ -138,9 +144,9 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.model, self.fake = twin.module, fake
-        self.trace, self._original = Trace(device, State.now(device.type)), twin.original
+        self.trace, self._original = Trace(device, TorchState.now(device.type)), twin.original
         model = twin.module
-        self.worked = Worked()
+        self.worked = CostMode()
         self._known: dict[int, int] = {}  # by id of tensors, which the trace keeps
         self._names = {id(m): name for name, m in model.named_modules()}
         inner = [name for name in blocks(model) if not name.startswith(tuple(f"{w}." for w in whole))]
@@ -255,23 +261,23 @@ class _Recorder(TorchFunctionMode):
     def _whole(self, name: str, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
         """A module that does what fakes cannot follow: run by itself on some values, for its shapes."""
         self._quiet += 1
-        within = Heard()
+        within = AnswerRecorder()
         try:
             with self.worked.as_one(), torch.no_grad(), stand_in_values(module.modules()) as stood:
                 given_some = mapped(_valued, (args, kwargs))
-                standing = set(map(id, stood.values()))
-                held = [*stood.items(), *((b, b) for b in module.buffers() if id(b) not in standing)]
-                before = {storage_of(own): _sum(x) for own, x in held}
+                stand_ins = set(map(id, stood.values()))
+                pairs = [*stood.items(), *((b, b) for b in module.buffers() if id(b) not in stand_ins)]
+                before = {storage_of(own): _sum(x) for own, x in pairs}
                 with within:
                     out = module(*given_some[0], **given_some[1])
-                written = {s for own, x in held if _sum(x) != before[s := storage_of(own)]}
+                written = {s for own, x in pairs if _sum(x) != before[s := storage_of(own)]}
         except Exception as other:
             raise _Hidden(f"{error} in {name!r}, which could not be run by itself either: {other}") from error
         finally:
             self._quiet -= 1
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        given = [x.number for x in leaves(mapped(self.ref, (args, kwargs)), Ref)]
-        grad = grad or (torch.is_grad_enabled() and any(self._has_grad(n) for n in given))
+        numbers = [x.number for x in leaves(mapped(self.ref, (args, kwargs)), Ref)]
+        grad = grad or (torch.is_grad_enabled() and any(self._has_grad(n) for n in numbers))
         made: list[int] = []
 
         def fake(x: Any) -> Any:
@@ -290,14 +296,16 @@ class _Recorder(TorchFunctionMode):
         call.out, call.end = mapped(self.ref, out), call.start + 1
         self.trace.answers += [(call.number, -1, answer) for answer in within.answers]
         work = self.worked.taken()
-        given_and_out = (call.args, call.kwargs), call.out, tuple(given), made, written
+        given_and_out = (call.args, call.kwargs), call.out, tuple(numbers), made, written
         self._note(name, *given_and_out, local=False, work=work)
         return out
 
-    def _begin(self, name: str, args: Any, kwargs: Any) -> Call:
+    def _begin(self, name: str, args: Any, kwargs: Any) -> ModuleCall:
         t, parent = self.trace, self._path[-1] if self._path else -1
-        given = mapped(self._given, args), mapped(self._given, kwargs)
-        t.calls.append(Call(len(t.calls), name, parent, len(t.ops), State.now(t.device.type), *given))
+        traced = mapped(self._given, args), mapped(self._given, kwargs)
+        t.calls.append(
+            ModuleCall(len(t.calls), name, parent, len(t.ops), TorchState.now(t.device.type), *traced)
+        )
         self._path.append(t.calls[-1].number)
         return t.calls[-1]
 
@@ -310,8 +318,8 @@ class _Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self._quiet or name in METADATA:
             return func(*args, **kwargs)
-        given = leaves((args, kwargs), torch.Tensor)
-        versions = [x._version for x in given]
+        tensors = leaves((args, kwargs), torch.Tensor)
+        versions = [x._version for x in tensors]
         reads = mapped(self.ref, (args, kwargs))
         numbers = tuple(dict.fromkeys(x.number for x in leaves(reads, Ref)))
         local = all(self._is_local(n) for n in numbers)
@@ -322,25 +330,25 @@ class _Recorder(TorchFunctionMode):
         self.worked.begin()
         try:
             # what needs a gradient is followed here: what is real could not get one from what is fake
-            with torch.no_grad() if given else contextlib.nullcontext():
+            with torch.no_grad() if tensors else contextlib.nullcontext():
                 out, answer = heard(func, args, kwargs)
         except DataDependentOutputException as error:
             raise _Hidden(f"{name_of(func)} reads what the model computes") from error
         except Exception as error:
-            if isinstance(error, _HIDDEN) or not any(isinstance(x, FakeTensor) for x in given):
+            if isinstance(error, _HIDDEN) or not any(isinstance(x, FakeTensor) for x in tensors):
                 raise
             raise _Hidden(f"{name_of(func)} on tensors without values: {error}") from error
-        if name == "to" and any(out is x for x in given):
+        if name == "to" and any(out is x for x in tensors):
             # it moves nothing here, but may where the stages run
             out = torch.ops.aten.alias.default(out)
         work, drew = self.worked.taken(), self.worked.random
         made = leaves(out, torch.Tensor)
-        written = {storage_of(x) for x, v in zip(given, versions, strict=True) if x._version != v}
+        written = {storage_of(x) for x, v in zip(tensors, versions, strict=True) if x._version != v}
         written |= {storage_of(x) for x in _statistics(func, args, kwargs) if isinstance(x, torch.Tensor)}
         if answer is not None:
             self.trace.answers.append((self._path[-1] if self._path else -1, len(self.trace.ops), answer))
         if not made and not written:
-            if given and name != "__get__":
+            if tensors and name != "__get__":
                 self._note_read(func, reads, numbers, local, out)
             return out
         local = local and not drew
@@ -380,7 +388,7 @@ class _Recorder(TorchFunctionMode):
     def _note(
         self,
         func: Any,
-        given: Any,
+        arguments: Any,
         out: Any,
         reads: tuple[int, ...],
         makes: Iterable[int] = (),
@@ -388,11 +396,11 @@ class _Recorder(TorchFunctionMode):
         *,
         local: bool,
         read: bool = False,
-        work: Work | None = None,
+        work: OpCost | None = None,
     ) -> None:
-        state, call = State.now(self.trace.device.type), self._path[-1] if self._path else -1
-        args, kwargs = given
-        makes, writes, work = tuple(makes), frozenset(writes), work or Work()
+        state, call = TorchState.now(self.trace.device.type), self._path[-1] if self._path else -1
+        args, kwargs = arguments
+        makes, writes, work = tuple(makes), frozenset(writes), work or OpCost()
         op = Op(func, args, kwargs, out, reads, makes, writes, local, read, state, work, call)
         self.trace.ops.append(op)
 

@@ -10,7 +10,7 @@ through pointwise functions, views, attention heads, until
 * it *leaks*: into a norm, a residual sum, a slice, something that needs it whole.
 
 Every closed stream that does not leak may be cut on the tensor axis, in all parameters it meets;
-trials decide (``espalier.parallel.tensor.trial``). So may an *uneven* one, whose heads (of keys and values,
+trials decide (``espalier.parallel.tensor.infer``). So may an *uneven* one, whose heads (of keys and values,
 say) the ranks do not divide: its pieces lie elsewhere before and after a view, something travels there, and
 it is cut if a trial shows that this pays. Embeddings are cut over the vocabulary, and heads over classes,
 where that saves a real share of the model; a table of positions is not.
@@ -18,21 +18,32 @@ where that saves a real share of the model; a table of positions is not.
 
 from __future__ import annotations
 
+import copy
+import itertools
+import textwrap
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from espalier.layout import Layout, same_cuts
+from espalier.comm import ledger
+from espalier.layout import Layout, Placement, Replicate, Shard, same_cuts
 from espalier.mesh import Mesh
-from espalier.tensor.apart import NotCopiedError, apart
+from espalier.parallel.tensor.sequence_parallel import SEQUENCE, cut_sequences
+from espalier.parallel.tensor.tables import Table, by_table
+from espalier.sharding.spec import Letter, Operand, Spec
+from espalier.tensor.dry_runs import LiveMemory
+from espalier.tensor.dtensor import DTensor, plain, redistribute, stamp
 from espalier.tensor.fallback import _entrance
+from espalier.tensor.modules import lay_out_parameter
 from espalier.tensor.rules import RULES
-from espalier.tensor.rules.spec import Letter, Operand, Spec
+from espalier.tensor.traces import NotCopiedError, apart, on_meta
+from espalier.torch_private import raw, without_torch_functions
 from espalier.trees import tensors_in, tree_map
 
 # an embedding, or a head over classes, below this share of all parameters is not worth its messages
@@ -71,9 +82,9 @@ def infer(model: nn.Module, batch: Any, ranks: int, around: Around = nullcontext
         batch: arguments of the model: a dict, tuple or tensor.
         around: see :func:`run_once`.
     """
-    watch = _Watch(model, ranks)
+    recorder = _StreamRecorder(model, ranks)
     try:
-        run_once(model, batch, around, watch.of)
+        run_once(model, batch, around, recorder.of)
     except NotCopiedError as error:
         warnings.warn(
             f"The tensor-parallel layouts of {type(model).__name__} are inferred from a run of a copy, and "
@@ -92,7 +103,7 @@ def infer(model: nn.Module, batch: Any, ranks: int, around: Around = nullcontext
             stacklevel=3,
         )
         return []
-    return watch.result()
+    return recorder.result()
 
 
 def run_once(model: nn.Module, batch: Any, *around: Around) -> None:
@@ -113,7 +124,7 @@ def run_once(model: nn.Module, batch: Any, *around: Around) -> None:
             twin.module(*(twin.given if isinstance(twin.given, tuple | list) else (twin.given,)))
 
 
-class _Watch(TorchFunctionMode):
+class _StreamRecorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, ranks: int) -> None:
         super().__init__()
         self.mesh = Mesh.dry({"tensor": ranks})
@@ -131,7 +142,7 @@ class _Watch(TorchFunctionMode):
         # tensors are kept alive so that an id never names two of them
         self.tags: dict[int, tuple[torch.Tensor, dict[int, Stream]]] = {}
 
-    def of(self, copy: nn.Module) -> _Watch:
+    def of(self, copy: nn.Module) -> _StreamRecorder:
         """Itself, to watch a copy of the model."""
         self.names = {id(p): name for name, p in copy.named_parameters()}
         return self
@@ -187,8 +198,8 @@ class _Watch(TorchFunctionMode):
                 continue
             for k, dims in enumerate(spec.outs):
                 if letter in dims and k < len(results):
-                    held = self.tags.setdefault(id(results[k]), (results[k], {}))[1]
-                    held[dims.index(letter)] = stream
+                    tags = self.tags.setdefault(id(results[k]), (results[k], {}))[1]
+                    tags[dims.index(letter)] = stream
         for t, dims in zip(tensors, spec.ins, strict=True):
             for dim, stream in self._tags(t).items():
                 if dims[dim] is None or dims[dim] in spec.blocked:
@@ -272,11 +283,11 @@ class _Watch(TorchFunctionMode):
         closed = {self._root(s) for s in self.closed} - leaked
         contracted = {self._root(s) for s in self.contracted}
         groups: dict[Any, Group] = {}
-        found: set[str] = set()
+        cut_names: set[str] = set()
 
         def cut(name: str, dim: int, group: Any) -> None:
-            if name not in found:
-                found.add(name)
+            if name not in cut_names:
+                cut_names.add(name)
                 groups.setdefault(group, Group())[name] = dim
                 groups[group].uneven = group in uneven
 
@@ -299,3 +310,319 @@ class _Watch(TorchFunctionMode):
 def _small(t: torch.Tensor, members: list[tuple[torch.Tensor, int]]) -> bool:
     """Whether a whole tensor can follow a cut stream for free: a vector, mask or table, no activation."""
     return t.ndim < max(m.ndim for m, _ in members)
+
+
+# ---- blocks under candidate layouts: what each would send, and hold, on a mesh without processes
+#
+# A candidate says which groups of a block's parameters are cut, and whether what lies between blocks is
+# whole or cut over the sequence. A copy of the block on the ``meta`` device goes forward and backward in
+# these layouts; the ledger and the live memory of that run are its cost. Blocks that are alike are tried
+# once.
+
+
+# a trained parameter's bytes: itself, its gradient, two states
+_COPIES = 4
+_MOST = 4  # groups of which all subsets are tried
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a block costs one rank in a step, in bytes.
+
+    Attributes:
+        forward, backward: sent along the tensor axis.
+        kept: by the forward pass for the backward pass.
+        held: parameters, their gradients and states.
+    """
+
+    forward: int
+    backward: int
+    kept: int
+    held: int
+
+    @property
+    def total(self) -> int:
+        """What is compared: a byte sent weighs as much as a byte of memory."""
+        return self.forward + self.backward + self.kept + self.held
+
+
+@dataclass
+class BlockKind:
+    """Blocks that are alike.
+
+    Attributes:
+        names: of the blocks.
+        block: the first of them.
+        groups: of its parameters, by their names in it.
+        costs: by the groups that are cut and whether the sequence is; none if it was not tried.
+        untried: why not.
+    """
+
+    names: list[str]
+    block: nn.Module
+    groups: list[Group]
+    costs: dict[tuple[tuple[int, ...], bool], Cost] = field(default_factory=dict)
+    untried: str = "it was not called"
+
+    def best(self, sequence: bool) -> tuple[int, ...]:
+        """The groups to cut."""
+        if not self.costs:
+            return tuple(i for i, group in enumerate(self.groups) if not group.uneven)
+        tried = [cut for cut, s in self.costs if s == sequence]
+        # of equals the one that cuts most
+        return min(tried, key=lambda cut: (self.costs[cut, sequence].total, -len(cut)))
+
+
+class Calls:
+    """The first call of each block: its arguments, as shapes."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, tuple[Any, Any]] = {}
+
+    @contextmanager
+    def watching(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+        """While open, note calls."""
+
+        def note(name: str, args: Any, kwargs: Any) -> None:
+            with without_torch_functions(), suppress(Exception):
+                # what a block may write to (a cache of keys and values) is noted as it is before
+                self.of.setdefault(name, copy.deepcopy(tree_map(_shape_of, (args, kwargs))))
+
+        handles = [
+            block.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True
+            )
+            for name, block in blocks.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _shape_of(x: Any) -> Any:
+    return torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x
+
+
+def kinds_of(blocks: Mapping[str, nn.Module], groups: Sequence[Group]) -> list[BlockKind]:
+    """Blocks that are alike in type, parameters and groups."""
+    kinds: dict[Any, BlockKind] = {}
+    for name, block in blocks.items():
+        prefix = f"{name}."
+        block_groups = [
+            group.within(prefix) for group in groups if group and all(p.startswith(prefix) for p in group)
+        ]
+        shapes = tuple((key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in block.named_parameters())
+        key = type(block), shapes, tuple(tuple(sorted(group.items())) for group in block_groups)
+        kinds.setdefault(key, BlockKind([], block, block_groups)).names.append(name)
+    return list(kinds.values())
+
+
+def try_out(
+    kind: BlockKind, call: tuple[Any, Any], mesh: Mesh, rows: int, boundaries: Sequence[bool], free: bool
+) -> None:
+    """Note the costs of a kind's candidates; none if its block cannot run without data.
+
+    Args:
+        call: a block's arguments, for one row.
+        mesh: a dry one of the tensor axis alone.
+        rows: of the batch that a rank computes.
+        boundaries: whether the sequence is cut: what is tried.
+        free: whether a group may be left whole.
+    """
+    n = len(kind.groups)
+    sizes = (n,) if not free else range(n + 1) if n <= _MOST else (0, n - 1, n)
+    costs = {}
+    try:
+        for cut in itertools.chain.from_iterable(itertools.combinations(range(n), k) for k in sizes):
+            dims = {name: dim for i in cut for name, dim in kind.groups[i].items()}
+            for sequence in boundaries:
+                with apart(kind.block, call, stand=on_meta) as twin:
+                    args, kwargs = _inputs(twin.given, mesh, rows, sequence)
+                    costs[cut, sequence] = _tried(twin.module, args, kwargs, dims, mesh, sequence)
+    except Exception as error:
+        kind.untried = textwrap.shorten(f"{type(error).__name__}: {error}", 100)
+        return
+    kind.costs.update(costs)
+
+
+def _tried(
+    twin: nn.Module, args: Any, kwargs: Any, dims: Mapping[str, int], mesh: Mesh, sequence: bool
+) -> Cost:
+    layouts = {}
+    for name, p in twin.named_parameters():
+        placement: Placement = Shard(dims[name]) if name in dims else Replicate()
+        layouts[name] = Layout(mesh, [placement], tuple(p.shape))
+        lay_out_parameter(p, layouts[name])
+    if sequence:
+        cut_sequences(twin, layouts, 0, ())
+    memory, kept_bytes = LiveMemory(), 0
+    for p in twin.parameters():
+        memory.hold(p)
+        with raw():
+            kept_bytes += p.nbytes * (_COPIES if p.requires_grad else 1)
+    with warnings.catch_warnings(), torch.enable_grad(), memory:
+        warnings.simplefilter("ignore")
+        before = memory.now
+        with ledger(mesh) as forward:
+            out = next(x for x in tensors_in(twin(*args, **kwargs)) if type(x) is DTensor)
+            # what the next block gets
+            out = redistribute(out, _between(mesh, out.shape, sequence))
+        kept = memory.now - before
+        with ledger(mesh) as backward:
+            with raw():
+                end = plain(out)
+                ones = torch.ones_like(end)
+            torch.autograd.backward(end, ones)
+    sent, returned = (sum(entry.bytes for entry in book.entries) for book in (forward, backward))
+    return Cost(sent, returned, kept, kept_bytes)
+
+
+def _inputs(call: tuple[Any, Any], mesh: Mesh, rows: int, sequence: bool) -> tuple[Any, Any]:
+    """A block's arguments as a batch of so many rows has them: the first activation in its layout."""
+    args, kwargs = call
+    first = next(x for x in tensors_in((args, kwargs)) if x.is_floating_point())
+    features = first.shape[-1]
+
+    def made(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if not (x.is_floating_point() and x.ndim == first.ndim and x.shape[-1] == features):
+            return x  # the same for every row, or so taken
+        layout = _between(mesh, (rows, *x.shape[1:]), sequence and x is first)
+        return stamp(x.new_empty(layout.local_shape), layout).requires_grad_()
+
+    inputs: tuple[Any, Any] = tree_map(made, (args, kwargs))
+    return inputs
+
+
+def _between(mesh: Mesh, shape: Sequence[int], sequence: bool) -> Layout:
+    layout = Layout.replicated(mesh, tuple(shape))
+    return layout.with_axis(0, SEQUENCE) if sequence and len(shape) == 3 else layout
+
+
+# ---- which parameters the tensor axis cuts, and what lies between blocks: a table, or what trials show
+
+
+_TABLE = "the table"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Layouts on the tensor axis.
+
+    Attributes:
+        cut: for each parameter that is cut, by name, the dim.
+        sequence: whether activations between blocks are cut over the sequence.
+        rest: the reason for parameters of which ``why`` says nothing.
+        why: for parameters by name, and for ``""`` (the sequence), the reason.
+    """
+
+    cut: dict[str, int]
+    sequence: bool
+    rest: str = ""
+    why: dict[str, str] = field(default_factory=dict)
+
+
+def choose(
+    model: nn.Module,
+    ranks: int,
+    blocks: Mapping[str, nn.Module],
+    *,
+    table: Table | None = None,
+    batch: Any = None,
+    rows: int = 1,
+    sequence: bool | Literal["auto"] = False,
+) -> Chosen | None:
+    """The layouts of a model on a tensor axis.
+
+    A table decides on the parameters. Without one they are tried: each kind of block in all ways to cut the
+    groups of parameters that the rules allow to cut (see :mod:`~espalier.parallel.tensor.infer`). With
+    ``sequence="auto"`` both boundaries are tried, and the cheaper one is taken for all blocks.
+
+    Args:
+        ranks: of the tensor axis.
+        blocks: by name.
+        batch: the model's arguments, of one row.
+        rows: that a rank computes at a time.
+
+    Returns:
+        None if a batch is needed and missing.
+    """
+    if ranks == 1:
+        return Chosen({}, False, "no tensor axis")
+    described = None if table is None else by_table(model, table)
+    if described is not None and sequence != "auto":
+        return Chosen(described, sequence, _TABLE)
+    if batch is None:
+        return None
+    calls = Calls()
+
+    def watching(copy: nn.Module) -> AbstractContextManager[None]:
+        return calls.watching({name: copy.get_submodule(name) for name in blocks})
+
+    if described is None:
+        groups = infer(model, batch, ranks, watching)
+    else:
+        groups = [Group({p: d for p, d in described.items() if p.startswith(f"{name}.")}) for name in blocks]
+        with suppress(Exception):  # then nothing is tried
+            run_once(model, batch, watching)
+    boundaries = (False, True) if sequence == "auto" else (sequence,)
+    kinds, mesh = kinds_of(blocks, groups), Mesh.dry({"tensor": ranks})
+    for kind in kinds:
+        if kind.names[0] in calls.of and (kind.groups or len(boundaries) > 1):
+            try_out(kind, calls.of[kind.names[0]], mesh, rows, boundaries, free=described is None)
+    tried = [kind for kind in kinds if kind.costs]
+    totals = {s: sum(len(k.names) * k.costs[k.best(s), s].total for k in tried) for s in boundaries}
+    cuts = min(totals, key=lambda s: (totals[s], s))
+    chosen = Chosen(
+        described or {}, cuts, "a cut of it would be undone at once" if described is None else _TABLE
+    )
+    chosen.why[""] = _of_boundary(cuts, totals, bool(tried))
+    if described is None:
+        _take(chosen, groups, kinds)
+    return chosen
+
+
+def _take(chosen: Chosen, groups: Sequence[Group], kinds: list[BlockKind]) -> None:
+    """Cut the groups whose trial says so; of those that were not tried the even ones."""
+    for group in groups:
+        if not group.uneven:
+            chosen.cut.update(group)
+        chosen.why.update(dict.fromkeys(group, f"{_untried(group)} (it is in no block to be tried)"))
+    for kind in kinds:
+        best = kind.best(chosen.sequence)
+        for i, group in enumerate(kind.groups):
+            why = f"{_untried(group)} (its block was not tried: {kind.untried})"
+            if kind.costs:
+                why = _of_group(kind, i, best, chosen.sequence)
+            for block in kind.names:
+                for p, dim in group.items():
+                    name = f"{block}.{p}"
+                    chosen.why[name] = why
+                    chosen.cut.pop(name, None)
+                    if i in best:
+                        chosen.cut[name] = dim
+
+
+def _untried(group: Group) -> str:
+    return "cutting it would move data inside" if group.uneven else "cut, for it can be"
+
+
+def _of_group(kind: BlockKind, i: int, best: tuple[int, ...], sequence: bool) -> str:
+    other = tuple(sorted({*best} ^ {i}))
+    if (other, sequence) not in kind.costs:
+        return "the cheapest of what was tried"
+    cut, whole = (best, other) if i in best else (other, best)
+    a, b = kind.costs[cut, sequence], kind.costs[whole, sequence]
+    sent = a.forward + a.backward - b.forward - b.backward
+    return f"cut, it sends {sent:,} B more and frees {b.kept + b.held - a.kept - a.held:,} B"
+
+
+def _of_boundary(cut: bool, totals: Mapping[bool, int], tried: bool) -> str:
+    if len(totals) == 1:
+        return "the plan"
+    if not tried:
+        return "no block could be tried"
+    return f"bytes sent and held by all blocks: {totals[True]:,} cut, {totals[False]:,} whole"

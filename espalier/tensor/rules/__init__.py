@@ -1,29 +1,21 @@
 """The rules, by kind of function: importing a file puts the rules that it defines into the table."""
 
+from espalier.sharding.spec import RULES
 from espalier.tensor.rules import (  # noqa: F401
     attention,
     composed,
-    conv,
-    fft,
-    images,
     indexing,
-    joining,
     linalg,
     loss,
     matmul,
     meta,
     norm,
-    optim,
-    order,
     pointwise,
-    pool,
     randomness,
     reduction,
-    rnn,
     rows,
-    scatter,
     views,
+    windows,
 )
-from espalier.tensor.rules.table import RULES
 
 __all__ = ["RULES"]

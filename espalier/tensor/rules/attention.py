@@ -10,19 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from espalier.comm import move
-from espalier.comm.spans import Spans, pieces
+from espalier.comm.row_exchange import Spans, spans_of
 from espalier.layout import Layout, local_box, same_cuts
-from espalier.layout.layout import AxisState, R, V
-from espalier.tensor.dry_autocast import autocast_dtype
+from espalier.layout.layout import AxisState, D, R
+from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec, bound_to, of_nothing, rule
+from espalier.tensor.dry_runs import autocast_dtype
 from espalier.tensor.random import draw_key
-from espalier.tensor.rules.blocks import Block, fused
-from espalier.tensor.rules.helping import sends
 from espalier.tensor.rules.pointwise import letters
 from espalier.tensor.rules.randomness import dropped
-from espalier.tensor.rules.ring import ring
-from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Spec, bound_to, of_nothing
-from espalier.tensor.rules.table import rule
-from espalier.tensor.rules.way import Way
+from espalier.tensor.rules.ring import Block, RingLayout, fused, ring, sends
 
 _NAMES = "query key value attn_mask dropout_p is_causal"
 
@@ -121,16 +117,16 @@ def _attend_stretched(func: Callable[..., Any], args: Any, kwargs: Any, placed: 
     out, ins = placed.outs[0], list(placed.ins)
     lead = out.ndim - 2
     for i, name in enumerate(("query", "key", "value")):
-        x, own = bound[name], placed.ins[i]
-        skip = out.ndim - own.ndim
-        alone = [d for d in range(lead) if d < skip or own.shape[d - skip] != out.shape[d]]
-        axes = [s + skip if isinstance(s, int) else s for s in own.axes]
-        cuts = [()] * skip + list(own.cuts)
+        x, layout = bound[name], placed.ins[i]
+        skip = out.ndim - layout.ndim
+        alone = [d for d in range(lead) if d < skip or layout.shape[d - skip] != out.shape[d]]
+        axes = [s + skip if isinstance(s, int) else s for s in layout.axes]
+        cuts = [()] * skip + list(layout.cuts)
         for d in alone:
             cuts[d] = out.cuts[d]
             for axis in out.cuts[d]:
                 axes[axis] = d
-        shape = (*out.shape[:lead], *own.shape[-2:])
+        shape = (*out.shape[:lead], *layout.shape[-2:])
         ins[i] = Layout.of(placed.mesh, tuple(axes), tuple(cuts), shape)
         bound[name] = x.expand(*ins[i].local_shape[:lead], *x.shape[-2:])
     return _attend(func, (), bound, Placed(placed.mesh, tuple(ins), placed.outs))
@@ -268,8 +264,8 @@ def _by_heads(
     there = [lay.with_axis(axis, at) for lay in here[:3]]
     if len(here) > 3:
         mask = here[3]
-        own = mask.ndim - 3
-        there.append(mask.with_axis(axis, own if own >= 0 and mask.shape[own] > 1 else V))
+        heads_dim = mask.ndim - 3
+        there.append(mask.with_axis(axis, heads_dim if heads_dim >= 0 and mask.shape[heads_dim] > 1 else D))
     names = ("query", "key", "value", "attn_mask")
     bound = bound | {
         name: move(bound[name], lay, to) for name, lay, to in zip(names, here, there, strict=False)
@@ -305,24 +301,24 @@ def _over_sequence(
     rows = lay_q.ndim - 2
     for axis in cut[1:]:
         k, v = (_gathered(x, lay, axis) for x, lay in ((k, placed.ins[1]), (v, placed.ins[2])))
-        lay_k = lay_k.with_axis(axis, V)
+        lay_k = lay_k.with_axis(axis, D)
     around = cut[0] if cut else None
     box = local_box(lay_q)
     queries: Spans = ((box.offsets[rows], box.offsets[rows] + box.sizes[rows]),)
-    keys = pieces(lay_k, rows) if cut else (((0, lay_k.shape[rows]),),)
-    helping = causal and around is not None and keys == pieces(lay_q, rows)
+    keys = spans_of(lay_k, rows) if cut else (((0, lay_k.shape[rows]),),)
+    balanced = causal and around is not None and keys == spans_of(lay_q, rows)
     out = placed.outs[0]
     weights = Layout.of(mesh, out.axes, out.cuts, (*out.shape[:-1], lay_k.shape[rows]))
     scale = bound.get("scale")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    way = Way(mesh, around, queries, keys, weights, scale, causal, rate, helping)
+    way = RingLayout(mesh, around, queries, keys, weights, scale, causal, rate, balanced)
     key = draw_key(mesh) if rate > 0 else None
-    found = ring(_four(q), _four(k), _four(v), _bias(mask, q), key, way)
-    return found.view(*q.shape[:-1], found.shape[-1])
+    attended = ring(_four(q), _four(k), _four(v), _bias(mask, q), key, way)
+    return attended.view(*q.shape[:-1], attended.shape[-1])
 
 
 def _gathered(x: torch.Tensor, layout: Layout, axis: int) -> torch.Tensor:
-    return move(x, layout, layout.with_axis(axis, V))
+    return move(x, layout, layout.with_axis(axis, D))
 
 
 def _four(x: torch.Tensor) -> torch.Tensor:

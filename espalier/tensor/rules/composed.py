@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from espalier.layout.layout import normal_dim
+from espalier.sharding.spec import composed, composed_with
 from espalier.tensor.rules.reduction import normal_dims
-from espalier.tensor.rules.table import composed, composed_with
+from espalier.torch_private import fused_weight_norm
 
 
 def _many(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -155,10 +156,10 @@ def block_diag(*tensors: Any) -> Any:
 @composed(torch.cartesian_prod)
 def cartesian_prod(*tensors: Any) -> Any:
     """All combinations of one element of each vector."""
-    given = _many(tensors)
-    if len(given) == 1:
-        return given[0]
-    return torch.stack([g.reshape(-1) for g in torch.meshgrid(*given, indexing="ij")], 1)
+    vectors = _many(tensors)
+    if len(vectors) == 1:
+        return vectors[0]
+    return torch.stack([g.reshape(-1) for g in torch.meshgrid(*vectors, indexing="ij")], 1)
 
 
 @composed("combinations")
@@ -284,8 +285,8 @@ def cov(x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = No
     """Covariances of the rows."""
     if x.ndim > 2 or not (x.is_floating_point() or x.is_complex()):
         return NotImplemented
-    for given in (fweights, aweights):
-        if given is not None and (given.ndim > 1 or bool((given < 0).any())):
+    for weighting in (fweights, aweights):
+        if weighting is not None and (weighting.ndim > 1 or bool((weighting < 0).any())):
             return NotImplemented
     rows = x if x.ndim == 2 else x.reshape(1, -1)
     weights = fweights
@@ -414,7 +415,7 @@ def norm_except_dim(x: Any, pow: int = 2, dim: int = 0) -> Any:
     return torch.linalg.vector_norm(x, pow, [d for d in range(x.ndim) if d != dim % x.ndim], True)
 
 
-@composed(torch._weight_norm)
+@composed(fused_weight_norm)
 def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
     """Slices of lengths ``g`` (Salimans and Kingma 2016)."""
     return v * (g / norm_except_dim(v, 2, dim))

@@ -10,8 +10,7 @@ import torch
 
 from espalier.layout import local_box
 from espalier.layout.layout import normal_dim
-from espalier.tensor.rules.pointwise import found
-from espalier.tensor.rules.spec import (
+from espalier.sharding.spec import (
     DONE,
     Dims,
     Operand,
@@ -19,11 +18,14 @@ from espalier.tensor.rules.spec import (
     RuleFunction,
     Spec,
     bound_to,
+    composed,
     of_nothing,
     of_one,
     outcome,
+    rule,
+    rule_of_each,
 )
-from espalier.tensor.rules.table import composed, rule, rule_of_each
+from espalier.tensor.rules.pointwise import found
 
 MATRIX = """
     cholesky cholesky_ex cholesky_inverse cholesky_solve qr svd svdvals eigvals eigh eigvalsh inv inverse
@@ -61,10 +63,10 @@ def batched(function: Any, *cores: int) -> RuleFunction:
 
     def rule(*args: Any, **kwargs: Any) -> Spec | None:
         operands = found(args, kwargs)
-        own = [*cores, *cores[-1:] * len(operands)][: len(operands)]
+        core_dims = [*cores, *cores[-1:] * len(operands)][: len(operands)]
         if function in _SOLVES and _is_vector(operands):
-            own[1] = 1
-        spec = _over_batch(function, args, kwargs, operands, own)
+            core_dims[1] = 1
+        spec = _over_batch(function, args, kwargs, operands, core_dims)
         if spec is not None and len(operands) > 1 and not spec.fails:
             spec.run, spec.when = _nothing, Placed.lacks
         return spec
@@ -75,8 +77,8 @@ def batched(function: Any, *cores: int) -> RuleFunction:
 def _nothing(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
     """Of no matrices torch may leave out the gradient of an operand."""
     out = func(*args, **kwargs)
-    given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-    return out + of_nothing(placed, *given) if isinstance(out, torch.Tensor) else out
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    return out + of_nothing(placed, *tensors) if isinstance(out, torch.Tensor) else out
 
 
 def _over_batch(
@@ -129,9 +131,9 @@ def cross(function: Any) -> RuleFunction:
             )
 
         def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-            given = bound_to("input other", args, kwargs)
+            bound = bound_to("input other", args, kwargs)
             # which dim has three elements hangs on the global shape
-            return torch.linalg.cross(given["input"], given["other"], dim=at)
+            return torch.linalg.cross(bound["input"], bound["other"], dim=at)
 
         return Spec(ins, [names], [shape], linear=[(0,), (1,)], run=run)
 
@@ -328,3 +330,56 @@ def condition(A: Operand, p: Any = None) -> Spec | None:
 def chain_matmul(*matrices: Any) -> Any:
     """torch.chain_matmul: the matrices one by one."""
     return multi_dot(matrices) if len(matrices) > 1 else matrices[0]
+
+
+# ---- fourier transforms: linear; the dims transformed are whole, the others may be sharded
+
+
+@rule_of_each("fft ifft rfft irfft hfft ihfft", (-1,))
+@rule_of_each("fft2 ifft2 rfft2 irfft2 hfft2 ihfft2", (-2, -1))
+@rule_of_each("fftn ifftn rfftn irfftn hfftn ihfftn", None)
+def transform(function: Any, default: tuple[int, ...] | None) -> RuleFunction:
+    """The rule of ``function(x, n, dim, norm)``, which transforms these dims by default.
+
+    None: all, or as many of the last as there are sizes.
+    """
+
+    def rule(x: Operand, n: Any = None, dim: Any = None, norm: str | None = None, **kw: Any) -> Spec:
+        n = kw.pop("s", n)
+        dims = (dim,) if isinstance(dim, int) else dim if dim is not None else default
+        if dims is None:
+            count = x.ndim if n is None else len(n)
+            dims = range(x.ndim - count, x.ndim)
+        whole = {normal_dim(d, x.ndim) for d in dims}
+        words = {} if dim is None else {"dim": dim}
+        return _over_others(x, whole, outcome(function, x, n, **words)[0])
+
+    return rule
+
+
+def _over_others(x: Operand, whole: set[int], shape: tuple[int, ...]) -> Spec:
+    dims: Dims = tuple(None if i in whole else d for i, d in enumerate(x.dims()))
+    out = (*dims, *(None,) * (len(shape) - x.ndim))
+    return Spec([dims], [out], [shape], linear=[(0,)], run=of_one, when=Placed.lacks)
+
+
+@rule(torch.fft.fftshift, torch.fft.ifftshift)
+def shift(x: Operand, dim: Any = None) -> Spec:
+    """fftshift and ifftshift."""
+    dims = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    return _over_others(x, {normal_dim(d, x.ndim) for d in dims}, x.shape)
+
+
+@rule_of_each("stft istft")
+def short_time(function: Any) -> RuleFunction:
+    """stft and istft: the batch may be sharded, the window is whole."""
+
+    def rule(x: Operand, *args: Any, **kwargs: Any) -> Spec:
+        shape = outcome(function, x, *args, **kwargs)[0]
+        single = x.ndim == (1 if function.__name__ == "stft" else 2)
+        lead: Dims = () if single else ("b",)
+        window = [(None,)] if any(isinstance(a, Operand) for a in (*args, *kwargs.values())) else []
+        dims_in, result = ((*lead, *(None,) * (n - len(lead))) for n in (x.ndim, len(shape)))
+        return Spec([dims_in, *window], [result], [shape], linear=[(0,)], run=of_one, when=Placed.lacks)
+
+    return rule

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from espalier.comm import collectives as door
-from espalier.comm.agreement import REFUSALS, agree, looks
-from espalier.comm.moves import summed, varied
-from espalier.comm.traced import recorders
+from espalier.comm import collectives
+from espalier.comm.control import REFUSALS, agree, looks
+from espalier.comm.custom_ops import recorders
+from espalier.comm.redistribute import deferred, summed
 from espalier.layout import Layout, local_box
-from espalier.tensor.rules.counts import Count, Kind, ahead, counted
+from espalier.sharding.spec import DONE, Dims, Operand, Placed, Spec, bound_to, of_nothing, rule, rule_with
+from espalier.tensor.rules.joint_failure import CountKind, TargetCount, counted, counts_ahead, within
 from espalier.tensor.rules.pointwise import found, letters
-from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Spec, bound_to, of_nothing
-from espalier.tensor.rules.table import rule, rule_with
-from espalier.tensor.rules.together import within
 
 # where a list is, means over tokens put there what they divide by, the same on all ranks; of nothing they
 # are then zero, and no NaN
@@ -198,11 +196,11 @@ def _mean(
     """
     logits, lay = placed.ins[:2]
     axes = placed.axes_of(lay, range(lay.ndim))
-    kind = Kind(ignored, logits.shape[0 if logits.ndim == 1 else 1], _exact(dtype), axes)
-    known = ahead.get()
+    kind = CountKind(ignored, logits.shape[0 if logits.ndim == 1 else 1], _exact(dtype), axes)
+    known = counts_ahead.get()
     count = known.find(target, kind) if known is not None and weight is None else None
     if count is None:
-        count = Count(target, kind, lay.mesh, weight)
+        count = TargetCount(target, kind, lay.mesh, weight)
     try:
         value = total()
     except REFUSALS as error:
@@ -223,10 +221,10 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 def _by(total: torch.Tensor, divisor: Any) -> torch.Tensor:
-    told = divisors.get()
-    if told is None or not isinstance(divisor, torch.Tensor):
+    number = divisors.get()
+    if number is None or not isinstance(divisor, torch.Tensor):
         return total / divisor
-    told.append(divisor)
+    number.append(divisor)
     return total / _of_some(divisor)
 
 
@@ -275,7 +273,7 @@ class _VocabularyParallel(torch.autograd.Function):
         def reduced(x: torch.Tensor, op: str) -> torch.Tensor:
             # in place, for x is our own; a NaN that a maximum loses comes back in the sum
             for axis in axes:
-                door.all_reduce_(x, lay.mesh, axis, op).wait()
+                collectives.all_reduce_(x, lay.mesh, axis, op).wait()
             return x
 
         start, length = local_box(lay).offsets[at], logits.shape[-1]
@@ -314,7 +312,7 @@ class _VocabularyParallel(torch.autograd.Function):
         out = None
         if grad is not None:
             # each rank uses it for its own classes, which only its own derivative has to know
-            grad = varied(grad, mesh, axes) if torch.is_grad_enabled() else grad
+            grad = deferred(grad, mesh, axes) if torch.is_grad_enabled() else grad
             out = slope * (grad if dead is None else grad.masked_fill(dead, 0)).unsqueeze(-1)
         if of_slope is not None:
             softmax = slope.scatter_add(-1, index, -minus) if slope.shape[-1] else slope
@@ -331,9 +329,9 @@ _apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = super(
 
 def _parallel(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     # else straight to C: the Python apply in between serves functorch
-    found: tuple[torch.Tensor, torch.Tensor]
-    found = (_VocabularyParallel.apply if recorders() else _apply)(*args)
-    return found
+    losses: tuple[torch.Tensor, torch.Tensor]
+    losses = (_VocabularyParallel.apply if recorders() else _apply)(*args)
+    return losses
 
 
 def _shares(
@@ -346,7 +344,7 @@ def _shares(
     length = x.shape[-1]
     top = x.detach().amax(-1, keepdim=True) if length else x.new_full((*x.shape[:-1], 1), -math.inf)
     for axis in axes:
-        top = door.all_reduce(top, mesh, axis, "max")
+        top = collectives.all_reduce(top, mesh, axis, "max")
     top = top.masked_fill(~top.isfinite(), 0)
     shifted = x - top
     logs = shifted - summed(shifted.exp().sum(-1, keepdim=True), mesh, axes).log()
@@ -371,7 +369,7 @@ def _shares(
     divisor = counts.detach().sum()
     tokens = placed.ins[1]
     for axis in (*axes, *placed.axes_of(tokens, range(tokens.ndim))):
-        divisor = door.all_reduce(divisor, mesh, axis)
+        divisor = collectives.all_reduce(divisor, mesh, axis)
     return part, divisor
 
 
@@ -392,7 +390,7 @@ def log_sum_exp(x: Operand, dim: Any, keepdim: bool = False) -> Spec | None:
         empty = any(local.shape[d] == 0 for d in dims)
         top = local.new_full(kept, -math.inf) if empty else local.detach().amax(dims, keepdim=True)
         for axis in axes:
-            top = door.all_reduce(top, placed.mesh, axis, "max")
+            top = collectives.all_reduce(top, placed.mesh, axis, "max")
         top = top.masked_fill(~top.isfinite(), 0)
         part = (local - top).exp().sum(dims, keepdim)
         return placed.total(part, axes).log() + (top if keepdim else top.squeeze(dims))
@@ -428,9 +426,9 @@ def row_loss(*letters: str) -> Callable[..., Spec | None]:
         kept = reduction == "none" and not single
 
         def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
-            given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-            if given[0].numel() == 0:
-                return of_nothing(placed, *given)
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+            if tensors[0].numel() == 0:
+                return of_nothing(placed, *tensors)
             if reduction != "mean":
                 return func(*args, **kwargs)
             return _summing(func, args, kwargs) / rows
@@ -464,12 +462,12 @@ def ctc_loss(
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         bound = bound_to("log_probs targets input_lengths target_lengths blank", args, kwargs)
-        start, own = local_box(placed.ins[0]).offsets[1], bound["log_probs"].shape[1]
-        if own == 0:
+        start, length = local_box(placed.ins[0]).offsets[1], bound["log_probs"].shape[1]
+        if length == 0:
             return of_nothing(placed, bound["log_probs"])
         for name in ("input_lengths", "target_lengths"):
             if not isinstance(bound[name], torch.Tensor):
-                bound[name] = bound[name][start : start + own]
+                bound[name] = bound[name][start : start + length]
         bound |= {"reduction": "none", "zero_infinity": zero_infinity}
         losses = F.ctc_loss(**bound)
         if kept:

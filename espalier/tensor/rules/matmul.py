@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from espalier.comm.moves import carry_out
+from espalier.comm.redistribute import carry_out
 from espalier.layout import Layout, local_box
 from espalier.layout.layout import AxisState, R
-from espalier.tensor.rules.grids import ADDMM, LINEAR, MATMUL, REVERSED, lay_on_grid
-from espalier.tensor.rules.spec import DONE, Dims, Operand, Placed, Spec, bound_to, of_nothing
-from espalier.tensor.rules.table import rule
-from espalier.tensor.rules.together import with_one, within
+from espalier.sharding.spec import DONE, Dims, Operand, Placed, Spec, bound_to, of_nothing, rule
+from espalier.tensor.random import draw_key
+from espalier.tensor.rules.joint_failure import with_one, within
+from espalier.tensor.rules.randomness import keep_mask
+from espalier.tensor.rules.summa import ADDMM, LINEAR, MATMUL, REVERSED, lay_on_grid
 
 
 @rule("linear", loose=True)
@@ -237,32 +238,116 @@ def _table_lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Plac
 def _lookup(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
     bound = bound_to("input weight padding_idx", args, kwargs)
     ids, table, padding = bound["input"], bound["weight"], bound.get("padding_idx")
-    given, layout = placed.ins
+    indices, layout = placed.ins
     if padding is not None:
         padding %= layout.shape[0]
     start, length = local_box(layout).offsets[0], table.shape[0]
     axes = placed.axes_of(layout, (0,))
-    if any(a in axes for cut in given.cuts for a in cut):
-        ids = carry_out(ids, given, _gathered(given, axes))
+    if any(a in axes for cut in indices.cuts for a in cut):
+        ids = carry_out(ids, indices, _gathered(indices, axes))
 
     def ask(i: int) -> torch.Tensor:
         return F.embedding(with_one(ids, i), table.detach().new_empty(()).expand(layout.shape[0], 1))
 
     within(ids, layout.shape[0], layout.mesh, ask)
     if length == 0:
-        found = of_nothing(Placed(placed.mesh, placed.ins, (_gathered(placed.outs[0], axes),)), table)
+        rows = of_nothing(Placed(placed.mesh, placed.ins, (_gathered(placed.outs[0], axes),)), table)
     else:
         local = ids - start
         elsewhere = (local < 0) | (local >= length)
         if padding is not None:
             padding = padding - start if start <= padding < start + length else None
-        found = F.embedding(local.masked_fill(elsewhere, 0), table, padding)
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        rows = F.embedding(local.masked_fill(elsewhere, 0), table, padding)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
     # summed at once: left Partial, it would flow down the residual stream, and every norm sum it again
-    return placed.total(found, axes)
+    return placed.total(rows, axes)
 
 
 def _gathered(layout: Layout, axes: Sequence[int]) -> Layout:
     for axis in axes:
         layout = layout.with_axis(axis, R)
     return layout
+
+
+# ---- recurrent layers: the batch sharded, time, features and weights whole
+#
+# Packed sequences have no batch dim to shard; they have no rule and are gathered.
+
+
+_NAMES = "input hx params has_biases num_layers dropout train bidirectional batch_first"
+
+
+@rule("lstm gru rnn_tanh rnn_relu")
+def recurrent(
+    input: Operand, hx: Any, params: Any, has_biases: Any, num_layers: Any, *rest: Any, **kwargs: Any
+) -> Spec | None:
+    """lstm, gru, rnn_tanh and rnn_relu: input[t, b, i] or [b, t, i], states[layers, b, h]."""
+    states = [hx] if isinstance(hx, Operand) else list(hx)
+    if not isinstance(params, tuple | list) or any(s.ndim != 3 for s in states):
+        return None  # packed: data, batch_sizes, hx, params, ...
+    named = bound_to(_NAMES, (input, hx, params, has_biases, num_layers, *rest), kwargs)
+    layers, ways = num_layers, 2 if named["bidirectional"] else 1
+    state: Dims = (None, "b", None)
+    dims: Dims = ("b", None, None) if named["batch_first"] else state
+    ins = [dims, *(state for _ in states), *((None,) * p.ndim for p in params)]
+    shape = (*input.shape[:2], ways * states[0].shape[2])
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
+        bound = bound_to(_NAMES, args, kwargs)
+        x, hx, params = bound["input"], bound["hx"], list(bound["params"])
+        drops = bound["dropout"] if bound["train"] else 0.0
+        if not x.numel():
+            for _ in range(layers - 1 if drops else 0):
+                draw_key(placed.mesh)  # all ranks draw alike
+            operands = (x, *([hx] if isinstance(hx, torch.Tensor) else hx), *params)
+            return tuple(of_nothing(placed, *operands, out=k) for k in range(1 + len(states)))
+        if not drops or layers == 1:
+            return func(*args, **kwargs)
+        return _layered(func, bound, placed, layers, ways)
+
+    return Spec(ins, [dims, *(state for _ in states)], [shape, *(s.shape for s in states)], run=run)
+
+
+def _layered(func: Callable[..., Any], bound: dict[str, Any], placed: Placed, layers: int, ways: int) -> Any:
+    """Layer by layer, for the mask of torch's dropout depends on what one rank holds."""
+    x, params = bound["input"], list(bound["params"])
+    alone = isinstance(bound["hx"], torch.Tensor)
+    states = [bound["hx"]] if alone else list(bound["hx"])
+    per = len(params) // layers
+    last: list[Sequence[torch.Tensor]] = []
+    for i in range(layers):
+        if i:
+            x = x * keep_mask(placed, bound["dropout"], x)
+        layer_states = [s[i * ways : (i + 1) * ways] for s in states]
+        x, *ends = func(
+            x, layer_states[0] if alone else layer_states, params[i * per : (i + 1) * per],
+            bound["has_biases"], 1, 0.0,
+            bound["train"], bound["bidirectional"], bound["batch_first"],
+        )  # fmt: skip
+        last.append(ends)
+    return (x, *(torch.cat(each) for each in zip(*last, strict=True)))
+
+
+@rule("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
+def cell(
+    input: Operand, hx: Any, w_ih: Operand, w_hh: Operand, b_ih: Operand | None = None,
+    b_hh: Operand | None = None,
+) -> Spec:  # fmt: skip
+    """One step: input[b, i], states[b, h]."""
+    states = [hx] if isinstance(hx, Operand) else list(hx)
+    rows: Dims = ("b", None)
+    small = [(None,) * o.ndim for o in (w_ih, w_hh, b_ih, b_hh) if isinstance(o, Operand)]
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
+        bound = bound_to("input hx w_ih w_hh b_ih b_hh", args, kwargs)
+        x, hx = bound["input"], bound["hx"]
+        if x.numel():
+            return func(*args, **kwargs)
+        weights = [p for name, p in bound.items() if name not in ("input", "hx") and p is not None]
+        weights = [x, *([hx] if len(states) == 1 else hx), *weights]
+        out = tuple(of_nothing(placed, *weights, out=k) for k in range(len(states)))
+        return out[0] if len(states) == 1 else out
+
+    return Spec(
+        [rows, *(rows for _ in states), *small], [rows] * len(states), [s.shape for s in states], run=run
+    )

@@ -8,19 +8,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as raw
 from torch.autograd.graph import get_gradient_edge
 
 from espalier.comm import move
 from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import R, is_partial
-from espalier.tensor import memory, numbers
+from espalier.sharding.spec import bound_to, special, spellings
+from espalier.tensor import loans
 from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, stamp
-from espalier.tensor.rules.spec import bound_to
-from espalier.tensor.rules.table import special, spellings
+from espalier.tensor.loans import StandIn, hand_out, share
 from espalier.tensor.saved import saving_places
-
-_plain_call = torch._C._disabled_torch_function_impl
+from espalier.torch_private import dual_parts, forward_dual, plain_call, raw, tensor_attributes
 
 # the same for the local and the global tensor, or about storage
 _ASIDE = """
@@ -34,7 +32,7 @@ _ASIDE = """
 def _attributes() -> Iterator[Any]:
     """The getters and setters of what tensors have besides data and other tensors."""
     apart = set(vars(DTensor)) | {"T", "mT", "H", "mH", "real", "imag", "data"}
-    for name, attribute in vars(torch._C.TensorBase).items():
+    for name, attribute in tensor_attributes().items():
         if type(attribute).__name__ == "getset_descriptor" and name not in apart:
             yield attribute.__get__
             yield attribute.__set__
@@ -45,7 +43,7 @@ def aside(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answered by the local tensor."""
-    return _plain_call(func, types, args, kwargs)
+    return plain_call(func, types, args, kwargs)
 
 
 @special(torch.Tensor.data.__get__)  # type: ignore[attr-defined]
@@ -53,8 +51,6 @@ def same(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A tensor over the same data, in the same layout."""
-    from espalier.tensor.loans import hand_out, share
-
     x = written(args[0], func)
     with raw():
         out = stamp(func(x, *args[1:], **kwargs), x._layout.own)
@@ -66,10 +62,8 @@ def written(x: torch.Tensor, func: Callable[..., Any]) -> Any:
     """Where the data of a tensor is, for who may write to it."""
     if type(x) is not DTensor or x._layout.own is x._layout:
         return x
-    from espalier.tensor.loans import Elsewhere
-
     source = x.__dict__["_source"]
-    return source.stand_in(func) if isinstance(source, Elsewhere) and source.takes(func) else x
+    return source.stand_in(func) if isinstance(source, StandIn) and source.takes(func) else x
 
 
 @special(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
@@ -105,8 +99,8 @@ def new(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """x.new_zeros(...) and its like: replicated on x's mesh."""
-    if numbers.are_tensors(func, args, kwargs):
-        args, kwargs = numbers.read(func, args, kwargs)
+    if loans.are_tensors(func, args, kwargs):
+        args, kwargs = loans.read(func, args, kwargs)
         return func(*args, **kwargs)
     mesh = args[0]._layout.mesh
     with raw():
@@ -139,16 +133,18 @@ def gradients(
     outputs, inputs = (
         x if isinstance(x, tuple | list) else (x,) for x in (bound.pop("outputs"), bound.pop("inputs"))
     )
-    given = bound.pop("grad_outputs", None)
-    given = given if isinstance(given, tuple | list) else (given,) * len(outputs)
+    grad_outputs = bound.pop("grad_outputs", None)
+    grad_outputs = grad_outputs if isinstance(grad_outputs, tuple | list) else (grad_outputs,) * len(outputs)
     with raw():
-        ends = [seeded(x, g) if type(x) is DTensor else (x, g) for x, g in zip(outputs, given, strict=True)]
+        ends = [
+            seeded(x, g) if type(x) is DTensor else (x, g) for x, g in zip(outputs, grad_outputs, strict=True)
+        ]
         edges = [get_gradient_edge(x) if isinstance(x, torch.Tensor) else x for x in inputs]
     zeros = bound.pop("materialize_grads", False)
     if zeros:
         bound["allow_unused"] = True
     with _recorded(bound, *outputs):
-        found = torch.autograd.grad([x for x, _ in ends], edges, [g for _, g in ends], **bound)
+        grads = torch.autograd.grad([x for x, _ in ends], edges, [g for _, g in ends], **bound)
 
     def typed(x: Any, g: torch.Tensor | None) -> torch.Tensor | None:
         lay = recorded_layout(x) if type(x) is DTensor else None
@@ -158,18 +154,18 @@ def gradients(
         return g if g is None or lay is None else stamp(g.view_as(g), gradient_layout(lay))
 
     with raw():
-        return tuple(map(typed, inputs, found))
+        return tuple(map(typed, inputs, grads))
 
 
 def _one_by_one(func: Callable[..., Any], bound: dict[str, Any]) -> Any:
     """The gradients for each of a batch of starts, one after the other."""
-    given = bound.pop("grad_outputs")
-    starts = given if isinstance(given, tuple | list) else (given,)
+    grad_outputs = bound.pop("grad_outputs")
+    starts = grad_outputs if isinstance(grad_outputs, tuple | list) else (grad_outputs,)
     n = next(g.shape[0] for g in starts if g is not None)
     last = bound.pop("retain_graph", None)
     if last is None:
         last = bool(bound.get("create_graph"))
-    found = [
+    grads = [
         gradients(
             func,
             (),
@@ -182,7 +178,7 @@ def _one_by_one(func: Callable[..., Any], bound: dict[str, Any]) -> Any:
         )
         for i in range(n)
     ]
-    return tuple(None if some[0] is None else torch.stack(some) for some in zip(*found, strict=True))
+    return tuple(None if some[0] is None else torch.stack(some) for some in zip(*grads, strict=True))
 
 
 def _recorded(options: Mapping[str, Any], *ends: Any) -> AbstractContextManager[object]:
@@ -194,8 +190,8 @@ def _recorded(options: Mapping[str, Any], *ends: Any) -> AbstractContextManager[
 @torch.enable_grad()  # as in torch, backward may be called where nothing is recorded: in a hook, say
 def seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where backward starts on this rank, and the local gradient it starts from."""
-    own, share = x._layout, 1.0
-    for n, state in zip(own.mesh.shape, own.axes, strict=True):
+    layout, share = x._layout, 1.0
+    for n, state in zip(layout.mesh.shape, layout.axes, strict=True):
         if state in ("max", "min", "product") and n > 1:
             raise ValueError(
                 f"A Partial({state}) value has no gradient: only sums and averages have one. Redistribute "
@@ -203,19 +199,19 @@ def seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, tor
             )
         share /= n if state == "avg" else 1  # of an average each rank has its share
     if gradient is not None:
-        local = plain(move(gradient, layout_of(gradient, own.mesh), gradient_layout(own)))
+        local = plain(move(gradient, layout_of(gradient, layout.mesh), gradient_layout(layout)))
         return plain(x), local if share == 1 else local * share
-    if math.prod(own.shape) != 1:
+    if math.prod(layout.shape) != 1:
         raise RuntimeError(
-            f"Gradients without a given start need a loss of one element; its shape is {list(own.shape)}."
+            f"Gradients without a given start need a loss of one element; its shape is {list(layout.shape)}."
         )
     # an addend's gradient is one on every rank, as is that of a replicated value
-    axes = tuple(s if is_partial(s) else R for s in own.axes)
-    start = plain(move(x, own, Layout.of(own.mesh, axes, ((),) * own.ndim, own.shape)))
+    axes = tuple(s if is_partial(s) else R for s in layout.axes)
+    start = plain(move(x, layout, Layout.of(layout.mesh, axes, ((),) * layout.ndim, layout.shape)))
     return start, None if share == 1 else torch.full_like(start, share)
 
 
-@special(torch._VF._make_dual)
+@special(forward_dual)
 def make_dual(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> DTensor:
@@ -227,14 +223,14 @@ def make_dual(
         return stamp(func(plain(x), tangent, *level, **kwargs), lay)
 
 
-@special(torch._VF._unpack_dual)
+@special(dual_parts)
 def unpack_dual(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The primal and the tangent, if there is one."""
     with raw():
-        found = func(plain(args[0]), *args[1:], **kwargs)
-    return type(found)([x if x is None else stamp(x, args[0]._layout) for x in found])
+        dual = func(plain(args[0]), *args[1:], **kwargs)
+    return type(dual)([x if x is None else stamp(x, args[0]._layout) for x in dual])
 
 
 @special(torch.Tensor.register_hook)
@@ -267,7 +263,7 @@ def same_size(
     return bool(a.shape == b.shape)
 
 
-special(*spellings("data_ptr", "const_data_ptr", "__dlpack__"))(memory.address)
-special(*spellings("untyped_storage", "storage", "_typed_storage"))(memory.storage)
-special(torch.Tensor.storage_offset)(memory.storage_offset)
-special(torch.Tensor.__cuda_array_interface__.__get__)(memory.interface)
+special(*spellings("data_ptr", "const_data_ptr", "__dlpack__"))(loans.address)
+special(*spellings("untyped_storage", "storage", "_typed_storage"))(loans.storage)
+special(torch.Tensor.storage_offset)(loans.storage_offset)
+special(torch.Tensor.__cuda_array_interface__.__get__)(loans.interface)

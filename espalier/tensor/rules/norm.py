@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from espalier.comm import collectives as door
-from espalier.comm.moves import summed
+from espalier.comm import collectives
+from espalier.comm.redistribute import summed
 from espalier.mesh import Mesh
-from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Spec, bound_to, of_nothing, of_one
-from espalier.tensor.rules.table import rule
+from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec, bound_to, of_nothing, of_one, rule
 
 
 class _Standardize(torch.autograd.Function):
@@ -35,12 +34,12 @@ class _Standardize(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, dims: tuple[int, ...], mesh: Mesh, axes: tuple[int, ...], count: int,
         eps: float, centred: bool,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        own = math.prod(x.shape[d] for d in dims)
+        elements = math.prod(x.shape[d] for d in dims)
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
         def total(part: torch.Tensor) -> torch.Tensor:
             for axis in axes:
-                part = door.all_reduce(part, mesh, axis)
+                part = collectives.all_reduce(part, mesh, axis)
             return part / count
 
         if not wide.numel():
@@ -50,9 +49,9 @@ class _Standardize(torch.autograd.Function):
         else:
             spread, mean = wide.square().mean(dims, keepdim=True), wide.new_zeros(())
         if centred:
-            part, mean = mean, total(mean * own)
+            part, mean = mean, total(mean * elements)
             spread = spread + (part - mean).square()
-        variance = total(spread * own)
+        variance = total(spread * elements)
         scale = (variance + eps).rsqrt()
         out = ((wide - mean) * scale if centred else wide * scale).to(x.dtype)
         ctx.given = dims, mesh, axes, count, centred
@@ -66,18 +65,18 @@ class _Standardize(torch.autograd.Function):
         # in terms of the outputs alone, and of what can be differentiated: so for every order
         out, scale = ctx.saved_tensors
         dims, mesh, axes, count, centred = ctx.given
-        found = None
+        grad_x = None
         if grad is not None:
             wide = grad.to(scale.dtype)
             sums = torch.stack([(wide * out).sum(dims, keepdim=True), wide.sum(dims, keepdim=True)])
             along, level = (summed(sums if centred else sums[:1], mesh, axes) / count).expand(
                 2, *sums.shape[1:]
             )
-            found = scale * (wide - out * along - level if centred else wide - out * along)
+            grad_x = scale * (wide - out * along - level if centred else wide - out * along)
         if of_scale is not None:
             part = out * scale.square() * (summed(of_scale, mesh, axes) / -count)
-            found = part if found is None else found + part
-        return (None if found is None else found.to(out.dtype), *[None] * 6)
+            grad_x = part if grad_x is None else grad_x + part
+        return (None if grad_x is None else grad_x.to(out.dtype), *[None] * 6)
 
 
 def _standardized(
@@ -92,9 +91,9 @@ def _standardized(
 def _affine(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, shape: Sequence[int]
 ) -> torch.Tensor:
-    given = x.dtype
+    dtype = x.dtype
     x = x if weight is None else x * weight.view(shape)
-    return (x if bias is None else x + bias.view(shape)).to(given)
+    return (x if bias is None else x + bias.view(shape)).to(dtype)
 
 
 # ---- batches and instances
@@ -237,7 +236,7 @@ def _normed(
         # of each sample by itself: what is followed is the mean over the samples
         each = torch.stack([mean.flatten(1), variance.flatten(1) * (count / max(count - 1, 1))]).sum(1)
         for axis in apart:
-            each = door.all_reduce(each, placed.mesh, axis)
+            each = collectives.all_reduce(each, placed.mesh, axis)
         _follow(bound, *(each / (lay.shape[0] if each_sample else 1)))
     return _affine(out, weight, bias, (1, -1, *[1] * (x.ndim - 2)))
 
@@ -305,11 +304,11 @@ def _over_last(x: Operand, normalized_shape: Sequence[int], small: Sequence[Any]
     rows = math.prod(x.layout.padded_shape[:front])
     count = math.prod(x.shape[front:])
     names = ("weight", "bias")[: len(small)]
-    given = f"input normalized_shape {' '.join(names)} eps"
+    signature = f"input normalized_shape {' '.join(names)} eps"
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         axes = placed.axes_of(placed.ins[0], range(front, x.ndim))
-        bound = bound_to(given, args, kwargs)
+        bound = bound_to(signature, args, kwargs)
         local, eps = bound["input"], bound.get("eps", 1e-5 if centred else None)
         eps = torch.finfo(local.dtype).eps if eps is None else eps
         over = range(front, x.ndim)

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from espalier.tensor.rules.spec import Dims, Operand, Placed, RuleFunction, Spec
-from espalier.tensor.rules.table import rule, rule_in_place, rule_with
+from espalier.comm import collectives, move
+from espalier.device import MOVES
+from espalier.layout import Layout, same_data
+from espalier.layout.layout import R
+from espalier.sharding.spec import (
+    Dims,
+    Operand,
+    Placed,
+    RuleFunction,
+    Spec,
+    rule,
+    rule_in_place,
+    rule_with,
+    special,
+)
+from espalier.tensor.dtensor import DTensor, layout_of, stamp
+from espalier.torch_private import check_and_unscale_, foreach_norms, plain_call, raw
 from espalier.trees import leaves
 
 # f(x) linear in x: a Partial passes through
 LINEAR = """
-    neg negative positive clone cpu cuda detach alias_copy detach_copy resolve_conj
+    neg negative positive clone detach alias_copy detach_copy resolve_conj
     resolve_neg conj conj_physical
-"""
+""" + " ".join(MOVES)
 
 NONLINEAR = """
     abs absolute acos acosh angle arccos arcsin arctan asin asinh atan atanh bitwise_not ceil
@@ -244,9 +259,9 @@ def fill_(x: Operand, value: Any) -> Spec:
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         lay = placed.outs[0]
-        given = args[1] if len(args) > 1 else kwargs["value"]
+        value = args[1] if len(args) > 1 else kwargs["value"]
         away = any(lay.mesh.coordinate[a] for a in lay.partial)
-        return args[0].fill_(given * 0 if away else given)
+        return args[0].fill_(value * 0 if away else value)
 
     averaged = any(x.layout.axes[a] != "sum" for a in x.layout.partial)
     return elementwise(found(x, value), linear=[] if averaged else [(0,)], run=run)
@@ -270,3 +285,108 @@ def broadcast_tensors(*tensors: Any) -> Spec:
 def like(x: Operand, *args: Any, **kwargs: Any) -> Spec:
     """zeros_like and friends: the layout of x, where it is Partial replicated."""
     return elementwise([x])
+
+
+# ---- torch._foreach_* and torch._fused_*: what optimizers call on lists of tensors
+#
+# Both work element by element, so where the tensors at one place of all lists lie alike, the call runs on
+# the local tensors. Where they do not (a gradient that still is Partial), the tensors of the later lists
+# are brought to the layout of the first.
+
+
+@special(
+    *(
+        getattr(torch, name)
+        for name in dir(torch)
+        if name.startswith(("_foreach_", "_fused_")) and callable(getattr(torch, name))
+    )
+)
+def foreach(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """An elementwise function over lists of tensors."""
+    layouts = [x._layout if type(x) is DTensor else None for x in args[0]]
+    name = func.__name__
+    written = name.endswith("_")
+    if not _alike((*args, *kwargs.values()), layouts):
+        layouts = [None if lay is None else _firm(lay) for lay in layouts]
+        # fused optimizers write all lists but the gradients, the others only the first
+        fused = name.startswith("_fused_")
+        with raw():
+            args = tuple(
+                _aligned(a, layouts, written and (i == 0 or (fused and i != 1))) for i, a in enumerate(args)
+            )
+            kwargs = {k: _aligned(a, layouts, False) for k, a in kwargs.items()}
+    out = plain_call(func, types, args, kwargs)
+    if isinstance(out, tuple | list) and not written:
+        for x, lay in zip(out, layouts, strict=False):
+            if lay is not None:
+                stamp(x, lay)
+    return out
+
+
+def _alike(lists: tuple[Any, ...], layouts: list[Layout | None]) -> bool:
+    """Whether nothing has to move: all lists of tensors lie as the first, none is Partial."""
+    if not all(lay is None or lay.is_firm for lay in layouts):
+        return False
+    for a in lists:
+        if isinstance(a, tuple | list) and len(a) == len(layouts) and a and isinstance(a[0], torch.Tensor):
+            layouts_of_a = [x._layout if type(x) is DTensor else None for x in a]
+            if layouts_of_a != layouts and not all(
+                lay is None and not x.ndim for lay, x in zip(layouts_of_a, a, strict=True)
+            ):
+                return False
+    return True
+
+
+def _firm(layout: Layout) -> Layout:
+    """Without Partials: these functions are not linear."""
+    axes = tuple(s if isinstance(s, int) or s == "D" else R for s in layout.axes)
+    return Layout.of(layout.mesh, axes, layout.cuts, layout.shape)
+
+
+def _aligned(a: Any, layouts: list[Layout | None], written: bool) -> Any:
+    if not isinstance(a, tuple | list) or len(a) != len(layouts):
+        return a
+    out = []
+    for x, lay in zip(a, layouts, strict=True):
+        if not isinstance(x, torch.Tensor) or lay is None or (type(x) is not DTensor and x.ndim == 0):
+            out.append(x)
+            continue
+        layout = layout_of(x, lay.mesh)
+        if layout is not lay and layout.shape == lay.shape and not same_data(layout, lay):
+            if written:
+                raise ValueError(
+                    f"An optimizer writes to a tensor that lies as {layout!r} beside one that lies as "
+                    f"{lay!r}; "
+                    "element by element both must lie alike, and none be Partial. Redistribute it first."
+                )
+            x = move(x, layout, lay)
+        out.append(x)
+    return type(a)(out) if type(a) in (tuple, list) else out
+
+
+@special(foreach_norms)
+def foreach_norm(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The norm of each tensor, global."""
+    ord_ = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return tuple(torch.linalg.vector_norm(x, ord_, dtype=kwargs.get("dtype")) for x in args[0])
+
+
+@special(check_and_unscale_)
+def unscale(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """GradScaler's check: an overflow anywhere is an overflow everywhere."""
+    grads, overflow, scale = args
+    with raw():
+        func(grads, overflow, scale)
+        for x in grads:
+            if type(x) is DTensor:
+                mesh = x._layout.mesh
+                for axis in range(mesh.ndim):
+                    overflow.copy_(collectives.all_reduce(overflow, mesh, axis, "max"))
+                break
+    return None

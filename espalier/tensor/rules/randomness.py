@@ -8,14 +8,23 @@ from typing import Any
 
 import torch
 
-from espalier.comm.agreement import looks
-from espalier.comm.moves import as_addend
+from espalier.comm.control import looks
+from espalier.comm.redistribute import as_addend
 from espalier.layout import Layout
 from espalier.layout.layout import R
+from espalier.sharding.spec import (
+    Dims,
+    Operand,
+    Placed,
+    Spec,
+    bound_to,
+    composed_with,
+    rule,
+    rule_in_place,
+    rule_with,
+)
 from espalier.tensor.random import draw_key, integers, normal, uniform
 from espalier.tensor.rules.pointwise import found, letters
-from espalier.tensor.rules.spec import Dims, Operand, Placed, Spec, bound_to
-from espalier.tensor.rules.table import composed_with, rule, rule_in_place, rule_with
 
 
 @rule(torch.nn.functional.dropout, torch.dropout)
@@ -238,8 +247,8 @@ def randint_like(x: Operand, *bounds: Any, **kwargs: Any) -> Spec:
         x, *bounds = args
         func(x.new_empty(0), *bounds, **kwargs)  # torch's own word on the bounds
         names = "low high" if len(bounds) > 1 or "high" in kwargs else "high"
-        given = bound_to(names, tuple(bounds), kwargs)
-        low, high = given.get("low", 0), given["high"]
+        bound = bound_to(names, tuple(bounds), kwargs)
+        low, high = bound.get("low", 0), bound["high"]
         device = torch.device(kwargs.get("device") or x.device)
         drawn = integers(placed.outs[0], draw_key(placed.mesh, kwargs.get("generator")), low, high, device)
         return drawn.to(kwargs.get("dtype") or x.dtype).requires_grad_(kwargs.get("requires_grad", False))
@@ -276,10 +285,10 @@ def bernoulli(x: Operand, p: Any = None, *, generator: Any = None, out: Any = No
 @rule(torch.normal)
 def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = None) -> Spec | None:
     """torch.normal: each element has a mean and a deviation of its own."""
-    given = found((mean, std), {})
-    if out is not None or not given:
+    operands = found((mean, std), {})
+    if out is not None or not operands:
         return None
-    shape = tuple(torch.broadcast_shapes(*(x.shape for x in given)))
+    shape = tuple(torch.broadcast_shapes(*(x.shape for x in operands)))
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         bound = {"std": 1.0} | bound_to("mean std", args, kwargs)
@@ -291,8 +300,8 @@ def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = No
             raise RuntimeError("normal expects all elements of std >= 0.0")
         return _flat(drawn * std + mean, *both)
 
-    dims = [letters(x.shape, shape) for x in given]
-    return Spec(dims, [letters(shape, shape)], [shape], run=run, fails=range(len(given)))
+    dims = [letters(x.shape, shape) for x in operands]
+    return Spec(dims, [letters(shape, shape)], [shape], run=run, fails=range(len(operands)))
 
 
 @rule(torch.poisson)

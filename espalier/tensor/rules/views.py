@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-from espalier.comm import Spans, exchange, pieces
+from espalier.comm import Spans, exchange, spans_of
 from espalier.layout import Layout, local_box
 from espalier.layout.layout import R, normal_dim
 from espalier.mesh import Mesh
-from espalier.tensor.rules.spec import Dims, Letter, Operand, Placed, Spec
-from espalier.tensor.rules.table import rule
+from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec, rule
 
 # of so many a rank's rows may be made up, where dims are merged
 _STRETCHES = 1024
@@ -38,11 +37,11 @@ def linear_view(
     return Spec([ins], [out], [tuple(shape)], linear=[(0,)], tail=tail, factors=factors or {})
 
 
-def sizes(given: tuple[Any, ...]) -> tuple[int, ...]:
+def sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
     """The sizes of a ``*shape`` argument, given one by one or as one sequence."""
-    if len(given) == 1 and isinstance(given[0], tuple | list | torch.Size):
-        given = tuple(given[0])
-    return tuple(int(n) for n in given)
+    if len(shape) == 1 and isinstance(shape[0], tuple | list | torch.Size):
+        shape = tuple(shape[0])
+    return tuple(int(n) for n in shape)
 
 
 def regroup(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
@@ -142,7 +141,7 @@ def _merged(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     x: torch.Tensor = args[0].reshape(shape)
     for left, j in merged:
         have = [_stretches(src, left, where) for where in _places(out.mesh, out.cuts[j])]
-        x = exchange(x, out.mesh, out.cuts[j], j, have, pieces(out, j)) if out.cuts[j] else x
+        x = exchange(x, out.mesh, out.cuts[j], j, have, spans_of(out, j)) if out.cuts[j] else x
     return x
 
 
@@ -161,13 +160,13 @@ def _stretches(layout: Layout, dims: Sequence[int], where: tuple[int, ...]) -> S
     offsets, have = [box.offsets[d] for d in dims], [box.sizes[d] for d in dims]
     last = max((k for k, d in enumerate(dims) if have[k] < full[d]), default=0)
     rest = math.prod(full[d] for d in dims[last + 1 :])
-    found = []
+    spans = []
     for at in product(*(range(o, o + n) for o, n in zip(offsets[:last], have[:last], strict=True))):
         row = 0
         for d, index in zip(dims, (*at, offsets[last]), strict=False):
             row = row * full[d] + index
-        found.append((row * rest, (row + have[last]) * rest))
-    return tuple(found)
+        spans.append((row * rest, (row + have[last]) * rest))
+    return tuple(spans)
 
 
 @rule("view_as reshape_as", loose=True)
@@ -279,8 +278,8 @@ def unsqueeze(x: Operand, dim: int) -> Spec:
 def squeeze(x: Operand, dim: Any = None) -> Spec:
     """Dims of size 1 gone (such a dim cannot stay sharded)."""
     some = (dim,) if isinstance(dim, int) else dim
-    given = range(x.ndim) if some is None else [normal_dim(d, x.ndim) for d in some]
-    gone = {d for d in given if x.shape[d] == 1} if x.ndim else set()
+    candidates = range(x.ndim) if some is None else [normal_dim(d, x.ndim) for d in some]
+    gone = {d for d in candidates if x.shape[d] == 1} if x.ndim else set()
     kept = [i for i in range(x.ndim) if i not in gone]
     dims = tuple(None if i in gone else d for i, d in enumerate(x.dims()))
     spec = linear_view(x, dims, tuple(dims[i] for i in kept), [x.shape[i] for i in kept])

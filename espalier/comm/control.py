@@ -1,0 +1,265 @@
+"""Control messages: what every rank has to say, agreement on failure, and talk beside the traffic."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import json
+import pickle
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from espalier.comm import collectives
+from espalier.comm.custom_ops import symbolic
+from espalier.device import backend_of, is_accelerator
+from espalier.mesh import Mesh
+
+# how torch refuses values; checkpointing ends its recomputation by an exception of another kind
+REFUSALS = (RuntimeError, ValueError, IndexError)
+
+_ROOM = 2048  # bytes of an error's words
+
+
+def looks(mesh: Mesh) -> bool:
+    """Whether values are looked at: on a CPU, as by torch itself; a look at others waits for the device."""
+    return mesh.device_type == "cpu" and not mesh.is_dry and not symbolic()
+
+
+def agree(error: Exception | None, mesh: Mesh, axes: Iterable[int]) -> None:
+    """Raise on all ranks along the axes, which all call this, what the first that failed met.
+
+    One all-reduce of a byte along each axis, where nobody failed.
+
+    Raises:
+        Exception: this rank's own error, or one of the type and words of another's.
+    """
+    axes = tuple(axes)
+    device = _speaks_on(mesh)
+    failed = torch.zeros(1, dtype=torch.uint8, device=device)
+    if error is not None:
+        failed.fill_(1)
+    for axis in axes:
+        collectives.all_reduce_(failed, mesh, axis, "max").wait()
+    if not failed.item():
+        return
+    text = b"" if error is None else f"{mesh.world_rank} {type(error).__name__} {error}".encode()[:_ROOM]
+    words = torch.zeros(1, _ROOM, dtype=torch.uint8, device="cpu")
+    words[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    words = words.to(device)
+    for axis in axes:
+        rows = collectives.all_gather(words, mesh, axis, 0, mesh.shape[axis])
+        words = rows[rows[:, 0].nonzero()[:1, 0]] if rows[:, 0].any() else words
+    message = bytes(words[0].tolist()).rstrip(b"\0").decode(errors="replace")
+    rank, name, said = message.split(" ", 2)
+    if int(rank) == mesh.world_rank and error is not None:
+        raise error
+    met = _made(name, said)
+    met.add_note(f"Met by rank {rank}.")
+    raise met from error
+
+
+def _speaks_on(mesh: Mesh) -> torch.device:
+    """Where words lie that ranks exchange: on the host, which reads them, if its tensors travel too."""
+    if mesh.is_dry or (is_accelerator(mesh.device_type) and backend_of("cpu") is None):
+        return mesh.device() if is_accelerator(mesh.device_type) else torch.device("cpu")
+    return torch.device("cpu")
+
+
+def any_says(flag: bool, mesh: Mesh) -> bool:
+    """Whether any rank of a mesh says yes."""
+    return any(said for (said,) in numbers_of_all([int(flag)], mesh))
+
+
+def _made(name: str, said: str) -> Exception:
+    """An error of that type, if there is one that needs words alone."""
+    kinds: list[Any] = [getattr(builtins, name, None)]
+    known = [*REFUSALS]
+    while known:
+        kind = known.pop()
+        kinds += [kind] if kind.__name__ == name else []
+        known += kind.__subclasses__()
+    for kind in kinds:
+        with contextlib.suppress(TypeError):
+            return kind(said)  # type: ignore[no-any-return]
+    return RuntimeError(said)
+
+
+# ---- small messages: what every rank of a mesh has to say, on every rank
+
+
+def numbers_of_all(numbers: list[int], mesh: Mesh) -> list[list[int]]:
+    """The numbers that each rank gives, equally many, in the order of ranks' coordinates.
+
+    One all-gather along each axis.
+    """
+    rows = torch.tensor([numbers], dtype=torch.int64, device=_speaks_on(mesh))
+    for axis in reversed(range(mesh.ndim)):
+        rows = collectives.all_gather(rows, mesh, axis, 0, rows.shape[0] * mesh.shape[axis])
+    by_rank: list[list[int]] = rows.tolist()
+    return by_rank
+
+
+def gather_objects(thing: Any, mesh: Mesh) -> list[Any]:
+    """What each rank says (anything that can be pickled), in the order of ranks' coordinates."""
+    said = pickle.dumps(thing)
+    sizes = [size for (size,) in numbers_of_all([len(said)], mesh)]
+    rows = torch.zeros(1, max(sizes), dtype=torch.uint8, device=_speaks_on(mesh))
+    rows[0, : len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    for axis in reversed(range(mesh.ndim)):
+        rows = collectives.all_gather(rows, mesh, axis, 0, rows.shape[0] * mesh.shape[axis])
+    said_by = rows.cpu().numpy()
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(said_by, sizes, strict=True)]
+
+
+# ---- talk beside the traffic: short messages among all ranks of a mesh, with a time limit
+#
+# For tools that watch a program. The talk has a gloo group of its own on the CPU, whatever carries the
+# tensors, so it mixes with no other traffic, stands in no ledger, and a rank that does not come is an error
+# after the limit instead of a wait for ever. What a rank does last it leaves as a note in the store that
+# all ranks share.
+
+
+_SHORT = 2048  # bytes of a message that goes in one exchange
+
+
+class Absent(RuntimeError):
+    """Not all ranks came within the limit.
+
+    Attributes:
+        seen: for each rank of the mesh (number of the last exchange it came to, what it said it does).
+        number: the exchange that this rank waited in.
+    """
+
+    def __init__(self, seen: list[tuple[int, str]], number: int, cause: str) -> None:
+        super().__init__(cause)
+        self.seen, self.number = seen, number
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.seen, self.number, *self.args)
+
+
+class OutOfBand:
+    """The talk of one mesh; made by all its ranks at one place of the program.
+
+    Args:
+        limit: seconds that a rank waits for the others.
+        doing: what this rank does, for its note.
+    """
+
+    def __init__(self, mesh: Mesh, limit: float, doing: str) -> None:
+        self._rank, self._size, self._count = mesh.rank, mesh.size(), 0
+        self._limit = timedelta(seconds=limit)
+        base = dist.PrefixStore("espalier.side/" + "-".join(map(str, mesh.ranks)), _default_store())
+        # each rank counts its own talks; where all are in step the numbers agree
+        number = base.add(f"talks/{self._rank}", 1)
+        self._store = dist.PrefixStore(str(number), base)
+        self._group: Any = None
+        self.note(doing)
+
+    def exchange(self, message: bytes, doing: str) -> list[bytes]:
+        """What each rank says, in the order of the mesh's ranks.
+
+        Raises:
+            Absent: not all came.
+        """
+        self._count += 1
+        self.note(doing)
+        began = time.monotonic()
+        try:
+            if self._group is None:
+                self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, self._limit)
+            return self._gathered(message)
+        except (RuntimeError, dist.DistStoreError) as error:
+            # one that went away breaks the talk at once, when others are still on their way
+            while (notes := self._notes()) and time.monotonic() < began + self._limit.total_seconds():
+                if all(left or count >= self._count for count, _, left in notes):
+                    break
+                time.sleep(0.05)
+            raise Absent([note[:2] for note in notes], self._count, str(error)) from None
+
+    def note(self, doing: str, left: bool = False) -> None:
+        """Leave word of what this rank does, and whether it will not come again."""
+        self._store.set(f"note/{self._rank}", json.dumps([self._count, doing, left]))
+
+    def _gathered(self, message: bytes) -> list[bytes]:
+        head = len(message).to_bytes(8, "little")
+        first = self._all_gather((head + message[:_SHORT]).ljust(8 + _SHORT, b"\0"))
+        lengths = [int.from_bytes(m[:8], "little") for m in first]
+        longest = max(lengths)
+        messages = [m[8:] for m in first]
+        if longest > _SHORT:
+            messages = self._all_gather(message.ljust(longest, b"\0"))
+        return [m[:n] for m, n in zip(messages, lengths, strict=True)]
+
+    def _all_gather(self, message: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        theirs = [torch.empty_like(mine) for _ in range(self._size)]
+        self._group.allgather([theirs], [mine]).wait()
+        return [bytes(x.numpy()) for x in theirs]
+
+    def _notes(self) -> list[tuple[int, str, bool]]:
+        notes = []
+        for rank in range(self._size):
+            key = f"note/{rank}"
+            known = self._store.check([key])
+            note = json.loads(self._store.get(key)) if known else (0, "nothing that it told of", False)
+            notes.append((int(note[0]), str(note[1]), bool(note[2])))
+        return notes
+
+
+def told_by_first(mesh: Mesh, axes: Sequence[int], message: str, about: str) -> str:
+    """What the first rank along the axes says; all ranks along them call this, each with its message."""
+    if mesh.is_dry or all(mesh.shape[a] == 1 for a in axes):
+        return message
+    store = dist.PrefixStore(f"espalier.{about}/" + "-".join(map(str, mesh.ranks)), _default_store())
+    # each rank counts what it was told; where all are in step the numbers agree
+    number = store.add(f"count/{mesh.rank}", 1)
+    others = [c for a, c in enumerate(mesh.coordinate) if a not in axes]
+    key = f"{others}/{list(axes)}/{number}"
+    if all(mesh.coordinate[a] == 0 for a in axes):
+        store.set(key, message)
+    return bytes(store.get(key)).decode()
+
+
+def compared_with_first(mesh: Mesh, head: bytes, body: bytes, about: str) -> tuple[bytes, bool]:
+    """What the mesh's first rank says, head and body, and whether all ranks' bodies are the same.
+
+    All ranks call this; each waits for all.
+
+    Raises:
+        RuntimeError: not all came within the time limit of the world's store.
+    """
+    store = dist.PrefixStore(f"espalier.{about}/" + "-".join(map(str, mesh.ranks)), _default_store())
+    # each rank counts its comparisons; where all are in step the numbers agree
+    number = store.add(f"count/{mesh.rank}", 1)
+    try:
+        if mesh.rank == 0:
+            store.set(f"{number}/first", head + body)  # type: ignore[arg-type]  # bytes do too
+        first = bytes(store.get(f"{number}/first"))
+        unlike = 1 << 32
+        count = store.add(f"{number}/came", 1 if first[len(head) :] == body else 1 + unlike)
+        if count % unlike == mesh.size():
+            store.set(f"{number}/all", "same" if count < unlike else "differ")
+            for key in ("first", "came", "all"):  # of the one before, which all have left
+                store.delete_key(f"{number - 1}/{key}")
+        return first, bytes(store.get(f"{number}/all")) == b"same"
+    except dist.DistStoreError as error:
+        late = [mesh.ranks[i] for i in range(mesh.size()) if store.add(f"count/{i}", 0) < number]
+        raise RuntimeError(
+            f"Rank {mesh.world_rank} has waited for {named(late)} to agree on what is {about}. {error}"
+        ) from None
+
+
+def _default_store() -> Any:
+    # torch has no public name for it
+    return dist.distributed_c10d._get_default_store()
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in words."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,123 @@
+"""Collectives inside compiled graphs.
+
+A tracer (AOTAutograd beneath ``espalier.compile``) runs programs on tensors without values, under
+dispatch modes. There a collective must be an operator: so each function behind :func:`collective` is
+also ``torch.ops.espalier.<name>``, whose kernel is the function itself, ledger included, and
+whose shape function is the function on a dry mesh. Its effects are ordered: no compiler may leave
+one out or change their order, or the ranks would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.overrides import handle_torch_function
+
+from espalier.mesh import Mesh
+from espalier.torch_private import (
+    DefaultDevice,
+    dispatch_modes,
+    function_mode_stack,
+    function_modes,
+    keep_order,
+)
+
+# how many dispatch modes (they trace programs) are on
+tracers: Callable[[], int] = dispatch_modes
+
+
+def recorders() -> int:
+    """How many torch function modes are on, which may record a program.
+
+    Not that of ``torch.set_default_device``, which only says where tensors are made.
+    """
+    modes = function_modes()
+    if modes:
+        modes = sum(type(mode) is not DefaultDevice for mode in function_mode_stack())  # type: ignore[no-untyped-call]
+    return modes
+
+
+def traced(mesh: Mesh) -> bool:
+    """Whether what is done on a mesh must be an operator of a trace."""
+    return bool(tracers()) and not mesh.is_dry
+
+
+def recording() -> bool:
+    """Whether a program is being recorded, to be compiled."""
+    modes = function_mode_stack() if recorders() else ()  # type: ignore[no-untyped-call]
+    return any(getattr(mode, "records", False) for mode in modes)
+
+
+def symbolic() -> bool:
+    """Whether a program is being traced or recorded: nothing may hang on values then."""
+    return bool(tracers()) or recording()
+
+
+_meshes: weakref.WeakValueDictionary[str, Mesh] = weakref.WeakValueDictionary()
+_words: weakref.WeakKeyDictionary[Mesh, str] = weakref.WeakKeyDictionary()
+
+
+def collective(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Make ``function(x, mesh, axis, *constants)`` an operator where it is traced."""
+
+    @functools.wraps(function)
+    def entered(x: torch.Tensor, mesh: Mesh, axis: int, *constants: Any) -> Any:
+        if recorders():
+            return handle_torch_function(entered, (), x, mesh, axis, *constants)
+        if traced(mesh) and mesh.shape[axis] > 1:
+            plain = tuple(tuple(c) if isinstance(c, torch.Size) else c for c in constants)
+            return _operator(function)(x, _word(mesh), axis, repr(plain))
+        return function(x, mesh, axis, *constants)
+
+    return entered
+
+
+@lru_cache
+def _library() -> Any:
+    return torch.library.Library("espalier", "DEF")  # type: ignore[no-untyped-call]
+
+
+@lru_cache
+def _operator(function: Callable[..., torch.Tensor]) -> Any:
+    # made when first traced: programs that compile nothing are spared the time
+    name, library = function.__name__, _library()
+
+    def kernel(x: torch.Tensor, mesh: str, axis: int, constants: str) -> torch.Tensor:
+        return function(x, _meshes[mesh], axis, *_parsed(constants))
+
+    def shaped(x: torch.Tensor, mesh: str, axis: int, constants: str) -> torch.Tensor:
+        out = function(x, _dry(_meshes[mesh]), axis, *_parsed(constants))
+        return torch.empty_like(x, memory_format=torch.contiguous_format) if out is x else out
+
+    library.define(f"{name}(Tensor x, str mesh, int axis, str constants) -> Tensor")
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"espalier::{name}", shaped, lib=library)
+    operator = getattr(torch.ops.espalier, name).default
+    keep_order(operator)
+    return operator
+
+
+@lru_cache(maxsize=4096)
+def _parsed(constants: str) -> Any:
+    return ast.literal_eval(constants)
+
+
+def _word(mesh: Mesh) -> str:
+    """A name for a mesh and this rank's place in it, from which follow the shapes (caches rely on it)."""
+    known = _words.get(mesh)
+    if known is None:
+        axes = " ".join(f"{name}{n}" for name, n in zip(mesh.names, mesh.shape, strict=True))
+        known = _words[mesh] = f"{axes} at {mesh.coordinate} #{len(_words)}"
+        _meshes[known] = mesh
+    return known
+
+
+def _dry(mesh: Mesh) -> Mesh:
+    axes = dict(zip(mesh.names, mesh.shape, strict=True))
+    return Mesh.dry(axes, coordinate=mesh.coordinate, device_type=mesh.device_type)

@@ -1,0 +1,78 @@
+"""The backend of dry meshes: nothing moves; results have their shapes, and no content."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from espalier.comm.backend import Backend, Summing, Work
+from espalier.layout import chunk_bounds
+from espalier.mesh import Mesh
+
+
+class Dry(Backend):
+    """No backend at all."""
+
+    def all_reduce(self, x: torch.Tensor, mesh: Mesh, axis: int, op: str, *, beside: bool) -> Work[Any]:
+        return Work()
+
+    def sum_whole(self, x: torch.Tensor, mesh: Mesh, axis: int, *, beside: bool) -> Work[Any]:
+        return Work()
+
+    def all_gather(self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Work[torch.Tensor]:
+        return Work.done(x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]]))
+
+    def reduce_scatter(self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:
+        return _piece(x, mesh, axis, dim, x.shape)
+
+    def all_to_all(
+        self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], dim: int, mesh: Mesh, axis: int
+    ) -> torch.Tensor:
+        whole = list(shapes[0])
+        whole[dim] = sum(shape[dim] for shape in shapes)
+        return pieces[0].new_empty(whole)
+
+    def exchange(
+        self, flat: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list[int]
+    ) -> torch.Tensor:
+        return flat.new_empty(sum(gets))
+
+    def broadcast(self, x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Work[Any]:
+        return Work()
+
+    def reduce(self, x: torch.Tensor, mesh: Mesh, axis: int, target: int) -> Work[Any]:
+        return Work()
+
+    def scatter(
+        self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, shape: Sequence[int], source: int
+    ) -> torch.Tensor:
+        return _piece(x, mesh, axis, dim, shape)
+
+    def pass_on(self, x: torch.Tensor, mesh: Mesh, axis: int, gets: int, step: int) -> Work[torch.Tensor]:
+        return Work.done(x.new_empty(gets))
+
+    def send(self, xs: Sequence[torch.Tensor], mesh: Mesh, axis: int, to: int, tag: int) -> Work[Any]:
+        return Work()
+
+    def receive(self, xs: Sequence[torch.Tensor], mesh: Mesh, axis: int, source: int, tag: int) -> Work[Any]:
+        return Work()
+
+    def gather_rows(self, rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis: int) -> Work[Any]:
+        return Work()
+
+    def sum_rows(self, rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
+        # what gloo takes; NCCL takes one row
+        if len(rows) == 2:
+            got = torch.empty_like(rows[0])
+            return Summing(
+                (rows[0], got) if mesh.coordinate[axis] == 0 else (got, rows[1]), Work(), place=got
+            )
+        # two rows stand for all: the memory is the same however many are added up, and the time is not spent
+        return Summing(torch.empty_like(rows)[:2].unbind(0), Work(), rows)
+
+
+def _piece(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, shape: Sequence[int]) -> torch.Tensor:
+    length = chunk_bounds(shape[dim], mesh.shape[axis], mesh.coordinate[axis])[1]
+    return x.new_empty([*shape[:dim], length, *shape[dim + 1 :]])

@@ -1,0 +1,313 @@
+"""accelerate's ``Accelerator`` on a plan: a subclass of its own, whose models go through engines.
+
+Loaders, optimizers, schedules, accumulation, metrics, trackers and files are accelerate's. Each rank that
+reads rows of its own gives them to the model and gets what comes of them, as under DistributedDataParallel;
+ranks that share a model's layers read the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, convert_to_fp32, recursively_apply
+from torch import nn
+
+from espalier.comm.control import gather_objects
+from espalier.compat.plans import plan_for_world, precision_of, refuse
+from espalier.compat.torch.data_parallel import whole_states
+from espalier.compat.torch.fsdp import sharding_of
+from espalier.engine import EngineModule, initialize
+from espalier.mesh import Mesh
+from espalier.parallel import Plan
+
+_LOW: Mapping[str, str] = MappingProxyType({"bf16": "bfloat16", "fp16": "float16"})
+_HOOKS: Mapping[str, str] = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
+_PLAN = "the plan says what is parallel: leave it out, and write Accelerator(plan={...})"
+_THEIRS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin")
+
+
+class _Model(EngineModule):
+    """A prepared model."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives for this rank's rows; in float32 under autocast, as accelerate's."""
+        made = super().forward(*args, **kwargs)
+        return convert_to_fp32(made) if self.engine.plan.precision.autocast else made
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """With plain whole tensors, each in memory of its own: of several in one, accelerate saves one."""
+        state = super().state_dict(*args, **kwargs)
+        copies: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied ones stay tied
+        for name, x in state.items():
+            if isinstance(x, torch.Tensor) and x.untyped_storage().nbytes() != x.numel() * x.element_size():
+                state[name] = copies.setdefault((x.data_ptr(), x.shape), x.clone())
+        return state
+
+
+class _Optimizer(AcceleratedOptimizer):
+    """A prepared optimizer, whose states are saved whole."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """With plain whole tensors (a collective)."""
+        return whole_states(super().state_dict())
+
+
+class _Schedule(AcceleratedScheduler):
+    """A prepared schedule, where fewer ranks than there are read rows of their own."""
+
+    readers = 1
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Once for each rank that reads rows, when the optimizer has stepped."""
+        for i in range(self.readers if self.gradient_state.sync_gradients else 1):
+            total = getattr(self.scheduler, "total_steps", None)
+            if i and total is not None and self.scheduler._step_count > total:
+                return
+            super().step(*args, **kwargs)
+
+
+class Accelerator(accelerate.Accelerator):
+    """As ``accelerate.Accelerator``: ``espalier run -n 4 script.py``, or torchrun.
+
+    Args:
+        args, kwargs: of accelerate's own. ``mixed_precision`` is autocast, unless the plan says a precision;
+            ``fsdp_plugin`` is ``zero=2`` or ``3``, with what lies on the host and what is recomputed;
+            ``parallelism_config`` the axes ``replicate``, ``data``, ``tensor`` and ``context``;
+            a ``dynamo_backend`` has the model's blocks compiled. The Accelerator accumulates and clips.
+        plan: a :class:`~espalier.Plan`, or keys of one, which hold. Without it all ranks are on the data
+            axis.
+
+    Raises:
+        MistakeError: other libraries are asked for, or what the plan leaves to the Accelerator.
+    """
+
+    def __init__(self, *args: Any, plan: Plan | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        told = [(name, given, _PLAN) for name in _THEIRS if (given := kwargs.get(name)) is not None]
+        low = str(kwargs.get("mixed_precision"))
+        if low == "fp8":
+            told.append(("mixed_precision", low, "expected no, bf16 or fp16"))
+        said = {
+            **_of_fsdp(kwargs.pop("fsdp_plugin", None)),
+            **_of_axes(kwargs.pop("parallelism_config", None)),
+            **_of_handlers(kwargs.get("kwargs_handlers") or (), told),
+        }
+        if low in _LOW:
+            precision = {"compute": f"autocast-{_LOW[low]}"}
+            fixed = {"loss_scale": {"init_scale": 1.0, "growth_factor": 1.0}} if low == "fp16" else {}
+            said["precision"] = {**said.get("precision", {}), **precision, **fixed}  # accelerate scales
+        self.plan = plan_for_world(said, plan)
+        if self.plan.pipe > 1:
+            told.append(("plan.pipe", self.plan.pipe, "losses are asked for one by one: expected 1"))
+        if self.plan.accumulate > 1:
+            known = "say gradient_accumulation_steps=, by which losses are divided: expected 1"
+            told.append(("plan.accumulate", self.plan.accumulate, known))
+        refuse("Accelerator", told)
+        self._mesh = mesh = Mesh.from_env(self.plan.axes)
+        if mesh.device().type == "cpu":
+            kwargs["cpu"] = True
+        super().__init__(*args, **kwargs)
+        if self.distributed_type.value in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+            launched = "`accelerate launch` asked for it: start by `espalier run`, and write plan={...}"
+            refuse("Accelerator", [("distributed_type", self.distributed_type.value, launched)])
+        place = 0
+        for axis in map(mesh.axis, self.plan.batch_axes):
+            place = place * mesh.shape[axis] + mesh.coordinate[axis]
+        places = gather_objects(place, mesh) if mesh.size() > 1 else [0]
+        self._place, self._readers = place, len(set(places))
+        self._firsts = [places.index(i) for i in range(self._readers)]
+        self._is_shared = self._readers < mesh.size()
+
+    # ---- what is prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """The model on an engine of its own, ``model.engine``."""
+        if not isinstance(model, EngineModule):
+            is_compiled = self.state.dynamo_plugin.backend != DynamoBackend.NO
+            model = _Model(initialize(model, None, self.plan, mesh=self._mesh, compile=is_compiled), "own")
+        if all(model is not known for known in self._models):
+            self._models.append(model)
+        self._join()
+        return model
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """The optimizer, which its model's engine steps."""
+        if not isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = _Optimizer(optimizer, False, self.scaler)
+        if all(optimizer is not known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        self._join()
+        return optimizer
+
+    def _join(self) -> None:
+        """Attach each optimizer to the engine that has its parameters."""
+        owner = {id(p): model.engine for model in self._models for p in model.parameters()}
+        for optimizer in self._optimizers:
+            own = optimizer.optimizer
+            held = [owner[id(p)] for group in own.param_groups for p in group["params"] if id(p) in owner]
+            for engine in dict.fromkeys(held):
+                if engine.optimizer is not own:
+                    engine.attach(own)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """A loader of this rank's rows."""
+        if not self._is_shared or getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        made = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self._readers,
+            process_index=self._place,
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=False,  # rank 0 would send rows to each rank
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        self._dataloaders.append(made)
+        return made
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """A schedule that steps when the optimizer does."""
+        if not self._is_shared or self.split_batches or isinstance(scheduler, AcceleratedScheduler):
+            return super().prepare_scheduler(scheduler)
+        own = [x for x in self._optimizers if x.optimizer is getattr(scheduler, "optimizer", None)]
+        made = _Schedule(
+            scheduler, own[0] if own else self._optimizers, self.step_scheduler_with_optimizer, True
+        )
+        made.readers = self._readers if self.step_scheduler_with_optimizer else 1
+        self._schedulers.append(made)
+        return made
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The plain model. Its parameters lie as the plan says; ``get_state_dict(model)`` has whole ones."""
+        if isinstance(model, EngineModule):
+            return model.module
+        return super().unwrap_model(model, *args, **kwargs)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """With plain whole tensors (a collective). A model that was unwrapped is known as well."""
+        of = next((known for known in self._models if model in (known, known.module)), None)
+        return super().get_state_dict(model, unwrap) if of is None else of.state_dict()
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Refused: ranks call the model equally often.
+
+        Raises:
+            MistakeError: always.
+        """
+        told = "prepared loaders give every rank as many batches (even_batches=True): leave it out"
+        refuse("Accelerator", [("join_uneven_inputs", "...", told)])
+
+    # ---- values of all ranks: of each that reads rows
+
+    def gather(self, tensor: Any) -> Any:
+        """The rows of all ranks, one behind the other; those of ranks that share a batch once."""
+        return self._each_once(super().gather(tensor))
+
+    def _each_once(self, gathered: Any) -> Any:
+        if not self._is_shared:
+            return gathered
+
+        def chosen(x: torch.Tensor) -> torch.Tensor:
+            parts = x.chunk(self._mesh.size())
+            return torch.cat([parts[i] for i in self._firsts])
+
+        return recursively_apply(chosen, gathered)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As :meth:`gather`, without the rows that fill up the last batch; objects too."""
+        if not self._is_shared:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        try:
+            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+            is_plain = use_gather_object
+        except TypeError:
+            is_plain = True
+        if is_plain:
+            of_all = gather_objects(input_data, self._mesh)
+            made: Any = [x for i in self._firsts for x in of_all[i]]
+        else:
+            made = self.gather(input_data)
+        rest = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
+        if rest <= 0:
+            return made
+        return made[:rest] if is_plain else recursively_apply(lambda x: x[:rest], made)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or mean of all ranks' tensors; of ranks that share a batch one counts."""
+        made = super().reduce(tensor, reduction, scale)
+        if not self._is_shared or reduction != "sum":
+            return made
+        among = self._mesh.size() // self._readers
+        return recursively_apply(lambda x: x / among if x.is_floating_point() else x // among, made)
+
+
+def _of_fsdp(plugin: Any) -> dict[str, Any]:
+    """What accelerate's FSDP is asked for, as keys of a plan."""
+    if plugin is None:
+        return {}
+    strategy = plugin.reshard_after_forward
+    if plugin.fsdp_version == 1 and plugin.sharding_strategy is not None:
+        strategy = plugin.sharding_strategy
+    said = sharding_of(strategy, plugin.cpu_offload)
+    policy = plugin.mixed_precision_policy
+    if policy is not None:
+        said["precision"] = precision_of(policy.param_dtype, policy.reduce_dtype)
+    if plugin.activation_checkpointing:
+        said["recompute"] = "full"
+    return said
+
+
+def _of_axes(config: Any) -> dict[str, Any]:
+    """accelerate's axes, as keys of a plan."""
+    if config is None:
+        return {}
+    sizes = {
+        "replicate": config.dp_replicate_size,
+        "data": config.dp_shard_size,
+        "tensor": config.tp_size,
+        "context": math.prod((config.cp_size, config.sp_size)),
+    }
+    said: dict[str, Any] = {name: n for name, n in sizes.items() if n and n > 1}
+    if "data" not in said and "replicate" in said:
+        said["data"] = said.pop("replicate")
+    elif "data" in said:
+        said["zero"] = 3
+    return said
+
+
+def _of_handlers(handlers: Any, told: list[Any]) -> dict[str, Any]:
+    """What DistributedDataParallel is asked for, as keys of a plan."""
+    said: dict[str, Any] = {}
+    for handler in handlers:
+        if not isinstance(handler, DistributedDataParallelKwargs):
+            continue
+        if handler.bucket_cap_mb != DistributedDataParallelKwargs().bucket_cap_mb:
+            said["chunk_megabytes"] = float(handler.bucket_cap_mb)
+        hook = str(handler.comm_hook.value)
+        if hook in _HOOKS:
+            said["precision"] = {"reduce": _HOOKS[hook]}
+        elif hook != "no":
+            told.append(("comm_hook", hook, "gradients are summed by the engine: expected no, fp16 or bf16"))
+    return said
+
+
+__all__ = ["Accelerator"]

@@ -1,0 +1,205 @@
+"""``Booster``: a plugin's plan around a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from espalier.compat.colossalai.booster.plugin import Plugin, TorchDDPPlugin
+from espalier.compat.colossalai.engine import piped
+from espalier.engine import EngineModule
+from espalier.engine import initialize as lay_on_mesh
+from espalier.parallel import Plan
+
+_PRECISIONS = {"fp16": "autocast-float16", "bf16": "autocast-bfloat16", None: None}
+
+
+class Boosted(EngineModule):
+    """A model that an engine trains: a call takes and gives this rank's rows.
+
+    Attributes:
+        criterion: of a pipeline: ``criterion(output, inputs)``.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, plan: Plan, options: dict[str, Any]) -> None:
+        self_criterion: list[Callable[[Any, Any], torch.Tensor]] = []
+
+        def loss(output: Any, batch: Any) -> torch.Tensor:
+            return self_criterion[-1](output, batch)
+
+        engine = lay_on_mesh(model, optimizer, plan, loss_fn=loss, **options)
+        super().__init__(engine, rows="own")
+        self._criteria = self_criterion
+
+    def judge_by(self, criterion: Callable[[Any, Any], torch.Tensor]) -> None:
+        """Take a criterion for the passes that follow."""
+        self._criteria[:] = [criterion]
+
+    def unwrap(self) -> nn.Module:
+        """The model."""
+        return self.module
+
+
+class Booster:
+    """Colossal-AI's, on Espalier.
+
+    Args:
+        mixed_precision: ``"fp16"`` or ``"bf16"``, where the plugin says none: under autocast.
+        plugin: says the plan; by default all ranks share the batch.
+    """
+
+    def __init__(
+        self, device: Any = None, mixed_precision: str | None = None, plugin: Plugin | None = None
+    ) -> None:
+        if mixed_precision not in _PRECISIONS:
+            raise ValueError(f"Booster(mixed_precision={mixed_precision!r}): expected fp16 or bf16.")
+        self.plugin, self._precision = plugin or TorchDDPPlugin(), _PRECISIONS[mixed_precision]
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+        **options: Any,
+    ) -> tuple[Boosted, Any, Any, Any, Any]:
+        """Lay the model out.
+
+        Args:
+            dataloader: gives this rank's rows (``plugin.prepare_dataloader`` makes such).
+            options: more for :func:`espalier.initialize`: ``layouts=``, ``example=``.
+
+        Returns:
+            all five; all but the model as they are.
+        """
+        plan = self.plugin.plan(dist.get_world_size() if dist.is_initialized() else 1)
+        if self._precision is not None and plan.precision.compute == "float32":
+            plan = Plan(**{**plan.model_dump(), "precision": self._precision})
+        if plan.accumulate > 1:
+            options.setdefault("count", _alike)
+        return Boosted(model, optimizer, plan, options), optimizer, criterion, dataloader, lr_scheduler
+
+    def backward(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients of this rank's loss; those of the ranks are averaged."""
+        loss.backward()
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: Boosted,
+        criterion: Callable[[Any, Any], torch.Tensor],
+        optimizer: torch.optim.Optimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Forward and backward of the next batch through the stages; ``optimizer.step()`` is next.
+
+        Args:
+            data_iter: gives the model's inputs, on every rank: a dict, tuple or tensor of its own rows.
+            criterion: ``criterion(output, inputs)``; where these are a pair, its first is for the model, its
+                second for the criterion.
+            return_outputs: only without gradients.
+
+        Returns:
+            ``loss`` (on every rank) and ``outputs``; None if not asked for.
+        """
+        batch, engine = next(data_iter), model.engine
+        model.judge_by(criterion)
+        if torch.is_grad_enabled() and model.training:
+            if return_outputs:
+                raise ValueError(
+                    "execute_pipeline(return_outputs=True): outputs leave a pipeline under no_grad only."
+                )
+            made = piped(engine, batch)
+            return {"loss": made if return_loss else None, "outputs": None}
+        loss = engine.evaluate(engine.cut(engine.local_batch(batch))) if return_loss else None
+        with torch.no_grad():
+            return {"loss": loss, "outputs": engine.outputs(batch, "own") if return_outputs else None}
+
+    def no_sync(
+        self, model: Boosted, optimizer: torch.optim.Optimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """Backward passes in here only accumulate."""
+        return model.no_sync()
+
+    # ---- checkpoints (every rank must call)
+
+    def save_model(
+        self,
+        model: Boosted,
+        checkpoint: str | Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = False,
+    ) -> None:
+        """Write the whole weights: one file, or with ``shard`` a folder as Hugging Face has it (safetensors).
+
+        Args:
+            size_per_shard: megabytes of a file.
+        """
+        path = Path(checkpoint)
+        if not shard and not use_safetensors and path.suffix != ".safetensors":
+            if model.engine.mesh.rank == 0:
+                path.unlink(missing_ok=True)
+            model.engine.export(path, "torch")
+        elif shard:
+            model.engine.export(path, shard_gigabytes=size_per_shard * _MEGABYTE)
+        else:
+            model.engine.export(path.with_suffix(".safetensors"))
+
+    def load_model(self, model: Boosted, checkpoint: str | Path, strict: bool = True) -> Boosted:
+        """Take over weights: a file, or a folder of shards."""
+        if not strict:
+            raise ValueError(
+                "load_model(strict=False): model.load_state_dict(state_dict, strict=False) takes what fits."
+            )
+        model.engine.lay_out()
+        model.engine.load_weights(Path(checkpoint))
+        return model
+
+    def save_checkpoint(self, model: Boosted, folder: str | Path) -> None:
+        """Save all that a run needs to go on, under any plugin on any number of ranks."""
+        model.engine.save(folder)
+
+    def load_checkpoint(self, model: Boosted, folder: str | Path) -> None:
+        """Go on from :meth:`save_checkpoint`."""
+        model.engine.lay_out()
+        model.engine.load(folder)
+
+    def save_optimizer(self, optimizer: Any, checkpoint: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Refused: states belong to a model's parameters."""
+        raise ValueError(
+            "booster.save_optimizer: booster.save_checkpoint(model, folder) saves it with its model."
+        )
+
+    def load_optimizer(self, optimizer: Any, checkpoint: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Refused: see :meth:`save_optimizer`."""
+        raise ValueError(
+            "booster.load_optimizer: booster.load_checkpoint(model, folder) loads it with its model."
+        )
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        """Write its state, on rank 0."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            torch.save(lr_scheduler.state_dict(), checkpoint)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        """Take it over."""
+        lr_scheduler.load_state_dict(torch.load(checkpoint, weights_only=True))
+
+
+_MEGABYTE = 1024**2 / 1e9
+
+
+def _alike(batch: Any) -> int:
+    """Micro-batches count alike, as in Colossal-AI."""
+    return 1

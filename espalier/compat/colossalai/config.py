@@ -1,0 +1,201 @@
+"""The configuration of Colossal-AI's paper as a plan: a dict, or a Python file whose names are its keys."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from espalier.compat.colossalai.amp import AMP_TYPE
+from espalier.device import accelerator
+from espalier.parallel import Plan
+from espalier.texts import Mistake, MistakeError, similar, unknown_key
+
+_OWNER = "Colossal-AI's configuration"
+_TENSOR = {"size", "mode", "depth"}
+_SCALE = {
+    "init_scale",
+    "initial_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "min_scale",
+    "hysteresis",
+    "max_scale",
+    "enabled",
+    "log_num_zeros_in_grad",
+    "verbose",
+    "clip_grad_norm",
+    "opt_level",
+}
+_KNOWN = (
+    "parallel",
+    "fp16",
+    "zero",
+    "gradient_accumulation",
+    "clip_grad_norm",
+    "gradient_handler",
+    "cudnn_benchmark",
+    "cudnn_deterministic",
+    "use_zero",
+    "torch_ddp",
+)
+_TENSOR_MODES = ("1d", "2d", "2.5d", "3d", "sequence")
+
+
+class Settings(dict[str, Any]):
+    """A configuration whose keys are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            value = self[name]
+        except KeyError:
+            raise AttributeError(f"The configuration has no {name!r}.") from None
+        return Settings(value) if type(value) is dict else value
+
+
+def load(config: str | Path | Mapping[str, Any] | None) -> Settings:
+    """A configuration: a dict, or a Python file, whose names are its keys.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    if config is None:
+        return Settings()
+    if isinstance(config, Mapping):
+        return Settings(config)
+    path = Path(config)
+    if not path.is_file():
+        raise ValueError(f"{_OWNER} {str(config)!r}: expected a dict or the path of a Python file.")
+    names = runpy.run_path(str(path))
+    return Settings(
+        {k: x for k, x in names.items() if not k.startswith("_") and not hasattr(x, "__loader__")}
+    )
+
+
+def plan_of(config: Mapping[str, Any], ranks: int) -> Plan:
+    """The plan of a configuration; keys of the program's own are left alone.
+
+    Raises:
+        ValueError: listing every mistake.
+    """
+    mistakes: list[Mistake] = []
+    for key in config:
+        if key.islower() and key not in _KNOWN and similar(key, _KNOWN, least=0.8):
+            mistakes.append(unknown_key(key, config[key], _KNOWN))
+    axes = _axes(config.get("parallel") or {}, ranks, mistakes)
+    made: dict[str, Any] = {**axes}
+    accumulate = config.get("gradient_accumulation", 1)
+    micro = config.get("NUM_MICRO_BATCHES", 1)
+    made["accumulate"] = (micro if axes.get("pipe", 1) > 1 else 1) * accumulate
+    made["clip"] = config.get("clip_grad_norm") or None
+    made["precision"] = _precision(config, mistakes)
+    if (zero := config.get("zero")) is not None:
+        made.update(_zero(zero, mistakes))
+    if config.get("gradient_handler"):
+        told = "gradients are summed by the layouts of their parameters: leave it out"
+        mistakes.append(Mistake("gradient_handler", config["gradient_handler"], told))
+    if mistakes:
+        raise MistakeError(_OWNER, mistakes)
+    return Plan(**made)
+
+
+def _axes(parallel: Mapping[str, Any], ranks: int, mistakes: list[Mistake]) -> dict[str, Any]:
+    for key in parallel:
+        if key not in ("data", "pipeline", "tensor"):
+            mistakes.append(unknown_key(f"parallel.{key}", parallel[key], ("data", "pipeline", "tensor")))
+    sizes: dict[str, int] = {}
+    for key in ("data", "pipeline", "tensor"):
+        given = parallel.get(key)
+        size = given.get("size", 1) if isinstance(given, Mapping) else given
+        sizes[key] = 1 if size is None else size
+        if not isinstance(sizes[key], int) or sizes[key] < 1:
+            mistakes.append(
+                Mistake(f"parallel.{key}", given, "expected a number of ranks, or dict(size=...)")
+            )
+            return {}
+    tensor = parallel.get("tensor")
+    options = dict(tensor) if isinstance(tensor, Mapping) else {}
+    for key in options.keys() - _TENSOR:
+        mistakes.append(unknown_key(f"parallel.tensor.{key}", options[key], _TENSOR))
+    mode = options.get("mode") or "1d"
+    if mode not in _TENSOR_MODES:
+        expected = f"expected one of {', '.join(_TENSOR_MODES)}"
+        mistakes.append(Mistake("parallel.tensor.mode", mode, expected))
+        return {}
+    each = sizes["pipeline"] * sizes["tensor"]
+    if ranks % each:
+        told = f"{ranks} ranks are no multiple of pipeline {sizes['pipeline']} × tensor {sizes['tensor']}"
+        mistakes.append(Mistake("parallel", dict(parallel), told))
+        return {}
+    if parallel.get("data") is not None and sizes["data"] != ranks // each:
+        told = f"expected {ranks // each}: what {ranks} ranks leave"
+        mistakes.append(Mistake("parallel.data", sizes["data"], told))
+    made: dict[str, Any] = {"pipe": sizes["pipeline"], "data": ranks // each}
+    if mode == "sequence":
+        return {**made, "context": sizes["tensor"]}
+    made |= {"tensor": sizes["tensor"], "tensor_mode": mode if sizes["tensor"] > 1 else "1d"}
+    if mode == "2.5d" and sizes["tensor"] > 1:
+        made["depth"] = options.get("depth", 1)
+    return made
+
+
+def _precision(config: Mapping[str, Any], mistakes: list[Mistake]) -> Any:
+    given = config.get("fp16")
+    if given is None:
+        return "float16" if config.get("zero") is not None else "float32"
+    mode = given.get("mode")
+    for key in given.keys() - _SCALE - {"mode"}:
+        mistakes.append(unknown_key(f"fp16.{key}", given[key], sorted(_SCALE | {"mode"})))
+    named = mode.name if isinstance(mode, AMP_TYPE) else str(mode or "torch").upper()
+    if named not in AMP_TYPE.__members__:
+        mistakes.append(
+            Mistake("fp16.mode", mode, "expected AMP_TYPE.TORCH, AMP_TYPE.NAIVE or AMP_TYPE.APEX")
+        )
+        return "float32"
+    whole = named == "NAIVE" or (named == "APEX" and given.get("opt_level", "O1") in ("O2", "O3"))
+    return {"compute": "float16" if whole else "autocast-float16", "loss_scale": scale_of(given)}
+
+
+def scale_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a loss scale, under the names that Colossal-AI has for them."""
+    names = {
+        "initial_scale": ("init_scale", float),
+        "init_scale": ("init_scale", float),
+        "growth_factor": ("growth_factor", float),
+        "backoff_factor": ("backoff_factor", float),
+        "growth_interval": ("growth_interval", int),
+        "min_scale": ("min_scale", float),
+        "hysteresis": ("hysteresis", int),
+    }
+    return {names[key][0]: names[key][1](x) for key, x in given.items() if key in names and x is not None}
+
+
+def _zero(zero: Mapping[str, Any], mistakes: list[Mistake]) -> dict[str, Any]:
+    for key in zero.keys() - {"model_config", "optimizer_config"}:
+        mistakes.append(unknown_key(f"zero.{key}", zero[key], ("model_config", "optimizer_config")))
+    policy = (zero.get("model_config") or {}).get("tensor_placement_policy", "device")
+    return {"zero": 3, **offload_of(policy, mistakes, "zero.model_config.tensor_placement_policy")}
+
+
+def offload_of(policy: str, mistakes: list[Mistake], key: str) -> dict[str, Any]:
+    """Where state lies, by a placement policy: ``"cpu"``, ``"auto"``, else on the device."""
+    if policy == "cpu":
+        return {"offload": dict.fromkeys(("parameters", "gradients", "states"), "host")}
+    kind = accelerator()
+    if policy == "auto":
+        if kind is None:
+            return {}  # a CPU's memory is the host's
+        budget = 0.9 * torch.accelerator.get_memory_info()[1] / 1e9
+        return {
+            "offload": {
+                **dict.fromkeys(("parameters", "gradients", "states"), "auto"),
+                "budget_gigabytes": budget,
+            }
+        }
+    if policy not in ("device", kind, None):
+        mistakes.append(Mistake(key, policy, "expected cpu, auto, or the accelerator's name"))
+    return {}

@@ -1,0 +1,144 @@
+"""``colossalai.initialize`` and its engine, over Espalier's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from espalier.compat.colossalai.config import plan_of
+from espalier.compat.colossalai.core import global_context
+from espalier.engine import Engine as Inner
+from espalier.engine import EngineModule
+from espalier.engine import initialize as lay_on_mesh
+from espalier.parallel import Plan
+from espalier.tensor import full_tensor
+
+Criterion = Callable[[Any, Any], torch.Tensor]
+
+
+class Engine(EngineModule):
+    """What ``colossalai.initialize`` gives: called like the model, on this rank's rows.
+
+    Attributes:
+        engine: Espalier's.
+        model: the model.
+        optimizer: its optimizer.
+        criterion: ``criterion(output, labels)``.
+    """
+
+    def __init__(self, engine: Inner, criterion: Criterion | None) -> None:
+        super().__init__(engine, rows="own")
+        self.criterion = criterion
+
+    @property
+    def model(self) -> nn.Module:
+        """See the class."""
+        return self.module
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """See the class."""
+        return self.engine.optimizer
+
+    @property
+    def uses_pipeline(self) -> bool:
+        """Whether the model is cut into stages: then :meth:`execute_schedule` trains."""
+        return bool(self.engine.plan.pipe > 1)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of a step; those of micro-batches stay until it is made."""
+        passes = self.engine.passes
+        if passes.accumulation is None or passes.is_complete or self.uses_pipeline:
+            self.engine.zero_grad()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of this rank's loss; those of the ranks are averaged."""
+        self.engine.backward(loss)
+
+    def step(self) -> bool:
+        """Update, after the last of ``gradient_accumulation`` batches.
+
+        Returns:
+            whether it did.
+        """
+        return self.engine.step()
+
+    def execute_schedule(
+        self,
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> tuple[Any, Any, torch.Tensor | None]:
+        """Forward (and backward, unless ``forward_only``) of the next batch, through stages if there are any.
+
+        Args:
+            data_iter: gives pairs ``(inputs, labels)`` of this rank's rows, on every rank.
+
+        Returns:
+            output, labels and loss; those not asked for are None. In a pipeline there is an output with
+            ``forward_only`` alone.
+        """
+        inputs, labels = next(data_iter)
+        if not self.uses_pipeline or forward_only:
+            with torch.set_grad_enabled(not forward_only):
+                output = self(inputs)
+                loss = None if self.criterion is None else self.criterion(output, labels)
+            if not forward_only:
+                assert loss is not None, "training needs a criterion"
+                self.backward(loss)
+            shown = (output, labels) if return_output_label else (None, None)
+            return (*shown, loss.detach() if return_loss and loss is not None else None)
+        loss = piped(self.engine, (inputs, labels))
+        return None, labels if return_output_label else None, loss if return_loss else None
+
+
+def piped(engine: Inner, rows: Any) -> torch.Tensor:
+    """Forward and backward of this rank's rows through the stages; the loss of all of it, on every rank."""
+    engine.accumulate(engine.cut(engine.local_batch(rows)))
+    engine.finish_gradients()
+    assert engine.loss is not None
+    return full_tensor(engine.loss).detach()
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    criterion: Criterion | None = None,
+    train_dataloader: Iterable[Any] | None = None,
+    test_dataloader: Iterable[Any] | None = None,
+    lr_scheduler: Any = None,
+    ophooks: Any = None,
+    verbose: bool = True,
+    *,
+    config: Mapping[str, Any] | None = None,
+    plan: Plan | None = None,
+    **options: Any,
+) -> tuple[Engine, Any, Any, Any]:
+    """``colossalai.initialize``, on Espalier.
+
+    Args:
+        train_dataloader, test_dataloader: give this rank's rows (``utils.get_dataloader`` makes such); they
+            come back as they are.
+        config: by default what ``launch`` was given.
+        plan: in place of what the configuration says.
+        options: more for :func:`espalier.initialize`: ``layouts=``, ``example=``.
+
+    Returns:
+        engine, both loaders, schedule.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    made = plan_of(global_context.config if config is None else config, ranks) if plan is None else plan
+    if made.accumulate > 1:
+        options.setdefault("count", _alike)
+    inner = lay_on_mesh(model, optimizer, made, loss_fn=criterion if made.pipe > 1 else None, **options)
+    return Engine(inner, criterion), train_dataloader, test_dataloader, lr_scheduler
+
+
+def _alike(batch: Any) -> int:
+    """Micro-batches count alike, as in Colossal-AI."""
+    return 1

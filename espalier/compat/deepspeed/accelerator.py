@@ -1,0 +1,50 @@
+"""``deepspeed.accelerator``: the machine's, or its CPU, in torch's words."""
+
+from __future__ import annotations
+
+import torch
+
+from espalier.device import accelerator
+
+
+class Accelerator:
+    """What programs ask of ``get_accelerator()``."""
+
+    @property
+    def _kind(self) -> str:
+        return accelerator() or "cpu"
+
+    def is_available(self) -> bool:
+        """Whether there is one beside the CPU."""
+        return accelerator() is not None
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """As torch names it."""
+        return self._kind if device_index is None or self._kind == "cpu" else f"{self._kind}:{device_index}"
+
+    def current_device_name(self) -> str:
+        """Of the one in use."""
+        return self.device_name(self.current_device() if self.is_available() else None)
+
+    def current_device(self) -> int:
+        """The number of the one in use; 0 on the CPU."""
+        return torch.accelerator.current_device_index() if self.is_available() else 0
+
+    def device_count(self) -> int:
+        """How many there are; 1 on the CPU."""
+        return torch.accelerator.device_count() if self.is_available() else 1
+
+    def set_device(self, device_index: int) -> None:
+        """Use one; nothing on the CPU."""
+        if self.is_available():
+            torch.accelerator.set_device_index(device_index)
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for what is under way; nothing on the CPU."""
+        if self.is_available():
+            torch.accelerator.synchronize(device_index)
+
+
+def get_accelerator() -> Accelerator:
+    """The machine's."""
+    return Accelerator()

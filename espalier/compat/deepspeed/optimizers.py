@@ -1,0 +1,273 @@
+"""The optimizers that DeepSpeed makes by name, as torch's own; those that torch lacks are written out here.
+
+What works element by element is torch's own class, which the engine updates on local tensors; the others go
+operation by operation, exact on whatever layout.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from espalier.texts import Mistake, MistakeError, did_you_mean, unknown_key
+
+Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+
+
+def adam(
+    params: Parameters,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    adam_w_mode: bool = True,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    torch_adam: bool = False,
+    fp32_optimizer_states: bool = True,
+    set_grad_none: bool = True,
+    foreach: bool | None = None,
+    freeze_step: int | None = None,
+) -> torch.optim.Optimizer:
+    """Adam as DeepSpeed has it: AdamW, unless ``adam_w_mode`` is off.
+
+    Raises:
+        ValueError: no bias correction, states in less than float32, or 1-bit Adam's warm-up.
+    """
+    wrong: list[tuple[str, Any, str]] = []
+    if not bias_correction:
+        wrong.append(("bias_correction", False, "torch's Adam corrects it always"))
+    if not fp32_optimizer_states:
+        wrong.append(("fp32_optimizer_states", False, "states are float32, or the update is another"))
+    if freeze_step is not None:
+        wrong.append(("freeze_step", freeze_step, "gradients are not compressed"))
+    if wrong:
+        raise MistakeError("Adam", wrong)
+    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    first, second = betas
+    return kind(params, lr=lr, betas=(first, second), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023): the sign of an average of gradients.
+
+    Args:
+        betas: of the average that is stepped by, and of the one that is kept.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update."""
+        for group, p in _with_gradients(self):
+            first, second = group["betas"]
+            state = self.state[p]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(p)
+            average = state["exp_avg"]
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.add_(average.mul(first).add(p.grad, alpha=1 - first).sign(), alpha=-group["lr"])
+            average.mul_(second).add_(p.grad, alpha=1 - second)
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB (You et al. 2019): Adam's update, scaled for each parameter by its norm.
+
+    Args:
+        max_coeff, min_coeff: bounds of that factor.
+        eps_inside_sqrt: add ``eps`` to the second moment, and not to its root.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update."""
+        for group, p in _with_gradients(self):
+            first, second = group["betas"]
+            state = self.state[p]
+            if not state:
+                state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            state["step"] += 1
+            state["exp_avg"].mul_(first).add_(p.grad, alpha=1 - first)
+            state["exp_avg_sq"].mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+            size = group["lr"]
+            if group["bias_correction"]:
+                steps = state["step"]
+                size *= (1 - second**steps) ** 0.5 / (1 - first**steps)
+            inside = group["eps_inside_sqrt"]
+            root = (state["exp_avg_sq"] + group["eps"] * inside).sqrt() + group["eps"] * (not inside)
+            direction = state["exp_avg"] / root + group["weight_decay"] * p
+            ratio = p.norm() / direction.norm()
+            ratio = torch.where(ratio.isfinite() & (ratio > 0), ratio, torch.ones_like(ratio))
+            p.sub_(direction * ratio.clamp(group["min_coeff"], group["max_coeff"]) * size)
+
+
+def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    return ((group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
+class MuonWithAdam(torch.optim.Optimizer):
+    """Muon for the matrices of a model, Adam for the rest, as one optimizer.
+
+    Groups whose ``use_muon`` is true are ``torch.optim.Muon``'s; the others ``torch.optim.AdamW``'s.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        groups = list(groups)
+        self._parts: tuple[torch.optim.Optimizer, ...] = ()
+        super().__init__(groups, {})
+        kinds: list[tuple[bool, Callable[..., torch.optim.Optimizer]]] = [
+            (True, torch.optim.Muon),
+            (False, torch.optim.AdamW),
+        ]
+        made = []
+        for use_muon, kind in kinds:
+            if alike := [group for group in self.param_groups if group["use_muon"] is use_muon]:
+                part = kind(alike)
+                for group, full in zip(alike, part.param_groups, strict=True):
+                    group.update({key: x for key, x in full.items() if key != "params"})
+                made.append(part)
+        self._parts = tuple(made)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update."""
+        for part in self._parts:
+            use_muon = isinstance(part, torch.optim.Muon)
+            part.param_groups = [group for group in self.param_groups if group["use_muon"] is use_muon]
+            part.state = self.state
+            part.step()
+
+
+_MUON = {"lr", "momentum", "weight_decay", "nesterov", "ns_steps", "muon_lr"}
+_AUXILIARY = {"lr", "betas", "eps", "weight_decay", "adam_lr"}
+
+
+def muon(module: nn.Module, groups: list[dict[str, Any]], params: Mapping[str, Any]) -> MuonWithAdam:
+    """Matrices but of embeddings and the last layer go to Muon, the rest to Adam, as DeepSpeed has it.
+
+    Args:
+        groups: of parameters, with options of their own.
+        params: of both; ``muon_lr`` and ``adam_lr`` are for one of them.
+
+    Raises:
+        ValueError: an unknown option.
+    """
+    params = {key: value for key, value in params.items() if key != "adam_w_mode"}
+    if strange := [key for key in params if key not in _MUON | _AUXILIARY]:
+        raise MistakeError("Muon", [unknown_key(key, params[key], _MUON | _AUXILIARY) for key in strange])
+    matrices = {
+        id(p)
+        for name, p in module.named_parameters()
+        if p.ndim == 2 and not any(word in name.lower() for word in ("embed", "lm_head"))
+    }
+    matrices -= {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    made = []
+    for group in groups:
+        for use_muon, known, own in ((True, _MUON, "muon_lr"), (False, _AUXILIARY, "adam_lr")):
+            held = [p for p in group["params"] if p.requires_grad and (id(p) in matrices) is use_muon]
+            if held:
+                options: dict[str, Any] = {"weight_decay": 0.0}
+                options.update({key: params[key] for key in known & params.keys() if key != own})
+                if own in params:
+                    options["lr"] = params[own]
+                options.update({key: x for key, x in group.items() if key in known})
+                made.append({"params": held, "use_muon": use_muon, **options})
+    return MuonWithAdam(made)
+
+
+_BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {"adam": adam, "lamb": Lamb, "lion": Lion}
+_ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
+_MUP = ("muadam", "muadamw", "musgd")
+
+
+def make(
+    name: str, params: Mapping[str, Any], module: nn.Module, parameters: Parameters | None
+) -> torch.optim.Optimizer:
+    """The optimizer that a configuration names.
+
+    Args:
+        params: its options.
+        parameters: tensors or groups of them; by default all of the model that need a gradient.
+
+    Raises:
+        ValueError: there is none of that name, or an option is unknown.
+    """
+    held = [p for p in module.parameters() if p.requires_grad] if parameters is None else list(parameters)
+    groups: list[Any] = [dict(x) if isinstance(x, Mapping) else x for x in held]
+    key, options = name.lower(), dict(params)
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    if key == "muon":
+        loose = [x for x in groups if not isinstance(x, dict)]
+        return muon(module, [x for x in groups if isinstance(x, dict)] + [{"params": loose}], options)
+    if key == "adamw":
+        key, options["adam_w_mode"] = "adam", True
+    known = {n.lower(): n for n, kind in vars(torch.optim).items() if _is_optimizer(kind)}
+    if key in _BY_NAME:
+        kind = _BY_NAME[key]
+    elif key in known:
+        kind = getattr(torch.optim, known[key])
+    else:
+        raise MistakeError("DeepSpeed's configuration", [("optimizer.type", name, _unknown(key, known))])
+    takes = inspect.signature(kind).parameters
+    if strange := [key for key in options if key not in takes]:
+        told = {"max_grad_norm": "clipping is said by gradient_clipping, outside of the optimizer"}
+        names = [n for n in takes if n != "params"]
+        wrong = [
+            Mistake(f"optimizer.params.{k}", options[k], told[k])
+            if k in told
+            else unknown_key(f"optimizer.params.{k}", options[k], names)
+            for k in strange
+        ]
+        raise MistakeError("DeepSpeed's configuration", wrong)
+    return kind(groups, **options)
+
+
+def _is_optimizer(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+
+
+def _unknown(key: str, known: Mapping[str, str]) -> str:
+    if key in _ONE_BIT:
+        return "gradients are not compressed, so that the results are the same: expected Adam or Lamb"
+    if key in _MUP:
+        return "make it yourself (from mup) and pass it as deepspeed.initialize(optimizer=...)"
+    names = [*known.values(), "Lamb", "Lion", "Muon"]
+    all_of_them = f"known: {', '.join(names)}"
+    return f"unknown optimizer; {did_you_mean(key, names, all_of_them, show=str)}"

@@ -1,0 +1,111 @@
+"""``deepspeed.initialize``: a configuration and a model become an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from espalier.compat.deepspeed import optimizers, schedules
+from espalier.compat.deepspeed.config import load, read
+from espalier.compat.deepspeed.engine import DeepSpeedEngine, init_distributed
+from espalier.compat.deepspeed.pipe import PipelineModule
+from espalier.compat.deepspeed.pipe_engine import PipelineEngine
+from espalier.engine import Spikes
+from espalier.engine import initialize as lay_on_mesh
+
+_LIMIT = 2**31  # DeepSpeed skips steps that are not finite as long as it takes
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+    *,
+    plan: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """``deepspeed.initialize``, on Espalier.
+
+    Args:
+        args: ``args.deepspeed_config`` is the configuration, if ``config`` is not given.
+        optimizer: or a function of the parameters that makes one; by default the configuration's.
+        model_parameters: what the configuration's optimizer updates; by default all that need a gradient.
+        lr_scheduler: or a function of the optimizer that makes one; by default the configuration's.
+        config: a dict, or the path of a JSON file.
+        plan: more of the plan, for which the configuration has no word: ``{"expert": 2}``, say.
+        options: more for :func:`espalier.initialize`: ``layouts=``, ``example=``.
+
+    Returns:
+        engine, optimizer, loader of ``training_data``, schedule.
+
+    Raises:
+        ValueError: listing every mistake of the configuration.
+    """
+    if model is None:
+        raise ValueError("deepspeed.initialize needs model=...")
+    if mpu is not None or mesh_param is not None:
+        raise ValueError(
+            "deepspeed.initialize(mpu=..., mesh_param=...): which axes there are says the configuration "
+            "(tensor_parallel.autotp_size, sequence_parallel_size) or plan={...}."
+        )
+    path = getattr(args, "deepspeed_config", None)
+    given = config if config is not None else config_params if config_params is not None else path
+    if given is None:
+        raise ValueError("deepspeed.initialize needs config=..., or --deepspeed_config in args.")
+    init_distributed()
+    is_pipeline = isinstance(model, PipelineModule)
+    stages = model.num_stages if isinstance(model, PipelineModule) else 1
+    tables = load(given)
+    settings = read(tables, _ranks(), pipe=stages, plan=plan)
+    if isinstance(model, PipelineModule):
+        settings = model.arranged(settings)
+        options.setdefault("loss_fn", model.loss_fn)
+    if optimizer is None and settings.optimizer is not None:
+        optimizer = optimizers.make(*settings.optimizer, model, model_parameters)
+    elif callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(list(model.parameters()) if model_parameters is None else model_parameters)
+    if settings.plan.accumulate > 1:
+        options.setdefault("count", _alike)
+    if settings.skips:
+        options.setdefault("spikes", Spikes(on_nan="skip", limit=_LIMIT))
+    inner = lay_on_mesh(model, optimizer, settings.plan, **options)
+    if lr_scheduler is None and settings.scheduler is not None:
+        if optimizer is None:
+            raise ValueError("The configuration has a scheduler, but there is no optimizer for it.")
+        lr_scheduler = schedules.make(*settings.scheduler, optimizer)
+    elif callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+        lr_scheduler = lr_scheduler(optimizer)
+    if inner.mesh.rank == 0:
+        if settings.notes:
+            print(settings.notes, flush=True)
+        if settings.values.get("dump_state"):
+            print(f"DeepSpeed's configuration became {settings.plan!r}", flush=True)
+    kind = PipelineEngine if is_pipeline else DeepSpeedEngine
+    engine = kind(inner, settings, tables, lr_scheduler)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _alike(batch: Any) -> int:
+    """Micro-batches count alike, as in DeepSpeed."""
+    return 1
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

@@ -1,0 +1,121 @@
+"""What the interfaces have in common: a plan for the running world, modules that make their engine late."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from espalier.engine import Engine, EngineModule, initialize
+from espalier.engine.module import optimizer_of
+from espalier.parallel import Plan
+from espalier.parallel.plan import known_as
+from espalier.texts import MistakeError
+
+
+def world_size() -> int:
+    """Ranks of the running world, whether it was joined yet or not."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def plan_for_world(said: Mapping[str, Any], more: Plan | Mapping[str, Any] | None = None) -> Plan:
+    """A plan of what a program says, and of what is said ``more``, which holds; the rest is ``data``."""
+    if isinstance(more, Plan):
+        return more
+    given = {**said, **known_as(more or {})}
+    if "data" not in given:
+        others = ("pipe", "replicate", "tensor", "context", "branch")
+        beside = math.prod(int(given.get(name, 1)) for name in others)
+        given["data"] = max(world_size() // beside, 1)
+    return Plan(**given)
+
+
+def refuse(owner: str, mistakes: Iterable[tuple[str, Any, str]]) -> None:
+    """Tell all that an interface takes and that cannot be done.
+
+    Raises:
+        MistakeError: there is something.
+    """
+    if told := list(mistakes):
+        raise MistakeError(owner, told)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype as plans name it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def precision_of(compute: torch.dtype | None, reduce: torch.dtype | None) -> dict[str, Any]:
+    """A plan's precision of the dtypes of parameters and of sums; scaling is the program's own affair."""
+    low = compute if compute in (torch.bfloat16, torch.float16) else None
+    found: dict[str, Any] = {"compute": "float32" if low is None else name_of(low)}
+    if reduce is not None and reduce in (torch.float32, torch.bfloat16, torch.float16):
+        found["reduce"] = name_of(reduce)
+    if low is torch.float16:
+        found["loss_scale"] = {"init_scale": 1.0, "growth_factor": 1.0}
+    return found
+
+
+class LateModule(EngineModule):
+    """A module that makes its engine when it is first called: by then the program has said all, and has made
+    its optimizer.
+
+    Args:
+        module: the plain model.
+        said: the plan that the program asks for.
+        more: a plan, or keys of one, that hold in place of what is said.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rows: Any,
+        said: Mapping[str, Any],
+        more: Plan | Mapping[str, Any] | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.rows, self.said, self.more = rows, dict(said), more
+        self.module = module
+        self.training = module.training
+        self._made: Engine | None = None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the model is laid out already."""
+        return self._made is not None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that trains the model; it is made now, if it was not."""
+        if self._made is None:
+            optimizer = optimizer_of(self.module)
+            if optimizer is not None:
+                self.said |= getattr(optimizer, "asks_for", {})
+            self._made = initialize(self.module, optimizer, plan_for_world(self.said, self.more))
+        return self._made
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's."""
+        if self._made is None:
+            return next(self.module.parameters()).device
+        return self._made.device
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
+        """With plain whole tensors (a collective where the plan cuts parameters or casts them)."""
+        if self._made is not None:
+            return super().state_dict(destination=destination, prefix=prefix)
+        return self.module.state_dict(destination=destination, prefix=prefix)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Of whole tensors, the same on all ranks."""
+        if self._made is not None:
+            return super().load_state_dict(state_dict, strict)
+        return self.module.load_state_dict(state_dict, strict)

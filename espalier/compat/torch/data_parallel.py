@@ -1,0 +1,222 @@
+"""``DataParallel`` and ``DistributedDataParallel``, and the optimizer that cuts its states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from espalier.comm.control import gather_objects
+from espalier.compat.plans import LateModule, plan_for_world, precision_of, refuse, world_size
+from espalier.mesh import Mesh
+from espalier.parallel import Plan
+from espalier.tensor import DTensor
+
+Said = Plan | Mapping[str, Any] | None
+
+
+class _Prefixed(LateModule):
+    """Parameters, buffers and state dicts have the names that torch's wrapper gives them: ``module.NAME``."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As torch's wrapper names them."""
+        return nn.Module.named_parameters(self, *args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As torch's wrapper names them."""
+        return nn.Module.named_buffers(self, *args, **kwargs)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
+        """With plain whole tensors, each ``module.NAME``."""
+        return super().state_dict(destination=destination, prefix=f"{prefix}module.")
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Of whole tensors, the same on all ranks, each ``module.NAME``."""
+        own = {name.removeprefix("module."): x for name, x in state_dict.items()}
+        return super().load_state_dict(own, strict)
+
+
+class DataParallel(_Prefixed):
+    """As ``torch.nn.DataParallel``: whole batches in, whole outputs out, computed by all ranks.
+
+    torch's runs threads in one process; here the ranks are processes: ``espalier run -n 4 script.py``. All of
+    them run the script; torch's random numbers go on as on rank 0, so that all draw the same batches.
+
+    Args:
+        device_ids, output_device: no effect: a rank has one device.
+        dim: 0.
+        plan: keys of a :class:`~espalier.Plan`: what else there is to be beside ``data``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        *,
+        plan: Said = None,
+    ) -> None:
+        if dim != 0:
+            refuse("DataParallel", [("dim", dim, "rows are cut: expected 0")])
+        super().__init__(module, "whole", {}, plan)
+        if world_size() > 1:
+            torch.set_rng_state(
+                gather_objects(torch.get_rng_state(), Mesh.from_env(plan_for_world({}, plan).axes))[0]
+            )
+
+
+_HOOKS: Mapping[Callable[..., Any], str | None] = MappingProxyType(
+    {
+        default_hooks.allreduce_hook: None,
+        default_hooks.fp16_compress_hook: "float16",
+        default_hooks.bf16_compress_hook: "bfloat16",
+    }
+)
+
+
+class DistributedDataParallel(_Prefixed):
+    """As ``torch.nn.parallel.DistributedDataParallel``: each rank gives its rows, and gets theirs.
+
+    Gradients are those of the mean of the ranks' losses. The model is laid out at the first call, with rank
+    0's parameters. Batch norm sees the whole batch.
+
+    Args:
+        bucket_cap_mb: ``Plan(chunk_megabytes=...)``.
+        mixed_precision: ``Plan(precision=...)``.
+        device_mesh: of one axis.
+        device_ids, output_device, broadcast_buffers, init_sync, find_unused_parameters, check_reduction,
+        gradient_as_bucket_view, static_graph, skip_all_reduce_unused_params, batched_grad_copy,
+        forward_sync_buffers: no effect: parameters and buffers are in step, unused parameters are seen.
+        plan: keys of a :class:`~espalier.Plan`: what else there is to be beside ``data``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        plan: Said = None,
+    ) -> None:
+        whole = "gradients are summed by the engine alone: expected None"
+        told = [
+            ("dim", dim, "rows are cut: expected 0") if dim else None,
+            ("delay_all_reduce_named_params", "...", whole) if delay_all_reduce_named_params else None,
+            ("param_to_hook_all_reduce", "...", whole) if param_to_hook_all_reduce else None,
+            ("bucket_cap_mb_list", bucket_cap_mb_list, "chunks are alike: bucket_cap_mb = ...")
+            if bucket_cap_mb_list
+            else None,
+            ("device_mesh", device_mesh, "expected one axis; more of them are said by plan = {...}")
+            if device_mesh is not None and device_mesh.ndim != 1
+            else None,
+            *of_group(process_group),
+        ]
+        refuse("DistributedDataParallel", [x for x in told if x is not None])
+        said: dict[str, Any] = {}
+        if bucket_cap_mb is not None:
+            said["chunk_megabytes"] = float(bucket_cap_mb)
+        if mixed_precision is not None:
+            said["precision"] = precision_of(mixed_precision.param_dtype, mixed_precision.reduce_dtype)
+        super().__init__(module, "own", said, plan)
+        self.device_ids, self.output_device = device_ids, output_device
+        self.static_graph, self.find_unused_parameters = static_graph, find_unused_parameters
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """In which dtype gradients travel, by one of torch's stock hooks.
+
+        Raises:
+            MistakeError: it is another, or the model was called already.
+        """
+        name = getattr(hook, "__name__", repr(hook))
+        if hook not in _HOOKS:
+            known = ", ".join(x.__name__ for x in _HOOKS)
+            told = f"gradients are summed by the engine: expected {known}, each of which is a dtype"
+            refuse("DistributedDataParallel", [("hook", name, told)])
+        if self.is_made:
+            refuse("DistributedDataParallel", [("hook", name, "register it before the first call")])
+        if (dtype := _HOOKS[hook]) is not None:
+            self.said["precision"] = {**self.said.get("precision", {}), "reduce": dtype}
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: ranks call the model equally often.
+
+        Raises:
+            MistakeError: always.
+        """
+        told = (
+            "every rank calls the model equally often, with as many rows as it likes: leave join() out. A "
+            "DistributedSampler gives every rank as many batches; engine.local_batch(None) stands for none"
+        )
+        refuse("DistributedDataParallel", [("join", "()", told)])
+
+
+def of_group(group: Any) -> list[tuple[str, Any, str] | None]:
+    """The mistake of a process group that is not the whole world."""
+    if group is None or not isinstance(group, dist.ProcessGroup) or group.size() == world_size():
+        return []
+    told = "a part of the world: expected all of it; other axes are said by plan = {'tensor': ...}"
+    return [("process_group", f"of {group.size()} ranks", told)]
+
+
+def ZeroRedundancyOptimizer(
+    params: Any,
+    optimizer_class: type[torch.optim.Optimizer],
+    process_group: Any = None,
+    parameters_as_bucket_view: bool = False,
+    overlap_with_ddp: bool = False,
+    **defaults: Any,
+) -> torch.optim.Optimizer:
+    """As ``torch.distributed.optim.ZeroRedundancyOptimizer``: an optimizer with states cut over the ranks.
+
+    It is an ``optimizer_class`` that has the model's engine be one of ``zero=1``, unless more is asked for.
+
+    Args:
+        parameters_as_bucket_view, overlap_with_ddp: no effect: updates are exchanged in chunks.
+    """
+    refuse("ZeroRedundancyOptimizer", [x for x in of_group(process_group) if x is not None])
+    made: Any = optimizer_class(params, **defaults)
+    made.asks_for = {"zero": 1}
+    plain: Callable[[], dict[str, Any]] = made.state_dict
+
+    def consolidate_state_dict(to: int = 0) -> None:
+        """Gather the states, which ``state_dict()`` gives until the next one (a collective)."""
+        whole = whole_states(plain())
+        made.state_dict = lambda: whole
+
+    made.consolidate_state_dict = consolidate_state_dict
+    return made
+
+
+def whole_states(state: Any) -> Any:
+    """An optimizer's state dict with whole plain tensors (a collective)."""
+    whole = {}
+    for key, states in sorted(state["state"].items()):  # ranks have filled them in their own order
+        whole[key] = {
+            name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in sorted(states.items())
+        }
+    return {**state, "state": whole}

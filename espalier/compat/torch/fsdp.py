@@ -1,0 +1,403 @@
+"""``FullyShardedDataParallel`` and ``fully_shard``, with what ``torch.distributed.fsdp`` has beside them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+
+from espalier.compat.plans import LateModule, precision_of, refuse, world_size
+from espalier.compat.torch.data_parallel import Said, of_group, whole_states
+from espalier.engine import Engine
+from espalier.engine.module import optimizer_of
+from espalier.engine.surface import bound
+
+_STAGES: Mapping[ShardingStrategy, int] = {
+    ShardingStrategy.FULL_SHARD: 3,
+    ShardingStrategy.SHARD_GRAD_OP: 2,
+    ShardingStrategy.NO_SHARD: 0,
+    ShardingStrategy.HYBRID_SHARD: 3,
+    ShardingStrategy._HYBRID_SHARD_ZERO2: 2,
+}
+
+
+def _axes(mesh: Any, hybrid: bool) -> dict[str, int]:
+    """The sizes of a plan's ``replicate`` and ``data``."""
+    if mesh is not None and mesh.ndim == 2:
+        return {"replicate": mesh.size(0), "data": mesh.size(1)}
+    if not hybrid:
+        return {}
+    inside = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
+    return {"replicate": max(world_size() // inside, 1), "data": inside}
+
+
+def _away(zero: int) -> dict[str, Any]:
+    """What is on the host with ``CPUOffload``: all that is cut."""
+    kinds = {3: ("parameters", "gradients", "states"), 2: ("gradients", "states")}
+    return dict.fromkeys(kinds.get(zero, ("states",)), "host")
+
+
+def sharding_of(
+    reshards: ShardingStrategy | bool, offload: CPUOffload | OffloadPolicy | None, mesh: Any = None
+) -> dict[str, Any]:
+    """What is cut and what is on the host, as keys of a plan.
+
+    Args:
+        reshards: a strategy, or whether parameters are cut again after the forward pass.
+        mesh: of one axis, or of two: copies, pieces.
+    """
+    if isinstance(reshards, ShardingStrategy):
+        hybrid = reshards in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+        zero = _STAGES[reshards]
+    else:
+        hybrid, zero = False, 3 if reshards else 2
+    said: dict[str, Any] = {"zero": zero, **_axes(mesh, hybrid)}
+    if isinstance(offload, CPUOffloadPolicy) or getattr(offload, "offload_params", False):
+        said["offload"] = _away(zero)
+    return said
+
+
+class _Kind(NamedTuple):
+    """How state dicts are given."""
+
+    kind: StateDictType = StateDictType.FULL_STATE_DICT
+    config: Any = None
+    optimizer_config: Any = None
+
+
+class FullyShardedDataParallel(LateModule):
+    """As ``torch.distributed.fsdp.FullyShardedDataParallel``: each rank gives its rows, and holds its pieces.
+
+    Wrap the whole model; what was wrapped within it is taken as a part of it. What is gathered together is
+    chosen here, by the model's blocks.
+
+    Args:
+        sharding_strategy: ``FULL_SHARD`` is ``zero=3``, ``SHARD_GRAD_OP`` 2, ``NO_SHARD`` 0; the hybrid ones
+            copy between nodes (``LOCAL_WORLD_SIZE`` ranks each), or along ``device_mesh``'s first axis.
+        cpu_offload: ``Plan(offload=...)``: pieces of parameters and gradients, and states, on the host.
+        mixed_precision: ``Plan(precision=...)``; ``buffer_dtype`` has no effect: buffers stay as they are.
+        device_mesh: of one axis, or of two: copies, pieces.
+        auto_wrap_policy, backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, device_id,
+        sync_module_states: no effect: parameters stay the program's own objects, with rank 0's values.
+        plan: keys of a :class:`~espalier.Plan`: what else there is to be beside ``data``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Any = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: Any = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Any = None,
+        device_mesh: Any = None,
+        *,
+        plan: Said = None,
+    ) -> None:
+        whole = "all parameters are the engine's: expected None"
+        several = isinstance(process_group, tuple)
+        told = [
+            ("ignored_modules", "...", whole) if ignored_modules else None,
+            ("ignored_states", "...", whole) if ignored_states else None,
+            ("param_init_fn", "...", "build the model within espalier.deferred() instead")
+            if param_init_fn is not None
+            else None,
+            ("process_group", "two groups", "expected device_mesh = init_device_mesh(..., (copies, pieces))")
+            if several
+            else None,
+            *of_group(process_group),
+        ]
+        refuse("FullyShardedDataParallel", [x for x in told if x is not None])
+        strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
+        said = sharding_of(strategy, cpu_offload, device_mesh)
+        if mixed_precision is not None:
+            said["precision"] = precision_of(mixed_precision.param_dtype, mixed_precision.reduce_dtype)
+        super().__init__(_unwrapped(module), "own", said, plan)
+        self._kind = _Kind()
+
+    # ---- torch's own methods
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients of all ranks by their norm together, which is given back."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+    def check_is_root(self) -> bool:
+        """It is: what was wrapped within is a part of it."""
+        return True
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrapped modules in one."""
+        return [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+
+    @staticmethod
+    def summon_full_params(module: nn.Module, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """Parameters answer for their whole values anyway: reading one on all ranks gathers it."""
+        return nullcontext()
+
+    # ---- state dicts
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> Any:
+        """How state dicts are given from now on; what held before is given back.
+
+        Raises:
+            MistakeError: flat local state dicts are asked for.
+        """
+        if state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            told = "there are no flat parameters: expected FULL_STATE_DICT or SHARDED_STATE_DICT"
+            refuse("FullyShardedDataParallel", [("state_dict_type", state_dict_type, told)])
+        before = _Kind()
+        for wrapped in FullyShardedDataParallel.fsdp_modules(module):
+            before = wrapped._kind
+            wrapped._kind = _Kind(state_dict_type, state_dict_config, optim_state_dict_config)
+        return before
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(module: nn.Module, state_dict_type: StateDictType, *configs: Any) -> Iterator[None]:
+        """How state dicts are given while open."""
+        before = FullyShardedDataParallel.set_state_dict_type(module, state_dict_type, *configs)
+        try:
+            yield
+        finally:
+            FullyShardedDataParallel.set_state_dict_type(module, *before)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
+        """Whole plain tensors, or DTensors of this rank's pieces, as was said."""
+        if self._kind.kind is StateDictType.SHARDED_STATE_DICT and self.is_made:
+            return self.module.state_dict(destination=destination, prefix=prefix)
+        found = super().state_dict(destination=destination, prefix=prefix)
+        return self._as_said(found, self._kind.config)
+
+    def _as_said(self, state: Any, config: Any) -> Any:
+        if getattr(config, "rank0_only", False) and self.engine.mesh.rank:
+            return {}
+        return state
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: Any = None, group: Any = None
+    ) -> dict[str, Any]:
+        """The optimizer's states, whole, by the names of parameters (a collective)."""
+        names = {id(p): name for name, p in model.named_parameters()}
+        held = [p for of in optim.param_groups for p in of["params"]]
+        given = whole_states(optim.state_dict() if optim_state_dict is None else optim_state_dict)
+        known = [names[id(p)] for p in held]
+        groups = [{**of, "params": [known[i] for i in of["params"]]} for of in given["param_groups"]]
+        state = {"state": {known[i]: x for i, x in given["state"].items()}, "param_groups": groups}
+        for wrapped in FullyShardedDataParallel.fsdp_modules(model):
+            return wrapped._as_said(state, wrapped._kind.optimizer_config)
+        return state
+
+    full_optim_state_dict = optim_state_dict
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: Mapping[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """States by names as ``optim.load_state_dict`` takes them; each rank keeps its pieces then."""
+        names = {id(p): name for name, p in model.named_parameters()}
+        numbers = {
+            names[id(p)]: i for i, p in enumerate(p for of in optim.param_groups for p in of["params"])
+        }
+        found = {
+            "state": {numbers[name]: dict(x) for name, x in optim_state_dict["state"].items()},
+            "param_groups": [
+                {**of, "params": [numbers[name] for name in of["params"]]}
+                for of in optim_state_dict["param_groups"]
+            ],
+        }
+        if load_directly:
+            optim.load_state_dict(found)
+        return found
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """A module without what was wrapped in it."""
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, FullyShardedDataParallel):
+                setattr(parent, name, child.module)
+    return module.module if isinstance(module, FullyShardedDataParallel) else module
+
+
+# ---- fully_shard: the module itself, of a class that goes through an engine
+
+
+class FSDPModule:
+    """What ``fully_shard`` makes of a module's class."""
+
+    _fully: _Fully
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Through the engine; within it, the module's own."""
+        of = self._fully
+        if of.is_inside:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return of.called(self, args, kwargs)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward passes sum gradients over the ranks, or leave it to the next that does."""
+        self._fully.syncs = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """No effect: gradients are summed as soon as they are there."""
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """No effect: parameters go after their last use."""
+
+    def set_modules_to_forward_prefetch(self, modules: Any) -> None:
+        """No effect: what comes next is gathered in time (``Plan(prefetch_megabytes=...)``)."""
+
+    set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
+
+    def unshard(self, async_op: bool = False) -> None:
+        """No effect: parameters are gathered when they are used."""
+
+    def reshard(self) -> None:
+        """No effect: parameters go after their last use."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that trains the model."""
+        return self._fully.engine(self)
+
+
+class _Fully:
+    """What was said of a module, and its engine once it is called as the outermost one."""
+
+    def __init__(self, said: dict[str, Any], plan: Said) -> None:
+        self.is_inside, self.syncs = False, True
+        self._said, self._plan = said, plan
+        self._made: LateModule | None = None
+
+    def engine(self, module: Any) -> Engine:
+        if self._made is None:
+            self._made = LateModule(module, "own", self._said, self._plan)
+            self._inside(module, True)
+            try:
+                _ = self._made.engine
+            finally:
+                self._inside(module, False)
+        return self._made.engine
+
+    def called(self, module: Any, args: Any, kwargs: Any) -> Any:
+        engine = self.engine(module)
+        lacks = torch.is_grad_enabled() and engine.optimizer is None
+        if lacks and (optimizer := optimizer_of(module)) is not None:
+            engine.attach(optimizer)
+        engine.passes.one_by_one("a call of a fully sharded module").is_syncing = self.syncs
+        self._inside(module, True)
+        try:
+            return engine.outputs(bound(module, args, kwargs), "own")
+        finally:
+            self._inside(module, False)
+
+    def _inside(self, module: Any, is_inside: bool) -> None:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part._fully.is_inside = is_inside
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Any = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: Any = None,
+    dp_mesh_dims: Any = None,
+    plan: Said = None,
+) -> Any:
+    """As ``torch.distributed.fsdp.fully_shard``: the module itself, its parameters cut over the ranks.
+
+    What was said of the module that is called, the outermost, holds for all in it. It is laid out at its
+    first call, by when its optimizer was made.
+
+    Args:
+        module: a module, or a list of them.
+        mesh: of one axis, or of two: copies, pieces.
+        reshard_after_forward: False keeps parameters gathered between forward and backward (``zero=2``).
+        mp_policy: ``Plan(precision=...)``; outputs are cast to ``output_dtype`` by the program.
+        offload_policy: ``Plan(offload=...)``.
+        plan: keys of a :class:`~espalier.Plan`: what else there is to be beside ``data``.
+    """
+    whole = "pieces are the engine's to choose: expected None"
+    told = [
+        ("shard_placement_fn", "...", whole) if shard_placement_fn is not None else None,
+        ("ignored_params", "...", "all parameters are the engine's: expected None")
+        if ignored_params
+        else None,
+        ("dp_mesh_dims", "...", "axes are said by plan = {...}") if dp_mesh_dims is not None else None,
+        ("mp_policy.output_dtype", mp_policy.output_dtype, "cast the output: model(x).to(dtype)")
+        if mp_policy.output_dtype is not None
+        else None,
+    ]
+    refuse("fully_shard", [x for x in told if x is not None])
+    said = sharding_of(reshard_after_forward is not False, offload_policy, mesh)
+    if mp_policy.param_dtype is not None or mp_policy.reduce_dtype is not None:
+        said["precision"] = precision_of(mp_policy.param_dtype, mp_policy.reduce_dtype)
+    for one in module if isinstance(module, list | tuple) else [module]:
+        kind = type(one)
+        one.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+        one._fully = _Fully(said, plan)
+    return module
+
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictType",
+    "fully_shard",
+]

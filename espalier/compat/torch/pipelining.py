@@ -1,0 +1,235 @@
+"""``torch.distributed.pipelining``: ``pipeline``, stages, and schedules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import SplitPoint
+
+from espalier.comm.control import gather_objects
+from espalier.compat.plans import plan_for_world, refuse
+from espalier.compat.torch.data_parallel import Said
+from espalier.engine import Engine, initialize
+from espalier.engine.module import optimizer_of
+
+
+class PipelineStage:
+    """This rank's place in a pipeline, as ``torch.distributed.pipelining.PipelineStage``.
+
+    Args:
+        submodule: the whole model: each rank holds all of it until it is laid out. It is cut where the
+            :func:`pipeline` that built this says, else where stages are about equal.
+        stage_index: this rank's stage; of several on a rank the schedule knows.
+        num_stages: all stages.
+        device, input_args, output_args, group: no effect: the engine knows.
+
+    Attributes:
+        submod: the model, on whose parameters the optimizer is built.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: Any = None,
+        input_args: Any = None,
+        output_args: Any = None,
+        group: Any = None,
+        *,
+        cuts: tuple[str, ...] | None = None,
+    ) -> None:
+        self.submod, self.stage_index, self.num_stages = submodule, stage_index, num_stages
+        self.cuts = cuts
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is given the inputs."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is given the targets."""
+        return self.stage_index == self.num_stages - 1
+
+
+class Pipe:
+    """A model and where it is cut, as :func:`pipeline` gives it."""
+
+    def __init__(self, module: nn.Module, cuts: tuple[str, ...]) -> None:
+        self.module, self.cuts = module, cuts
+        self.num_stages = len(cuts) + 1
+
+    def build_stage(self, stage_index: int, device: Any = None, group: Any = None) -> PipelineStage:
+        """A stage of it."""
+        return PipelineStage(self.module, stage_index, self.num_stages, device, group=group, cuts=self.cuts)
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: Any = (),
+    mb_kwargs: Mapping[str, Any] | None = None,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    split_policy: Any = None,
+) -> Pipe:
+    """A model and where it is cut.
+
+    Args:
+        mb_args, mb_kwargs: no effect: the first batch is what the model is traced on.
+        split_spec: names of modules at which stages begin, or behind which they do.
+        split_policy: None.
+
+    Raises:
+        MistakeError: a module does not exist, there is none behind it, or there is a ``split_policy``.
+    """
+    told: list[tuple[str, Any, str]] = (
+        [("split_policy", "...", "say where by split_spec")] if split_policy is not None else []
+    )
+    names = [name for name, _ in module.named_modules()]
+    cuts = []
+    for name, point in (split_spec or {}).items():
+        after = [n for n in names if n > "" and not n.startswith(f"{name}.")]
+        if name not in names:
+            told.append((f"split_spec.{name}", point, "there is no such module"))
+        elif point is SplitPoint.BEGINNING:
+            cuts.append(name)
+        elif after.index(name) + 1 < len(after):
+            cuts.append(after[after.index(name) + 1])
+        else:
+            told.append((f"split_spec.{name}", point, "there is nothing behind it"))
+    refuse("pipeline", told)
+    return Pipe(module, tuple(cuts))
+
+
+class _Schedule:
+    """Makes the steps of a pipeline, by the name of its class.
+
+    All ranks call :meth:`step`; the rank of the first stage gives inputs, that of the last targets.
+
+    Args:
+        stage: this rank's, or its stages.
+        n_microbatches: ``Plan(accumulate=...)``.
+        loss_fn: ``loss_fn(output, target)``, a mean over rows or a sum.
+        scale_grads: True: gradients are those of the batch, whatever its micro-batches.
+        plan: keys of a :class:`~espalier.Plan` that hold in place of these.
+    """
+
+    schedule = ""
+
+    def __init__(
+        self,
+        stage: PipelineStage | list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        plan: Said = None,
+    ) -> None:
+        whole = "rows are cut: expected None"
+        specs = {"args": args_chunk_spec, "kwargs": kwargs_chunk_spec, "output_merge": output_merge_spec}
+        told = [(f"{name}_spec", "...", whole) for name, given in specs.items() if given is not None]
+        if not scale_grads:
+            told.append(("scale_grads", "False", "gradients are those of the whole batch: expected True"))
+        refuse(type(self).__name__, told)
+        self._stages = stage if isinstance(stage, list) else [stage]
+        self._loss_fn, self._plan = loss_fn, plan
+        first = self._stages[0]
+        each = len(self._stages)
+        self._said: dict[str, Any] = {
+            "pipe": first.num_stages // each,
+            "schedule": self.schedule,
+            "accumulate": n_microbatches,
+            "cuts": first.cuts,
+        }
+        if each > 1:
+            self._said["stages_per_rank"] = each
+        self._made: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that trains the model; it is made now, if it was not."""
+        if self._made is None:
+            model = self._stages[0].submod
+            plan = plan_for_world(self._said, self._plan)
+            self._made = initialize(model, optimizer_of(model), plan, loss_fn=self._loss_fn)
+        return self._made
+
+    def step(self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any) -> Any:
+        """Forward and backward of a batch; without a loss function the output.
+
+        Args:
+            args, kwargs: inputs, from the first stage's rank; others may leave them out.
+            target: from the last stage's rank.
+            losses: takes the loss of the batch.
+        """
+        engine = self.engine
+        has_inputs = bool(args or kwargs)
+        said = gather_objects(
+            ((args, kwargs) if has_inputs and engine.mesh.rank == 0 else None, None if has_inputs else target)
+            if engine.mesh.size() > 1
+            else None,
+            engine.mesh,
+        )
+        if engine.mesh.size() > 1:
+            args, kwargs = next(x[0] for x in said if x[0] is not None)
+            target = next((x[1] for x in reversed(said) if x[1] is not None), target)
+        inputs = kwargs or (args[0] if len(args) == 1 else args)
+        if self._loss_fn is None:
+            return engine.predict(inputs)
+        if not torch.is_grad_enabled():
+            found = engine.evaluate(engine.cut((inputs, target)))
+        else:
+            engine.accumulate(engine.cut((inputs, target)))
+            engine.finish_gradients()
+            assert engine.loss is not None
+            found = engine.loss
+        if losses is not None:
+            losses[:] = [found]
+        return None
+
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`step` without gradients."""
+        with torch.no_grad():
+            return self.step(*args, **kwargs)
+
+
+class ScheduleGPipe(_Schedule):
+    """All forward passes, then all backward passes."""
+
+    schedule = "gpipe"
+
+
+class Schedule1F1B(_Schedule):
+    """One forward, one backward pass in turn."""
+
+    schedule = "1f1b"
+
+
+class ScheduleInterleaved1F1B(_Schedule):
+    """The same, with several stages a rank."""
+
+    schedule = "interleaved"
+
+
+class ScheduleZBVZeroBubble(_Schedule):
+    """Two stages a rank, laid out as a V, whose backward passes fill the bubbles."""
+
+    schedule = "zbv"
+
+
+__all__ = [
+    "Pipe",
+    "PipelineStage",
+    "Schedule1F1B",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleZBVZeroBubble",
+    "SplitPoint",
+    "pipeline",
+]

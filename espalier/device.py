@@ -1,0 +1,319 @@
+"""What the library knows about devices: which there are, their streams, memory, generators and backends.
+
+Over ``torch.accelerator`` and the accelerator's own module (``torch.cuda``, ``torch.xpu``, ``torch.npu``, or
+that of a plugin). Elsewhere a device is asked what it can do, never what it is called.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# methods of tensors that move them to a kind of device
+MOVES = tuple(name for name in ("cpu", "cuda", "xpu") if hasattr(torch.Tensor, name))
+
+# what names the devices that a process sees
+_VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)
+# what NCCL must be told so that ranks may share a device
+_SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+
+DESCRIBED = '"cpu", or the accelerator\'s type ("cuda", "xpu", ...)'
+
+
+def is_accelerator(device: torch.device | str) -> bool:
+    """Whether a device computes apart from the host, in memory of its own."""
+    kind = device if isinstance(device, str) else device.type
+    return kind not in ("cpu", "meta")
+
+
+def accelerator() -> str | None:
+    """The type of this machine's accelerator, if torch and the machine have one."""
+    if not torch.accelerator.is_available():
+        return None
+    current = torch.accelerator.current_accelerator()
+    return None if current is None else current.type
+
+
+def count() -> int:
+    """How many of its devices this process sees."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def current(kind: str) -> torch.device:
+    """The device of a type that this process uses."""
+    if not is_accelerator(kind) or kind != accelerator():
+        return torch.device(kind)
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def names() -> list[str]:
+    """The accelerator's devices, as their maker calls them, with their memory."""
+    module = torch.get_device_module(accelerator())
+    return [
+        f"{module.get_device_name(i)} ({module.get_device_properties(i).total_memory / 1e9:.0f} GB)"
+        for i in range(count())
+    ]
+
+
+# ---- which device a rank takes
+
+
+def choose(kind: str | None, local_rank: int, local_size: int, *, apart: bool = False) -> torch.device:
+    """The device of a rank: its own accelerator, if every rank of the machine can have one, else the CPU.
+
+    Args:
+        kind: a device type, of which it must be; None: whatever there is. That it is the CPU beside an
+            accelerator is said in a warning.
+        apart: each rank has an environment of its own, in which it may see its own device alone.
+
+    Raises:
+        ValueError: there is no such type, or there are too few devices of it.
+    """
+    there = accelerator()
+    if kind not in (None, "cpu", there) and not _is_known(kind):
+        raise ValueError(f"device type {kind!r}: expected {DESCRIBED} or None")
+    if kind == "cpu":
+        return torch.device("cpu")
+    devices = count() if kind in (None, there) else 0
+    if there is not None and devices >= max(local_size, local_rank + 1):
+        return torch.device(there, local_rank)
+    if there is not None and devices and is_shared():
+        return torch.device(there, local_rank % devices)
+    if there is not None and devices == 1 and apart and any(name in os.environ for name in _VISIBLE):
+        return torch.device(there, 0)
+    if kind is not None:
+        raise ValueError(
+            f"{local_size} ranks on this machine need a device of type {kind!r} each, but {devices} "
+            f"{'is' if devices == 1 else 'are'} visible: start fewer ranks, or use device type 'cpu'"
+        )
+    if devices and local_rank == 0:
+        warnings.warn(
+            f"Ranks compute on the CPU: {local_size} of them on this machine need a device of type {there!r} "
+            f"each, but {devices} {'is' if devices == 1 else 'are'} visible. Start {devices}, or say that it "
+            "is meant: Mesh.from_env(axes, 'cpu').",
+            stacklevel=3,
+        )
+    return torch.device("cpu")
+
+
+def is_shared() -> bool:
+    """Whether ranks of a machine may share its devices: for tests, by NCCL from 2.30 on."""
+    return os.environ.get("ESPALIER_SHARE_DEVICE") == "1"
+
+
+def _is_known(kind: str | None) -> bool:
+    """Whether torch has a device type of that name that may compute."""
+    try:
+        return is_accelerator(torch.device(kind or "").type)
+    except RuntimeError:
+        return False
+
+
+def use(device: torch.device) -> None:
+    """Let this process use a device from now on."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
+def backends(device: torch.device) -> dict[str, Any]:
+    """What ``init_process_group`` is told, so that tensors of a device travel, and those of the CPU."""
+    if not is_accelerator(device):
+        return {"backend": "gloo"}
+    if is_shared():
+        for name, value in _SHARING.items():
+            os.environ.setdefault(name, value)
+    of_device = dist.get_default_backend_for_device(device.type)
+    return {"backend": f"cpu:gloo,{device.type}:{of_device}", "device_id": device}
+
+
+def of_world() -> str:
+    """The type of device whose tensors the running world's ranks exchange."""
+    kind = accelerator()
+    return "cpu" if kind is None or backend_of(kind) in (None, dist.Backend.GLOO) else kind
+
+
+def backend_of(kind: str, group: dist.ProcessGroup | None = None) -> str | None:
+    """By which backend a group, or the world, exchanges tensors of a device type, if by any."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}.get(kind)
+
+
+# ---- streams and events
+
+
+def new_stream(device: torch.device) -> torch.Stream | None:
+    """A further stream of a device; None where there are none."""
+    return torch.Stream(device) if _has_streams(device) else None
+
+
+def _has_streams(device: torch.device) -> bool:
+    return is_accelerator(device) and hasattr(torch.get_device_module(device.type), "Stream")
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """That on which a device computes now."""
+    return torch.accelerator.current_stream(device)
+
+
+def on(stream: torch.Stream | None) -> AbstractContextManager[object]:
+    """While open, what is asked of the device goes to that stream."""
+    return nullcontext() if stream is None else stream
+
+
+def copy_by(
+    stream: torch.Stream | None, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+) -> torch.Event | None:
+    """Copy between memories, (into, out of), by a stream that waits for the current one.
+
+    Returns:
+        the event after which all is there; None: it is.
+    """
+    if stream is None:
+        for into, outof in pairs:
+            into.copy_(outof)
+        return None
+    stream.wait_stream(current_stream(device))
+    with on(stream):
+        for pair in pairs:
+            pair[0].copy_(pair[1], non_blocking=True)
+            for t in pair:
+                if is_accelerator(t.device):
+                    t.record_stream(stream)
+    return stream.record_event()
+
+
+@contextmanager
+def beside(stream: torch.Stream | None, device: torch.device) -> Iterator[None]:
+    """While open, what is asked of a device goes to a stream that has waited for the current one."""
+    if stream is not None:
+        stream.wait_stream(current_stream(device))
+    with on(stream):
+        yield
+
+
+def wait_for(event: torch.Event | None, device: torch.device) -> None:
+    """Let what a device is given from now on wait for an event."""
+    if event is not None:
+        current_stream(device).wait_event(event)
+
+
+def mark() -> Callable[[], Callable[[], bool]] | None:
+    """What puts a mark behind all that the current device was given, and says whether it came past it.
+
+    None where there is no accelerator.
+    """
+    kind = accelerator()
+    if kind is None:
+        return None
+    device = current(kind)
+
+    def put() -> Callable[[], bool]:
+        event = torch.Event(device)
+        event.record(current_stream(device))
+        return event.query
+
+    return put
+
+
+# ---- from the host, without waiting for it
+
+
+def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device; from the host by pinned memory: the program does not wait for the copy."""
+    if x.device.type != "cpu" or not is_accelerator(device) or not pins(device):
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
+def number(value: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """A number on a device, which a kernel writes there: nothing is copied."""
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+# ---- memory
+
+
+def pins(device: torch.device) -> bool:
+    """Whether a device copies faster, and beside the program, from and to pinned memory of the host."""
+    return _has_streams(device)
+
+
+def has_peak(device: torch.device | str) -> bool:
+    """Whether a device's allocator knows how much was allocated at most."""
+    kind = device if isinstance(device, str) else device.type
+    return is_accelerator(kind) and hasattr(torch.get_device_module(kind), "max_memory_allocated")
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that were allocated since the start, or :func:`restart_peak`."""
+    return int(torch.get_device_module(device.type).max_memory_allocated(device))
+
+
+def restart_peak(device: torch.device) -> None:
+    """Begin a new peak."""
+    torch.get_device_module(device.type).reset_peak_memory_stats(device)
+
+
+# ---- the host beside a device
+
+
+@contextmanager
+def host_threads() -> Iterator[None]:
+    """While open, torch computes on the host with this rank's share of its cores.
+
+    Ranks beside accelerators have one thread each, as torchrun says, and the cores idle.
+    """
+    before = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    share = cores // (int(local) if local.isdecimal() and int(local) else 1)
+    torch.set_num_threads(max(before, share))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- generators of random values
+
+
+def get_rng_state(device: torch.device) -> torch.Tensor:
+    """The state of an accelerator's generator, bytes in the host's memory."""
+    state: torch.Tensor = torch.get_device_module(device.type).get_rng_state(device)
+    return state
+
+
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    """Let it go on from there."""
+    torch.get_device_module(device.type).set_rng_state(state, device)
+
+
+# ---- kinds of kernels
+
+
+def autocast_types() -> tuple[str, ...]:
+    """The device types that have autocasts here."""
+    current = torch.accelerator.current_accelerator()
+    return ("cpu",) if current is None else ("cpu", current.type)
+
+
+def has_grouped_products(kind: str) -> bool:
+    """Whether torch multiplies groups of rows by matrices of their own in one kernel there."""
+    return kind == "cuda" and hasattr(torch.nn.functional, "grouped_mm")
+
+
+def has_efficient_attention(kind: str) -> bool:
+    """Whether torch's memory-efficient attention, which gives lse in multiples of 32, runs there: on CUDA."""
+    return kind == "cuda"

@@ -1,0 +1,620 @@
+"""What an engine is at a step: as a tree of tensors and values, to save and to load."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from espalier.checkpoint import Checkpoint, CheckpointError, Index, Lying, checkpoints, encode
+from espalier.checkpoint.folder import INDEX
+from espalier.checkpoint.index import FormatError, TensorInfo
+from espalier.checkpoint.saver import index_of
+from espalier.checkpoint.sinks import Write, laid_out, root_of, stream
+from espalier.checkpoint.sources import Foreign, Loaded, TensorSource, open_any, tied
+from espalier.comm.collectives import reduce, sum_whole
+from espalier.comm.control import agree, gather_objects
+from espalier.device import get_rng_state, set_rng_state
+from espalier.engine.batches import Loader, restore_loaders
+from espalier.engine.norm import LossScaler
+from espalier.engine.passes import Passes
+from espalier.engine.update import like_parameter
+from espalier.layout import Layout, Shard, local_box
+from espalier.layout.layout import Box, overlap
+from espalier.mesh import Mesh
+from espalier.parallel.data.zero import ZeroState
+from espalier.tensor import DTensor, layout_of, plain, stamp
+from espalier.tensor.random import state_of_keys
+from espalier.torch_private import raw
+
+_RANDOM, _STREAMS = "random.torch", "random.device"  # the latter has a row for each rank
+
+Fill = Callable[[torch.Tensor], None]
+
+
+def tree_of(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    mesh: Mesh,
+    saves: Callable[[str], bool] = lambda name: True,
+) -> dict[str, Lying]:
+    """The tensors of a model and its optimizer by name, as they lie; each tensor once.
+
+    Args:
+        saves: whether a parameter is to be in it.
+    """
+    tree: dict[str, Lying] = {}
+    for name, x in tensors_of(module).items():
+        if not isinstance(x, DTensor):
+            tree[f"model.{name}"] = _lying(x, _mesh_of(module, name, mesh))
+        elif saves(name):
+            tree[f"model.{name}"] = _lying(x, mesh, steady=isinstance(x, nn.Parameter))
+    if optimizer is not None:
+        for name, p in module.named_parameters():
+            for key, x in optimizer.state.get(p, {}).items():
+                if isinstance(x, torch.Tensor) and saves(name):
+                    tree[f"optimizer.state.{name}.{key}"] = _lying(x, _layout(p).mesh, steady=x.ndim > 0)
+    return tree
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's own parameters and buffers that its state dict has, each under its first name."""
+    tensors: dict[str, torch.Tensor] = {}
+    seen = set()
+    for name, x in state_tensors(module).items():
+        if id(x) not in seen:
+            seen.add(id(x))
+            tensors[name] = x
+    return tensors
+
+
+def aliases_of(module: nn.Module) -> dict[str, str]:
+    """Further names of tensors, and their first."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, x in state_tensors(module).items():
+        known = first.setdefault(id(x), name)
+        if known != name:
+            aliases[f"model.{name}"] = f"model.{known}"
+    return aliases
+
+
+def groups_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups: names of parameters, and options."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    return [
+        {
+            "names": [names[id(p)] for p in group["params"]],
+            "options": {key: value for key, value in group.items() if key not in ("params", "param_names")},
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def index_and_tree(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    mesh: Mesh,
+    values: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    saves: Callable[[str], bool],
+) -> tuple[Index, dict[str, Lying]]:
+    """All that a checkpoint is to hold.
+
+    Raises:
+        ValueError: there is something among it that cannot be saved.
+    """
+    tree = tree_of(module, optimizer, mesh, saves)
+
+    def take(at: str, x: torch.Tensor) -> str:
+        tree[at] = _lying(x, mesh)
+        return at
+
+    said = dict(values)
+    said["extra"] = {k: x.state_dict() if hasattr(x, "state_dict") else x for k, x in extra.items()}
+    said["model"] = {n: x for n, x in module.state_dict(keep_vars=True).items() if is_value(n)}
+    if optimizer is not None:
+        said["optimizer"] = {
+            "class": type(optimizer).__name__,
+            "groups": groups_of(module, optimizer),
+            "states": {
+                name: {k: x for k, x in optimizer.state.get(p, {}).items() if not isinstance(x, torch.Tensor)}
+                for name, p in module.named_parameters()
+            },
+        }
+    encoded = {key: encode(value, key, take) for key, value in said.items()}
+    take(_RANDOM, state_of_keys(mesh))
+    if (stream := device_stream(mesh)) is not None:
+        row = stream.get()[None].cpu()
+        lies = Layout(mesh, [Shard(0)] * mesh.ndim, (mesh.size(), row.shape[1]))
+        tree[_STREAMS] = Lying(row, lies)
+    index = Index(values=encoded, aliases=aliases_of(module), tensors=index_of(tree))
+    return index, tree
+
+
+class GeneratorState(NamedTuple):
+    """What gets and what sets the state of a generator, bytes in the host's memory."""
+
+    get: Callable[[], torch.Tensor]
+    set: Callable[[torch.Tensor], None]
+
+
+def device_stream(mesh: Mesh) -> GeneratorState | None:
+    """That of this rank's device; None on a CPU, whose stream is torch's own."""
+    if mesh.device_type == "cpu":
+        return None
+    device = mesh.device()
+    return GeneratorState(partial(get_rng_state, device), partial(set_rng_state, device))
+
+
+def candidates(directory: str | os.PathLike[str], mesh: Mesh) -> list[Path]:
+    """The checkpoint that a folder is, or those that it has, newest first (a collective).
+
+    Raises:
+        CheckpointError: on all ranks, if there is none.
+    """
+    paths: list[Path] = []
+    if mesh.rank == 0:
+        path = Path(directory)
+        if path.is_dir() and not (path / INDEX).exists():
+            paths = checkpoints(path)
+        elif path.exists():
+            paths = [path]
+    paths = gather_objects(paths, mesh)[0]
+    if not paths:
+        raise CheckpointError(
+            f"There is no checkpoint in {directory}. Name a folder that engine.save wrote to."
+        )
+    return paths
+
+
+def opened(path: Path, mesh: Mesh) -> Checkpoint:
+    """A checkpoint (a collective).
+
+    Raises:
+        CheckpointError: on all ranks, if one of them cannot read it.
+    """
+    error: Exception | None = None
+    try:
+        checkpoint = Checkpoint(path)
+    except CheckpointError as met:
+        error = met
+    agreed(error, mesh)
+    return checkpoint
+
+
+def agreed(error: Exception | None, mesh: Mesh, kind: type[Exception] = CheckpointError) -> None:
+    """Raise on all ranks, as an error of one kind, what one of them has met (a collective)."""
+    met = None if error is None else kind(str(error))
+    if met is not None:
+        met.__cause__ = error
+    agree(met, mesh, range(mesh.ndim))
+
+
+class EngineState(NamedTuple):
+    """What a checkpoint holds of an engine, beside the number of its steps."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    mesh: Mesh
+    scaler: LossScaler | None
+    loaders: tuple[Loader, ...]
+
+
+def restore(
+    own: EngineState, checkpoint: Checkpoint, data: ZeroState, extra: Mapping[str, Any], model_only: bool
+) -> Mapping[str, Any]:
+    """Take a checkpoint over; gives the values in it, among them ``steps`` and ``extra``.
+
+    Raises:
+        ValueError: model, optimizer and checkpoint don't fit together: then nothing was changed.
+        CheckpointError: on all ranks, if one of them met a damaged file.
+    """
+    module, mesh = own.module, own.mesh
+    optimizer = None if model_only else own.optimizer
+    values = checkpoint.values
+    lines = conflicts(checkpoint, module, optimizer)
+    lines += [f"it has no {name!r}" for name in extra if name not in values["extra"]]
+    positions = () if model_only else zip(own.loaders, values.get("loaders") or (), strict=False)
+    lines += [line for loader, state in positions for line in loader.differences(state)]
+    raise_conflicts(checkpoint, lines)
+    loading = Loading(checkpoint, module, optimizer)
+    loading.run(data, own.optimizer)
+    for name, value in values["model"].items():
+        module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+    random = torch.get_rng_state()
+    loading.read(_RANDOM, random, Layout.replicated(mesh, tuple(random.shape)))
+    stream, row = device_stream(mesh), None
+    if stream is not None and _STREAMS in checkpoint.entries:
+        rows, n = checkpoint.entries[_STREAMS].shape
+        row = torch.empty(1, n, dtype=torch.uint8)
+        loading.take(_STREAMS, row, Box((mesh.rank % rows, 0), (1, n)))
+    agreed(loading.error, mesh)
+    if not model_only:
+        torch.set_rng_state(random)
+        if stream is not None and row is not None and row[0].shape == stream.get().shape:
+            stream.set(row[0])
+        if own.scaler is not None and values["scaler"] is not None:
+            own.scaler.load_state_dict(values["scaler"])
+        if optimizer is not None:
+            set_options(optimizer, module, values["optimizer"]["groups"])
+        restore_loaders(own.loaders, values.get("loaders"))
+    for name, thing in extra.items():
+        thing.load_state_dict(values["extra"][name])
+    return values
+
+
+class Loading:
+    """Fills parameters and states from a checkpoint. Errors are kept: others wait in collectives.
+
+    Args:
+        checkpoint: has ``model.NAME`` and ``optimizer.state.NAME.KEY``, and the value ``optimizer``.
+        optimizer: whose states are to be filled, too.
+    """
+
+    def __init__(
+        self, checkpoint: TensorSource, module: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self._checkpoint, self._module, self._optimizer = checkpoint, module, optimizer
+        self._names = {id(p): name for name, p in module.named_parameters()}
+        self._states = {} if optimizer is None else states_of(checkpoint)
+        self._others = {} if optimizer is None else checkpoint.values["optimizer"]["states"]
+        self.error: Exception | None = None
+
+    def run(self, data: ZeroState, optimizer: torch.optim.Optimizer | None) -> None:
+        """Fill all (a collective)."""
+        with torch.no_grad():
+            data.fill(self.fill, {} if optimizer is None else optimizer.state)
+            filled = {id(m.p) for chunk in data.chunks for m in chunk.members}
+            for name, x in tensors_of(self._module).items():
+                if isinstance(x, DTensor) and id(x) not in filled:  # it is frozen
+                    self.fill(x)
+                elif not isinstance(x, DTensor):
+                    self.read(f"model.{name}", x.detach(), Layout.replicated(data.mesh, tuple(x.shape)))
+
+    def fill(self, p: torch.Tensor) -> None:
+        """A parameter, and its states."""
+        layout = _layout(p)
+        if not layout.mesh.is_member:
+            return
+        with raw():
+            name, here = self._names[id(p)], plain(p.detach())
+            self.read(f"model.{name}", here, layout)
+            if self._optimizer is not None:
+                state = self._state(name, here, layout)
+                if state or p in self._optimizer.state:
+                    self._optimizer.state[p] = state
+
+    def _state(self, name: str, here: torch.Tensor, layout: Layout) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        saved = self._checkpoint.entries[f"model.{name}"]
+        for key, entry in self._states.get(name, {}).items():
+            lies, dtype = like_parameter(layout, entry.shape), entry.dtype
+            if dtype is saved.dtype and dtype.is_floating_point and entry.shape:
+                dtype = here.dtype
+            device = torch.device("cpu") if not entry.shape and key == "step" else here.device
+            x = torch.empty(lies.local_shape, dtype=dtype, device=device)
+            self.read(f"optimizer.state.{name}.{key}", x, lies)
+            state[key] = stamp(x, lies) if entry.shape else x
+        return {**state, **self._others.get(name, {})}
+
+    def read(self, name: str, local: torch.Tensor, layout: Layout) -> None:
+        """What this rank holds of one tensor."""
+        self.take(name, local, local_box(layout))
+
+    def take(self, name: str, local: torch.Tensor, box: Box) -> None:
+        """A box of one tensor."""
+        try:
+            if self.error is None:
+                self._checkpoint.fill(name, local, box)
+        except FormatError as error:
+            self.error = error
+
+
+def set_options(optimizer: torch.optim.Optimizer, module: nn.Module, groups: list[Any]) -> None:
+    names = {id(p): name for name, p in module.named_parameters()}
+    saved = {name: group["options"] for group in groups for name in group["names"]}
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
+        for key, value in saved[names[id(group["params"][0])]].items():
+            if key in ("foreach", "fused", "capturable", "differentiable"):
+                continue  # how it computes, not what
+            present = group.get(key)
+            if isinstance(present, torch.Tensor):
+                present.copy_(torch.as_tensor(value))
+            else:
+                group[key] = value
+
+
+def _lying(x: torch.Tensor, mesh: Mesh, *, steady: bool = False) -> Lying:
+    with raw():
+        if type(x) is DTensor or isinstance(x, DTensor):
+            return Lying(plain(x.detach()), x._layout.own, steady)
+        return Lying(x.detach(), Layout.replicated(mesh, tuple(x.shape)), steady)
+
+
+def _layout(p: torch.Tensor) -> Layout:
+    return p._layout.own  # type: ignore[attr-defined]
+
+
+def _mesh_of(module: nn.Module, name: str, mesh: Mesh) -> Mesh:
+    """The ranks that hold a buffer: those that hold the parameters about it."""
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
+        meshes = {_layout(p).mesh for p in module.get_submodule(path).parameters() if isinstance(p, DTensor)}
+        if meshes:
+            return meshes.pop() if len(meshes) == 1 else mesh
+    return mesh
+
+
+def named_values(own: EngineState, steps: int) -> Iterator[tuple[str, Any]]:
+    """What an engine itself counts."""
+    yield "steps", steps
+    yield "scaler", None if own.scaler is None else own.scaler.state_dict()
+    yield "loaders", [loader.state_dict() for loader in own.loaders]
+
+
+# ---- what keeps a checkpoint from being loaded
+
+
+_SHOWN = 40
+
+
+def is_value(name: str) -> bool:
+    """Whether an item of a state dict is what a module's ``get_extra_state`` gave."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def state_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's parameters and buffers, as its state dict names them."""
+    return {name: x for name, x in module.state_dict(keep_vars=True).items() if not is_value(name)}
+
+
+def states_of(checkpoint: TensorSource) -> dict[str, dict[str, TensorInfo]]:
+    """The optimizer's states that are tensors, by parameter and kind."""
+    states: dict[str, dict[str, TensorInfo]] = {}
+    for name, entry in checkpoint.under("optimizer.state.").items():
+        parameter, _, key = name.rpartition(".")
+        states.setdefault(parameter, {})[key] = entry
+    return states
+
+
+def conflicts(
+    checkpoint: Checkpoint,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+) -> list[str]:
+    """One line for each."""
+    tensors = state_tensors(module)
+    saved = checkpoint.under("model.")
+    lines = [f"missing from it: {n} {list(x.shape)}" for n, x in tensors.items() if n not in saved]
+    lines += [f"not in the model: {n} {list(e.shape)}" for n, e in saved.items() if n not in tensors]
+    lines += [
+        f"{name}: {list(entry.shape)} in it, {list(tensors[name].shape)} in the model"
+        for name, entry in saved.items()
+        if name in tensors and tuple(tensors[name].shape) != entry.shape
+    ]
+    if optimizer is not None:
+        lines += _of_optimizer(checkpoint.values, module, optimizer)
+    return lines
+
+
+def _of_optimizer(
+    values: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[str]:
+    known = values.get("optimizer")
+    if known is None:
+        return ["it has no optimizer: initialize the engine without one, or load(..., model_only=True)"]
+    if known["class"] != type(optimizer).__name__:
+        return [f"its optimizer is {known['class']}, not {type(optimizer).__name__}"]
+    names = {id(p): name for name, p in module.named_parameters()}
+    saved = {name: group["options"] for group in known["groups"] for name in group["names"]}
+    lines = []
+    for i, group in enumerate(optimizer.param_groups):
+        names_held = [names[id(p)] for p in group["params"]]
+        lines += [f"its optimizer does not hold {name}" for name in names_held if name not in saved]
+        options = [saved[name] for name in names_held if name in saved]
+        differ = {key for o in options for key in o if repr(o[key]) != repr(options[0].get(key))}
+        lines += [f"parameters of the optimizer's group {i} differ in {key} there" for key in sorted(differ)]
+    return lines
+
+
+def raise_conflicts(checkpoint: Checkpoint, lines: Sequence[str]) -> None:
+    """Tell all of them.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if not lines:
+        return
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    raise ValueError(
+        "\n  ".join(
+            [f"{checkpoint.path} does not fit this engine; nothing was changed:", *lines[:_SHOWN], *more]
+        )
+    )
+
+
+# ---- weights of other formats, read into a laid-out model and written from it
+
+
+def load_weights(
+    own: EngineState, data: ZeroState, path: str | Path | Mapping[str, Any], optimizer: bool
+) -> None:
+    """See :meth:`espalier.Engine.load_weights`."""
+    weights, error = None, None
+    try:
+        given = Loaded(Path("The state dict"), path) if isinstance(path, Mapping) else open_any(path)
+        weights = Foreign(given, own.module, own.optimizer if optimizer else None)
+    except FormatError as met:
+        error = met
+    agreed(error, own.mesh, ValueError)
+    assert weights is not None
+    loading = Loading(weights, own.module, own.optimizer if optimizer else None)
+    loading.run(data, own.optimizer)
+    agreed(loading.error, own.mesh, ValueError)
+    if optimizer and own.optimizer is not None:
+        set_options(own.optimizer, own.module, weights.values["optimizer"]["groups"])
+
+
+class WeightsFormat(NamedTuple):
+    """How weights are to be written; see :meth:`espalier.Engine.export`."""
+
+    name: str
+    dtype: torch.dtype | None
+    shard_bytes: int
+    metadata: Mapping[str, str] | None
+
+
+def export(model: nn.Module, data: ZeroState, passes: Passes, path: str | Path, form: WeightsFormat) -> None:
+    """See :meth:`espalier.Engine.export`."""
+    mesh, path = passes.mesh, Path(path)
+    kind = "file" if form.name == "safetensors" and path.suffix == ".safetensors" else form.name
+    with torch.no_grad(), data.precise(), ExitStack() as stack:
+        root, ties = root_of(kind), {} if kind == "file" else tied(model)
+        state = {
+            f"{root}{name}": x if isinstance(x, DTensor) else passes.everywhere(name, x)
+            for name, x in model.state_dict(keep_vars=True).items()
+            if isinstance(x, torch.Tensor) and name not in ties
+        }
+        dtypes = _dtypes(state, mesh)
+        ties = {f"{root}{name}": f"{root}{of}" for name, of in ties.items()}
+        entries = {
+            name: TensorInfo(tuple(x.shape), dtypes[name]).cast(form.dtype) for name, x in state.items()
+        }
+        writing = _Writing()
+        if mesh.rank == 0:
+            with writing.careful():
+                sink = laid_out(path, kind, entries, ties, form.shard_bytes, form.metadata)
+                stack.push(sink)
+                writing.write = sink.write
+        agreed(writing.error, mesh, ValueError)
+
+        first_names = {id(p): name for name, p in model.named_parameters()}
+
+        def read(name: str, box: Box) -> torch.Tensor:
+            x = state[name]
+            gives = passes.saves(first_names.get(id(x), name))
+            return _on_first(x, box, dtypes[name], mesh, gives).to(entries[name].dtype)
+
+        stream(entries, read, writing)
+        agreed(writing.error, mesh, ValueError)
+        if mesh.rank == 0:
+            with writing.careful():
+                stack.close()
+                if kind == "safetensors":
+                    _write_config(model, entries, path)
+        agreed(writing.error, mesh, ValueError)
+
+
+class _Writing:
+    """Writes on the first rank; an error is kept, so that all ranks go on together."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.write: Write | None = None
+
+    def __call__(self, name: str, start: int, box: Box, piece: torch.Tensor) -> None:
+        if self.write is not None and self.error is None:
+            with self.careful():
+                self.write(name, start, box, piece)
+
+    @contextmanager
+    def careful(self) -> Iterator[None]:
+        """Keep the error that is met while this is open."""
+        try:
+            yield
+        except (OSError, ValueError) as met:
+            self.error = met
+
+
+def _dtypes(state: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.dtype]:
+    """Those of tensors on the ranks that hold them: others do not know of masters."""
+    own_dtypes = {
+        n: x.dtype for n, x in state.items() if not isinstance(x, DTensor) or layout_of(x).mesh.is_member
+    }
+    return {name: dtype for dtypes in gather_objects(own_dtypes, mesh) for name, dtype in dtypes.items()}
+
+
+def _on_first(x: torch.Tensor, box: Box, dtype: torch.dtype, mesh: Mesh, gives: bool) -> torch.Tensor:
+    """A box of a tensor on the first rank; what the others get is undefined.
+
+    Args:
+        gives: whether it is this rank's stage that counts the tensor.
+    """
+    if not isinstance(x, DTensor):
+        return x[box.slices]
+    layout = layout_of(x)
+    with raw():
+        out = torch.zeros(box.sizes, dtype=dtype, device=mesh.device())
+        home = layout.mesh
+        copies = set(range(home.ndim)) - set(layout.order)
+        if gives and home.is_member and not any(home.coordinate[a] for a in copies):
+            box_here = local_box(layout)
+            common = overlap(box_here, box)
+            if common is not None:
+                out[common.within(box)] = plain(x.detach())[common.within(box_here)]
+        # each byte is zero but on one rank: their sum is exact
+        wire = out.view(-1).view(torch.uint8)
+        for axis in range(mesh.ndim):
+            wire = reduce(wire, mesh, axis, 0)
+        return wire.view(dtype).view(box.sizes)
+
+
+def _write_config(model: Any, entries: Mapping[str, TensorInfo], folder: Path) -> None:
+    """What ``from_pretrained`` of Hugging Face's models wants beside the weights."""
+    if not hasattr(getattr(model, "config", None), "save_pretrained"):
+        return
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    floats = [entry.dtype for entry in entries.values() if entry.dtype.is_floating_point]
+    config.dtype = str(floats[0] if floats else torch.float32).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+# ---- what the ranks hold together, whole on each of them
+
+
+Everywhere = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def state_of(model: nn.Module, everywhere: Everywhere) -> dict[str, Any]:
+    """A model's state dict.
+
+    Args:
+        everywhere: gives the whole value, on every rank, of what has a name and lies somehow.
+    """
+    with torch.no_grad():
+        return {
+            name: everywhere(name, x) if isinstance(x, torch.Tensor) else x
+            for name, x in model.state_dict().items()
+        }
+
+
+def gradients_of(model: nn.Module, mesh: Mesh, everywhere: Everywhere) -> dict[str, torch.Tensor | None]:
+    """The gradients of its parameters; None where no rank has one."""
+    parameters = dict(model.named_parameters())
+    grads = {name: p.grad for name, p in parameters.items()}
+    with raw():
+        has = [float(g is not None) for g in grads.values()]
+        used = sum_whole(torch.tensor(has, device=mesh.device()), mesh).tolist()
+    gradients: dict[str, torch.Tensor | None] = {}
+    with torch.no_grad():
+        for (name, p), n in zip(parameters.items(), used, strict=True):
+            grad = grads[name]
+            gradients[name] = everywhere(name, p if grad is None else grad) if n else None
+    return gradients
+
+
+__all__ = ["EngineState", "Loading", "candidates", "index_and_tree", "named_values", "opened", "restore"]

@@ -1,0 +1,224 @@
+"""An engine as a module: what a program calls in place of its model; and ``prepare``, which makes one."""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from espalier.comm.control import gather_objects
+from espalier.engine.engine import Engine, Rows, initialize
+from espalier.engine.surface import bound
+from espalier.parallel import Plan
+
+
+class EngineModule(nn.Module):
+    """Stands for a model that an engine trains: calls go through the engine, the rest is the model's.
+
+    Parameters, buffers and state dicts have the model's own names; other attributes are the model's.
+
+    Args:
+        engine: trains it.
+        rows: what a call is given and gives, as for :meth:`espalier.Engine.outputs`.
+
+    An optimizer that was made after it, on its parameters, is found at the first call that trains.
+
+    Attributes:
+        module: the model.
+    """
+
+    def __init__(self, engine: Engine, rows: Rows = "all") -> None:
+        super().__init__()
+        self.rows, self._engine = rows, engine
+        self.module = engine.module
+        self.training = engine.module.training
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that trains the model."""
+        return self._engine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives."""
+        if torch.is_grad_enabled() and self.engine.optimizer is None:
+            optimizer = optimizer_of(self.module)
+            if optimizer is not None:
+                self.engine.attach(optimizer)
+        return self.engine.outputs(bound(self.module, args, kwargs), self.rows)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def no_sync(self) -> Any:
+        """See :meth:`espalier.Engine.no_sync`."""
+        return self.engine.no_sync()
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's."""
+        return self.engine.device
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's, under its own names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's, under its own names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
+        """See :meth:`espalier.Engine.state_dict`."""
+        found = OrderedDict() if destination is None else destination
+        found.update({f"{prefix}{name}": x for name, x in self.engine.state_dict().items()})
+        return found
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """See :meth:`espalier.Engine.load_state_dict`; values are copied, also with ``assign``."""
+        return self.engine.load_state_dict(state_dict, strict)
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
+        """``to``, ``float``, ``half``, ...: the parameters are where the plan says, and as it says."""
+        return self
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
+    """The optimizer that holds a model's parameters, wherever the program keeps it; None if there is none.
+
+    Raises:
+        ValueError: there are several.
+    """
+    own = {id(p) for p in module.parameters()}
+    found = [
+        x
+        for x in gc.get_objects()
+        if issubclass(type(x), torch.optim.Optimizer)
+        and any(id(p) in own for group in x.param_groups for p in group["params"])
+    ]
+    if len(found) > 1:
+        kinds = ", ".join(type(x).__name__ for x in found)
+        raise ValueError(
+            f"{len(found)} optimizers ({kinds}) hold parameters of this model, and an engine steps one. Make "
+            "one optimizer with a group for each, or say which by engine.attach(optimizer)."
+        )
+    return found[0] if found else None
+
+
+class Prepared:
+    """A loader of this rank's rows whose batches are global.
+
+    Attributes:
+        loader: gives the rows.
+    """
+
+    def __init__(self, loader: DataLoader[Any], take: Callable[[Any], Any]) -> None:
+        self.loader, self._take = loader, take
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._take, self.loader)
+
+
+def prepare(
+    model: nn.Module,
+    *things: Any,
+    plan: Plan | Mapping[str, Any] | None = None,
+    rows: Rows = "all",
+    **options: Any,
+) -> Any:
+    """A model and what a loop around it uses, for many ranks: the loop stays as it is on one process.
+
+    ``model, optimizer, loader, schedule = prepare(model, optimizer, loader, schedule, plan={"data": 2})``
+
+    Args:
+        things: the optimizer; loaders; schedules; None and others are given back as they are. Of a torch
+            ``DataLoader`` each rank loads its rows, and a batch is as large as on one process, with the same
+            rows in it: rank 0 draws them, as that does. ``engine.save`` knows where it stands. One with a
+            ``DistributedSampler`` is cut already. One with another sampler is taken as it is: it must give
+            the same batches on all ranks.
+        plan: as for :func:`espalier.initialize`.
+        rows: what the model gives, as for :meth:`espalier.Engine.outputs`.
+        options: more for :func:`espalier.initialize`.
+
+    Returns:
+        an :class:`EngineModule` (whose ``engine`` is the engine), and all ``things`` in their order.
+    """
+    optimizers = [x for x in things if isinstance(x, torch.optim.Optimizer)]
+    if len(optimizers) > 1:
+        raise ValueError(
+            f"prepare takes one optimizer, got {len(optimizers)}: an engine steps one, with a group for each "
+            "set of options."
+        )
+    engine = initialize(model, optimizers[0] if optimizers else None, plan, **options)
+    made = EngineModule(engine, rows)
+    if not things:
+        return made
+    return made, *(spread(engine, x) if isinstance(x, DataLoader) else x for x in things)
+
+
+def spread(engine: Engine, loader: DataLoader[Any]) -> Any:
+    """A DataLoader whose global batches are cut over the ranks; see :func:`prepare`."""
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        return Prepared(loader, engine.local_batch)
+    whole = isinstance(sampler, SequentialSampler) or (
+        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None
+    )
+    if not whole or loader.batch_size is None:
+        return loader
+    shuffled = isinstance(sampler, RandomSampler)
+    options = {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+    dataset: Dataset[Any] = loader.dataset
+    return engine.loader(
+        dataset,
+        loader.batch_size,
+        shuffled,
+        seed=_orders(engine, loader),
+        drop_last=loader.drop_last,
+        collate_fn=loader.collate_fn,
+        **options,
+    )
+
+
+def _orders(engine: Engine, loader: DataLoader[Any]) -> Callable[[], torch.Tensor]:
+    """Draws, for each epoch, what a DataLoader draws: gives the state of a generator of its order."""
+    sampler: Any = loader.sampler
+
+    def next_order() -> torch.Tensor:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # for its workers
+        own = getattr(sampler, "generator", None)
+        if own is not None:
+            state = own.get_state()
+            torch.randperm(len(sampler), generator=own)
+        elif isinstance(sampler, RandomSampler):
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            state = torch.Generator().manual_seed(seed).get_state()
+        else:
+            return torch.Generator().get_state()
+        mesh = engine.mesh
+        return state if mesh.size() == 1 or mesh.is_dry else gather_objects(state, mesh)[0]
+
+    return next_order

@@ -1,0 +1,663 @@
+"""Passes through the stages of a pipeline: all micro-batches of a step together, by a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+
+from espalier.comm.collectives import broadcast, sum_whole, swap_with
+from espalier.comm.control import agree, any_says, gather_objects
+from espalier.device import is_accelerator
+from espalier.engine.accumulation import Accumulation, Number, averaged
+from espalier.engine.awaited import Awaited
+from espalier.engine.batches import Own, loss_of
+from espalier.engine.norm import Rider, share_of
+from espalier.engine.passes import (
+    Backward,
+    Direct,
+    Judge,
+    Loss,
+    LossFunction,
+    ModelCall,
+    Passes,
+    Phase,
+    plain_output,
+)
+from espalier.faults.watchdog import Watchdog
+from espalier.layout import Layout, gradient_layout
+from espalier.mesh import Mesh
+from espalier.parallel import Arrangement, arrange, everywhere
+from espalier.parallel.compose import Stages, Undivided, WholeProgram
+from espalier.parallel.data.gradients import Gradients, gradient_of
+from espalier.parallel.data.zero import ZeroState
+from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
+from espalier.parallel.pipeline.measure import measured_by_all
+from espalier.parallel.pipeline.record import leaves, mapped
+from espalier.parallel.pipeline.runtime import InferredShapes, Trees
+from espalier.parallel.pipeline.shape_inference import taken_apart
+from espalier.parallel.pipeline.single_rank import DeferredWeightGrads, SingleRank, as_plain
+from espalier.parallel.pipeline.split import StageProgram
+from espalier.parallel.schedules.actions import Action
+from espalier.tensor import DTensor, full_tensor, plain, stamp
+from espalier.tensor.dry_runs import Dice, States, draw_again, restore, states
+from espalier.tensor.dtensor import layout_of
+from espalier.tensor.random import stream_of
+from espalier.torch_private import raw
+from espalier.trees import tree_map
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_grad: Any = torch.Tensor.grad
+
+
+class Staged(Passes):
+    """All micro-batches of a step together, through stages that lie on different ranks."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._stages: Stages | None = None
+        self._axis = self.mesh.axis("pipe")
+        self._here = self.mesh.coordinate[self._axis]
+        self._dtype: torch.dtype | None = None  # of the loss
+        self._factor: torch.Tensor | None = None
+        self._weighs = self._is_finished = self._is_known = False
+
+    # ---- to lay out
+
+    def arrange(self, batch: Any, **given: Any) -> Arrangement | None:
+        if batch is None:
+            return None
+        call, module = self.call, self.call.module
+        inputs = call.parted(dict(batch) if isinstance(batch, Mapping) else batch)[0]
+        example = tree_map(self._example, inputs)
+        costs, unmeasured = None, None
+        if self.plan.balance == "measured":
+            try:
+                costs = self._measured(example)
+            except SplitError as error:
+                unmeasured = error
+        stages = self._stages = Stages(module, self.plan, self.mesh, example, costs)
+        if unmeasured is not None and not isinstance(stages.split, Undivided):
+            raise unmeasured
+        sample, rows = call.sample(batch), call.batches.share(batch)
+        arrangement = arrange(
+            module, self.plan, call.mesh, batch=sample, rows=rows, stages=stages.meshes, **given
+        )
+        assert arrangement is not None
+        arrangement.parts = stages.parts
+        stages.prepare(arrangement, call.mesh)
+        return arrangement
+
+    def _example(self, x: Any) -> Any:
+        """An input to trace the model on."""
+        if self.mesh.is_dry:
+            return _zeros(x)
+        return full_tensor(x) if isinstance(x, torch.Tensor) else x
+
+    def _measured(self, example: Any) -> Mapping[str, float]:
+        """The time that parts of the model take on so many rows as a rank computes."""
+        if self.mesh.is_dry:
+            raise ValueError(
+                'balance = "measured" needs the devices that will compute: a dry run has none. Say where '
+                "stages begin: Plan(cuts=engine.stages.split.cuts) of a real run."
+            )
+        rows, low = self.call.batches.share(example), self.plan.precision.parameters
+        dtype = None if low is None else getattr(torch, low)
+
+        def cut(x: Any) -> Any:
+            return self.call.cast(x[:rows] if isinstance(x, torch.Tensor) and x.ndim else x)
+
+        with self.call.autocast():
+            whole = self.plan.recompute != "none"
+            part = tree_map(cut, example)
+            return measured_by_all(self.mesh, self.call.module, part, divide=not whole, dtype=dtype)
+
+    def begin(self, data: ZeroState) -> None:
+        self.seen.watch(m.p for m in data.members)
+        data.gradients.share({id(p) for p, _ in self._shared(data)})
+        self._share_values(data)
+
+    @property
+    def stages(self) -> Stages:
+        if self._stages is None:
+            raise ValueError("A pipeline is split by its first batch: call engine.train_step on one first.")
+        return self._stages
+
+    @property
+    def is_idle(self) -> bool:
+        return isinstance(self.stages.split, Undivided) and not self.stages.has_last
+
+    def calls_whole(self, modules: Iterable[nn.Module]) -> bool:
+        return {m for program in self.stages.split.stages for m in program.inner}.issuperset(modules)
+
+    def saves(self, name: str) -> bool:
+        return self.stages.homes.get(name, 0) == self._here
+
+    def everywhere(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        dtype = x.dtype
+        if x.is_floating_point() and self.plan.precision.parameters is not None:
+            dtype = torch.float32  # of masters, where they are
+        if self.saves(name):
+            whole = everywhere(x, self.call.mesh).detach().to(dtype)
+        else:
+            whole = torch.empty(x.shape, dtype=dtype, device=self.mesh.device())
+        return broadcast(whole, self.mesh, self._axis, self.stages.homes.get(name, 0))
+
+    # ---- passes
+
+    def one_by_one(self, what: str) -> Direct:
+        raise ValueError(
+            f"{what}: with {self.plan} the micro-batches of a step pass through the stages together. Call "
+            "engine.train_step(batch), or engine.accumulate(parts) and engine.step(); to evaluate, "
+            "engine.evaluate(parts)."
+        )
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """The loss of a batch, under ``torch.no_grad()`` alone: plain, the same on every rank."""
+        if torch.is_grad_enabled():
+            self.one_by_one("engine(batch)")
+        ((loss, _),) = self._passed([batch], counts=False)
+        return self._of_last(averaged([(loss, None)]))
+
+    def train(self, parts: Iterable[Any], phase: Phase, forward: Loss, backward: Backward) -> None:
+        parts = list(parts)
+        if self.evaluation.closed or not parts:
+            raise ValueError(
+                "engine.accumulate takes all micro-batches of one step: call engine.step() before the next."
+                if parts
+                else "There are no micro-batches to train on."
+            )
+        data = self._laid_out(parts[0])
+        for part in parts:
+            self._begins(part)
+        work = MicroBatches(self._context(data), parts, phase, counts=len(parts) > 1)
+        for gradients in data.gradients.parts:
+            gradients.hold()
+        self._weighs, self._factor = len(parts) > 1, None
+        self._is_finished = self._is_known = False
+        self.seen.admit()
+        self.has_gradients = True
+        self._run(work, self.stages.schedule(len(parts)))
+        data.end_step()
+        self.evaluation.closed = True
+        self.loss = self.evaluation.loss
+        self.seen.bar()
+
+    def evaluate(self, parts: Iterable[Any]) -> torch.Tensor:
+        losses: list[tuple[torch.Tensor, Number]] = []
+        some: list[Any] = []
+        for part in parts:
+            some.append(part)
+            if len(some) == 4 * self.plan.pipe:
+                losses += self._passed(some)
+                some = []
+        losses += self._passed(some)
+        return self._of_last(averaged(losses))
+
+    def output(self, inputs: Any) -> Any:
+        data = self._laid_out(self.call.alone(inputs))
+        work = Prediction(self._context(data), [inputs], lambda name: None, counts=False)
+        schedule = self.stages.schedule(1, only=ActionKind.F)
+        self._run(work, schedule)
+        self._of_last(torch.zeros((), dtype=torch.float64, device=self.mesh.device()))
+        return work.everywhere(schedule.stage_to_rank[-1])
+
+    def outputs(self, inputs: Any, rows: str) -> Any:
+        call = ModelRun(self, inputs, rows)
+        return Awaited(call) if torch.is_grad_enabled() else call.value()
+
+    def _context(self, data: ZeroState) -> StageContext:
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        parts = data.gradients.parts
+        return StageContext(self.call, self.mesh, self.stages, self.evaluation, parts, scale, self.pulse)
+
+    def _run(self, work: MicroBatches, schedule: Schedule) -> None:
+        assert self.data is not None
+        self.data.begin_forward()
+        with self.watch or nullcontext(), self.call.casts or nullcontext(), work.open(schedule):
+            self.stages.runtime.run(schedule, work.agreed, work)
+        work.leave()
+        if self.mesh.is_dry and self._failure is not None:
+            raise self._failure
+
+    def _passed(self, parts: Sequence[Any], counts: bool = True) -> list[tuple[torch.Tensor, Number]]:
+        """The loss of each micro-batch, and what it is a mean over; on all but the last stage, nothings."""
+        if not parts:
+            return []
+        data = self._laid_out(parts[0])
+        work = MicroBatches(self._context(data), parts, lambda name: None, counts)
+        self._run(work, self.stages.schedule(len(parts), only=ActionKind.F))
+        nothing = torch.zeros((), dtype=torch.float64, device=self.mesh.device())
+        return [work.losses.get(i, (nothing, None)) for i in range(len(parts))]
+
+    def _of_last(self, value: torch.Tensor) -> torch.Tensor:
+        """A whole number of the last stage's, on all ranks.
+
+        Raises:
+            Exception: what a rank has met in its stage, on all ranks.
+        """
+        zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device())
+        gives = self.stages.has_last and self.call.mesh.rank == 0
+        sums = [value.to(zero) if gives else zero, zero if self._failure is None else zero + 1]
+        number, failed = sum_whole(torch.stack(sums), self.mesh).unbind()
+        self._see(failed)
+        return number.clone()
+
+    def _see(self, failed: torch.Tensor) -> None:
+        """Give up, on all ranks, if so many have failed: what the host knows nobody asks the device for.
+
+        Raises:
+            Exception: what a rank has met in its stage.
+        """
+        if self.mesh.is_dry:
+            return
+        on_host = is_accelerator(failed.device)
+        if any_says(self._failure is not None, self.mesh) if on_host else failed.item():
+            self._give_up()
+
+    @property
+    def _failure(self) -> Exception | None:
+        return self.stages.runtime.failure
+
+    def _give_up(self) -> NoReturn:
+        failure, self.stages.runtime.failure = self._failure, None
+        self.zero_grad()
+        agree(failure, self.mesh, range(self.mesh.ndim))
+        raise AssertionError("a rank has failed")
+
+    # ---- gradients, and what the last stage knows
+
+    def finish(self) -> None:
+        assert self.data is not None
+        self.seen.admit()
+        if not self._is_finished:
+            self._is_finished = True
+            self.data.gradients.finish()
+            self._sum_shared(self.data)
+
+    def counted(self) -> dict[str, torch.Tensor]:
+        assert self.data is not None
+        return {name: grad for name, grad in self.data.counted().items() if self.saves(name)}
+
+    def riders(self, judge: Judge | None = None) -> list[Rider]:
+        return [] if self._is_known else [Rider(self._shares(), self._hear)]
+
+    def agree(self) -> None:
+        for rider in self.riders():
+            rider.hear(sum_whole(torch.stack([*rider.shares]), self.mesh).unbind())
+
+    def factor(self) -> torch.Tensor | None:
+        factor, self._factor = self._factor, None
+        return factor
+
+    def _shares(self) -> list[torch.Tensor]:
+        """What this rank gives to the sums: the loss, its dtype, the factor of gradients, failures."""
+        with raw():
+            zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device())
+            failed = zero if self._failure is None else zero + 1
+            if self.loss is None or not self.stages.has_last:
+                return [zero, zero, zero, failed]
+            first = self.call.mesh.rank == 0
+            factor = self.evaluation.factor()
+            code = _DTYPES.index(self.loss.dtype) if first else 0
+            return [
+                share_of(self.loss, self.call.mesh).to(zero),
+                zero + code,
+                zero if factor is None or not first else factor.to(zero),
+                failed,
+            ]
+
+    def _hear(self, sums: Sequence[torch.Tensor]) -> None:
+        """Know the loss and the factor of gradients, as all ranks do.
+
+        Raises:
+            Exception: what a rank has met in its stage, on all ranks.
+        """
+        with raw():
+            loss, code, factor, failed = sums
+            self._see(failed)
+            if self._dtype is None:
+                self._dtype = self.loss.dtype if self.loss is not None and self.stages.has_last else None
+                if self._dtype is None and not self.mesh.is_dry:
+                    self._dtype = _DTYPES[int(code.item())]
+            lies = Layout.replicated(self.mesh, ())
+            self.loss = stamp(loss.to(self._dtype or torch.float32).clone(), lies)
+            if self._weighs:
+                self._factor = torch.where(factor == 0, torch.ones_like(factor), factor)
+        self._is_known = True
+
+    # ---- parameters that several stages use
+
+    def _shared(self, data: ZeroState) -> list[tuple[torch.nn.Parameter, tuple[int, ...]]]:
+        """Those that stages of other ranks use too, and the coordinates of these and this rank, in order."""
+        users = self.stages.users
+        return [(m.p, users[m.name]) for m in data.members if len(users[m.name]) > 1]
+
+    def _exchanged(self, x: torch.Tensor, among: Sequence[int]) -> list[torch.Tensor]:
+        """What each of some coordinates of the pipe has in place of this rank's tensor."""
+        mine = self._here
+        tag = 2 * (self.plan.pipe * self.plan.stages_per_rank)
+        others = swap_with(x, self.mesh, self._axis, [i for i in among if i != mine], tag).wait()
+        others.insert(list(among).index(mine), x)
+        return others
+
+    def _share_values(self, data: ZeroState) -> None:
+        """Copies of a parameter have the values of the first."""
+        with data.updating(), raw():
+            for p, among in self._shared(data):
+                own = plain(p.detach())
+                own.copy_(self._exchanged(own.contiguous(), among)[0])
+
+    def _sum_shared(self, data: ZeroState) -> None:
+        """The gradient of a parameter is the sum of those of its copies; None if none of them has one."""
+        without = data.gradients.without
+        with raw():
+            for p, among in self._shared(data):
+                grad = gradient_of(p)
+                is_there = grad is not None and id(p) not in without
+                if grad is None:
+                    own = plain(p.detach())
+                    grad = stamp(own.new_zeros(own.shape, dtype=p.grad_dtype), gradient_layout(layout_of(p)))
+                here = plain(grad)
+                # with it whether there is one
+                wire = torch.empty(here.numel() + 1, dtype=here.dtype, device=here.device)
+                wire[:-1].copy_(here.reshape(-1))
+                wire[-1] = float(is_there)
+                others = self._exchanged(wire, among)
+                if not is_there and not self.mesh.is_dry and not any(other[-1].item() for other in others):
+                    p.grad = None
+                    continue
+                total = others[0][:-1]
+                for other in others[1:]:
+                    total = total + other[:-1]
+                here.copy_(total.view(here.shape))
+                if gradient_of(p) is None:
+                    _grad.__set__(p, grad)
+
+
+class ModelRun:
+    """A call of a model in stages, of which a loss may be made elsewhere.
+
+    Args:
+        rows: as for :meth:`espalier.Engine.outputs`.
+    """
+
+    def __init__(self, passes: Staged, inputs: Any, rows: str) -> None:
+        self._passes, self._inputs, self._is_own = passes, inputs, rows == "own"
+
+    def rows(self) -> int:
+        """How many the inputs given have."""
+        return max((x.shape[0] for x in leaves(self._inputs, torch.Tensor) if x.ndim), default=0)
+
+    def value(self) -> Any:
+        """What the model gives, plain: whole, or this rank's rows."""
+        batches, inputs, held = self._passes.call.batches, self._inputs, None
+        if self._is_own:
+            inputs, held = batches.own(inputs)
+        output = self._passes.output(inputs)
+        return output if held is None else mapped(partial(_own_rows, held), output)
+
+    def train(self, captured: list[torch.Tensor], loss: LossFunction) -> torch.Tensor:
+        """Forward and backward of all micro-batches; gives their loss as one."""
+        passes, call = self._passes, self._passes.call
+        batch = self._inputs, captured
+        parts = call.batches.cut(batch)
+        if self._is_own:
+            parts = [call.batches.own(part)[0] for part in parts]
+        before, call.loss_fn = call.loss_fn, loss
+        try:
+            passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
+            passes.finish_gradients()
+        finally:
+            call.loss_fn = before
+        assert passes.loss is not None
+        return full_tensor(passes.loss).detach().clone()
+
+
+def _own_rows(of: Own, x: Any) -> Any:
+    """This rank's rows of what came of a batch; what has no rows is whole."""
+    each, odd = divmod(x.shape[0], of.size) if isinstance(x, torch.Tensor) and x.ndim else (0, 1)
+    return x if odd else x[of.rows.start * each : of.rows.stop * each]
+
+
+class StageContext(NamedTuple):
+    """What the stages of this rank need to compute micro-batches.
+
+    Attributes:
+        mesh: with the axis ``pipe``.
+        gradients: of each stage of this rank.
+        scale: by which the loss is multiplied before the backward pass.
+        pulse: is told of each action.
+    """
+
+    call: ModelCall
+    mesh: Mesh
+    stages: Stages
+    accumulation: Accumulation
+    gradients: Sequence[Gradients]
+    scale: float
+    pulse: Watchdog
+
+
+class MicroBatches:
+    """The micro-batches of one run.
+
+    Args:
+        phase: is told when a ``"forward"`` and when a ``"backward"`` begins.
+        counts: whether it is to be known what each loss is a mean over.
+    """
+
+    def __init__(self, of: StageContext, parts: Sequence[Any], phase: Phase, counts: bool) -> None:
+        self._of, self.phase, self._counts = of, phase, counts
+        self.losses: dict[int, tuple[torch.Tensor, Number]] = {}
+        self._call, self._stages, mesh = of.call, of.stages, of.mesh
+        self._parts = [self._typed(part) for part in parts]
+        self._inputs = [self._entered(part) for part in self._parts]
+        known = [tree_map(_zeros, x) if mesh.is_dry else x for x in self._inputs]
+        with of.call.autocast():
+            self._splits = of.stages.split.at_all(known)
+        shape_inference = of.stages.shape_inference
+        self._followed = of.accumulation.followed if counts else None
+        of_parts = zip(self._splits, self._inputs, strict=True)
+        of_model = loss_of if of.call.loss_fn is None else None
+        self.agreed = [shape_inference(*part, self._called, self._followed, of_model) for part in of_parts]
+        self._fit: dict[StageProgram, bool] = {}
+        self._is_plain, self._later = False, DeferredWeightGrads()
+        self._put_off: set[tuple[int, int]] = set()
+        self._device = mesh.device()
+        self._states, self._after = _random_states(self.agreed, of.stages.local, mesh)
+        self._dice: Dice | None = None
+        rolling = [split.dice for split in self._splits if split.dice is not None]
+        if rolling and not mesh.is_dry:
+            stream_of(mesh)  # agreed on by all at once, not by one stage alone
+            self._dice = Dice(mesh, of.stages.places[max(rolling)])
+
+    def at(self, action: Action) -> None:
+        """An action begins: the watch over ranks may ask which."""
+        self._of.pulse.action = action
+
+    def leave(self) -> None:
+        """When all are through."""
+        self._of.pulse.action = ""
+        if self._after is not None:
+            restore(self._device, self._after)
+        if self._dice is not None:
+            self._dice.tell()
+
+    def _typed(self, part: Any) -> Any:
+        return self._call.batches.typed(part)
+
+    def _entered(self, part: Any) -> Any:
+        return tree_map(self._call.cast, self._call.parted(part)[0])
+
+    def _called(self, program: Any, received: Trees, inputs: Any, runner: Any) -> Any:
+        with self._call.autocast():
+            return program(received, inputs, runner)
+
+    def _runner(self, stage: int, micro_batch: int) -> Any:
+        """What does a stage's steps on one rank; None: they are done on DTensors."""
+        alone = self.agreed[micro_batch].alone.get(stage)
+        if alone is None or not self._fits(self._splits[micro_batch].stages[stage]):
+            return None
+        return partial(alone, plain=True) if self._is_plain else alone
+
+    def _fits(self, program: StageProgram) -> bool:
+        if program not in self._fit:
+            self._fit[program] = SingleRank.fits(program, self._followed)
+        return self._fit[program]
+
+    @contextmanager
+    def open(self, schedule: Schedule) -> Iterator[None]:
+        """While open, what can be done once is not done for each micro-batch."""
+        last, local = len(self._splits[0].stages) - 1, self._stages.local
+        alone = [of.alone[stage] for of in self.agreed for stage in local if stage in of.alone]
+        programs = dict.fromkeys(of.stages[stage] for of in self._splits for stage in local)
+        whole = len(alone) == len(self.agreed) * len(local) and all(map(self._fits, programs))
+        rank = self._of.mesh.coordinate[self._of.mesh.axis("pipe")]
+        self._put_off = _awaited_last(schedule, rank) if torch.is_grad_enabled() else set()
+        self._is_plain = whole and all(of.lasts for of in alone) and not any(map(_is_hooked, programs))
+        with (
+            as_plain(*programs) if self._is_plain else nullcontext(),
+            self._followed.open()
+            if whole and last in local and self._followed is not None
+            else nullcontext(),
+        ):
+            yield
+
+    def forward(self, stage: int, micro_batch: int, received: Trees) -> Sequence[torch.Tensor]:
+        if (stage, micro_batch) in self._states:
+            restore(self._device, self._states[stage, micro_batch])
+        programs, runner = self._splits[micro_batch].stages, self._runner(stage, micro_batch)
+        put_off = (stage, micro_batch) in self._put_off
+        with self._later.of(programs[stage].parameters()) if put_off else nullcontext():
+            if stage + 1 < len(programs):
+                return taken_apart(
+                    self._called(programs[stage], received, self._inputs[micro_batch], runner)
+                )[0]
+            return self._last(micro_batch, programs[stage], received, runner)
+
+    def _last(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Sequence[torch.Tensor]:
+        part = self._parts[micro_batch]
+
+        def forward(part: Any) -> torch.Tensor:
+            output = self._called(program, received, self._inputs[micro_batch], runner)
+            return self._call.loss(output, part)
+
+        loss, number = self._of.accumulation.counted(part, forward) if self._counts else (forward(part), None)
+        with raw():
+            kept = plain(loss).detach()
+        self.losses[micro_batch] = stamp(kept, loss._layout) if type(loss) is DTensor else kept, number
+        return [loss]
+
+    def weight(self, micro_batch: int) -> torch.Tensor:
+        loss, number = self.losses[micro_batch]
+        weight = self._of.accumulation.weigh(loss, number)
+        with raw():
+            # where the gradient is a sum over ranks, one of them gives it
+            summed = gradient_layout(loss._layout).partial if type(loss) is DTensor else ()
+            gives = not any(self._call.mesh.coordinate[a] for a in summed)
+            scale, bare = self._of.scale if gives else 0.0, plain(loss)
+            if weight is not None and scale == 1:
+                return weight.to(bare.dtype).view(bare.shape)
+            one = torch.full_like(bare, scale)
+            return one if weight is None else one * weight.to(one)
+
+    def begin_backward(self, stage: int, last: bool) -> None:
+        self._part(stage).begin(last)
+
+    def end_backward(self, stage: int) -> None:
+        self._later.do()
+        self._part(stage).flush()
+
+    def _part(self, stage: int) -> Gradients:
+        return self._of.gradients[self._stages.local.index(stage)]
+
+
+class Prediction(MicroBatches):
+    """One batch, of which the model's output is wanted, not its loss.
+
+    Attributes:
+        tensors: among the output, whole; of a rank without the last stage, None.
+        output: of a model that is not divided, all of it.
+    """
+
+    tensors: list[torch.Tensor] | None = None
+    output: Any = None
+
+    def _typed(self, part: Any) -> Any:
+        return self._call.entered(part)
+
+    def _entered(self, part: Any) -> Any:
+        return part
+
+    def _last(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Sequence[torch.Tensor]:
+        output = self._called(program, received, self._inputs[micro_batch], runner)
+        whole = plain_output(output)
+        if isinstance(program, WholeProgram):  # no other rank knows its form
+            self.output = whole
+        self.tensors = leaves(whole, torch.Tensor)
+        return [torch.zeros(())]  # where a loss would be
+
+    def everywhere(self, source: int) -> Any:
+        """The output on all ranks."""
+        mesh, program = self._of.mesh, self._splits[0].stages[-1]
+        if isinstance(program, WholeProgram):
+            return gather_objects(self.output, mesh["pipe"])[source]
+        outputs = []
+        for i, (shape, dtype) in enumerate(program.result):
+            if self.tensors is None:
+                whole = torch.empty(shape, dtype=dtype, device=mesh.device())
+            else:
+                whole = self.tensors[i].to(mesh.device(), dtype)
+            outputs.append(broadcast(whole, mesh, mesh.axis("pipe"), source))
+        return program.rebuilt(outputs)
+
+
+def _is_hooked(program: StageProgram) -> bool:
+    """Whether somebody is told of its parameters in the backward pass, and expects DTensors."""
+    with raw():
+        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in program.parameters())
+
+
+def _awaited_last(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
+    """Stages of a rank, and the last micro-batch of each, whose gradients another rank waits for to end.
+
+    Of others too it could have inputs' gradients sooner; but each call of a layer takes longer then, and most
+    of the time the other rank has something else to do.
+    """
+    places = schedule.stage_to_rank
+    last = {stage: micro for kind, stage, micro in schedule.actions[rank] if kind is ActionKind.B}
+    return {(stage, micro) for stage, micro in last.items() if stage and places[stage - 1] != rank}
+
+
+def _random_states(
+    agreed: Sequence[InferredShapes], local: Sequence[int], mesh: Mesh
+) -> tuple[dict[tuple[int, int], States], States | None]:
+    """The states of torch's generators before each stage of this rank and micro-batch, and after all.
+
+    They are those of one process, which does a micro-batch after the other.
+    """
+    states_before: dict[tuple[int, int], States] = {}
+    if mesh.is_dry or not any(draws for of in agreed for draws in of.draws):
+        return states_before, None
+    if mesh.size() > 1:
+        stream_of(mesh)  # agreed on by all at once, not by each stage for each micro-batch
+    device = mesh.device()
+    before = states(device)
+    for micro, of in enumerate(agreed):
+        for stage, draws in enumerate(of.draws):
+            if stage in local:
+                states_before[stage, micro] = states(device)
+            draw_again(draws, device)
+    after = states(device)
+    restore(device, before)
+    return states_before, after
+
+
+def _zeros(x: Any) -> Any:
+    """An input of a dry mesh, which has no values, to trace the model on."""
+    return torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x

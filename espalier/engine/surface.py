@@ -1,0 +1,129 @@
+"""What a program asks of a model, answered by its engine: modes, parameters, state dicts, the device."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+
+from espalier.mesh import Mesh
+
+
+class Keys(NamedTuple):
+    """Names of a state dict that did not fit."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class Surface(ABC):
+    """The names of ``nn.Module`` that training programs use, for the engine's model."""
+
+    module: nn.Module
+    mesh: Mesh
+
+    def train(self, mode: bool = True) -> Self:
+        """Let the model be in training mode, or not."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Let the model be in evaluation mode."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.module.training
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's, where inputs are computed."""
+        return self.mesh.device()
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The model's, as for an optimizer; DTensors once they are laid out."""
+        return self.module.parameters(recurse)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's, under its own names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """The model's."""
+        return self.module.buffers(recurse)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's, under its own names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The model and all in it."""
+        return self.module.modules()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The model and all in it, by name."""
+        return self.module.named_modules(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's, with plain whole tensors under its own names, as one process has it.
+
+        A collective where a plan cuts or casts anything: then every rank must call. (Without an engine's
+        help, ``engine.module.state_dict()`` has this rank's parts.)
+        """
+        return OrderedDict(self.full_state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Keys:
+        """Take over a state dict of plain whole tensors, the same on all ranks (a collective).
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        state = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in state_dict.items()}
+        own = self.module.state_dict(keep_vars=True)
+        missing = [name for name in own if name not in state]
+        unexpected = [name for name in state if name not in own]
+        if not strict:
+            held = self.full_state_dict() if missing else {}
+            state = {name: state[name] if name in state else held[name] for name in own}
+        self.load_weights(state)
+        return Keys([] if strict else missing, [] if strict else unexpected)
+
+    @abstractmethod
+    def full_state_dict(self) -> dict[str, Any]:
+        """The model's state dict with plain whole tensors."""
+
+    @abstractmethod
+    def load_weights(self, path: Any) -> None:
+        """Take the model's weights."""
+
+
+def bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments of a call of a module as its inputs: a tuple, or a dict where some have names.
+
+    Raises:
+        ValueError: some come without a name that has none in ``forward``, beside others that have one.
+    """
+    if not kwargs:
+        return tuple(args)
+    if not args:
+        return dict(kwargs)
+    found = inspect.signature(module.forward).bind(*args, **kwargs)
+    named: dict[str, Any] = {}
+    for name, value in found.arguments.items():
+        kind = found.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            raise ValueError(
+                f"{type(module).__name__}.forward takes {name!r} by position alone: give all arguments by "
+                "position, or all by name."
+            )
+        else:
+            named[name] = value
+    return named

@@ -1,0 +1,400 @@
+"""Whether this process does anything: what its threads compute, its sockets carry, its children do.
+
+For the watch over ranks (:mod:`espalier.faults.watchdog`): a rank that is busy does not hang, however long.
+On systems without ``/proc`` only the computing is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+from espalier.device import mark
+
+_PROC: Final = Path("/proc")
+_CPU_SHARE: Final = 0.01  # of a core: less is not work
+_BYTES: Final = 32_768  # a second, over sockets: less is not traffic
+# threads that turn over without anything to do: gloo's loop, the store's server
+_IDLERS: Final = ("gloo_tcp_loop", "pt_tcpstore", "pt_gloo_runloop")
+# where a program waits for something outside of it, by the module that its innermost frame is in
+_OUTSIDE: Final = frozenset(
+    "socket ssl http urllib urllib3 requests subprocess select selectors multiprocessing concurrent asyncio "
+    "queue shutil fsspec s3fs gcsfs".split()
+)
+_DEBUGGERS: Final = frozenset("bdb pdb cmd IPython ipdb".split())
+_ACKED: Final = 120  # where tcp_info has the bytes that were acknowledged, and after them those received
+
+_LIBRARY: Final = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<")
+
+
+class Look(NamedTuple):
+    """What the main thread is at.
+
+    Attributes:
+        state: ``"busy"``; ``"waits"`` in a collective; ``"idle"``; ``"outside"``: waits for what is not the
+            program's; ``"held"``: by a debugger.
+        where: the line of the program, and the innermost one.
+    """
+
+    state: str
+    where: str
+
+
+class Activity:
+    """The process's activity, look by look.
+
+    Args:
+        own: native ids of the threads that look, which are left out.
+        port: the store's; its traffic is the watch's own.
+    """
+
+    def __init__(self, own: Collection[int], port: int | None) -> None:
+        self._own, self._port = own, port
+        self._main = threading.main_thread()
+        self._at = time.monotonic()
+        self._cpu = self._computed()
+        self._besides: tuple[int, float] | None = None
+
+    def look(self, hard: bool) -> Look:
+        """What the process did since the last look; ``hard``: also at what costs more to see."""
+        now = time.monotonic()
+        passed, self._at = max(now - self._at, 1e-3), now
+        before, self._cpu = self._cpu, self._computed()
+        besides = (self._carried(), self._of_children()) if hard else None
+        last, self._besides = self._besides, besides
+        moved = worked = False
+        if besides is not None and last is not None:
+            moved = besides[0] - last[0] > _BYTES * passed
+            worked = besides[1] - last[1] > _CPU_SHARE * passed
+        seen = _seen(self._main.ident or 0)
+        if seen is None:
+            return Look("busy", "")
+        main, every = (b - a > _CPU_SHARE * passed for a, b in zip(before, self._cpu, strict=True))
+        if main or moved or _state(os.getpid(), self._main.native_id) in _READY:
+            return Look("busy", seen.where)
+        if seen.communicates:
+            # what other threads of the program do meanwhile is no part of its progress
+            return Look("waits", seen.where)
+        if seen.held:
+            return Look("held", seen.where)
+        if every or worked:
+            return Look("busy", seen.where)
+        return Look("outside" if seen.outside else "idle", seen.where)
+
+    def _computed(self) -> tuple[float, float]:
+        """Seconds that the main thread has computed, and all."""
+        main, total, seen = 0.0, 0.0, False
+        with contextlib.suppress(OSError):
+            for task in (_PROC / "self/task").iterdir():
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    number = int(task.name)
+                    if number in self._own or (task / "comm").read_text().startswith(_IDLERS):
+                        continue
+                    spent = int((task / "schedstat").read_text().split()[0]) / 1e9
+                    main += spent if number == self._main.native_id else 0.0
+                    total, seen = total + spent, True
+        return (main, total) if seen else (time.process_time(), time.process_time())
+
+    def _carried(self) -> int:
+        """Bytes that its TCP connections have sent and received, but for the store's."""
+        total = 0
+        with contextlib.suppress(OSError):
+            for entry in (_PROC / "self/fd").iterdir():
+                with contextlib.suppress(OSError, struct.error, ValueError):
+                    if os.readlink(entry).startswith("socket:"):
+                        total += self._of_socket(int(entry.name))
+        return total
+
+    def _of_socket(self, descriptor: int) -> int:
+        with socket.socket(fileno=os.dup(descriptor)) as one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+                return 0
+            if self._port in (one.getsockname()[1], one.getpeername()[1]):
+                return 0
+            info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+            acked, received = struct.unpack_from("=QQ", info, _ACKED)
+            return int(acked + received)
+
+    def _of_children(self) -> float:
+        """Seconds that processes started by this one, and by them, have computed."""
+        parents: dict[int, tuple[int, float]] = {}
+        with contextlib.suppress(OSError):
+            for entry in _PROC.iterdir():
+                if entry.name.isdecimal() and (stat := _stat(int(entry.name))) is not None:
+                    parents[int(entry.name)] = int(stat[1]), (int(stat[11]) + int(stat[12])) / _TICKS
+        total, family = 0.0, {os.getpid()}
+        while born := {pid for pid, (parent, _) in parents.items() if parent in family} - family:
+            family |= born
+            total += sum(parents[pid][1] for pid in born)
+        return total
+
+
+class Device:
+    """Whether an accelerator gets on with what it was given.
+
+    A program that waits for its device keeps a core busy on some, and is not seen to wait. So a mark is
+    put behind all that the device was given; a device that hangs in a collective never comes past it.
+
+    Args:
+        mark: puts one, and gives what says whether the device came past it; None where there is no device.
+    """
+
+    def __init__(self, mark: Callable[[], Callable[[], bool]] | None) -> None:
+        self._put, self._since = mark, 0.0
+        self._mark: Callable[[], bool] | None = None
+
+    @classmethod
+    def of_program(cls) -> Device:
+        """The one that this thread's program uses."""
+        return cls(mark())
+
+    def stuck(self, now: float) -> float:
+        """Seconds since it was given what it is still at, as far as these looks saw."""
+        if self._put is None:
+            return 0.0
+        if self._mark is None or self._mark():
+            self._mark, self._since = self._put(), now
+        return now - self._since
+
+    def moves(self) -> None:
+        """The program has begun something new: no mark is needed."""
+        self._mark = None
+
+
+def computed_by(pid: int) -> float | None:
+    """Seconds that another process of this machine has computed; None when it has ended or is not seen."""
+    stat = _stat(pid)
+    return None if stat is None or stat[0] in "ZX" else (int(stat[11]) + int(stat[12])) / _TICKS
+
+
+def is_ready(pid: int) -> bool:
+    """Whether a thread of another process of this machine computes or waits for a core, or for a disk."""
+    threads: list[int] = []
+    with contextlib.suppress(OSError):
+        threads = [int(task.name) for task in (_PROC / str(pid) / "task").iterdir()]
+    return any(_state(pid, thread) in _READY for thread in threads)
+
+
+def machine() -> str:
+    """What two processes have in common that see each other by process id."""
+    space = ""
+    with contextlib.suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid") + (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {space}"
+
+
+def sees_processes() -> bool:
+    """Whether other processes can be looked at."""
+    return _stat(os.getpid()) is not None
+
+
+_READY: Final = ("R", "D")
+_TICKS: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+def _stat(pid: int, thread: int | None = None) -> list[str] | None:
+    """The fields of a process's or thread's ``stat`` from its state on."""
+    path = _PROC / str(pid) / ("stat" if thread is None else f"task/{thread}/stat")
+    try:
+        return path.read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _state(pid: int, thread: int | None) -> str:
+    stat = _stat(pid, thread)
+    return stat[0] if stat else ""
+
+
+class _Seen(NamedTuple):
+    where: str
+    communicates: bool
+    held: bool
+    outside: bool
+
+
+def _seen(thread: int) -> _Seen | None:
+    """What the frames of a thread tell; None where it has none.
+
+    Who holds a frame holds what its function's names held, tensors too, also when the function has returned.
+    So all that is wanted of frames is read here, at once, and none is kept over anything that waits.
+    """
+    frames = sys._current_frames()
+    # this very frame holds `frames`: a cycle, which would live until garbage is collected
+    frames.pop(threading.get_ident(), None)
+    frame = frames.get(thread)
+    if frame is None:
+        return None
+    modules = _modules(frame)
+    return _Seen(
+        _site(frame),
+        any(_communicates(each) for each in frames.values()),
+        not _DEBUGGERS.isdisjoint(modules),
+        modules[0] in _OUTSIDE,
+    )
+
+
+def _communicates(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    if name.startswith("torch.distributed"):
+        return True
+    return name.startswith("espalier.comm.") and not name.endswith((".watch", ".activity"))
+
+
+def _modules(frame: FrameType | None) -> list[str]:
+    names = []
+    while frame is not None:
+        names.append(str(frame.f_globals.get("__name__", "")).partition(".")[0])
+        frame = frame.f_back
+    return names
+
+
+def _site(frame: FrameType) -> str:
+    """The user's line, and after it the innermost one, if that is not the same."""
+    inner, outer = frame, frame
+    while outer.f_back is not None and _foreign(outer):
+        outer = outer.f_back
+    line = _line(inner if _foreign(outer) else outer)
+    return line if outer is inner or _foreign(outer) else f"{line}, within {_line(inner)}"
+
+
+def _foreign(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(_LIBRARY) or f"{os.sep}site-packages{os.sep}" in name
+
+
+def _line(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+# ---- signals that ask a rank to leave, heard while its main thread is in C++ too
+
+
+_PATIENCE: Final = (
+    1.5  # seconds in which the cause of a SIGTERM may be found: torchrun sends it when a rank died
+)
+_LEAVE: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+class Signals:
+    """What this process was told by signals.
+
+    Python's own handlers run when the main thread comes back to Python: one that waits for other ranks never
+    does. So the interpreter is told to write the signal's number to a pipe, and a thread hears.
+
+    Attributes:
+        asked: whether the process shall save and leave.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._saves = False
+        self._terminated = 0.0
+        self._pipe = -1, -1  # left open: a thread may still read
+        self._before: dict[int, Any] = {}
+        self._process = os.getpid()
+        self._wakes = False
+
+    def hear(self) -> None:
+        """Hear of SIGTERM, where nobody else does; only the main thread may ask for it."""
+        self._pipe = os.pipe()
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._take(signal.SIGTERM)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """While open SIGTERM and SIGUSR1 ask this process to save and leave; it does not die of them."""
+        main = threading.current_thread() is threading.main_thread()
+        had = set(self._before)
+        self._saves = True
+        for number in _LEAVE if main else ():
+            self._take(number)
+        try:
+            yield
+        finally:
+            self._saves = False
+            for number in set(self._before) - had:
+                signal.signal(number, self._before.pop(number))
+
+    def _take(self, number: int) -> None:
+        if signal.getsignal(number) is not signal.SIG_DFL:
+            return
+        if not self._wakes and self._pipe[1] >= 0:
+            before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            if before != -1:
+                signal.set_wakeup_fd(before)  # somebody else's, an event loop's
+            self._wakes = before == -1
+            os.register_at_fork(after_in_child=self._in_child)
+        self._before[number] = signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process:
+            self._note(number)
+
+    def _note(self, number: int) -> None:
+        if self._saves and number in _LEAVE:
+            self.asked = True
+        if number == signal.SIGTERM and not self._terminated:
+            self._terminated = time.monotonic()
+
+    def _in_child(self) -> None:
+        """A forked child (of a data loader) dies of signals as any other."""
+        if self._wakes:
+            signal.set_wakeup_fd(-1)
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+        self._wakes = False
+
+    def came(self, timeout: float) -> bool:
+        """Wait for a signal, or for :meth:`wake`; whether something came."""
+        if not select.select([self._pipe[0]], [], [], timeout)[0]:
+            return False
+        with contextlib.suppress(OSError):
+            for number in os.read(self._pipe[0], 64):
+                if number in self._before:
+                    self._note(number)
+        return True
+
+    def wake(self) -> None:
+        """End a wait."""
+        with contextlib.suppress(OSError):
+            os.write(self._pipe[1], b"\0")
+
+    def fatal(self, quiet: float) -> bool:
+        """Whether the process shall die of SIGTERM now: it came, no other cause showed, and nobody saves."""
+        if not self._terminated or time.monotonic() - self._terminated < _PATIENCE:
+            return False
+        return not self._saves or quiet > _PATIENCE
+
+    def die(self) -> None:
+        """As if nobody had heard."""
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def forget(self) -> None:
+        """Put back what was before; only the main thread may, others leave it to the end of the process."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._wakes:
+            signal.set_wakeup_fd(-1)
+            self._wakes = False
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()

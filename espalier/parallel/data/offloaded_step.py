@@ -1,0 +1,410 @@
+"""The update of chunks whose states are off the device: one after the other, within one optimizer step.
+
+While a chunk is updated the states of the next are read and those of the one before are written. States in
+the host's memory are updated there, where the optimizer has a fused kernel for it, after the device was
+given its own part to do (Ren et al. 2021, ZeRO-Offload; Rajbhandari et al. 2021, ZeRO-Infinity).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from espalier.comm import collectives
+from espalier.comm.control import agree
+from espalier.device import host_threads, is_accelerator, wait_for
+from espalier.layout import Layout
+from espalier.mesh import Mesh
+from espalier.parallel.data.chunks import Appearance, Chunk, shown
+from espalier.parallel.data.residency import DiskError, OffloadStore
+from espalier.parallel.data.unshard import home_of, show_pieces
+from espalier.parallel.fused import has_host_kernel, holding, within_hooks
+from espalier.parallel.plan import Offload, Place
+from espalier.tensor import plain, stamp
+from espalier.tensor.dtensor import DTensor
+from espalier.tensor.observers import user_frame
+from espalier.torch_private import raw
+
+OptimizerStep = Callable[[torch.optim.Optimizer], None]
+OptimizerStates = MutableMapping[torch.Tensor, dict[str, Any]]
+Turns = Callable[[Chunk, bool], AbstractContextManager[None]]
+
+_grad: Any = torch.Tensor.grad
+
+
+class _StateTensor(NamedTuple):
+    """One tensor of a chunk's states; ``p`` is None for the chunk's master."""
+
+    p: torch.Tensor | None
+    name: str
+    layout: Layout | None
+
+
+class OffloadedChunk:
+    """A chunk of which something is off the device."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
+
+    @property
+    def place(self) -> Place:
+        """Where its states lie between their uses."""
+        return self.chunk.places.get("states", "device")
+
+    @property
+    def key(self) -> str:
+        """That of its states in the store."""
+        return f"states-{self.chunk.number}"
+
+    def states(self, states: OptimizerStates) -> tuple[list[_StateTensor], list[torch.Tensor]]:
+        """All its states that are no single numbers."""
+        what, tensors = [], []
+        for m in self.chunk.members:
+            for name, x in states.get(m.p, {}).items():
+                if isinstance(x, torch.Tensor) and x.ndim:
+                    what.append(_StateTensor(m.p, name, x._layout if type(x) is DTensor else None))
+                    tensors.append(x)
+        if self.chunk.master is not None:
+            what.append(_StateTensor(None, "master", None))
+            tensors.append(self.chunk.master)
+        return what, tensors
+
+    def set(
+        self, states: OptimizerStates, what: Sequence[_StateTensor], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Put others in the place of these states."""
+        with raw():
+            for state, x in zip(what, tensors, strict=True):
+                if state.p is None:
+                    self.chunk.master = x
+                else:
+                    laid = x if state.layout is None else stamp(x.detach(), state.layout)
+                    states[state.p][state.name] = laid
+
+
+class OffloadedStep:
+    """Updates the chunks of which something is off the device.
+
+    Args:
+        chunks: these, in the order of the update.
+        store: where what is off the device lies.
+        turns: gives, for a chunk, the context in which its parameters are what the optimizer updates; they
+            and their gradients are on the host if that is asked for and they lie there anyway.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], store: OffloadStore, mesh: Mesh, turns: Turns) -> None:
+        self.away = [OffloadedChunk(chunk) for chunk in chunks]
+        self.store, self._mesh, self._turns = store, mesh, turns
+
+    def reserve(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the space for all states, before there are any (a collective, if any are on disk).
+
+        Raises:
+            DiskError: there is not enough of it, on some rank.
+        """
+        disk = self.store.disk
+        on_disk = [a for a in self.away if a.place == "disk"]
+        try:
+            sizes = [self._expected(optimizer, a) for a in on_disk]
+            if disk is not None and sizes:
+                for a, size in zip(on_disk, sizes, strict=True):
+                    disk.reserve(a.key, size)
+        except DiskError as error:
+            self.store.errors.append(error)
+        self.agree()
+
+    def leave_master(self, chunk: Chunk) -> None:
+        """Start to take a chunk's master away, which is all that there is of its states yet."""
+        if chunk.master is not None and "states" in chunk.places:
+            master, chunk.master = chunk.master, None
+
+            def away(shown: list[torch.Tensor]) -> None:
+                (chunk.master,) = shown
+
+            self.store.put(OffloadedChunk(chunk).key, [master], chunk.places["states"], away, keep=True)
+
+    def place(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take away what states there are before the first step, beside masters.
+
+        Raises:
+            DiskError: something could not be written, on some rank.
+        """
+        for a in self.away:
+            if any(state.p is not None for state in a.states(optimizer.state)[0]):
+                self.store.settle()
+                self.leave(optimizer.state, a)
+        self.store.settle()
+        self.agree()
+
+    def update(self, optimizer: torch.optim.Optimizer, step: OptimizerStep) -> None:
+        """One step of the optimizer: it counts once, for its hooks and schedulers too.
+
+        The optimizer updates what is on the device. Before its last hooks run, what is away is updated by
+        shadows of it that hold a chunk each. What goes wrong is said by :meth:`agree`.
+        """
+        away = {id(m.p) for a in self.away for m in a.chunk.members}
+        shadows = {id(a.chunk): _shadow(optimizer, a.chunk) for a in self.away}
+        on_host = has_host_kernel(optimizer)
+
+        @contextmanager
+        def then_the_rest() -> Iterator[None]:
+            yield
+            self.each(optimizer.state, lambda chunk: step(shadows[id(chunk)]), on_host)
+
+        with holding(optimizer), within_hooks(optimizer, then_the_rest()):
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) not in away]
+            step(optimizer)
+
+    def agree(self) -> None:
+        """Raise on all ranks what went wrong with files on one of them (a collective, if any are used).
+
+        Raises:
+            DiskError: what was updated could not be written: it stays in memory, all parameters and states
+                are those after the step, and the next step tries again. Or a file is damaged: then the
+                chunks from that one on are not updated.
+        """
+        errors, self.store.errors = self.store.errors, []
+        if any("disk" in a.chunk.places.values() for a in self.away):
+            agree(errors[0] if errors else None, self._mesh, range(self._mesh.ndim))
+
+    # ---- one chunk after the other
+
+    def each(self, states: OptimizerStates, visit: Callable[[Chunk], None], on_host: bool = False) -> None:
+        """Let each chunk that is away have its turn: it is what the optimizer updates, with its states.
+
+        Args:
+            on_host: in the host's memory, if its states lie off the device.
+        """
+        try:
+            for i, a in enumerate(self.away):
+                there = on_host and a.place != "device"
+                if a.place != "device":
+                    what, shown = a.states(states)
+                    a.set(states, what, self.store.take(a.key, shown, on_host=there))
+                # so that three chunks are here at most: one leaves, one has its turn, one comes
+                self.store.settle(keep=len(a.chunk.places.keys() - {"gradients"}))
+                for following in self.away[i + 1 : i + 2]:
+                    self.store.start(following.key, following.states(states)[1])
+                with self._turns(a.chunk, there):
+                    if there and is_accelerator(self.store.device):
+                        self._visit_on_host(a.chunk, states, visit)
+                    else:
+                        visit(a.chunk)
+                self.leave(states, a)
+        except DiskError as error:
+            self.store.errors.append(error)
+        finally:
+            self.store.settle()
+
+    def _visit_on_host(self, chunk: Chunk, states: OptimizerStates, visit: Callable[[Chunk], None]) -> None:
+        """A turn with copies of parameters and gradients in the host's memory."""
+        with raw(), torch.no_grad():
+            here = [plain(m.p.detach()) for m in chunk.members]
+            grads = [_grad.__get__(m.p) for m in chunk.members]
+            host = self.store.to_host([*here, *(plain(g) for g in grads if g is not None)])
+            copies, on_host = iter(host[len(here) :]), host[: len(here)]
+            for m in chunk.members:
+                _grad.__set__(m.p, None)
+                for name, state in states.get(m.p, {}).items():
+                    if isinstance(state, torch.Tensor) and not state.ndim:
+                        states[m.p][name] = state.to("cpu")
+            there = [None if grad is None else _laid_as(grad, next(copies)) for grad in grads]
+        with shown([(chunk, Appearance(on_host, chunk.now().layouts, there))]):
+            with host_threads():
+                visit(chunk)
+            with raw(), torch.no_grad():
+                wait_for(self.store.copy(here, on_host), self.store.device)
+
+    def leave(self, states: OptimizerStates, a: OffloadedChunk) -> None:
+        """Start to take a chunk's states away."""
+        what, tensors = a.states(states)
+        if tensors and a.place != "device":
+            self.store.put(a.key, tensors, a.place, lambda shown: a.set(states, what, shown))
+            a.set(states, what, [torch.empty(0) for _ in tensors])  # lets go of them
+
+    def _expected(self, optimizer: torch.optim.Optimizer, a: OffloadedChunk) -> int:
+        """Bytes of a chunk's states, by a step of the optimizer on the ``meta`` device."""
+        shadow = _shadow(optimizer, a.chunk)
+        shadow.state = defaultdict(dict)
+        elements = 0
+        with raw():
+            shapes = {id(m.p): m.updated.local_shape for m in a.chunk.members}
+            for group in shadow.param_groups:
+                dtype = torch.float32 if a.chunk.has_master else a.chunk.dtype
+                like = [torch.empty(shapes[id(p)], dtype=dtype, device="meta") for p in group["params"]]
+                for x in like:
+                    x.grad = torch.empty_like(x)
+                elements += sum(x.numel() * x.element_size() for x in like)
+                group["params"] = like
+                group.update({key: False for key in ("fused", "foreach") if key in group})
+        held_elements = a.chunk.size if a.chunk.by_piece else a.chunk.elements
+        master = 4 * held_elements if a.chunk.has_master else 0
+        try:
+            shadow.step()
+        except Exception:  # one that does not run without values: two states a parameter, as most have
+            return 2 * elements + master
+        states = [x for state in shadow.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        return sum(x.numel() * x.element_size() + 64 for x in states if x.ndim) + master
+
+
+def _laid_as(grad: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """A copy of a gradient, which is plain where a rank is alone on its axis."""
+    return stamp(copy, grad._layout) if type(grad) is DTensor else copy
+
+
+def _shadow(optimizer: torch.optim.Optimizer, chunk: Chunk) -> torch.optim.Optimizer:
+    """The optimizer again, with the parameters of one chunk, the same states, and no hooks."""
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):  # by torch.optim.Optimizer: what is within runs no hooks
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    shadow.step = partial(step, shadow)  # type: ignore
+    shadow.step.hooked = False  # type: ignore[attr-defined]
+    shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    ids = {id(m.p) for m in chunk.members}
+    shadow.param_groups = []
+    for group in optimizer.param_groups:
+        params = [p for p in group["params"] if id(p) in ids]
+        if params:
+            shadow.param_groups.append({**group, "params": params})
+    return shadow
+
+
+# ---- what fits stays on the device: residency by a budget, as the first steps show
+#
+# Two steps run with all away that may be away, and the peak of the second is measured. What the budget
+# leaves above that peak is then filled: chunks of states, of gradients, of parameters, each in the order of
+# their next use, so that what is left away is what is needed furthest in the future (Fang et al. 2021,
+# PatrickStar; the memory manager Gemini of Colossal-AI).
+
+
+class Budget:
+    """Moves chunks so that the peak of the device's memory stays below a budget.
+
+    Args:
+        chunks: of each kind, in the order of their use.
+        offloaded_step: updates the chunks of which something is away.
+
+    Attributes:
+        is_settled: whether the last step that was measured stayed below the budget, with all in it that fits.
+    """
+
+    def __init__(
+        self,
+        offload: Offload,
+        chunks: Mapping[str, Sequence[Chunk]],
+        offloaded_step: OffloadedStep,
+        mesh: Mesh,
+    ) -> None:
+        assert offload.budget_gigabytes is not None
+        self._bytes = offload.budget_gigabytes * 1e9
+        self._chunks, self._offloaded_step, self._mesh = chunks, offloaded_step, mesh
+        self._places: dict[str, Place] = {k: s.place for k, s in offload.shares.items() if s.ratio == "auto"}
+        self._kept: list[tuple[Chunk, str]] = []
+        self._seen = 0
+        self._tried = False
+        self.is_settled = False
+
+    def fit(self, peak: int, optimizer: torch.optim.Optimizer) -> None:
+        """After a step whose peak was so many bytes: fill what is free, or free what is too much.
+
+        All ranks decide alike: one all-reduce along each axis finds the least room and the largest chunks.
+        """
+        self._seen += 1
+        if self._seen == 1:  # only now is the order known in which parameters are gathered ahead
+            return
+        if not self._tried:
+            choice = [(c, kind) for kind in self._places for c in self._chunks[kind] if kind in c.places]
+        else:
+            choice = self._kept[::-1]
+        store = self._offloaded_step.store
+        sizes = [float(store.nbytes(f"{kind}-{c.number}")) for c, kind in choice]
+        agreed = torch.tensor([peak - self._bytes, *sizes], dtype=torch.float64, device=self._mesh.device())
+        for axis in range(self._mesh.ndim):
+            agreed = collectives.all_reduce(agreed, self._mesh, axis, "max")
+        if self._mesh.is_dry:  # a dry rank agrees with itself
+            excess = peak - self._bytes
+        else:
+            excess, *sizes = agreed.tolist()
+        if excess > 0 and not self._kept:
+            self._tell(peak)
+        self.is_settled = self._tried and (excess <= 0 or not self._kept)
+        full: set[str] = set()
+        for (chunk, kind), size in zip(choice, sizes, strict=True):
+            if not self._tried and excess + size > 0:
+                full.add(kind)
+            if not self._tried and kind not in full:
+                self._keep(chunk, kind, optimizer)
+                self._kept.append((chunk, kind))
+                excess += size
+            elif self._tried and excess > 0:
+                self._evict(chunk, kind, optimizer)
+                self._kept.remove((chunk, kind))
+                excess -= size
+        if not self._tried and not self._kept:
+            self.is_settled = True
+        self._tried = True
+        self._offloaded_step.away = [OffloadedChunk(c) for c in self._chunks["states"] if c.has_turn]
+
+    def _tell(self, peak: int) -> None:
+        """Say that the budget cannot be met: all is away that may be away."""
+        here = [kind for kind, of in self._chunks.items() if any(kind not in c.places for c in of)]
+        more = f" Let {' and '.join(here)} be off the device too." if here else ""
+        away = " and ".join(self._places)
+        warnings.warn(
+            f"offload.budget_gigabytes = {self._bytes / 1e9:g} cannot be met: with all {away} away, a step "
+            f"takes {peak / 1e9:.3g} GB of the device's memory at its peak on this rank. Training goes on."
+            f"{more} What is left are activations (recompute, fewer rows or a larger accumulate, more "
+            "ranks) and chunks under way (chunk_megabytes, prefetch_megabytes).",
+            stacklevel=user_frame()[0],
+        )
+
+    def _keep(self, chunk: Chunk, kind: str, optimizer: torch.optim.Optimizer) -> None:
+        store, key = self._offloaded_step.store, f"{kind}-{chunk.number}"
+        if kind == "parameters":
+            (home,) = _own(store.take(key, home_of(chunk)))
+            show_pieces(chunk, home)
+            chunk.is_written = False
+        elif kind == "states":
+            away = OffloadedChunk(chunk)
+            what, shown = away.states(optimizer.state)
+            away.set(optimizer.state, what, _own(store.take(key, shown)))
+            _move_numbers(chunk, optimizer, store.device)
+        del chunk.places[kind]
+        store.forget(key)
+
+    def _evict(self, chunk: Chunk, kind: str, optimizer: torch.optim.Optimizer) -> None:
+        store, place = self._offloaded_step.store, self._places[kind]
+        chunk.places[kind] = place
+        if kind == "parameters":
+            assert chunk.home is not None
+            store.put(f"{kind}-{chunk.number}", [chunk.home], place, lambda x: show_pieces(chunk, x[0]))
+        elif kind == "states":
+            self._offloaded_step.leave(optimizer.state, OffloadedChunk(chunk))
+        store.settle()
+
+
+def _own(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """On a CPU what stands for the device's memory, and not what stands for the host's."""
+    return [t.clone() if t.device.type == "cpu" else t for t in tensors]
+
+
+def _move_numbers(chunk: Chunk, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Fused and capturable kernels for the device want the count of steps there."""
+    members = {id(m.p) for m in chunk.members}
+    with raw():
+        for group in optimizer.param_groups:
+            if not (group.get("fused") or group.get("capturable")):
+                continue
+            for p in group["params"]:
+                for name, x in optimizer.state.get(p, {}).items() if id(p) in members else ():
+                    if isinstance(x, torch.Tensor) and not x.ndim:
+                        optimizer.state[p][name] = plain(x).to(device)

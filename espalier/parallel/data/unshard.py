@@ -1,0 +1,723 @@
+"""The whole parameters of a chunk that is cut between its uses (ZeRO-3): gathered, shown, released."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from espalier.comm import Work
+from espalier.comm.collectives import Fetching, start_gather
+from espalier.comm.redistribute import carry_out
+from espalier.device import beside, wait_for
+from espalier.mesh import Mesh
+from espalier.parallel.data.chunks import Appearance, Chunk, ShardedParam, show
+from espalier.parallel.data.masters import merge, values_of
+from espalier.parallel.data.residency import MEMORIES, OffloadStore
+from espalier.tensor import plain, stamp
+from espalier.tensor.dtensor import DTensor
+from espalier.tensor.loans import StandIn, hand_out, is_handed_out, is_view, stamp_alias, written_mark
+from espalier.torch_private import current_graph_task_id, foreach_copy_, getter, method, raw, set_versions
+from espalier.trees import tensors_in, tree_map
+
+_address = method("data_ptr")
+_version = getter("_version")
+# private, so it may go
+
+
+class _Marks(NamedTuple):
+    """What tells whether a chunk's parameters were written to: see ``written_mark``.
+
+    Attributes:
+        times: how often data of those that are cut was handed out.
+        versions, addresses: of all.
+        uncut: the marks of those that are not cut.
+    """
+
+    times: int
+    versions: list[int]
+    addresses: list[int]
+    uncut: list[tuple[int, int, int]]
+
+
+class Unsharded:
+    """The storage of a chunk's whole parameters: filled while they are used, of no size between.
+
+    Attributes:
+        users: modules that are running and use it.
+        marks: uses in a forward pass whose backward is to come, and will tell when it is done.
+        rows, pending: what is on its way to it; ``rows``, too, have memory only then.
+        bring: has it filled, with what comes next.
+    """
+
+    def __init__(
+        self, number: int, chunk: Chunk, store: OffloadStore | None, bring: Callable[[], None]
+    ) -> None:
+        self.number, self.chunk, self._store, self.bring = number, chunk, store, bring
+        with raw():
+            self._flat = chunk.line(chunk.dtype)
+            self._whole = chunk.whole_in(self._flat)
+            self.storage = self._flat.untyped_storage()
+            self._bytes = self.storage.nbytes()
+            shard_group = chunk.shard_group
+            fetches = Fetching.serves(shard_group.mesh, shard_group.axis, chunk.device)
+            own = [m.piece(whole) for m, whole in zip(chunk.members, self._whole.tensors, strict=True)]
+            but = shard_group.here if fetches else None
+            places = chunk.in_wholes(self._whole.tensors, but)
+            self.storage.resize_(0)
+            # views last, though what they look at comes and goes
+            self.rows = chunk.rows(shard_group.n, chunk.dtype)
+            # what is fetched from others comes after what is here
+            self._into = [*(own if fetches else ()), *(view for there in places for view in there)]
+            self._outof = chunk.in_rows(self.rows, places, but)
+            self._fetching = Fetching(self.rows, shard_group.mesh, shard_group.axis) if fetches else None
+            self._own: torch.Tensor | None = None
+            self._arriving = self.rows.untyped_storage()
+            self._arriving_bytes = self._arriving.nbytes()
+            self._arriving.resize_(0)
+            self._ps = [m.p for m in chunk.members]
+            self._cut = tuple(m.p for m in chunk.members if m.dim is not None)
+            self._uncut = [m.p for m in chunk.members if m.dim is None]
+            self._count_versions(1)
+        # what is to be seen of the parameters when they began to be whole, or their pieces to be sent
+        self._times, self._marks = 0, _Marks(0, [], [], [])
+        self.is_whole = False
+        self._hidden: Appearance | None = None  # what the parameters show in place of their pieces
+        self.users = self.marks = 0
+        self.pending: Work[Any] | None = None
+        self._brought: torch.Event | None = None
+        # of the whole parameters, on the rank that has most of them
+        self.nbytes = chunk.largest * chunk.dtype.itemsize
+
+    @property
+    def storages(self) -> list[torch.UntypedStorage]:
+        """All that are emptied and filled."""
+        return [self.storage, self._arriving]
+
+    @property
+    def is_away(self) -> bool:
+        """Whether this rank's pieces are off the device."""
+        return "parameters" in self.chunk.places
+
+    @property
+    def _key(self) -> str:
+        return f"parameters-{self.chunk.number}"
+
+    def read(self) -> None:
+        """Start to read this rank's pieces, where they are on disk."""
+        if self.is_away and not self.is_whole and self.pending is None:
+            assert self._store is not None
+            self._store.start(self._key, home_of(self.chunk))
+
+    def start(self) -> None:
+        """Start to gather, unless that is done or under way."""
+        if self.is_whole or self.pending is not None:
+            return
+        assert self.chunk.home is not None
+        self.adopt()
+        with raw():
+            self._marks = self._marks_now()
+            own = self.chunk.home
+            shard_group = self.chunk.shard_group
+            mesh, axis = shard_group.mesh, shard_group.axis
+            self._arriving.resize_(self._arriving_bytes)
+            # what computes meanwhile waits neither for the copy nor for the gather; these are of one stream
+            stream = None if self._store is None or not self.is_away else self._store.bringing
+            if mesh.shape[axis] > 1 and mesh.order(axis) is not None:
+                stream = None  # the ranks' rows are sorted when they are there, by the stream that asked
+            with beside(stream, self.chunk.device):
+                if self.is_away:
+                    assert self._store is not None
+                    (own,) = self._store.take(self._key, home_of(self.chunk))
+                if self.chunk.lent:
+                    own = values_of(self.chunk)
+                if self._fetching is None:
+                    self.pending = start_gather(self.rows, own, mesh, axis)
+                else:
+                    self.pending, self._own = self._fetching.start(own), own
+            self._brought = None if stream is None else stream.record_event()
+
+    def _await(self) -> None:
+        """Wait for what is under way; on an accelerator its stream does."""
+        assert self.pending is not None
+        self.pending.wait()
+        wait_for(self._brought, self.chunk.device)
+        self._brought = None
+
+    def fill(self) -> None:
+        """Wait for what is under way, and let the parameters be whole."""
+        if self.is_whole:
+            return
+        self._await()
+        if self._marks_now() != self._marks:  # what came is out of date, on all ranks
+            self._let_go()
+            self.start()
+            self._await()
+        with raw():
+            self.storage.resize_(self._bytes)
+            outof = self._outof if self._own is None else [*self.chunk.pieces(self._own), *self._outof]
+            if self._into:
+                foreach_copy_(self._into, outof)
+            self._count_versions(-1)
+            self.chunk.show(self._whole)
+            self._marks = self._marks_now()
+        self._let_go()
+        self.is_whole = True
+
+    def _let_go(self) -> None:
+        self.pending = self._own = None
+        self._arriving.resize_(0)
+
+    def release(self) -> None:
+        """Let the parameters be pieces again, with what was written to them, and give the memory back."""
+        if not self.is_whole:
+            return
+        assert self.chunk.home is not None
+        if self.is_open or self._marks_now() != self._marks:
+            self._keep_written()
+        # a parameter that changed its device before backward would get a second accumulator of gradients
+        hides = self.chunk.home.device != self.chunk.device and torch.is_grad_enabled()
+        with raw():
+            home = self.chunk.home
+            if hides:
+                nothing = float("nan") if home.is_floating_point() else 0
+                home = self._flat.new_full((), nothing).expand(home.shape)
+            self._count_versions(1)
+            resting = self.chunk.resting_in(home)
+            self.chunk.show(resting)
+            self._hidden = resting if hides else None
+        self.storage.resize_(0)
+        self.is_whole = False
+        if self.is_away:
+            self.chunk.marks = list(map(written_mark, self._ps))
+
+    def reveal(self) -> None:
+        """No backward pass is to come: let the parameters be their pieces, where these are off the device."""
+        if self._hidden is not None and not self.is_whole:
+            assert self.chunk.home is not None
+            self.adopt()
+            show_pieces(self.chunk, self.chunk.home)
+            self._hidden = None
+
+    def drop(self) -> None:
+        """Let go of what was gathered for nothing, and of parameters that no module is using."""
+        self.marks = 0
+        if self.pending is not None:
+            self._await()
+            self._let_go()
+        if not self.users:
+            self.release()
+            self.reveal()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody may write to the parameters so that no version counts it."""
+        return any(map(is_handed_out, self._ps if self._times else self._uncut))
+
+    def handed_out(self) -> None:
+        """Be told that somebody gets an alias of a cut parameter's data."""
+        self._times += 1
+
+    def _marks_now(self) -> _Marks:
+        uncut = list(map(written_mark, self._uncut))
+        with raw():
+            return _Marks(self._times, list(map(_version, self._ps)), list(map(_address, self._ps)), uncut)
+
+    def _keep_written(self) -> None:
+        """Let this rank's pieces have what was written to the whole parameters: the same on all ranks."""
+        now, before = self._marks_now(), self._marks
+        every = self.is_open or now.times != before.times or now.uncut != before.uncut
+        with raw(), torch.no_grad():
+            for i, m in enumerate(self.chunk.members):
+                same = now.versions[i] == before.versions[i] and now.addresses[i] == before.addresses[i]
+                if every or not same:
+                    self._keep(m, m.piece(plain(m.p.detach())))
+
+    def adopt(self) -> None:
+        """Take in what somebody has put in place of a cut parameter's data (``p.data = ...``)."""
+        assert self.chunk.home is not None
+        if self.is_whole:
+            return
+        with raw(), torch.no_grad():
+            pieces = self.chunk.pieces(self.chunk.home) if self._hidden is None else self._hidden.tensors
+            if list(map(_address, self._ps)) == list(map(_address, pieces)):
+                return
+            for m, piece in zip(self.chunk.members, pieces, strict=True):
+                if m.p.data_ptr() != piece.data_ptr() and piece.numel():
+                    new = plain(m.p.data)
+                    show(m.p, piece, m.rest)
+                    self._keep(m, new)
+
+    def _keep(self, m: ShardedParam, piece: torch.Tensor) -> None:
+        """Let this rank's piece of a parameter be these values."""
+        chunk = self.chunk
+        if chunk.lent:  # gradients stand in its place
+            assert chunk.master is not None
+            merge(chunk.pieces(chunk.master)[m.number], piece)
+            return
+        assert chunk.home is not None
+        here = chunk.pieces(chunk.home)[m.number]
+        values = piece.to(here)
+        if here.is_meta or not torch.equal(here, values):
+            here.copy_(values)
+            m.is_written = chunk.is_written = True
+
+    def _count_versions(self, by: int) -> None:
+        """Let autograd take a released parameter for one that was written to.
+
+        If backward asks for it, and no hook has had it gathered, that is an error, never a wrong number.
+        """
+        if set_versions is not None:
+            set_versions(self._cut, tuple([_version(p) + by for p in self._cut]))
+
+
+def bring_home(chunk: Chunk) -> None:
+    """Put the pieces of a chunk's parameters into one buffer."""
+    with raw():
+        chunk.home = chunk.flat(chunk.dtype)
+        chunk.bring_together(chunk.resting_in(chunk.home))
+
+
+def show_pieces(chunk: Chunk, home: torch.Tensor) -> None:
+    """Let the parameters of a chunk be this rank's pieces, as they stand in a flat ``home``."""
+    chunk.home = home
+    with raw():
+        chunk.show(chunk.resting_in(home))
+    chunk.marks = [written_mark(m.p) for m in chunk.members]
+
+
+def home_of(chunk: Chunk) -> list[torch.Tensor]:
+    """This rank's pieces off the device; copied, where a parameter was written to since it showed them."""
+    assert chunk.home is not None
+    if chunk.places["parameters"] in MEMORIES:
+        return [chunk.home]
+    ps = [m.p for m in chunk.members]
+    written = chunk.marks != list(map(written_mark, ps)) or any(map(is_handed_out, ps))
+    chunk.is_written = chunk.is_written or written
+    return [chunk.home.clone() if chunk.is_written else chunk.home]
+
+
+# ---- a parameter between its uses (ZeRO-3): cut, and yet whole for whoever computes with it
+#
+# The module that owns a parameter has it gathered before it runs. Whoever else uses it meets its shard: a
+# head that borrows the embedding's weight, a penalty on all weights. The shard would be a value of its own
+# to autograd, of another shape than the whole that the owner uses. So in calls that are recorded a gathered
+# copy stands in, through which gradients flow to the parameter as from its owner; others get the shard.
+
+
+class ShardedStandIn(StandIn):
+    """What stands in for a parameter while it is cut.
+
+    Args:
+        bring: makes the parameter whole, with its chunk.
+        tell: is called when an alias of the parameter's data is handed out.
+        is_off: says whether what this rank holds of it lies in another memory than the model computes in.
+    """
+
+    def __init__(
+        self,
+        member: ShardedParam,
+        bring: Callable[[], None],
+        is_off: Callable[[], bool],
+        tell: Callable[[], None],
+    ) -> None:
+        self.member, self.recorded = member, member.full
+        self._bring, self._is_off, self._tell = bring, is_off, tell
+        self._copy: tuple[Any, DTensor] | None = None
+        self._is_hooked = False
+
+    def stand_in(self, func: Callable[..., Any] | None) -> DTensor:
+        """A gathered copy; this rank's shard where nothing is recorded."""
+        p, m = self.member.p, self.member
+        name = getattr(func, "__name__", "")
+        with raw():
+            if not torch.is_grad_enabled() or not p.requires_grad or name == "detach":
+                alias = stamp(p.data, m.shard)  # p itself counts versions of the whole
+                if func is None or name == "detach" or is_view(func, (p, None)):
+                    hand_out(p, alias)
+                return alias
+            if self._is_off():
+                raise NotImplementedError(
+                    f"{m.name} is off the device, and is used by another module than the one that owns it. "
+                    "Let that module hold the parameter too, or leave parameters on the device: plan.offload."
+                )
+            mark = written_mark(p)
+            if self._copy is None or self._copy[0] != mark or is_handed_out(p):
+                if not self._is_hooked:
+                    # a gradient may come when the owner is done, and the parameter is cut again
+                    self_ref, self._is_hooked = weakref.ref(self), True
+                    p.register_hook(lambda grad: _come(self_ref))
+                known = self._know_whole()
+                self._copy = mark, stamp(_Whole.apply(p, m), m.full)
+                del known
+            return self._copy[1]
+
+    def _know_whole(self) -> Any:
+        """Let autograd take gradients of the whole: it keeps the shape in which it first sees a leaf."""
+        m, local = self.member, self.member.p.data
+        m.p.data = local.new_empty(1).expand(m.full.local_shape)
+        node = get_gradient_edge(m.p).node
+        m.p.data = local
+        return node
+
+    def handed_out(self) -> None:
+        """Tell whose parameters these are."""
+        self._tell()
+
+    def forget(self) -> None:
+        """Gather anew next time."""
+        self._copy = None
+
+
+def _come(resting: weakref.ref[ShardedStandIn]) -> None:
+    stand_in = resting()
+    if stand_in is not None:
+        stand_in._bring()
+
+
+class _Whole(torch.autograd.Function):
+    """All of a parameter; its gradient is this rank's addend to the whole one, as in the owner's use."""
+
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, p: torch.Tensor, member: ShardedParam) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return carry_out(plain(p.detach()), member.shard, member.full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return grad, None
+
+
+# ---- parameters that are cut along the data axis (ZeRO-3, FSDP): whole while a module computes with them
+#
+# Between its uses a parameter is a ``Shard`` along the data axis, and says so. Hooks of the modules gather
+# a chunk before their forward, and again before their backward, into the same storage, so that what
+# autograd saved of it is valid then. What is used in which order is recorded; from the second time on the
+# next chunks are gathered while this one computes. Where a pass leaves that order, chunks are gathered when
+# they are needed.
+
+
+_OBJECTS = 3
+"""So many objects of classes of their own, one within another, are looked into for what a module gives."""
+
+
+class Use(NamedTuple):
+    """One use of a chunk by a module: ``phase`` is ``"forward"`` or ``"backward"``."""
+
+    phase: str
+    chunk: int
+
+
+class Prefetcher:
+    """Gathers chunks before modules use them and releases them after.
+
+    Args:
+        chunks: with the modules that use each.
+        ahead: at most so many bytes of chunks are gathered before they are needed.
+        store: where this rank's pieces are, if not on the device.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[tuple[Sequence[nn.Module], Chunk]],
+        mesh: Mesh,
+        ahead: float,
+        store: OffloadStore | None = None,
+    ) -> None:
+        self.mesh, self._ahead = mesh, ahead
+        bring = partial(_brought, weakref.ref(self))
+        self.held = [Unsharded(i, chunk, store, partial(bring, i)) for i, (_, chunk) in enumerate(chunks)]
+        mesh.emptied.update({g.storage._cdata: g for g in self.held})
+        self._largest = max((g.nbytes for g in self.held), default=0)
+        self._of = {id(g.chunk): g for g in self.held}
+        # as last seen, with and without gradients
+        self.orders: dict[bool, list[Use]] = {}
+        self._seen: list[Use] = []
+        self._again: dict[bool, set[int]] = {}  # chunks that its forward uses more than once
+        by_module: dict[nn.Module, list[Unsharded]] = {}
+        for (modules, _), g in zip(chunks, self.held, strict=True):
+            for module in modules:
+                by_module.setdefault(module, []).append(g)
+            for m in g.chunk.members:
+                if m.dim is not None:
+                    m.rest = m.shard.loan()
+                    source = ShardedStandIn(m, g.bring, partial(_is_elsewhere, g.chunk), g.handed_out)
+                    m.p._source = source  # type: ignore[attr-defined]
+                    stamp(m.p, m.rest)
+        for module, used in by_module.items():
+            self._watch(module, used)
+
+    # ---- hooks
+
+    def _watch(self, module: nn.Module, used: list[Unsharded]) -> None:
+        watched = weakref.ref(module)  # a copy of the module has its hooks too
+        looks_up = _only_looks_up(module, used)
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if module is not watched():
+                return None
+            for g in used:
+                g.users += 1
+                self._need(g)
+            marked = _marked((args, kwargs), lambda: self._done(used))
+            if marked is not None and not _in_backward():
+                for g in used:
+                    g.marks += 1
+            return marked
+
+        def leave(module: nn.Module, args: Any, out: Any) -> Any:
+            if module is not watched():
+                return None
+            for g in used:
+                g.users -= 1
+            before = out
+            out = self._own_memory(out, used)
+            if not (looks_up and len(module._forward_hooks) == 1):
+                out = _before_backward(out, lambda *_: self._needed_again(used))
+            if not _in_backward():  # else its backward follows
+                for g in used:
+                    if not g.users and not self._is_kept(g):
+                        g.release()
+            return None if out is before else out
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave, always_call=True)
+
+    def _own_memory(self, out: Any, used: list[Unsharded]) -> Any:
+        """What a module gives, with copies of the views of its parameters."""
+        stores = {g.storage._cdata for g in used}
+        with raw():
+            views = {
+                id(x): None
+                for x in tensors_in(out, objects=_OBJECTS)
+                if not isinstance(x, nn.Parameter)
+                and x.layout is torch.strided
+                and x.untyped_storage()._cdata in stores
+            }
+        return tree_map(lambda x: x.clone() if id(x) in views else x, out) if views else out
+
+    def _needed_again(self, used: list[Unsharded]) -> None:
+        for g in used:
+            self._need(g)
+
+    def bring(self, g: Unsharded) -> None:
+        """Let a chunk be whole, if it is not."""
+        if not g.is_whole:
+            self._need(g)
+
+    def _done(self, used: list[Unsharded]) -> None:
+        for g in used:
+            g.marks = max(g.marks - 1, 0)
+            # with gradients backward is recorded: to be gone through too
+            if not g.users and not g.chunk.stays and not torch.is_grad_enabled():
+                g.release()
+
+    def sent(self, chunk: Chunk) -> None:
+        """The gradients of a chunk have been taken: backward is done with it, if nothing else will say so."""
+        g = self._of[id(chunk)]
+        if not g.users and not g.marks and not torch.is_grad_enabled():
+            g.release()
+
+    # ---- order
+
+    def begin(self) -> None:
+        """A new pass over the model begins: remember what the last one used."""
+        if self._seen:
+            trained = self._seen[-1].phase == "backward"
+            self.orders[trained] = self._seen
+            times = Counter(use.chunk for use in self._seen if use.phase == "forward")
+            self._again[trained] = {chunk for chunk, n in times.items() if n > 1}
+        self._seen = []
+        for g in self.held:
+            g.users = 0
+        self.end()
+        for g in self.held:
+            g.adopt()
+
+    def end(self) -> None:
+        """A backward pass is over: release all, drop what was gathered for nothing."""
+        for g in self.held:
+            g.drop()
+        self.forget()
+
+    def forget(self) -> None:
+        """What stood in for parameters is out of date."""
+        for g in self.held:
+            for m in g.chunk.members:
+                if m.dim is not None:
+                    m.p._source.forget()  # type: ignore[attr-defined]
+
+    @property
+    def order(self) -> list[Use]:
+        """What is expected of this pass."""
+        return self.orders.get(_trains(), [])
+
+    @property
+    def recorded(self) -> list[Use]:
+        """The uses of the last whole pass of training."""
+        whole = bool(self._seen) and self._seen[-1].phase == "backward"
+        return self._seen if whole else self.orders.get(True, [])
+
+    def _need(self, g: Unsharded) -> None:
+        use = Use("backward" if _in_backward() else "forward", g.number)
+        if g.is_whole and self._seen and self._seen[-1] == use:
+            if not _in_backward() and self.order[len(self._seen) : len(self._seen) + 1] == [use]:
+                self._seen.append(use)  # the first time it was released between the two
+            return  # what comes next is under way
+        self._seen.append(use)
+        g.start()
+        at, order = len(self._seen), self.order
+        if order[at - 1 : at] == [use]:
+            self._look_ahead(g, order[at:])
+        g.fill()
+
+    def _look_ahead(self, now: Unsharded, coming: list[Use]) -> None:
+        """Start what is needed next, and nothing for the pass after this.
+
+        The next chunk comes whatever its size, so that it travels while this one computes; what goes beyond
+        it is bounded, and is no more than the largest.
+        """
+        comes = self._ahead > 0
+        budget = min(self._ahead, self._largest)
+        budget -= sum(g.nbytes for g in self.held if g.pending is not None and g is not now)
+        for i, use in enumerate(coming):
+            g = self.held[use.chunk]
+            if use.phase == self._seen[-1].phase:
+                if g.is_whole or g.pending is not None:
+                    comes = comes and (g.is_whole or g is now)
+                    continue
+                if (comes or g.nbytes <= budget) and not g.is_open:
+                    comes, budget = False, budget - g.nbytes
+                    g.start()
+                    continue
+            return self._read_ahead(coming[i:])
+
+    def _read_ahead(self, coming: list[Use]) -> None:
+        """Read from disk what will be gathered next."""
+        budget = self._ahead
+        for use in coming:
+            g = self.held[use.chunk]
+            budget -= g.nbytes
+            g.read()
+            if budget < 0:
+                return
+
+    def _is_kept(self, g: Unsharded) -> bool:
+        """Whether a chunk stays whole after a use: it would be the next gathered, or is used again soon."""
+        order, at = self.order, len(self._seen)
+        if torch.is_grad_enabled() and g.chunk.stays:
+            return True
+        if order[at - 1 : at] != self._seen[-1:]:
+            return False
+        for use in order[at:]:
+            if use.chunk == g.number:
+                break
+            if not self.held[use.chunk].is_whole:
+                again = g.number in self._again.get(_trains(), ()) and Use("forward", g.number) in order[at:]
+                if not again:
+                    return False
+                break
+        else:
+            return False
+        kept = sum(other.nbytes for other in self.held if other.is_whole and not other.users)
+        return kept <= self._ahead
+
+
+def _brought(prefetcher: weakref.ref[Prefetcher], number: int) -> None:
+    owner = prefetcher()
+    if owner is not None:
+        owner.bring(owner.held[number])
+
+
+def _only_looks_up(module: nn.Module, used: Sequence[Unsharded]) -> bool:
+    """Whether a module's backward reads none of its parameters, and fills gradients while these are cut.
+
+    Autograd keeps a gradient as it comes if its strides are the parameter's.
+    """
+    if type(module) is not nn.Embedding or module.max_norm is not None or module.sparse:
+        return False
+    weight = module._parameters.get("weight")  # none if it is made of others, before each call
+    members = [(g, m) for g in used for m in g.chunk.members if m.p is weight]
+    return weight is not None and all(m.dim == 0 and not g.is_away for g, m in members)
+
+
+def _is_elsewhere(chunk: Chunk) -> bool:
+    return chunk.home is not None and chunk.home.device != chunk.device
+
+
+def _in_backward() -> bool:
+    return current_graph_task_id() != -1
+
+
+def _trains() -> bool:
+    return torch.is_grad_enabled() or _in_backward()
+
+
+class _Mark(torch.autograd.Function):
+    """A node before a module: its backward runs when all gradients have come out of the module."""
+
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.done = done
+        ctx.set_materialize_grads(False)  # what made an input that the loss does not hang on gets no gradient
+        return tuple(x.detach() for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.done()
+        return (None, *grads)
+
+
+_mark: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Mark).apply
+
+
+def _marked(tree: Any, done: Callable[[], None]) -> Any:
+    """A module's inputs behind a :class:`_Mark`; as they are if none of them needs a gradient."""
+    inputs = {id(x): x for x in tensors_in(tree) if x.requires_grad}
+    if not inputs or not torch.is_grad_enabled():
+        return None
+    with raw():
+        outs = dict(zip(inputs, _mark(done, *inputs.values()), strict=True))
+        for key, x in inputs.items():
+            if type(x) is DTensor:
+                stamp_alias(outs[key], x)
+    return tree_map(lambda x: outs.get(id(x), x), tree)
+
+
+def _before_backward(out: Any, need: Callable[..., None]) -> Any:
+    """What a module gives; before its backward ``need`` is called.
+
+    It must come before other hooks of the last operation, which may gather or recompute: so in a node of
+    its own. What then is written to in place goes past that node, and has the hook on its own one, or, where
+    it is a view (of linear's product, if that has more than two dims), on the one of what it views.
+    """
+
+    def hooked(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or x.grad_fn is None:
+            return x
+        x.grad_fn.register_prehook(need)
+        with raw():
+            if x._is_view() and x._base is not None and x._base.grad_fn is not None:
+                x._base.grad_fn.register_prehook(need)
+            alias = x.view_as(x)
+            alias = stamp_alias(alias, x) if type(x) is DTensor else alias
+        assert alias.grad_fn is not None
+        alias.grad_fn.register_prehook(need)
+        return alias
+
+    if torch.is_grad_enabled():
+        if isinstance(out, torch.Tensor) or type(out) in (tuple, list):
+            return tree_map(hooked, out)
+        for x in tensors_in(out, objects=_OBJECTS):
+            hooked(x)
+    return out

@@ -1,0 +1,525 @@
+"""The data axis of a plan: parameters, gradients and states in chunks, as the stage says."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from espalier.comm import Work
+from espalier.comm.collectives import start_gather
+from espalier.layout import Layout
+from espalier.mesh import Mesh
+from espalier.parallel.data import masters
+from espalier.parallel.data.chunks import (
+    Chunk,
+    ShardedParam,
+    ShardGroup,
+    by_part,
+    by_size,
+    by_unit,
+    copy_smallest,
+    shown,
+)
+from espalier.parallel.data.gradients import AllGradients, Gradients, gradient_of
+from espalier.parallel.data.offloaded_step import Budget, OffloadedStep, OptimizerStates, OptimizerStep
+from espalier.parallel.data.residency import OffloadStore, choose
+from espalier.parallel.data.stages import STAGES
+from espalier.parallel.data.unshard import Prefetcher, bring_home, home_of, show_pieces
+from espalier.parallel.plan import Offload, Plan
+from espalier.tensor import plain, stamp
+from espalier.tensor.deferred import lay_out_parameters
+from espalier.torch_private import foreach_copy_, raw
+
+_grad: Any = torch.Tensor.grad
+
+
+class ZeroState:
+    """What a plan does along its data axes.
+
+    Attributes:
+        stage: the row of the table of stages.
+        members: all parameters.
+        gradients: finishes gradients; of each of the model's ``parts``, and of what several share, by itself.
+        prefetcher: gathers parameters; None where they stay whole.
+        chunks: of the trained parameters.
+        copies: how many pieces have so many bytes; the smallest of them are copied for an update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layouts: Mapping[str, Layout],
+        mesh: Mesh,
+        plan: Plan,
+        parts: Sequence[Collection[str]] = (),
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self.mesh, self.stage = mesh, STAGES[plan.zero]
+        axes = tuple(mesh.axis(name) for name in plan.data_axes)
+        alone = all(mesh.shape[a] == 1 for a in axes)
+        if alone:
+            self.stage = STAGES[_alone(plan.offload)]
+        low = plan.precision.parameters
+        dtype = None if low is None else getattr(torch, low)
+        # what lies on a mesh without this rank has no values here
+        named = [(name, p) for name, p in model.named_parameters() if layouts[name].mesh.is_member]
+        by_piece = self.stage.states == "S"
+        self.members = [
+            ShardedParam(name, p, layouts[name], *_own(axes, layouts[name], mesh), dtype, by_piece)
+            for name, p in named
+        ]
+        self._frozen = [m for m in self.members if not m.p.requires_grad]
+        cut = self.stage.parameters == "S"
+        used: list[tuple[list[nn.Module], Chunk]] = []
+        groups: list[list[Chunk]] = []
+        for members in by_part(self.members, parts):
+            if cut:
+                users = by_unit(members, model)
+                used += users
+                groups.append([chunk for _, chunk in users if chunk.members[0].p.requires_grad][::-1])
+            else:
+                trained = [m for m in members if m.p.requires_grad]
+                groups.append(by_size(trained[::-1], plan.chunk_megabytes))
+        self.chunks = [chunk for group in groups for chunk in group]
+        chunks = [chunk for _, chunk in used] if cut else self.chunks
+        self._store = self._place(chunks, plan.offload)
+        self._mastered = [chunk for chunk in self.chunks if chunk.has_master]
+        self._keeps = False  # gradients, in the step under way
+        self._in_place = plan.gradients == "in-place"
+        for chunk in self._mastered:
+            chunk.in_place = self._in_place
+        self.offloaded_step = self._streamed()
+        if optimizer is not None:
+            self.reserve(optimizer)
+        self._lay_out(chunks)
+        self._line_up(plan.chunk_megabytes * 1e6)
+        self.prefetcher = None
+        if cut:
+            self.prefetcher = Prefetcher(used, mesh, plan.prefetch_megabytes * 1e6, self._store)
+        masters.remember(self._mastered)
+        reduce = None if plan.precision.reduce is None else getattr(torch, plan.precision.reduce)
+        if reduce is torch.float32:
+            with raw():
+                for m in (m for chunk in self._mastered for m in chunk.members):
+                    m.p.grad_dtype = reduce  # several uses, and micro-batches, add up in it too
+        on_sent = None if self.prefetcher is None else self.prefetcher.sent
+        # along axes of one rank nothing is left to sum
+        done = alone and self.stage.gradients == "R" and not self._in_place
+        summed = [[c for c in group if not done or _is_summed(c, mesh)] for group in groups]
+        self.gradients = AllGradients(
+            [Gradients(group, mesh, axes, self.stage, reduce, on_sent, self._store) for group in summed]
+        )
+        self.budget: Budget | None = None
+        if self.offloaded_step is not None and plan.offload.budget_gigabytes is not None:
+            kinds = {"states": self.chunks, "gradients": self.chunks, "parameters": chunks if cut else []}
+            self.budget = Budget(plan.offload, kinds, self.offloaded_step, mesh)
+
+    def _streamed(self) -> OffloadedStep | None:
+        """Updates the chunks that have a turn of their own, if any have."""
+        moved = [chunk for chunk in self.chunks if chunk.has_turn]
+        store = self._store or OffloadStore(self.mesh.device(), None, dry=self.mesh.is_dry)
+        return OffloadedStep(moved, store, self.mesh, self._turn) if moved else None
+
+    def _lay_out(self, chunks: Sequence[Chunk]) -> None:
+        """Lay the parameters out; each chunk goes where it lies as soon as it has all of them."""
+        cut = self.stage.parameters == "S"
+        by_id = {id(m.p): m for m in self.members}
+        chunk_of = {id(m.p): chunk for chunk in chunks for m in chunk.members}
+        missing = {id(chunk): len(chunk.members) for chunk in chunks}
+
+        def come(p: nn.Parameter) -> None:
+            chunk = chunk_of.get(id(p))
+            if chunk is None:
+                masters.cast(by_id[id(p)])
+                return
+            missing[id(chunk)] -= 1
+            if missing[id(chunk)] == 0:
+                self._move_in(chunk)
+
+        lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members], come)
+
+    def _move_in(self, chunk: Chunk) -> None:
+        """Let a chunk's parameters, which are laid out, go where they lie between their uses."""
+        if chunk.has_master:
+            masters.make(chunk)
+        for m in chunk.members:
+            masters.cast(m)
+        if self.offloaded_step is not None:
+            self.offloaded_step.leave_master(chunk)
+        if self.stage.parameters == "S":
+            bring_home(chunk)
+            self._leave_home(chunk)
+        if self._store is not None:
+            self._store.settle()
+
+    def _line_up(self, most: float) -> None:
+        """Let what the optimizer updates of whole parameters lie one after the other.
+
+        This rank's pieces of them are copied for it, as far as they have so many bytes.
+        """
+        plainly = [chunk for chunk in self.chunks if chunk.master is None and not chunk.places]
+        self.copies: Counter[int] = Counter()
+        if self.stage.states == "R":
+            for chunk in plainly:
+                chunk.whole = chunk.line(chunk.dtype)
+                chunk.bring_together(chunk.whole_in(chunk.whole))
+        elif self.stage.parameters == "R":
+            self.copies = copy_smallest(plainly, most)
+
+    def _place(self, chunks: Sequence[Chunk], offload: Offload) -> OffloadStore | None:
+        """Give each chunk its places; gives where to put what is off the device."""
+        for i, chunk in enumerate(chunks):
+            chunk.number = i
+        for kind, share in offload.shares.items():
+            of = chunks if kind == "parameters" else self.chunks
+            if share.place != "device":
+                ratio = 1.0 if share.ratio == "auto" else share.ratio
+                for chunk, away in zip(of, choose([chunk.largest for chunk in of], ratio), strict=True):
+                    if away:
+                        chunk.places[kind] = share.place
+        used = {place for chunk in chunks for place in chunk.places.values()}
+        if not used:
+            return None
+        directory = offload.directory if "disk" in used else None
+        return OffloadStore(self.mesh.device(), directory, dry=self.mesh.is_dry)
+
+    @property
+    def resized(self) -> list[torch.UntypedStorage]:
+        """Storages that are emptied and filled as their parameters are used."""
+        return [] if self.prefetcher is None else [x for g in self.prefetcher.held for x in g.storages]
+
+    def watched(self, outside: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
+        """What lives on the device between steps; ``outside`` is told of what is to be off it from now on."""
+        if self._store is not None:
+            self._store.watched_by(outside)
+        living = []
+        for chunk in self.chunks if self.prefetcher is None else [g.chunk for g in self.prefetcher.held]:
+            for x, kind in ((chunk.home, "parameters"), (chunk.master, "states")):
+                if x is not None and kind in chunk.places:
+                    outside(x)
+                elif x is not None:
+                    living.append(x)
+        return (
+            living if self.prefetcher is not None else [*living, *(plain(m.p.detach()) for m in self.members)]
+        )
+
+    def fit(self, peak: int, optimizer: torch.optim.Optimizer) -> bool:
+        """See :meth:`Budget.fit`; says whether the budget is settled."""
+        assert self.budget is not None
+        self._settle()
+        self.budget.fit(peak, optimizer)
+        masters.remember(self._mastered)
+        return self.budget.is_settled
+
+    def begin_forward(self) -> None:
+        """Before the model is called.
+
+        Raises:
+            ValueError: a parameter that was frozen when this was made needs a gradient now.
+            RuntimeError: gradients stand where the parameters stood, and others are wanted.
+        """
+        if torch.is_grad_enabled():
+            masters.check_at_hand(self.chunks, "Another forward pass is possible under torch.no_grad()")
+        thawed = [m.name for m in self._frozen if m.p.requires_grad]
+        if thawed:
+            named = ", ".join(thawed[:3]) + (", ..." if len(thawed) > 3 else "")
+            raise ValueError(
+                f"{named}: needed no gradient when the engine was made, and does now; nobody would sum it "
+                "over the ranks. Call requires_grad_(True) before initialize; (False) is fine at any time."
+            )
+        self.gradients.drop_unseen()
+        if self.prefetcher is not None:
+            self.prefetcher.begin()
+            if self._in_place:
+                masters.follow(self._mastered)
+
+    def end_backward(self) -> None:
+        """After a backward pass."""
+        self.gradients.flush()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """After the last backward pass of a step."""
+        if self.prefetcher is not None:
+            self.prefetcher.end()
+
+    def counted(self) -> dict[str, torch.Tensor]:
+        """Of each gradient what this rank alone counts in a sum over the mesh; plain, in the model's order.
+
+        That is its piece along the data axis, on coordinate 0 of the axes along which others hold the same.
+        So every stage adds up the same numbers in the same order.
+        """
+        gradients = {}
+        alone = self.mesh.size() == 1 and not self.mesh.is_dry
+        with raw():
+            for m in self.members:
+                if not m.counts:
+                    continue
+                grad: Any = _grad.__get__(m.p) if alone else None
+                if grad is not None:  # however it lies, it is all of it
+                    gradients[m.name] = plain(grad).contiguous()
+                    continue
+                if (grad := gradient_of(m.p)) is None:
+                    continue
+                here, layout = plain(grad), grad._layout
+                assert layout.is_firm or all(self.mesh.shape[a] == 1 for a in layout.partial), "to reduce"
+                if layout.axes[m.shard_group.axes[0]] != m.dim:
+                    here = m.piece(here)
+                # what is off a dry mesh's device stands on one element
+                gradients[m.name] = here if self.mesh.is_dry and 0 in here.stride() else here.contiguous()
+        return gradients
+
+    def rooms(self) -> dict[int, int]:
+        """By ``id``, the elements that a trained parameter has for itself where it is now, with its padding.
+
+        While it is what the optimizer updates. Those that lie in no buffer of ours are left out.
+        """
+        with raw():
+            return {key: room for chunk in self.chunks for key, room in chunk.rooms().items()}
+
+    @contextmanager
+    def precise(self, *, on_device: bool = True) -> Iterator[None]:
+        """While open, each parameter that has a master is that, lying as the stage says of states.
+
+        Args:
+            on_device: copies of what is kept elsewhere, parameters without a master too.
+        """
+        self._settle()
+        looks = [(chunk, chunk.updated()) for chunk in self._mastered]
+        if on_device:
+            away = [] if self.prefetcher is None else [g.chunk for g in self.prefetcher.held if g.is_away]
+            looks += [(chunk, chunk.updated()) for chunk in away if chunk.master is None]
+            with raw():
+                looks = [(c, x._replace(tensors=[t.to(c.device) for t in x.tensors])) for c, x in looks]
+        with shown(looks):
+            yield
+
+    @contextmanager
+    def updating(self, *, keep: bool = False, exchange: bool = True, turns: bool = False) -> Iterator[None]:
+        """While open, each trained parameter is what the optimizer is to update here, with its gradient.
+
+        That is the parameter, its master, or this rank's piece of either; a master's gradient is float32.
+        After it, all ranks compute with what was updated, if there was an ``exchange``; and parameters have
+        their gradients again, if these are to be kept.
+
+        Args:
+            turns: chunks that have a turn of their own are to have it meanwhile.
+        """
+        self._settle()
+        self._keeps = keep
+        with self._opened([chunk for chunk in self.chunks if not (turns and chunk.has_turn)], keep):
+            yield
+        if exchange:
+            self._exchange()
+        for chunk in self.chunks:
+            chunk.own = None
+        if turns and self.offloaded_step is not None:
+            self.offloaded_step.agree()
+
+    def reserve(self, optimizer: torch.optim.Optimizer) -> None:
+        """See that there is space for states that the plan puts on disk.
+
+        Raises:
+            DiskError: there is none.
+        """
+        if self.offloaded_step is not None:
+            self.offloaded_step.reserve(optimizer)
+
+    def place(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first step: states go where the plan says.
+
+        Raises:
+            DiskError: there is no space for them.
+        """
+        if self.offloaded_step is not None:
+            self.offloaded_step.place(optimizer)
+
+    def update(self, optimizer: torch.optim.Optimizer, step: OptimizerStep, keep: bool = False) -> None:
+        """One step of the optimizer, by ``step(optimizer)`` where nothing is off the device.
+
+        Args:
+            keep: gradients stay (not those in the parameters' memory).
+
+        Raises:
+            DiskError: see :meth:`OffloadedStep.agree`.
+        """
+        with self.updating(keep=keep, turns=True):
+            if self.offloaded_step is None:
+                step(optimizer)
+            else:
+                self.offloaded_step.update(optimizer, step)
+
+    def fill(self, fill: Callable[[nn.Parameter], None], states: OptimizerStates) -> None:
+        """Have each trained parameter filled while it, with its states, is what the optimizer updates.
+
+        So values go where an update puts them: to masters and pieces, on the device or off it.
+
+        Raises:
+            DiskError: see :meth:`OffloadedStep.agree`.
+        """
+
+        def visit(chunk: Chunk) -> None:
+            for m in chunk.members:
+                fill(m.p)
+
+        with self.updating(turns=True):
+            for chunk in self.chunks:
+                if not chunk.has_turn:
+                    visit(chunk)
+            if self.offloaded_step is not None:
+                self.offloaded_step.each(states, visit)
+
+    @contextmanager
+    def _turn(self, chunk: Chunk, on_host: bool) -> Iterator[None]:
+        """While open, a chunk of which something is off the device is what the optimizer updates."""
+        self.gradients.bring(chunk, on_host=on_host)
+        if "parameters" in chunk.places:
+            assert self._store is not None
+            (chunk.home,) = self._store.take(f"parameters-{chunk.number}", home_of(chunk), on_host=on_host)
+            show_pieces(chunk, chunk.home)
+        masters.take_over(chunk)
+        with self._opened([chunk], self._keeps):
+            yield
+        if self._keeps:
+            self.gradients.leave(chunk)
+        elif "gradients" in chunk.places:
+            chunk.gradient = None
+        if chunk.lent:
+            masters.restore(chunk)
+        elif chunk.master is not None:
+            masters.write(chunk)
+        self._leave_home(chunk)
+
+    def _leave_home(self, chunk: Chunk) -> None:
+        """Start to take this rank's pieces of parameters away, if they are to be off the device."""
+        if "parameters" in chunk.places:
+            assert self._store is not None and chunk.home is not None
+
+            def away(shown: list[torch.Tensor]) -> None:
+                show_pieces(chunk, shown[0])
+                chunk.is_written = False
+
+            self._store.put(f"parameters-{chunk.number}", [chunk.home], chunk.places["parameters"], away)
+
+    @contextmanager
+    def _opened(self, chunks: Sequence[Chunk], keep: bool = False) -> Iterator[None]:
+        """While open, the parameters of chunks are what the optimizer updates, with its gradients."""
+        chunks = [c for c in chunks if c.by_piece or c.master is not None]
+        kept = [_gradients(chunk) for chunk in chunks] if keep else []
+        for chunk in chunks:
+            chunk.cut_out()
+        with shown([(chunk, chunk.updated(self._take_gradients(chunk))) for chunk in chunks]):
+            yield
+        for give_back in kept:
+            give_back()
+
+    def _settle(self) -> None:
+        """Parameters are what they are between passes, and what others have changed is known."""
+        if self.prefetcher is not None:
+            self.prefetcher.begin()
+        masters.follow(self._mastered)
+
+    def _take_gradients(self, chunk: Chunk) -> list[torch.Tensor | None]:
+        """The gradients of a chunk's members, off them, as the optimizer needs them."""
+        gradients: list[torch.Tensor | None] = []
+        dtype = chunk.dtype if chunk.master is None else chunk.master.dtype
+        with raw():
+            for m in chunk.members:
+                grad = gradient_of(m.p)
+                if grad is not None and chunk.places:
+                    grad = self._beside(chunk, grad)
+                if grad is not None and grad.dtype is not dtype:
+                    layout = grad._layout
+                    grad = stamp(plain(grad).to(dtype), layout)
+                m.p.__dict__.pop("_reduced", None)
+                _grad.__set__(m.p, None)
+                gradients.append(grad)
+            if chunk.master is not None:
+                chunk.gradient = None  # else both would live on while the optimizer works
+        return gradients
+
+    def _beside(self, chunk: Chunk, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient where the chunk's parameters are updated: on the device or in the host's memory."""
+        updated = chunk.master if chunk.master is not None else chunk.home
+        there = chunk.device if updated is None else updated.device
+        if self._store is None or there == grad.device:
+            return grad
+        to = self._store.to_host if there.type == "cpu" else self._store.to_device
+        return stamp(to([plain(grad)])[0], grad._layout)  # type: ignore[attr-defined]
+
+    def _exchange(self) -> None:
+        """Let all ranks compute with what each has updated."""
+        for chunk in self._mastered:
+            if not chunk.has_turn:
+                masters.write(chunk)
+        if self.stage.states == "S" and self.stage.parameters == "R":
+            with raw():
+                self._exchange_pieces()
+        masters.remember(self._mastered)
+
+    def _exchange_pieces(self) -> None:
+        """Gather each chunk's pieces into the parameters, a few chunks at a time."""
+        under_way = deque[tuple[Chunk, torch.Tensor, Work[Any]]]()
+
+        def land() -> None:
+            chunk, rows, pending = under_way.popleft()
+            pending.wait()
+            chunk.unpack(rows, chunk.views().places)
+
+        for chunk in self.chunks:
+            shard_group = chunk.shard_group
+            rows = chunk.rows(shard_group.n, chunk.dtype)
+            if chunk.master is not None:
+                rows[shard_group.here].copy_(chunk.master)
+            else:
+                foreach_copy_(chunk.pieces(rows[shard_group.here]), chunk.updated().tensors)
+                chunk.own = None
+            under_way.append((chunk, rows, start_gather(rows, None, shard_group.mesh, shard_group.axis)))
+            if len(under_way) > 2:
+                land()
+        while under_way:
+            land()
+
+
+def _own(axes: tuple[int, ...], full: Layout, mesh: Mesh) -> tuple[tuple[int, ...], ShardGroup]:
+    """Axes along which a parameter is the same, and its gradient is summed: copies, and those that cut it.
+
+    The latter are among those of data. Along others that it is deferred along it is copied.
+    """
+    same_axes = [a for a in axes if not isinstance(full.axes[a], int)]
+    copies = [a for a in same_axes if mesh.names[a] == "replicate"]
+    more = [a for a in full.deferred if a not in axes and mesh.shape[a] > 1]
+    return (*copies, *more), ShardGroup.along(mesh, [a for a in same_axes if a not in copies])
+
+
+def _gradients(chunk: Chunk) -> Callable[[], None]:
+    """What gives a chunk's parameters the gradients again that they have now."""
+    flat = chunk.gradient
+    with raw():
+        before = [(m.p, m.p.__dict__.get("_reduced"), _grad.__get__(m.p)) for m in chunk.members]
+
+    def give_back() -> None:
+        chunk.gradient = flat
+        with raw():
+            for p, reduced, grad in before:
+                _grad.__set__(p, grad)
+                if reduced is not None:
+                    p._reduced = reduced  # type: ignore[attr-defined]
+
+    return give_back
+
+
+def _is_summed(chunk: Chunk, mesh: Mesh) -> bool:
+    return any(mesh.shape[a] > 1 for a in chunk.outer)
+
+
+def _alone(offload: Offload) -> int:
+    """The stage of a data axis of one rank: what is off the device lies there in pieces."""
+    if offload.parameters.place != "device":
+        return 3
+    return 2 if offload.gradients.place != "device" else 0

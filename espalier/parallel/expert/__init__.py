@@ -1,1 +1,0 @@
-"""The expert axis: experts on different ranks, and the tokens that travel to them."""

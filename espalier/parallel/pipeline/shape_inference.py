@@ -1,0 +1,280 @@
+"""What stages tell one another is agreed before a step: every rank runs the whole model without data.
+
+For that it has a twin of the model on a dry mesh, which has the shape of one stage's and is seen from this
+rank's coordinates. So shapes, dtypes and layouts of what is sent need no messages, a dry run of the pipeline
+knows them too, and each stage draws the random values that one process would draw in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import nn
+
+from espalier.blocks import HOOKS
+from espalier.layout import Layout
+from espalier.mesh import Mesh
+from espalier.parallel.pipeline.runtime import InferredShapes, Trees, Wire, wire_of
+from espalier.parallel.pipeline.single_rank import Followed, SingleRank, SingleRankStudy
+from espalier.parallel.pipeline.split import Split, StageProgram
+from espalier.tensor import DTensor, stamp
+from espalier.tensor.dry_runs import Draw, Drawing, States, draw_again, equal, restore, states
+from espalier.tensor.dtensor import layout_of
+from espalier.tensor.traces import Apart, on_meta, untraced
+from espalier.torch_private import raw
+from espalier.trees import flatten, unflatten
+
+_MOST_KNOWN = 256
+
+Forward = Callable[[Any, Trees, Any, Any], Any]
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A copy of a model without data; a hook that cannot do without is not called there."""
+    copied = Apart(model, stand=on_meta)
+    copied.forget()
+    twin = copied.module
+    for module in twin.modules():
+        for hooks in (vars(module)[name] for name in HOOKS if name in vars(module)):
+            hooks.update({k: _Lenient(hook) for k, hook in hooks.items() if not _is_torch(hook)})
+    return twin
+
+
+class _Lenient:
+    """A hook that asks for values, perhaps, where there are none."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._hook(*args, **kwargs)
+        except Exception:
+            return None
+
+
+def _is_torch(hook: Any) -> bool:
+    """Whether torch's own parametrizations hook in: without them a module has no weight."""
+    return type(hook).__module__.startswith("torch.nn.utils.")
+
+
+class ShapeInference:
+    """What is agreed of micro-batches, by their shapes.
+
+    Args:
+        model: the twin's original: whether its modules train is followed.
+        twin: laid out on ``mesh``.
+        mesh: dry, of one stage.
+        here: that of this rank's stages.
+        alone: the stages to find out how they are run on one rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, twin: nn.Module, mesh: Mesh, here: Mesh, alone: Collection[int] = ()
+    ) -> None:
+        self._model, self._twin, self._mesh, self._here, self._alone = model, twin, mesh, here, alone
+        self._known: dict[Any, InferredShapes] = {}
+
+    def __call__(
+        self,
+        split: Split,
+        inputs: Any,
+        forward: Forward,
+        followed: Followed | None = None,
+        loss_of: Callable[[Any], Any] | None = None,
+    ) -> InferredShapes:
+        """What is agreed of a micro-batch.
+
+        Args:
+            split: the model as stages for it.
+            inputs: of the model, as DTensors.
+            forward: ``forward(program, received, inputs, runner)`` calls a stage.
+            followed: the values that are followed in the last stage.
+            loss_of: what finds the loss in what the last stage gives; by default it may hang on all of that.
+        """
+        leaves, form = flatten(inputs)
+        # a split is one for whether modules train, and parameters need gradients
+        key = (split, str(form), tuple(map(_told, leaves)), torch.is_grad_enabled(), followed is None)
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
+        if key not in self._known:
+            for ours, theirs in zip(self._model.modules(), self._twin.modules(), strict=True):
+                theirs.training = ours.training
+            dry = unflatten([self._bare(x) for x in leaves], form)
+            programs = [program.on(self._twin) for program in split.stages]
+            with untraced(self._model):  # nor does who counts memory or operations count the twin's
+                self._known[key] = self._run(programs, dry, forward, followed, loss_of)
+        return self._known[key]
+
+    def _bare(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        layout = layout_of(x, self._mesh)
+        layout = Layout.of(self._mesh, layout.axes, layout.cuts, layout.shape)
+        return stamp(torch.empty(layout.local_shape, dtype=x.dtype, device="meta"), layout)
+
+    def _run(
+        self,
+        programs: Sequence[StageProgram],
+        inputs: Any,
+        forward: Forward,
+        followed: Followed | None,
+        loss_of: Callable[[Any], Any] | None,
+    ) -> InferredShapes:
+        device = torch.device("cpu") if self._here.is_dry else self._here.device()
+        before = states(device)
+        wires, rebuilds, draws = [], [], []
+        alone: dict[int, SingleRank] = {}
+        received: Callable[[], Trees] = tuple
+        graph = _Graph(self._twin)
+        try:
+            for i, program in enumerate(programs):
+                started, last = states(device), i + 1 == len(programs)
+                study = SingleRankStudy(program, followed if last else None) if i in self._alone else None
+                with Drawing(None if self._here.is_dry else device) as drawing:
+                    entered = received()
+                    graph.enter(entered)
+                    out = forward(program, entered, inputs, study)
+                    graph.leave(out, last, loss_of)
+                draws.append(tuple(drawing.found))
+                if not self._here.is_dry:
+                    _check(drawing.found, started, device)
+                if study is not None:
+                    inferred = study.found(partial(_once_more, forward, program, received, inputs))
+                    if inferred is not None:
+                        alone[i] = inferred.on(self._here)
+                if last:
+                    break
+                tensors, rebuild = taken_apart(out)
+                bare = tuple(map(wire_of, tensors))
+                # autocast does nothing without data; the trace knows what it does
+                dtypes = (value.dtype for value in program.outputs)
+                wires.append(tuple(w._replace(dtype=d) for w, d in zip(bare, dtypes, strict=True)))
+                rebuilds.append(rebuild)
+                received = partial(_received, tensors, bare, rebuild)
+        finally:
+            restore(device, before)
+        returns = graph.returns()
+        return InferredShapes(tuple(wires), returns, not graph.is_sure, tuple(rebuilds), tuple(draws), alone)
+
+
+class _Graph:
+    """What hangs on what, in a run without data: the nodes of autograd's at the borders of stages.
+
+    Attributes:
+        is_sure: whether the loss hangs on all that it may hang on.
+    """
+
+    def __init__(self, twin: nn.Module) -> None:
+        self.is_sure = True
+        self._parameters = {id(p) for p in twin.parameters()}
+        self._ins: list[list[Any]] = []
+        self._outs: list[list[Any]] = []
+
+    def enter(self, received: Trees) -> None:
+        """What a stage is given."""
+        self._ins.append(_nodes_of(received))
+
+    def leave(self, out: Any, is_last: bool, loss_of: Callable[[Any], Any] | None) -> None:
+        """What it has given; of the last one, where the loss is in it."""
+        if is_last and loss_of is not None and torch.is_grad_enabled():
+            with suppress(ValueError):  # the last stage itself will say so
+                out = loss_of(out)
+        roots = _nodes_of(out)
+        if loss_of is None and is_last and len(set(roots) - {None}) > 1:
+            self.is_sure = False  # a loss function may take one output, and leave others
+        self._outs.append(roots)
+
+    def returns(self) -> tuple[tuple[bool, ...], ...]:
+        """Of each tensor at each border, whether the loss may hang on it."""
+        by_border: list[tuple[bool, ...]] = []
+        roots = self._outs[-1]
+        for ins, outs in zip(self._ins[:0:-1], self._outs[-2::-1], strict=True):
+            reached = self._reached(roots, set(ins))
+            self.is_sure = self.is_sure and reached is not None
+            back = tuple(x is not None and (reached is None or x in reached) for x in ins)
+            by_border.append(back)
+            roots = list(compress(outs, back))
+        return tuple(by_border[::-1])
+
+    def _reached(self, roots: Sequence[Any], ins: Collection[Any]) -> set[Any] | None:
+        """The nodes that these lead to; None if something stands there that hides what is behind it."""
+        seen, stack = set(), [*roots]
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in ins:
+                continue
+            if hasattr(node, "variable") and id(node.variable) not in self._parameters:
+                return None
+            stack += [beyond for beyond, _ in node.next_functions]
+        return seen
+
+
+def _nodes_of(tree: Any) -> list[Any]:
+    with raw():
+        return [x.grad_fn for x in taken_apart(tree)[0]]
+
+
+def taken_apart(out: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Trees]]:
+    """The tensors in what a stage gives, and what puts it together again from others."""
+    if type(out) is tuple and all(isinstance(x, torch.Tensor) for x in out):
+        return list(out), tuple
+    leaves, form = flatten(out)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+    rest = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+
+    def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
+        leaves = list(rest)
+        for i, x in zip(places, tensors, strict=True):
+            leaves[i] = x
+        return unflatten(leaves, form)
+
+    return [leaves[i] for i in places], rebuild
+
+
+def _once_more(
+    forward: Forward, program: StageProgram, received: Callable[[], Trees], inputs: Any, alone: SingleRank
+) -> None:
+    forward(program, received(), inputs, alone)
+
+
+def _received(tensors: Sequence[torch.Tensor], wires: Sequence[Wire], rebuild: Callable[..., Trees]) -> Trees:
+    return rebuild([_fresh(x, wire) for x, wire in zip(tensors, wires, strict=True)])
+
+
+def _fresh(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """A tensor as the next stage gets it."""
+    bare = torch.empty(wire.shape, dtype=wire.dtype, device="meta")
+    bare = bare.requires_grad_(wire.has_gradient).view_as(bare)
+    return stamp(bare, layout_of(x)) if type(x) is DTensor else bare
+
+
+def _check(draws: Sequence[Draw], started: States, device: torch.device) -> None:
+    """See that what was noted is what a stage has drawn since.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    now = states(device)
+    restore(device, started)
+    draw_again(draws, device)
+    if not equal(states(device), now):
+        raise RuntimeError(
+            "A stage has changed the state of torch's random generator: it was seeded anew, or drew as many "
+            "numbers as its values say. Other stages could not know where to go on. Draw from a "
+            "torch.Generator of the module's own, or plan without pipe."
+        )
+
+
+def _told(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape), x.dtype, x._layout.axes if type(x) is DTensor else None
+    return repr(x)

@@ -1,0 +1,348 @@
+"""Cells: what plans share that compute with the same local shapes, recorded once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from espalier.blocks import blocks
+from espalier.engine.dry import dry_engine
+from espalier.parallel import Plan
+from espalier.planner.compose import NotComposed, kind_of, one_list, shallow
+from espalier.planner.recording import Counts, NotAlike, Recording, Sent, added, grown, record
+from espalier.tensor.dry_runs import Recalled
+from espalier.trees import tree_map
+
+_SHALLOW = 2  # blocks; and one more tells what a block adds
+_WORTH_A_PROCESS = 6  # recordings
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What changes the local shapes.
+
+    Attributes:
+        tensor, sequence_parallel, context, recompute, precision: as of a plan.
+        rows: of a micro-batch on a rank.
+    """
+
+    tensor: int = 1
+    sequence_parallel: bool = False
+    context: int = 1
+    recompute: str = "none"
+    precision: str = "float32"
+    rows: int = 1
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The arguments of a plan that it needs."""
+        given = asdict(self)
+        del given["rows"]
+        return given
+
+
+class Costs(NamedTuple):
+    """What a micro-batch costs in a cell.
+
+    Attributes:
+        block: what one block does, by phase.
+        rest: what all does that is in no block.
+        block_bytes, rest_bytes: of parameters on a rank.
+        block_kept, rest_kept: bytes that live between forward and backward.
+        transient: bytes more that live at the fullest time.
+    """
+
+    block: Counts
+    rest: Counts
+    block_bytes: int
+    rest_bytes: int
+    block_kept: int
+    rest_kept: int
+    transient: int
+
+
+class Update(NamedTuple):
+    """What the data axis and the update cost at a ZeRO stage, per byte of parameters.
+
+    Attributes:
+        once, each: bytes sent a byte of parameters on two ranks, by operation: in a step, and for each
+            micro-batch.
+        moved: bytes that the update reads and writes.
+        states: bytes of states and masters.
+    """
+
+    once: Mapping[str, float]
+    each: Mapping[str, float]
+    moved: float
+    states: float
+
+
+class Refused(Exception):
+    """The engine does not run a cell; says why."""
+
+
+class _Wanted(NamedTuple):
+    """A recording: its name among those of the model, the plan, rows, depth, and if the update is in it."""
+
+    name: str
+    plan: Plan
+    rows: int
+    depth: int
+    steps: bool = False
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+def _of_cell(cell: Cell, depth: int) -> _Wanted:
+    return _Wanted(f"{asdict(cell)}{depth}", Plan(**cell.plan), cell.rows, depth)
+
+
+def _of_zero(zero: int, precision: str, accumulate: int, depth: int) -> _Wanted:
+    plan = Plan(data=2, zero=zero, precision=precision, accumulate=accumulate)
+    return _Wanted(f"zero {zero} {precision} {accumulate} {depth}", plan, 2 * accumulate, depth, True)
+
+
+def _alone(precision: str, depth: int) -> _Wanted:
+    return _Wanted(f"alone {precision} {depth}", Plan(precision=precision), 1, depth, True)
+
+
+class Recorder:
+    """Records a model's cells; kept in a folder for the next time.
+
+    Args:
+        model, optimizer, batch: as for :func:`~espalier.dry_run`.
+        given: more for it.
+        folder: for recordings; None: they are kept nowhere.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Any,
+        given: Mapping[str, Any],
+        folder: Path | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.batch, self._given = model, optimizer, batch, dict(given)
+        self.recorded = 0
+        self.why = ""  # no pipeline can be composed
+        self._list = ""
+        found = blocks(model)
+        try:
+            self._list = one_list(found)
+            if len(set(map(kind_of, found.values()))) > 1:
+                raise NotComposed("there are several kinds of blocks")
+        except NotComposed as error:
+            self.why = str(error)
+        self.blocks = 0 if self.why else len(found)
+        if self.blocks <= _SHALLOW + 1:
+            self.why = self.why or f"it has {self.blocks} blocks"
+            self.blocks = 0
+        self._folder = folder
+        said = f"{model}{[(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()]}{optimizer}"
+        shapes = [(tuple(x.shape[1:]), x.dtype) for x in _tensors(batch)]
+        self._model = hashlib.sha256(f"{said}{shapes}{version('espalier')}".encode()).hexdigest()[:16]
+        self._costs: dict[Cell, Costs | Refused] = {}
+        self._runs: dict[tuple[Cell, int], Recording] = {}
+        self._recalled = Recalled()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the blocks."""
+        return [f"{self._list}.{i}" if self._list else str(i) for i in range(self.blocks)]
+
+    def costs(self, cell: Cell) -> Costs:
+        """What a cell costs.
+
+        Raises:
+            Refused: the engine does not run it.
+        """
+        if cell not in self._costs:
+            try:
+                self._costs[cell] = self._of(cell)
+            except Refused as error:
+                self._costs[cell] = error
+        found = self._costs[cell]
+        if isinstance(found, Refused):
+            raise found
+        return found
+
+    def _of(self, cell: Cell) -> Costs:
+        try:
+            whole = [self._at(cell, depth) for depth in self._depths()]
+        except NotAlike:
+            whole = [self._run(cell, depth) for depth in self._depths()]
+        shallow_run, deep = whole[0], whole[-1]
+        if not self.blocks:
+            kept = shallow_run.kept
+            rest = shallow_run.counts()
+            over = max(0, shallow_run.peak - shallow_run.held - kept)
+            return Costs({}, rest, 0, shallow_run.parameters, 0, kept, over)
+        try:
+            block = added(shallow_run.counts(), deep.counts())
+            rest = added(block, shallow_run.counts(), _SHALLOW)
+        except NotAlike:
+            raise Refused("a deeper model does not do more of the same") from None
+        size, kept = deep.parameters - shallow_run.parameters, deep.kept - shallow_run.kept
+        over = shallow_run.peak - shallow_run.held - shallow_run.kept
+        more = deep.peak - deep.held - deep.kept
+        # gradients of what is shallow are among it
+        return Costs(
+            block,
+            rest,
+            size,
+            shallow_run.parameters - _SHALLOW * size,
+            kept,
+            shallow_run.kept - _SHALLOW * kept,
+            max(0, over - _SHALLOW * (more - over)),
+        )
+
+    def _depths(self) -> tuple[int, ...]:
+        return (_SHALLOW, _SHALLOW + 1) if self.blocks else (0,)
+
+    def _at(self, cell: Cell, depth: int) -> Recording:
+        if cell.rows <= 2:
+            return self._run(cell, depth)
+        one, two = (self._run(replace(cell, rows=n), depth) for n in (1, 2))
+        return grown(one, two, cell.rows)
+
+    def _run(self, cell: Cell, depth: int) -> Recording:
+        key = cell, depth
+        if key not in self._runs:
+            self._runs[key] = self._kept(_of_cell(cell, depth))
+        return self._runs[key]
+
+    def _path(self, wanted: _Wanted) -> Path | None:
+        if self._folder is None:
+            return None
+        code = hashlib.sha256(wanted.name.encode()).hexdigest()[:16]
+        return self._folder / f"{self._model}-{code}.json"
+
+    def _kept(self, wanted: _Wanted) -> Recording:
+        path = self._path(wanted)
+        if path is not None and path.is_file():
+            return Recording.from_list(json.loads(path.read_text("utf-8")))
+        found = self._dry(*wanted[1:])
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(found.to_list()), "utf-8")
+            part.replace(path)
+        return found
+
+    def ahead(self, cells: Iterable[Cell], zeros: Iterable[int], precision: str) -> None:
+        """Record what cells and ZeRO stages take, in as many processes as there are cores.
+
+        Does nothing where little is missing, where recordings are kept nowhere, or where this process has
+        threads, which a copy of it would lack. What a process cannot record is left to :meth:`costs`.
+
+        Args:
+            cells, zeros: for which :meth:`costs` and :meth:`update` will be asked.
+            precision: of the ZeRO stages.
+        """
+        wanted = [
+            _of_cell(replace(cell, rows=rows), depth)
+            for cell in cells
+            for depth in self._depths()
+            for rows in ((cell.rows,) if cell.rows <= 2 else (1, 2))
+        ]
+        wanted += [_alone(precision, self._depths()[-1])]
+        wanted += [_of_zero(zero, precision, m, self._depths()[-1]) for zero in zeros for m in (1, 2)]
+        missing = [x for x in dict.fromkeys(wanted) if (path := self._path(x)) and not path.is_file()]
+        missing.sort(key=lambda x: (x.steps, x.depth, x.rows))  # so that each process has of all sizes
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        if cores < 2 or len(missing) < _WORTH_A_PROCESS * 2 or threading.active_count() > 1:
+            return
+        count = min(cores, len(missing) // _WORTH_A_PROCESS)
+        others = [self._apart(missing[i::count]) for i in range(1, count)]
+        self._record(missing[::count])
+        for process in others:
+            os.waitpid(process, 0)
+        self.recorded += sum((path := self._path(x)) is not None and path.is_file() for x in missing)
+
+    def _record(self, wanted: Iterable[_Wanted]) -> None:
+        before = self.recorded
+        for x in wanted:
+            with suppress(Refused):
+                self._kept(x)
+        self.recorded = before
+
+    def _apart(self, wanted: Sequence[_Wanted]) -> int:
+        """In another process; gives its number."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads that torch keeps, which sleep
+            process = os.fork()
+        if process:
+            return process
+        try:
+            self._record(wanted)
+        finally:
+            os._exit(0)
+
+    def _dry(self, plan: Plan, rows: int, depth: int, steps: bool) -> Recording:
+        def cut(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or not x.ndim:
+                return x
+            return x.new_empty((rows, *x.shape[1:]))
+
+        batch = tree_map(cut, self.batch)
+        self.recorded += 1
+
+        def run() -> Recording:
+            engine = dry_engine(self.model, plan, batch, optimizer=self.optimizer, **self._given)
+            return record(engine, batch, steps=steps, recalled=self._recalled)
+
+        try:
+            if not depth:
+                return run()
+            with shallow(self.model, self.optimizer, self._list, depth):
+                return run()
+        except (ValueError, NotImplementedError, NotComposed) as error:
+            raise Refused(str(error)) from error
+
+    def update(self, zero: int, precision: str) -> Update:
+        """What a ZeRO stage costs, by runs on two ranks.
+
+        Raises:
+            Refused: the engine does not run it.
+        """
+        depth = self._depths()[-1]
+        runs = []
+        for m in (1, 2):
+            runs.append(self._kept(_of_zero(zero, precision, m, depth)))
+        alone = self._kept(_alone(precision, depth))
+        low = self._run(Cell(precision=precision), depth)
+        size = max(low.parameters, 1)
+        sent = [_sent(run) for run in runs]
+        each = {op: (sent[1].get(op, 0) - sent[0].get(op, 0)) / size for op in sent[1]}
+        once = {op: n / size - each.get(op, 0.0) for op, n in sent[0].items()}
+        step = sum(getattr(e, "moved", 0) for phase, e in alone.events if phase == "step")
+        return Update(once, each, step / size, max(0, alone.held - size) / size)
+
+
+def _sent(run: Recording) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for _, event in run.events:
+        if isinstance(event, Sent):
+            found[event.op] += event.bytes
+    return found
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    tree_map(lambda x: found.append(x) if isinstance(x, torch.Tensor) else None, batch)
+    return found

@@ -1,0 +1,416 @@
+"""A deep model's dry run, composed of shallow ones.
+
+Blocks that are alike cost alike: FLOPs, bytes of each collective, parameters, states and the peak of each
+phase are affine in the number of blocks, and in the number of micro-batches once a pipeline is full. So a
+few dry runs of a model that has lost most of its blocks tell those of the whole, to the byte. One more of
+them is a check: where it is not what the others say, or where blocks are not alike, the whole is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from espalier.blocks import blocks
+from espalier.engine.dry import DryReport, dry_run
+from espalier.parallel import Plan
+from espalier.parallel.data.chunks import smallest_within
+from espalier.trees import tree_map
+
+_DEPTHS = ((2, 3, 4), (4, 5, 7))  # blocks of the two runs, and of the check
+# by which a block knows its place
+_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number", "layer_index", "index", "idx"})
+Sent = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What one step costs one rank.
+
+    Attributes:
+        plan: the plan.
+        rank: which rank, by the mesh axes' names.
+        flops: floating-point operations.
+        sent: bytes that the rank sends, by axis and operation.
+        calls: the number of such collectives, which may be one off where it is composed.
+        parameter_bytes, state_bytes: held.
+        peaks: the most bytes that live at once, by phase.
+        slots: see :class:`~espalier.engine.dry.DryReport`.
+        runs: dry runs that it took; 1: it is that of the whole model.
+        why: why it was not composed; empty if it was.
+    """
+
+    plan: Plan
+    rank: Mapping[str, int]
+    flops: int
+    sent: Mapping[Sent, int]
+    calls: Mapping[Sent, int]
+    parameter_bytes: int
+    state_bytes: int
+    peaks: Mapping[str, int]
+    slots: Mapping[int, int] = field(default_factory=dict)
+    runs: int = 1
+    why: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most of all phases."""
+        return max(self.peaks.values(), default=0)
+
+    @property
+    def peak_at(self) -> str:
+        """The phase of the peak."""
+        return max(self.peaks, key=lambda phase: self.peaks[phase], default="")
+
+    @staticmethod
+    def of(report: DryReport, why: str = "") -> Totals:
+        """Those of a dry run."""
+        entries = report.ledger.by_op()
+        return Totals(
+            report.plan,
+            report.rank,
+            report.flops,
+            {key: sent for key, (_, sent) in entries.items()},
+            {key: calls for key, (calls, _) in entries.items()},
+            report.parameter_bytes,
+            report.state_bytes,
+            dict(report.peaks),
+            dict(report.slots),
+            why=why,
+        )
+
+    def numbers(self) -> dict[Any, int]:
+        """All counts, under keys; the peak of an update without the pieces that are copied for it.
+
+        How many pieces have so many bytes follows from the depth as all else does. What of them is copied
+        does not: as many as fit in a chunk.
+        """
+        counts: dict[Any, int] = {name: getattr(self, name) for name in _COUNTS}
+        for name in _TABLES:
+            counts.update({(name, key): n for key, n in getattr(self, name).items()})
+        if _UPDATE in counts:
+            counts[_UPDATE] -= _copied(self.slots, self.plan)
+        return counts
+
+    def slack(self, key: Any) -> int:
+        """By how much a number that is composed may be off: what a whole model rounds once.
+
+        A call, more or less, where chunks span blocks. ZeRO-0 sends a flag for each parameter, and pads all
+        of a chunk to the number of ranks.
+        """
+        plan = self.plan
+        ranks = plan.data * plan.replicate * plan.context
+        if key[0] == "calls":
+            return 1
+        if plan.zero == 0 and ranks > 2 and key[0] in ("sent", "peaks"):
+            return 16 * ranks
+        return 0
+
+    def differs(self, other: Totals) -> list[str]:
+        """Where two are not the same, but for what no composition can know (see :meth:`slack`)."""
+        ours, theirs = self.numbers(), other.numbers()
+        differing = []
+        for key in sorted(ours.keys() | theirs.keys(), key=str):
+            here, there = ours.get(key, 0), theirs.get(key, 0)
+            if abs(here - there) > self.slack(key):
+                differing.append(f"{_name(key)}: {here:,} and {there:,}")
+        return differing
+
+
+_COUNTS = ("flops", "parameter_bytes", "state_bytes")
+_TABLES = ("sent", "calls", "peaks", "slots")
+_UPDATE = ("peaks", "step")
+
+
+def _name(key: Any) -> str:
+    """A count's, in words."""
+    if isinstance(key, str):
+        return key
+    table, of = key
+    return f"{table} {' '.join(of) if isinstance(of, tuple) else of}"
+
+
+def _copied(slots: Mapping[int, int], plan: Plan) -> int:
+    """Bytes of the pieces that are copied for an update."""
+    return smallest_within(slots, plan.chunk_megabytes * 1e6)[1]
+
+
+class NotComposed(Exception):
+    """A step of this model and plan is not that of shallower ones; says why."""
+
+
+def composed(
+    model: nn.Module,
+    plan: Plan | Mapping[str, Any],
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    coordinate: tuple[int, ...] | Mapping[str, int] | None = None,
+    **given: Any,
+) -> Totals:
+    """What :func:`~espalier.dry_run` tells, from dry runs of the model with few of its blocks.
+
+    Args:
+        model, plan, batch, optimizer, coordinate, given: as for :func:`~espalier.dry_run`. A pipeline is
+            composed where ``Plan(cuts=...)`` names blocks.
+    """
+    made = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
+    given["optimizer"] = optimizer
+    try:
+        family = _Family(model, made, batch, coordinate, given)
+        why = "the check found other numbers"
+        for depths in _DEPTHS:
+            totals = family.totals(*depths)
+            if totals is not None:
+                return totals
+    except NotComposed as error:
+        why = str(error)
+    return Totals.of(dry_run(model, made, batch, coordinate=coordinate, **given), why)
+
+
+@dataclass
+class _Family:
+    """A model, and the same with fewer blocks and micro-batches.
+
+    Attributes:
+        layers: blocks of each stage.
+        own: the numbers of the stages that the rank has.
+    """
+
+    model: nn.Module
+    plan: Plan
+    batch: Any
+    coordinate: Any
+    given: Mapping[str, Any]
+    layers: list[int] = field(init=False)
+    own: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        plan, every_block = self.plan, blocks(self.model)
+        self.list = one_list(every_block)
+        if isinstance(plan.recompute, dict):
+            raise NotComposed("recompute names blocks")
+        if any(any(map(str.isdigit, str(name))) for name in (self.given.get("layouts") or {})):
+            raise NotComposed("layouts name blocks")
+        if self.given.get("branches"):
+            raise NotComposed("there are branches")
+        if any(s.place != "device" and s.ratio != 1 for s in plan.offload.shares.values()):
+            raise NotComposed("a share of the chunks is off the device: which, all of them decide")
+        kinds = set(map(kind_of, every_block.values()))
+        if len(kinds) > 1:
+            raise NotComposed(f"there are {len(kinds)} kinds of blocks")
+        if plan.data * plan.replicate * plan.context > 1:
+            self._check_chunks(next(iter(every_block.values())))
+        number, self.own = len(every_block), [0]
+        self.layers = [number]
+        if plan.pipe > 1:
+            self._divide(number)
+        self.most = min(self.layers[i] for i in self.own)
+
+    def _check_chunks(self, block: nn.Module) -> None:
+        """Chunks that span blocks are other ones in a deeper model."""
+        plan = self.plan
+        low = plan.precision.parameters
+        each = 0 if low is None else getattr(torch, low).itemsize
+        size = sum(p.numel() * (each or p.element_size()) for p in block.parameters()) / plan.tensor
+        if plan.zero < 3 and size < plan.chunk_megabytes * 1e6:
+            raise NotComposed("several blocks go into one chunk (plan.chunk_megabytes)")
+        if plan.zero == 3 and size * _DEPTHS[0][0] < plan.prefetch_megabytes * 1e6:
+            raise NotComposed("several blocks are gathered ahead (plan.prefetch_megabytes)")
+
+    def _divide(self, number: int) -> None:
+        plan = self.plan
+        names = [f"{self.list}.{i}" if self.list else str(i) for i in range(number)]
+        if plan.cuts is None or not set(plan.cuts) <= set(names):
+            raise NotComposed("stages do not begin at blocks that the plan names")
+        if not isinstance(plan.schedule, str) or plan.schedule not in _FULL:
+            raise NotComposed(
+                "only peaks of naive, gpipe, 1f1b, zb-h1 and zbv are known to be affine so early"
+            )
+        starts = [0, *map(names.index, plan.cuts), number]
+        self.layers = [b - a for a, b in pairwise(starts)]
+        axes, at = plan.axes, self.coordinate
+        here = (
+            0 if at is None else at.get("pipe", 0) if isinstance(at, Mapping) else at[[*axes].index("pipe")]
+        )
+        self.own = [i for i in range(len(self.layers)) if _rank_of(plan, i) == here]
+
+    def totals(self, low: int, high: int, check: int) -> Totals | None:
+        """The whole's, of runs of so many blocks; None: the check fails."""
+        few, step = self._micro_batches()
+        more = few + step
+        if self.most <= check and few == self.plan.accumulate:
+            raise NotComposed("it is not deep")
+        deep = self.most > check
+        depths = (low, high) if deep else (self.most, self.most)
+        runs: dict[tuple[int, int], Totals] = {}
+        for point in [(k, m) for k in depths for m in ((few, more) if step else (few, few))]:
+            if point not in runs:
+                runs[point] = self._run(*point)
+        grid = _Grid(depths, (few, more), runs)
+        point = (check if deep else self.most, few + 2 * step)
+        tested = self._run(*point)
+        found = grid.at(*point)
+        if found is None or tested.differs(_with(tested, found)):
+            return None
+        numbers = grid.at(self.most, self.plan.accumulate)
+        if numbers is None:
+            return None
+        return replace(_with(tested, numbers), plan=self.plan, runs=len(runs) + 1)
+
+    def _micro_batches(self) -> tuple[int, int]:
+        """So many, from which on each more costs the same, and how many more at a time; 0: they are all."""
+        plan, m = self.plan, self.plan.accumulate
+        few, step = (3, 1) if plan.pipe == 1 else _FULL[str(plan.schedule)](plan.pipe)
+        sizes = {x.shape[0] for x in _tensors(self.batch)}
+        ranks = 1
+        for name in plan.batch_axes:
+            ranks *= plan.axes[name]
+        even = all(n % (m * ranks) == 0 for n in sizes)
+        if m <= few + 2 * step or (m - few) % step or not even:
+            return m, 0
+        return few, step
+
+    def _run(self, depth: int, micro_batches: int) -> Totals:
+        layers = [1] * len(self.layers)
+        for i in self.own:
+            layers[i] = self.layers[i] - self.most + depth
+        plan, m = self.plan, self.plan.accumulate
+        change: dict[str, Any] = {"accumulate": micro_batches}
+        if plan.pipe > 1:
+            starts = [sum(layers[: i + 1]) for i in range(len(layers) - 1)]
+            change["cuts"] = tuple(f"{self.list}.{i}" if self.list else str(i) for i in starts)
+
+        def fewer(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or not x.ndim or micro_batches == m:
+                return x
+            return x[: x.shape[0] * micro_batches // m]
+
+        batch = tree_map(fewer, self.batch)
+        with shallow(self.model, self.given["optimizer"], self.list, sum(layers)):
+            made = plan.model_copy(update=change)
+            return Totals.of(dry_run(self.model, made, batch, coordinate=self.coordinate, **self.given))
+
+
+class _Grid:
+    """Numbers at the corners of a rectangle of depths and micro-batches."""
+
+    def __init__(
+        self, depths: tuple[int, int], micro: tuple[int, int], runs: Mapping[tuple[int, int], Totals]
+    ) -> None:
+        self._depths, self._micro = depths, micro
+        self._runs = {point: totals.numbers() for point, totals in runs.items()}
+
+    def at(self, depth: int, micro_batches: int) -> dict[Any, int] | None:
+        """The numbers elsewhere; None where these are none of integers."""
+        (low, high), (few, more) = self._depths, self._micro
+        x = Fraction(depth - low, high - low) if high > low else Fraction(0)
+        y = Fraction(micro_batches - few, more - few) if more > few else Fraction(0)
+        weights: dict[tuple[int, int], Fraction] = {}
+        for k, a in ((low, 1 - x), (high, x)):
+            for m, b in ((few, 1 - y), (more, y)):
+                if a * b:
+                    weights[k, m] = weights.get((k, m), Fraction(0)) + a * b
+        numbers: dict[Any, int] = {}
+        for key in set().union(*(self._runs[point].keys() for point in weights)):
+            value = sum(w * self._runs[point].get(key, 0) for point, w in weights.items())
+            if value.denominator != 1 or value < 0:
+                if key[0] != "calls":
+                    return None
+                value = Fraction(max(round(value), 0))
+            numbers[key] = int(value)
+        return numbers
+
+
+def _with(like: Totals, numbers: Mapping[Any, int]) -> Totals:
+    """The same rank's, with other numbers."""
+    tables: dict[str, dict[Any, int]] = {name: {} for name in _TABLES}
+    for key, n in numbers.items():
+        if not isinstance(key, str):
+            tables[key[0]][key[1]] = n
+    if _UPDATE[1] in tables["peaks"]:
+        tables["peaks"][_UPDATE[1]] += _copied(tables["slots"], like.plan)
+    counts: dict[str, Any] = {name: numbers[name] for name in _COUNTS}
+    return replace(like, **(counts | tables))
+
+
+# micro-batches that fill a pipeline of p ranks, and steps in which more may come
+_FULL = {
+    "naive": lambda p: (3, 1),
+    "gpipe": lambda p: (3, 1),
+    "1f1b": lambda p: (p + 1, 1),
+    "zb-h1": lambda p: (2 * p + 1, 1),
+    "zbv": lambda p: (2 * p + 1, 1),
+}
+
+
+def _rank_of(plan: Plan, stage: int) -> int:
+    """Which rank of the pipe has a stage."""
+    if plan.schedule == "zbv":
+        return min(stage, 2 * plan.pipe - 1 - stage)
+    return stage % plan.pipe
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    tree_map(lambda x: tensors.append(x) if isinstance(x, torch.Tensor) and x.ndim else None, batch)
+    return tensors
+
+
+# ---- the same model with fewer blocks
+
+
+def one_list(found: Mapping[str, nn.Module]) -> str:
+    """The name of the list that has all blocks."""
+    lists = {name.rpartition(".")[0] for name in found}
+    places = [name.rpartition(".")[2] for name in found]
+    if len(lists) != 1 or places != [str(i) for i in range(len(places))]:
+        raise NotComposed("blocks do not stand in one list")
+    return lists.pop()
+
+
+def kind_of(block: nn.Module) -> Any:
+    """What is the same of blocks that are alike."""
+
+    def plain(module: nn.Module) -> tuple[Any, ...]:
+        said = ((k, x) for k, x in vars(module).items() if isinstance(x, int | float | str | bool))
+        return tuple(sorted((k, x) for k, x in said if k not in _NUMBERS))
+
+    parameters = ((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
+    modules = ((name, type(m), m.extra_repr(), plain(m)) for name, m in block.named_modules())
+    return tuple(parameters), tuple(modules)
+
+
+@contextmanager
+def shallow(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, name: str, number: int
+) -> Iterator[None]:
+    """While open, a model has so many blocks of its list, and an optimizer their parameters.
+
+    Raises:
+        NotComposed: blocks share parameters with what stays.
+    """
+    held = model.get_submodule(name)
+    before = dict(held._modules)
+    groups = [] if optimizer is None else optimizer.param_groups
+    listed = [group["params"] for group in groups]
+    try:
+        held._modules = dict(list(before.items())[:number])
+        kept = {id(p) for p in model.parameters()}
+        gone = {id(p) for m in list(before.values())[number:] if m is not None for p in m.parameters()}
+        if kept & gone:
+            raise NotComposed("blocks share parameters")
+        for group, params in zip(groups, listed, strict=True):
+            group["params"] = [p for p in params if id(p) not in gone]
+        yield
+    finally:
+        held._modules = before
+        for group, params in zip(groups, listed, strict=True):
+            group["params"] = params

@@ -1,0 +1,188 @@
+"""What a search found, as text: the best, what time goes to, why not others, what would change it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from espalier.planner.cluster import Cluster
+from espalier.planner.compose import Totals
+from espalier.planner.search import Found, Prediction, plan_table
+from espalier.texts import in_columns
+
+_SHOWN = 8
+_NEXT = ("tensor", "pipe", "zero", "recompute", "sequence_parallel", "schedule")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A plan that was run dry, beside what was predicted of it.
+
+    Attributes:
+        prediction: that.
+        totals: of the first stage's rank, and in a pipeline of the last one's.
+    """
+
+    prediction: Prediction
+    totals: Sequence[Totals]
+
+    @property
+    def bytes(self) -> int:
+        """The most that lives at once on these ranks."""
+        return max(t.peak_bytes for t in self.totals)
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes that these ranks send, the most along each axis."""
+        found: dict[str, int] = {}
+        for totals in self.totals:
+            own: dict[str, int] = {}
+            for (axis, _), n in totals.sent.items():
+                own[axis] = own.get(axis, 0) + n
+            for axis, n in own.items():
+                found[axis] = max(found.get(axis, 0), n)
+        return found
+
+
+def words(plan: Any) -> str:
+    """A plan in a few words."""
+    said = [f"{key} {getattr(plan, key)}" for key in ("pipe", "data", "context", "tensor")]
+    said = [x for x in said if not x.endswith(" 1")]
+    if plan.pipe > 1:
+        said.append(plan.schedule + (f" v{plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""))
+    said += [f"ZeRO-{plan.zero}"] if plan.zero else []
+    said += ["sequence"] if plan.sequence_parallel else []
+    said += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
+    return " ".join(said) or "one rank"
+
+
+def report(found: Found, checked: Sequence[Checked] = (), changes: Sequence[str] = ()) -> str:
+    """All of it, as text."""
+    lines = []
+    if found.best:
+        first = found.best[0]
+        lines += [*_table([*found.best[:_SHOWN], *found.plain], found), "", "time of the first:"]
+        shares = sorted(first.terms.items(), key=lambda x: -x[1])
+        rows = [(f"  {name}", f"{x:.4g} s", f"{x / first.seconds:.1%}") for name, x in shares]
+        lines += [*in_columns(rows, "<>>"), "", "memory of its fullest rank, 10^9 bytes:"]
+        lines += in_columns([(f"  {k}", f"{n / 1e9:.2f}") for k, n in first.memory.items()], "<>")
+    else:
+        lines += ["Nothing fits.", "", *_table([x for x in (found.least, *found.plain) if x], found)]
+    if checked:
+        lines += ["", "run dry, as one rank of the first and one of the last stage:"]
+        lines += in_columns([("  plan", "predicted GB", "dry GB"), *map(_checked, checked)], "<>>")
+    if found.best:
+        lines += ["", "why not:", *(f"  {x}" for x in why_not(found))]
+    if changes:
+        lines += ["", "what would change it:", *(f"  {x}" for x in changes)]
+    lines += ["", *told(found)]
+    if found.best:
+        lines += ["", to_toml(plan_table(found.best[0].plan))]
+    return "\n".join(lines)
+
+
+def _checked(x: Checked) -> tuple[str, str, str]:
+    return f"  {words(x.prediction.plan)}", f"{x.prediction.bytes / 1e9:.2f}", f"{x.bytes / 1e9:.2f}"
+
+
+def _table(rows: Iterable[Prediction], found: Found) -> list[str]:
+    head = ("", "plan", "rows", "step s", "±", "samples/s", "GB", "GB sent")
+    plain = {id(x) for x in found.plain}
+    lines = [head]
+    for number, x in enumerate(rows):
+        name = "plain" if id(x) in plain and number >= min(len(found.best), _SHOWN) else f"{number + 1}"
+        sent = " ".join(f"{axis} {n / 1e9:.3g}" for axis, n in x.sent.items() if n)
+        size = f"{x.bytes / 1e9:.1f}{'' if x.fits else ' (too much)'}"
+        time = f"{x.seconds:.4g}", f"{x.error:.0%}", f"{found.batch / x.seconds:.4g}"
+        lines.append((name, words(x.plan), str(x.rows), *time, size, sent))
+    return in_columns(lines, "<<>>>>><")
+
+
+def why_not(found: Found) -> list[str]:
+    """One line for each value that the first could have otherwise: the best that has, and what it costs."""
+    first, lines = found.best[0], []
+    for key in _NEXT:
+        own = getattr(first.plan, key)
+        if key == "schedule" and first.plan.pipe == 1:
+            continue
+        others = [x for x in found.best if getattr(x.plan, key) != own]
+        if key == "schedule":
+            others = [x for x in others if x.plan.pipe > 1]
+        if not others:
+            lines.append(f"{key} other than {own}: none fits")
+            continue
+        x = min(others, key=lambda x: x.seconds)
+        names = first.terms.keys() | x.terms.keys()
+        worst = max(sorted(names), key=lambda n: x.terms.get(n, 0.0) - first.terms.get(n, 0.0))
+        more = x.terms.get(worst, 0.0) - first.terms.get(worst, 0.0)
+        by = x.seconds / first.seconds - 1
+        same = " (within the error)" if by < first.error / 3 else ""
+        told = f"{by:+.1%}{same}, {worst} {more:+.3g} s ({words(x.plan)}, {x.rows} rows)"
+        lines.append(f"{key} {getattr(x.plan, key)}: {told}")
+    return lines
+
+
+def told(found: Found) -> list[str]:
+    """From where the figures are, and what was not looked at."""
+    cluster = found.cluster
+    keys = ("device.tflops", "device.ceiling", "device.bandwidth_gbs", "device.host_us_per_op", "level")
+    known = [(f"  {key}", cluster.source(key).source, f"± {cluster.source(key).spread:.0%}") for key in keys]
+    lines = [f"{found.scored:,} plans scored from {found.recorded} new dry runs; constants:"]
+    lines += in_columns(known, "<<>")
+    lines += [
+        "assumed: no stragglers, experts routed evenly, the data axis hides behind 90 % of what it may.",
+        "not searched: 2D to 3D tensor modes, experts, branches, offload; give them in [plan] or with --fix.",
+    ]
+    if found.refused:
+        lines.append("refused:")
+        lines += [f"  {key}: {why}".splitlines()[0] for key, why in list(found.refused.items())[:5]]
+    return lines
+
+
+def to_toml(table: Mapping[str, Any]) -> str:
+    """The table ``[plan]`` to paste."""
+
+    def value(x: Any) -> str:
+        if isinstance(x, Mapping):
+            return "{" + ", ".join(f"{k} = {value(y)}" for k, y in x.items()) + "}"
+        return json.dumps(x)
+
+    return "\n".join(["[plan]", *(f"{key} = {value(x)}" for key, x in table.items())])
+
+
+def to_dict(found: Found, checked: Sequence[Checked] = ()) -> dict[str, Any]:
+    """As JSON takes it."""
+    return {
+        "cluster": found.cluster.model_dump(mode="json"),
+        "batch": found.batch,
+        "best": [x.to_dict() for x in found.best[:_SHOWN]],
+        "plain": [x.to_dict() for x in found.plain],
+        "least": found.least.to_dict() if found.least else None,
+        "scored": found.scored,
+        "recorded": found.recorded,
+        "refused": dict(found.refused),
+        "checked": [
+            {"plan": plan_table(x.prediction.plan), "bytes": x.bytes, "sent": x.sent} for x in checked
+        ],
+    }
+
+
+def variants(cluster: Cluster) -> dict[str, Cluster]:
+    """The same cluster with one thing a fifth better or worse."""
+    found = {}
+    for sign, factor in (("-20 %", 0.8), ("+20 %", 1.25)):
+        levels = tuple(
+            x.model_copy(update={"bandwidth_gbs": x.bandwidth_gbs * factor}) for x in cluster.level
+        )
+        device = cluster.device
+        found[f"links {sign}"] = cluster.model_copy(update={"level": levels})
+        for key, name in (("host_us_per_op", "host time"), ("ceiling", "products")):
+            to = (
+                min(1.0, getattr(device, key) * factor) if key == "ceiling" else getattr(device, key) * factor
+            )
+            found[f"{name} {sign}"] = cluster.model_copy(
+                update={"device": device.model_copy(update={key: to})}
+            )
+    return found

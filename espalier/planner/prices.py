@@ -1,0 +1,133 @@
+"""What operations and collectives take on a cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from espalier.planner.cluster import Cluster
+from espalier.planner.recording import Counts, Op, Sent
+
+_TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # of matrix products, rows and columns
+_UNITS = 132  # that work on tiles at once, of today's devices
+_HALVES = ("bfloat16", "float16")
+_FORWARD, _BACKWARD = 11, 14  # bytes a score that attention written out reads and writes
+_PROLOGUE = 64  # columns of the contracted dim that filling a pipeline of loads takes
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one rank.
+
+    Attributes:
+        compute: of the device.
+        host: that the host takes to start it all.
+        sent: of collectives, by axis.
+    """
+
+    compute: float = 0.0
+    host: float = 0.0
+    sent: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> float:
+        """Where what is sent along the axes is waited for: the host runs ahead, or it does not."""
+        return max(self.compute, self.host) + sum(self.sent.values())
+
+    def plus(self, other: Spent, times: float = 1.0) -> Spent:
+        """With the other's, so many times."""
+        axes = dict.fromkeys((*self.sent, *other.sent))
+        sent = {a: self.sent.get(a, 0.0) + times * other.sent.get(a, 0.0) for a in axes}
+        return Spent(self.compute + times * other.compute, self.host + times * other.host, sent)
+
+
+class Prices:
+    """What things cost on a cluster.
+
+    Args:
+        cluster: its devices and links.
+        axes: sizes of a mesh's axes, outermost first: an axis' ranks stand as far apart as the axes inside of
+            it have ranks.
+    """
+
+    def __init__(self, cluster: Cluster, axes: Mapping[str, int]) -> None:
+        self.cluster, self.axes = cluster, dict(axes)
+        self._known: dict[Op, float] = {}
+
+    def op(self, op: Op) -> float:
+        """Seconds of the device."""
+        if op not in self._known:
+            self._known[op] = self._op(op)
+        return self._known[op]
+
+    def _op(self, op: Op) -> float:
+        device = self.cluster.device
+        memory = op.moved / (device.bandwidth_gbs * 1e9 * device.memory_share)
+        if op.kind in ("view", "other"):
+            return memory * device.unfused
+        peak = self._peak(op.dtype)
+        if op.kind == "attention" and device.attention == "math":
+            batches, heads, sequence, _ = op.sizes
+            written = batches * heads * sequence**2 * (_BACKWARD if "backward" in op.name else _FORWARD)
+            memory += written / (device.bandwidth_gbs * 1e9 * device.memory_share)
+            return memory + 2 * op.flops / (peak * device.ceiling)  # it knows of no causal half
+        if op.kind == "attention":
+            sequence, width = op.sizes[-2], op.sizes[-1]
+            share = sequence / (sequence + 512) * (1.0 if width % 8 == 0 else 0.5)
+            share *= 0.8 if "backward" in op.name else 1.0
+        else:
+            share = self._share(op)
+        return max(op.flops / (peak * device.ceiling * share), memory)
+
+    def _peak(self, dtype: str) -> float:
+        """Operations a second; of 16 bits where a device has one kind of them, those of that."""
+        tflops = self.cluster.device.tflops
+        kinds = (dtype, *(_HALVES if dtype in _HALVES else ()), "float32", *tflops)
+        return next(tflops[kind] for kind in kinds if kind in tflops) * 1e12
+
+    def _share(self, op: Op) -> float:
+        """The part of what large matrix products reach that one of these sizes does."""
+        b, m, n, k = op.sizes
+        if not b * m * n * k:
+            return 1.0
+        best = 0.0
+        for rows, columns in _TILES:
+            tiles = b * math.ceil(m / rows) * math.ceil(n / columns)
+            waves = math.ceil(tiles / _UNITS)
+            filled = b * m * n / (waves * _UNITS * rows * columns)
+            best = max(best, filled * (rows * columns / (256 * 128)) ** 0.1)
+        aligned = 1.0 if m % 8 == n % 8 == k % 8 == 0 else 0.5
+        return max(0.02, best * k / (k + _PROLOGUE) * aligned)
+
+    def sent(self, op: str, axis: str, sent: float, calls: float = 1.0) -> float:
+        """Seconds of so many calls that send so many bytes in all along an axis, alone on the links."""
+        names = list(self.axes)
+        n = self.axes.get(axis, 1) if axis in self.axes else math.prod(self.axes.values())
+        if n == 1 or not calls:
+            return 0.0
+        stride = math.prod(self.axes[x] for x in names[names.index(axis) + 1 :]) if axis in names else 1
+        level, inside = self.cluster.span(n, stride)
+        bandwidth = level.bandwidth_gbs * level.efficiency * 1e9
+        # of a group's ranks in one node one at a time sends to the next node: over the links of them all
+        inner = [x for x in self.cluster.level if x.ranks < level.ranks]
+        if inside > 1 and inner:
+            within = inner[-1]
+            bandwidth = min(bandwidth * inside, within.bandwidth_gbs * within.efficiency * 1e9)
+        rounds = {"all_reduce": 2, "send": 1, "receive": 0}.get(op, 1) * math.ceil(math.log2(n))
+        return calls * max(rounds, 1) * level.latency_us * 1e-6 + sent / bandwidth
+
+    def of(self, counts: Counts, phase: str) -> Spent:
+        """All that is counted in a phase."""
+        device = self.cluster.device
+        compute = host = 0.0
+        sent: dict[str, float] = {}
+        for event, n in counts.get(phase, {}).items():
+            if isinstance(event, Sent):
+                took = self.sent(event.op, event.axis, event.bytes * n, n)
+                sent[event.axis] = sent.get(event.axis, 0.0) + took
+                host += n * device.host_us_per_op * 1e-6
+            else:
+                compute += n * self.op(event)
+                host += n * device.host_us_per_op * 1e-6 * (0.25 if event.kind == "view" else 1.0)
+        return Spent(compute, host, sent)

@@ -1,0 +1,282 @@
+"""Recordings: what one dry step of the engine does, operation by operation.
+
+There is no second description of the model: the engine runs a shallow copy of it without data, and what it
+did is noted with its sizes. Two depths tell what a block adds, two sizes of a micro-batch what a row adds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.utils.flop_counter import FlopCounterMode
+
+from espalier.comm import Collective, ledger
+from espalier.engine.engine import Engine
+from espalier.engine.report import local_bytes
+from espalier.tensor.dry_runs import ATTENTION, Recalled
+from espalier.torch_private import TorchDispatchMode, raw
+from espalier.trees import tensors_in
+
+# views by other names
+_VIEWS = ("_unsafe_view", "_reshape_alias")
+# these give memory to what comes after them, and move nothing
+_FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
+
+class Op(NamedTuple):
+    """An operation on local tensors.
+
+    Attributes:
+        name: torch's.
+        kind: ``"matmul"``, ``"attention"``, ``"other"`` (bound by memory), or ``"view"`` (the host's alone).
+        sizes: of a matrix product [batches, m, n, k], of attention [batches, heads, sequence, width].
+        dtype: of its first tensor.
+        flops: floating-point operations.
+        moved: bytes read and written, if nothing stays in caches.
+    """
+
+    name: str
+    kind: str
+    sizes: tuple[int, ...]
+    dtype: str
+    flops: int
+    moved: int
+
+
+class Sent(NamedTuple):
+    """A collective: its operation, the axis, and the bytes that this rank sends."""
+
+    op: str
+    axis: str
+    bytes: int
+
+
+Event = Op | Sent
+Counts = Mapping[str, Counter[Event]]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a rank does in one step.
+
+    Attributes:
+        events: in order, each with its phase: ``"forward"``, ``"backward"`` or ``"step"``.
+        parameters: bytes of this rank's.
+        held: bytes that live before the step: parameters, states.
+        kept: bytes more that live between forward and backward.
+        peak: the most bytes that live at once in forward and backward.
+    """
+
+    events: tuple[tuple[str, Event], ...]
+    parameters: int
+    held: int
+    kept: int
+    peak: int
+
+    def counts(self) -> dict[str, Counter[Event]]:
+        """How often what is done, by phase."""
+        found: dict[str, Counter[Event]] = {}
+        for phase, event in self.events:
+            found.setdefault(phase, Counter())[event] += 1
+        return found
+
+    def to_list(self) -> list[Any]:
+        """As JSON takes it; each event once."""
+        known = {event: i for i, event in enumerate(dict.fromkeys(event for _, event in self.events))}
+        rows = [[phase, known[event]] for phase, event in self.events]
+        return [[list(event) for event in known], rows, self.parameters, self.held, self.kept, self.peak]
+
+    @staticmethod
+    def from_list(given: Sequence[Any]) -> Recording:
+        """That of what :meth:`to_list` gave."""
+        known: list[Event] = []
+        for row in given[0]:
+            if len(row) == len(Sent._fields):
+                known.append(Sent(*row))
+            else:
+                name, kind, sizes, dtype, flops, moved = row
+                known.append(Op(name, kind, tuple(sizes), dtype, flops, moved))
+        return Recording(tuple((phase, known[i]) for phase, i in given[1]), *given[2:])
+
+
+def record(engine: Engine, batch: Any, *, steps: bool = False, recalled: Recalled | None = None) -> Recording:
+    """Run one step of a dry engine, and note what it does.
+
+    Args:
+        engine: of :func:`~espalier.engine.dry.dry_engine`.
+        batch: the global batch, as meta tensors.
+        steps: with the optimizer's update; a step before it makes its states.
+        recalled: what operations gave in other recordings.
+    """
+    work = recalled or Recalled()
+    if steps:
+        with work:
+            engine.accumulate(engine.cut(batch))
+            engine.step()
+    memory, mode = engine.watch().live, _Recorder()
+    with work, memory:
+        memory.phase = "forward"
+        held, kept = memory.now, [0]
+
+        def phase(name: str) -> None:
+            if name == "backward" and mode.phase == "forward":
+                kept[0] = max(kept[0], memory.now - held)
+            mode.phase = memory.phase = name
+
+        with ledger(engine.mesh) as book, mode:
+            engine.mesh.ledgers.append(mode)
+            try:
+                engine.accumulate(engine.cut(batch), phase=phase)
+                mode.phase = memory.phase = "backward"
+                engine.finish_gradients()
+                mode.phase = memory.phase = "step"
+                if steps:
+                    engine.step()
+            finally:
+                engine.mesh.ledgers[:] = [x for x in engine.mesh.ledgers if x is not mode]
+        assert len(book.entries) == mode.seen
+    peak = max(memory.peaks.get(name, 0) for name in ("forward", "backward"))
+    parameters = sum(map(local_bytes, engine.module.parameters()))
+    return Recording(tuple(mode.events), parameters, held, kept[0], peak)
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes operations and collectives while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.seen = "forward", 0
+        self.events: list[tuple[str, Event]] = []
+        self._count = FlopCounterMode(display=False, custom_mapping=ATTENTION).flop_registry
+        self._views: dict[Any, bool] = {}
+
+    def saw(self, event: Collective) -> None:
+        """A collective is about to start."""
+        self.seen += 1
+        self.events.append((self.phase, Sent(event.op, event.where, event.sent)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with raw():
+            out = func(*args, **kwargs)
+            packet = func.overloadpacket
+            name = packet.__name__
+            if name not in _FREE:
+                self.events.append((self.phase, self._op(func, packet, name, args, kwargs, out)))
+        return out
+
+    def _op(self, func: Any, packet: Any, name: str, args: Any, kwargs: Any, out: Any) -> Op:
+        tensors = tensors_in([args, kwargs])
+        made = tensors_in([out])
+        first = tensors[0] if tensors else made[0] if made else None
+        dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
+        if func not in self._views:
+            arguments = func._schema.arguments
+            self._views[func] = name in _VIEWS or any(
+                a.alias_info is not None and not a.alias_info.is_write for a in arguments
+            )
+        if self._views[func]:
+            return Op(name, "view", (), dtype, 0, 0)
+        moved = sum(x.nbytes for x in tensors) + sum(x.nbytes for x in made)
+        count = self._count.get(packet)
+        if count is None:
+            return Op(name, "other", (), dtype, 0, moved)
+        flops = int(count(*args, **kwargs, out_val=out))
+        if "attention" in name:
+            q = tensors[1] if "backward" in name else tensors[0]
+            if any(x is True for x in (*args, kwargs.get("is_causal"))):
+                flops //= 2
+            return Op(name, "attention", tuple(q.shape), dtype, flops, moved)
+        matrices = [x for x in tensors if x.ndim >= 2]
+        if len(matrices) < 2 or not made:
+            return Op(name, "other", (), dtype, flops, moved)
+        a, product = matrices[-2], made[0]
+        batches = product.shape[0] if product.ndim > 2 else 1
+        return Op(name, "matmul", (batches, *product.shape[-2:], a.shape[-1]), dtype, flops, moved)
+
+
+# ---- what a block adds, and what a row adds
+
+
+class NotAlike(Exception):
+    """Two recordings are not of the same program."""
+
+
+def grown(one: Recording, two: Recording, times: int) -> Recording:
+    """What is done with ``times`` as many rows, of recordings with one part of them and with two.
+
+    Raises:
+        NotAlike: the two differ in more than their sizes.
+    """
+    if times == 1:
+        return one
+    if times == 2:
+        return two
+
+    def line(a: int, b: int) -> int:
+        return a + (b - a) * (times - 1)
+
+    known: dict[tuple[Event, Event], Event] = {}
+    events = []
+    if len(one.events) != len(two.events):
+        raise NotAlike
+    for (phase, a), (_, b) in zip(one.events, two.events, strict=True):
+        found = known.get((a, b))
+        if found is None:
+            if a[0] != b[0] or a[1] != b[1] or len(a) != len(b):
+                raise NotAlike
+            if isinstance(a, Op) and isinstance(b, Op):
+                sizes = tuple(map(line, a.sizes, b.sizes))
+                found = a._replace(sizes=sizes, flops=line(a.flops, b.flops), moved=line(a.moved, b.moved))
+            else:
+                assert isinstance(a, Sent) and isinstance(b, Sent)
+                found = a._replace(bytes=line(a.bytes, b.bytes))
+            known[a, b] = found
+        events.append((phase, found))
+    numbers = (line(getattr(one, x), getattr(two, x)) for x in ("held", "kept", "peak"))
+    return Recording(tuple(events), one.parameters, *numbers)
+
+
+def added(shallow: Counts, deep: Counts, times: int = 1) -> dict[str, Counter[Event]]:
+    """What is done more than ``times`` the shallow counts say, by phase.
+
+    What stands once for all blocks (small gradients summed together) is another event in a deeper model: of
+    such ones the sizes are taken apart.
+
+    Raises:
+        NotAlike: there is less of it.
+    """
+    return {
+        phase: _more(shallow.get(phase, Counter()), deep.get(phase, Counter()), times)
+        for phase in deep.keys() | shallow.keys()
+    }
+
+
+def _more(less: Mapping[Event, int], more: Mapping[Event, int], times: int) -> Counter[Event]:
+    counts = Counter(more)
+    for event, n in less.items():
+        counts[event] -= times * n
+    changed = {event[:2] for event, n in counts.items() if n < 0}
+    found: Counter[Event] = Counter()
+    sums: dict[tuple[str, str], list[int]] = {}
+    for event, n in counts.items():
+        if event[:2] not in changed:
+            if n:
+                found[event] = n
+            continue
+        total = sums.setdefault(event[:2], [0, 0])
+        if isinstance(event, Sent):
+            total[0] += n * event.bytes
+        else:
+            total[0] += n * event.moved
+            total[1] += n * event.flops
+    for (name, where), (size, flops) in sums.items():
+        if flops < 0 or where == "matmul":
+            raise NotAlike
+        if size > 0:
+            is_op = where in ("other", "view", "attention")
+            found[Op(name, "other", (), "", flops, size) if is_op else Sent(name, where, size)] += 1
+    return found

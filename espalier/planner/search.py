@@ -1,0 +1,542 @@
+"""The search: which mixes there are for a model on a cluster, what each takes, and which is best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from espalier.parallel import Plan, PlanError
+from espalier.parallel.schedules import Costs as Times
+from espalier.parallel.schedules import Schedule, find_schedule, simulate
+from espalier.planner.cells import Cell, Costs, Recorder, Refused, Update
+from espalier.planner.cluster import Cluster
+from espalier.planner.prices import Prices, Spent
+from espalier.planner.recording import Sent
+
+_TIMELINES = 10  # of the best are simulated, schedule by schedule
+_HIDDEN = 0.9  # of the computation behind which the data axis can hide what it sends
+_ZEROS = (0, 1, 2, 3)
+_RECOMPUTES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan takes on a cluster.
+
+    Attributes:
+        plan: the plan.
+        rows: of a micro-batch on a rank.
+        seconds: of a step.
+        terms: what they are spent on: ``"compute"``, ``"host"`` (what the device waits for it), ``"bubble"``,
+            ``"update"``, and what is waited for along each axis.
+        memory: bytes on the fullest rank, by kind.
+        sent: bytes that a rank sends in a step, by axis.
+        fits: whether the cluster's devices have so much memory.
+        error: by how much the seconds may be off, as a share.
+        stage_seconds: of each stage, forward and backward of a micro-batch.
+    """
+
+    plan: Plan
+    rows: int
+    seconds: float
+    terms: Mapping[str, float]
+    memory: Mapping[str, float]
+    sent: Mapping[str, float]
+    fits: bool
+    error: float
+    stage_seconds: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def bytes(self) -> float:
+        """On the fullest rank."""
+        return sum(self.memory.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, as JSON takes them."""
+        given = plan_table(self.plan)
+        names = ("rows", "seconds", "terms", "memory", "sent", "fits", "error", "stage_seconds")
+        return {"plan": given, **{name: getattr(self, name) for name in names}}
+
+
+def plan_table(plan: Plan) -> dict[str, Any]:
+    """What of a plan is not by default, as TOML takes it."""
+    given = plan.model_dump(exclude_defaults=True, mode="json", exclude={"why"})
+    precision = given.get("precision")
+    if isinstance(precision, dict) and set(precision) == {"compute"}:
+        given["precision"] = precision["compute"]
+    return {key: list(x) if isinstance(x, tuple) else x for key, x in given.items()}
+
+
+class _Stage(NamedTuple):
+    """What a stage spends on a micro-batch, and the seconds of both phases."""
+
+    forward: Spent
+    backward: Spent
+    took: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: those that fit, best first.
+        plain: pure data parallelism and ZeRO-3, whether they fit or not.
+        least: of those that don't fit, what needs least memory; None where some fit.
+        scored: candidates of which the cost is known.
+        recorded: dry runs that it took.
+        refused: what the engine does not run, and why.
+    """
+
+    cluster: Cluster
+    batch: int
+    best: Sequence[Prediction]
+    plain: Sequence[Prediction]
+    least: Prediction | None
+    scored: int
+    recorded: int
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+class Search:
+    """The search for one model, batch and cluster.
+
+    Args:
+        recorder: of the model.
+        cluster: where it runs.
+        base: a plan whose values hold where nothing is searched: precision, clip, offload.
+        ranks: how many of the cluster's are used; all by default.
+        fixed: values of the plan that are not searched.
+        memory: the share of a device's memory that may be taken.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        cluster: Cluster,
+        base: Plan,
+        *,
+        ranks: int | None = None,
+        fixed: Mapping[str, Any] | None = None,
+        memory: float = 0.92,
+    ) -> None:
+        self._recorder, self.cluster, self._base = recorder, cluster, base
+        self.ranks = cluster.ranks if ranks is None else ranks
+        if self.ranks > cluster.ranks:
+            raise ValueError(f"--ranks {ranks}: the cluster has {cluster.ranks}.")
+        if not 0 < memory <= 1:
+            raise ValueError(f"--memory {memory}: expected a share of the device's memory, as 0.92")
+        self._share = memory
+        self._fixed, self._limit = dict(fixed or {}), memory * cluster.memory_bytes
+        unknown = [key for key in self._fixed if key not in Plan.model_fields]
+        if unknown:
+            known = ", ".join(_SEARCHED)
+            raise ValueError(f"--fix {unknown[0]}: a plan has no such key; searched are {known}")
+        sizes = {x.shape[0] for x in _tensors(recorder.batch)}
+        if len(sizes) != 1:
+            raise ValueError(f"The batch's tensors have {sorted(sizes)} rows: expected as many in each.")
+        self._batch = sizes.pop()
+        self.refused: dict[str, str] = {}
+        self._prices: dict[tuple[tuple[str, int], ...], Prices] = {}
+        self._spent: dict[Any, Spent] = {}
+        self._updates: dict[int, Update | None] = {}
+        self._precision = base.precision.compute
+        self._schedules: dict[tuple[Any, ...], Schedule | None] = {}
+        self._stages: dict[Any, _Stage] = {}
+        self._spreads = {
+            "compute": max(cluster.source(f"device.{x}").spread for x in ("tflops", "ceiling")),
+            "host": cluster.source("device.host_us_per_op").spread,
+            "bubble": 0.05,
+            "update": cluster.source("device.memory_share").spread,
+        }
+        self._link = cluster.source("level").spread
+
+    def again(self, cluster: Cluster | None = None, ranks: int | None = None) -> Search:
+        """The same search on another cluster, or with other ranks."""
+        return Search(
+            self._recorder,
+            cluster or self.cluster,
+            self._base,
+            ranks=ranks or self.ranks,
+            fixed=self._fixed,
+            memory=self._share,
+        )
+
+    # ---- the space
+
+    def candidates(self) -> Iterator[tuple[Plan, int]]:
+        """All plans, each with the rows of its micro-batches."""
+        node = self.cluster.level[0].ranks
+        depth = self._recorder.blocks
+        for tensor in self._values("tensor", [n for n in _powers(self.ranks) if n <= max(node, 8)]):
+            for context in self._values("context", [1]):
+                for pipe in self._values("pipe", _divisors(self.ranks) if depth else [1]):
+                    rest, left = divmod(self.ranks, tensor * context * pipe)
+                    if left or pipe > max(depth, 1) or self._fixed.get("data", rest) != rest:
+                        continue
+                    yield from self._with(tensor, context, pipe, rest)
+
+    def _with(self, tensor: int, context: int, pipe: int, data: int) -> Iterator[tuple[Plan, int]]:
+        each, left = divmod(self._batch, data)
+        if left or not each:
+            return
+        base = plan_table(self._base)
+        for key in (*_SEARCHED, "cuts"):
+            base.pop(key, None)
+        for schedule, virtual in self._schedules_of(pipe):
+            for rows in [n for n in _powers(each) if each % n == 0 and n <= 16]:
+                micro = each // rows
+                if self._fixed.get("accumulate", micro) != micro or (pipe > 1 and micro < pipe):
+                    continue
+                cuts = self._cuts(pipe * virtual)
+                for sequence in self._values("sequence_parallel", [False, True] if tensor > 1 else [False]):
+                    for recompute in self._values("recompute", list(_RECOMPUTES)):
+                        zeros = _ZEROS if data * context > 1 else (0,)
+                        for zero in self._values("zero", list(zeros)):
+                            if pipe > 1 and zero > 1 and "zero" not in self._fixed:
+                                continue  # gathered or reduced for each micro-batch
+                            given = {
+                                **base,
+                                "tensor": tensor,
+                                "context": context,
+                                "pipe": pipe,
+                                "data": data,
+                                "accumulate": micro,
+                                "sequence_parallel": sequence,
+                                "recompute": recompute,
+                                "zero": zero,
+                                "schedule": schedule,
+                                "stages_per_rank": virtual,
+                                "cuts": cuts,
+                                **self._fixed,
+                            }
+                            try:
+                                yield Plan(**given), rows
+                            except PlanError as error:
+                                self.refused.setdefault(str(error.mistakes[0]), "the plan's own checks")
+
+    def _values(self, key: str, all_of: list[Any]) -> list[Any]:
+        return [self._fixed[key]] if key in self._fixed else all_of
+
+    def _schedules_of(self, pipe: int) -> list[tuple[str, int]]:
+        if pipe == 1:
+            return [("1f1b", 1)]
+        depth, known = self._recorder.blocks, [("1f1b", 1), ("zb-h1", 1)]
+        known += [("interleaved", v) for v in (2, 3, 4, 6) if pipe * v <= depth]
+        known += [("zbv", 2)] if 2 * pipe <= depth else []
+        asked = [self._fixed.get(key) for key in ("schedule", "stages_per_rank")]
+        return [x for x in known if all(a is None or a == b for a, b in zip(asked, x, strict=True))]
+
+    def _cuts(self, stages: int) -> tuple[str, ...] | None:
+        if stages == 1:
+            return None
+        if "cuts" in self._fixed:
+            return tuple(self._fixed["cuts"])
+        layers = self._layers(stages)
+        names = self._recorder.names
+        return tuple(names[sum(layers[: i + 1])] for i in range(stages - 1))
+
+    def _layers(self, stages: int) -> list[int]:
+        """Blocks of each stage: as even as can be, the last ones, which end in the head, with fewer."""
+        few, more = divmod(self._recorder.blocks, stages)
+        return [few + (i < more) for i in range(stages)]
+
+    # ---- what one takes
+
+    def score(self, plan: Plan, rows: int) -> Prediction | None:
+        """What a plan takes; None where the engine does not run it."""
+        cell = self._cell(plan, rows)
+        try:
+            costs = self._recorder.costs(cell)
+        except Refused as error:
+            self.refused.setdefault(f"tensor {plan.tensor}, {plan.recompute}, {rows} rows", str(error))
+            return None
+        update = self._update(plan.zero)
+        if update is None:
+            return None
+        prices = self._priced(plan)
+        stages = plan.pipe * plan.stages_per_rank
+        layers = self._layers(stages) if stages > 1 else [self._recorder.blocks]
+        # the head is at the end; looking tokens up costs next to nothing
+        kinds = {n: self._stage(prices, cell, costs, n, False) for n in set(layers)}
+        spent = [kinds[n] for n in layers]
+        spent[-1] = self._stage(prices, cell, costs, layers[-1], True)
+        return self._whole(plan, rows, costs, update, prices, layers, spent)
+
+    def _cell(self, plan: Plan, rows: int) -> Cell:
+        sequence, recompute = bool(plan.sequence_parallel), str(plan.recompute)
+        return Cell(plan.tensor, sequence, plan.context, recompute, self._precision, rows)
+
+    def _whole(
+        self,
+        plan: Plan,
+        rows: int,
+        costs: Costs,
+        update: Update,
+        prices: Prices,
+        layers: Sequence[int],
+        spent: Sequence[_Stage],
+    ) -> Prediction:
+        p, m, ranks = plan.pipe, plan.accumulate, plan.data * plan.context
+        took = tuple(stage.took for stage in spent)
+        rank_of = [_rank_of(plan, i) for i in range(len(layers))]
+        each = [0.0] * p  # of a rank and a micro-batch
+        for rank, (f, b) in zip(rank_of, took, strict=True):
+            each[rank] += f + b
+        busiest = max(range(p), key=lambda rank: each[rank])
+        pipeline = self._closed(plan, took, each)
+        # parameters of the fullest rank
+        sizes = [0.0] * p
+        for rank, n in zip(rank_of, layers, strict=True):
+            sizes[rank] += n * costs.block_bytes
+        ends = {rank_of[0], rank_of[-1]}
+        for rank in ends:
+            sizes[rank] += costs.rest_bytes / len(ends)
+        size = max(sizes)
+        part = (ranks - 1) / ranks / 0.5
+        sent = {op: size * part * (update.once[op] + m * update.each[op]) for op in update.once}
+        calls = max(1.0, size / (plan.chunk_megabytes * 1e6))
+        seconds = {op: prices.sent(op, "data", n, calls) for op, n in sent.items() if n > size * 1e-3}
+        backward = sum(b for i, (_, b) in enumerate(took) if rank_of[i] == busiest)
+        behind = _HIDDEN * (m * each[busiest] if plan.zero == 3 else backward)
+        early = sum(n for op, n in seconds.items() if plan.zero == 3 or op != "all_gather")
+        late = 0.0 if plan.zero == 3 else seconds.get("all_gather", 0.0)
+        exposed = max(early - behind, early / calls) + late
+        device = self.cluster.device
+        cut = ranks if plan.zero >= 1 else 1
+        updated = size * update.moved / cut / (device.bandwidth_gbs * 1e9 * device.memory_share)
+        terms = {"compute": 0.0, "host": 0.0}
+        for rank, stage in zip(rank_of, spent, strict=True):
+            if rank == busiest:
+                for x in (stage.forward, stage.backward):
+                    terms["compute"] += m * x.compute
+                    terms["host"] += m * max(0.0, x.host - x.compute)
+                    for axis, waited in x.sent.items():
+                        terms[axis] = terms.get(axis, 0.0) + m * waited
+        terms["bubble"] = max(0.0, pipeline - m * each[busiest])
+        terms["data"] = exposed
+        terms["update"] = updated
+        memory = self._memory(plan, costs, update, layers, rank_of, sizes)
+        total = pipeline + exposed + updated
+        bytes_sent = {"data": sum(sent.values())}
+        for counts, times in ((costs.block, m * max(layers)), (costs.rest, m)):
+            for events in counts.values():
+                for event, k in events.items():
+                    if isinstance(event, Sent):
+                        more = float(times * k * event.bytes)
+                        bytes_sent[event.axis] = bytes_sent.get(event.axis, 0.0) + more
+        taken = sum(memory.values())
+        shown = {key: n for key, n in terms.items() if n}
+        return Prediction(
+            plan,
+            rows,
+            total,
+            shown,
+            memory,
+            bytes_sent,
+            taken <= self._limit,
+            self._error(shown, total),
+            took,
+        )
+
+    def _memory(
+        self,
+        plan: Plan,
+        costs: Costs,
+        update: Update,
+        layers: Sequence[int],
+        rank_of: Sequence[int],
+        sizes: Sequence[float],
+    ) -> dict[str, float]:
+        """Bytes of the fullest rank, by kind."""
+        ranks, fullest = plan.data * plan.context, dict[str, float]()
+        lives = self._live(plan)
+        keeps = [0.0] * plan.pipe
+        for rank, n in zip(rank_of, layers, strict=True):
+            keeps[rank] += n * costs.block_kept
+        keeps[rank_of[-1]] += costs.rest_kept
+        most = -1.0
+        for rank, (size, kept) in enumerate(zip(sizes, keeps, strict=True)):
+            whole = 2 * costs.block_bytes if plan.zero == 3 else 0
+            found = {
+                "parameters": size / ranks + whole if plan.zero == 3 else size,
+                "gradients": size / ranks + whole / 2 if plan.zero >= 2 else size,
+                "states": size * update.states / (ranks if plan.zero else 1),
+                "activations": kept * lives[rank],
+                "transient": costs.transient if rank == rank_of[-1] else costs.transient / 4,
+            }
+            taken = sum(found.values())
+            if taken > most:
+                fullest, most = found, taken
+        return fullest
+
+    def _live(self, plan: Plan) -> Sequence[float]:
+        """Micro-batches that each rank keeps at its fullest, as the schedules' ``live`` counts them."""
+        p, m, v = plan.pipe, plan.accumulate, plan.stages_per_rank
+        if plan.schedule in ("zb-h1", "zbv"):
+            return [min(m, p)] * p
+        if v > 1:
+            return [min(m, ((v - 1) * p + 2 * (p - 1 - rank) + 1) / v) for rank in range(p)]
+        return [min(m, p - rank) for rank in range(p)]
+
+    def _schedule(self, plan: Plan, micro: int) -> Schedule | None:
+        key = plan.schedule, plan.pipe, micro, plan.stages_per_rank
+        if key not in self._schedules:
+            try:
+                self._schedules[key] = find_schedule(*key)
+            except ValueError as error:
+                self.refused.setdefault(f"{plan.schedule}, pipe {plan.pipe}", str(error))
+                self._schedules[key] = None
+        return self._schedules[key]
+
+    def _closed(self, plan: Plan, took: Sequence[tuple[float, float]], each: Sequence[float]) -> float:
+        """Seconds of a pipeline by its closed form; the best ones are simulated."""
+        p, m = plan.pipe, plan.accumulate
+        busiest, mean = max(each), sum(each) / p
+        if p == 1:
+            return m * busiest
+        fill = {"1f1b": 1.0, "zb-h1": 1 / 3, "zbv": 0.0}.get(str(plan.schedule), 1 / plan.stages_per_rank)
+        return m * busiest + (p - 1) * mean * fill
+
+    def simulated(self, found: Prediction) -> Prediction:
+        """The same with its pipeline's time from the schedule itself, done action by action."""
+        plan = found.plan
+        p, m = plan.pipe, plan.accumulate
+        if p == 1:
+            return found
+        split = plan.schedule in ("zb-h1", "zbv")
+        forward = [f for f, _ in found.stage_seconds]
+        inputs = [b / 2 if split else b for _, b in found.stage_seconds]
+        weights = [b / 2 if split else 0.0 for _, b in found.stage_seconds]
+        level, _ = self.cluster.span(p, plan.world_size // p if p > 1 else 1)
+        times = Times(forward, inputs, weights, latency=level.latency_us * 1e-6)
+        few = min(m, 3 * p)
+        steps = [few] if few == m else [few, few + p]
+        took = []
+        for n in steps:
+            schedule = self._schedule(plan, n)
+            if schedule is None:
+                return found
+            took.append(simulate(schedule, times).step_time)
+        pipeline = took[0] + (took[-1] - took[0]) / p * (m - few)
+
+        rest = found.seconds - found.terms.get("data", 0.0) - found.terms.get("update", 0.0)
+        bubble = max(0.0, found.terms.get("bubble", 0.0) + pipeline - rest)
+
+        return replace(
+            found, seconds=found.seconds + pipeline - rest, terms={**found.terms, "bubble": bubble}
+        )
+
+    def _error(self, terms: Mapping[str, float], total: float) -> float:
+        """The spreads of the constants, each by its share of the time."""
+        squares = [(self._spreads.get(name, self._link) * x / total) ** 2 for name, x in terms.items()]
+        return math.sqrt(sum(squares))
+
+    def _priced(self, plan: Plan) -> Prices:
+        key = tuple(plan.axes.items())
+        if key not in self._prices:
+            self._prices[key] = Prices(self.cluster, plan.axes)
+        return self._prices[key]
+
+    def _stage(self, prices: Prices, cell: Cell, costs: Costs, blocks: int, last: bool) -> _Stage:
+        inner = tuple((n, x) for n, x in prices.axes.items() if n not in ("data", "pipe"))
+        key = cell, blocks, last, inner
+        if key not in self._stages:
+            both = []
+            for phase in _PHASES:
+                names = "block", "rest"
+                for part in names:
+                    if (cell, part, phase, inner) not in self._spent:
+                        spent = prices.of(getattr(costs, part), phase)
+                        self._spent[cell, part, phase, inner] = spent
+                block, rest = (self._spent[cell, part, phase, inner] for part in names)
+                both.append(Spent().plus(block, blocks).plus(rest, float(last)))
+            forward, backward = both
+            self._stages[key] = _Stage(forward, backward, (forward.alone, backward.alone))
+        return self._stages[key]
+
+    def _update(self, zero: int) -> Update | None:
+        if zero not in self._updates:
+            try:
+                self._updates[zero] = self._recorder.update(zero, self._precision)
+            except Refused as error:
+                self.refused[f"zero {zero}"] = str(error)
+                self._updates[zero] = None
+        return self._updates[zero]
+
+    # ---- the best
+
+    def run(self) -> Found:
+        """Score all, simulate the best."""
+        candidates = list(self.candidates())
+        cells = dict.fromkeys(self._cell(plan, rows) for plan, rows in candidates)
+        self._recorder.ahead(cells, {plan.zero for plan, _ in candidates}, self._precision)
+        scored = [x for plan, rows in candidates if (x := self.score(plan, rows)) is not None]
+        if not scored:
+            why = "; ".join(f"{key}: {told}" for key, told in list(self.refused.items())[:4])
+            raise ValueError(
+                f"No plan uses {self.ranks} ranks for a batch of {self._batch} rows with what is fixed"
+                f"{': ' + why if why else ''}. Change --ranks, the batch, or --fix."
+            )
+        fit = sorted((x for x in scored if x.fits), key=lambda x: x.seconds)
+        best = sorted(map(self.simulated, fit[:_TIMELINES]), key=lambda x: x.seconds) + fit[_TIMELINES:]
+        least = None if fit else min(scored, key=lambda x: x.bytes)
+        plain = [self._plain(scored, zero) for zero in (0, 3)]
+        return Found(
+            self.cluster,
+            self._batch,
+            best,
+            [x for x in plain if x is not None],
+            least,
+            len(scored),
+            self._recorder.recorded,
+            self.refused,
+        )
+
+    def _plain(self, scored: Sequence[Prediction], zero: int) -> Prediction | None:
+        """The best of all that have a data axis alone; where none fits, what needs least."""
+        found = [
+            x for x in scored if x.plan.pipe * x.plan.tensor * x.plan.context == 1 and x.plan.zero == zero
+        ]
+        fit = [x for x in found if x.fits]
+        if fit:
+            return min(fit, key=lambda x: x.seconds)
+        return min(found, key=lambda x: x.bytes, default=None)
+
+
+_PHASES = ("forward", "backward")
+_SEARCHED = (
+    "tensor",
+    "context",
+    "pipe",
+    "data",
+    "accumulate",
+    "sequence_parallel",
+    "recompute",
+    "zero",
+    "schedule",
+    "stages_per_rank",
+)
+
+
+def _rank_of(plan: Plan, stage: int) -> int:
+    return min(stage, 2 * plan.pipe - 1 - stage) if plan.schedule == "zbv" else stage % plan.pipe
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+
+
+def _divisors(n: int) -> list[int]:
+    return [i for i in range(1, min(n, 128) + 1) if n % i == 0]
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    values = (
+        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Sequence) else [batch]
+    )
+    return [x for x in values if isinstance(x, torch.Tensor) and x.ndim]

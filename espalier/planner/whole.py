@@ -1,0 +1,144 @@
+"""The planner for those who call it: from a model, a batch and a cluster to a plan, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from espalier.parallel import Plan
+from espalier.planner.cells import Recorder
+from espalier.planner.cluster import Cluster
+from espalier.planner.compose import composed
+from espalier.planner.explain import Checked, variants, words
+from espalier.planner.search import Found, Prediction, Search
+
+_NEAR = 200  # of the best are priced again for each change of the cluster
+_CHECKED = 3
+
+
+def recordings() -> Path:
+    """The folder of recordings; ``ESPALIER_CACHE`` names another."""
+    return Path(os.environ.get("ESPALIER_CACHE", Path.home() / ".cache" / "espalier")) / "recordings"
+
+
+def auto(
+    model: nn.Module,
+    batch: Any,
+    cluster: Cluster | str | Path,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    ranks: int | None = None,
+    **fixed: Any,
+) -> Plan:
+    """The best plan for a model on a cluster; ``plan.why`` says why.
+
+    Args:
+        model: on the ``meta`` device, as for :func:`~espalier.dry_run`.
+        batch: the global batch, as meta tensors.
+        cluster: one, its file, or the name of one that is shipped.
+        optimizer: built on the model's parameters; AdamW if not given.
+        ranks: how many of the cluster's are used; all by default.
+        fixed: values of the plan that are not searched: ``precision="bfloat16"``, ``tensor=8``.
+
+    Raises:
+        ValueError: nothing fits; says what is the least that would.
+    """
+    made = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
+    optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
+    recorder = Recorder(model, optimizer, batch, {}, recordings())
+    base = Plan(**{key: fixed[key] for key in ("precision", "clip") if key in fixed})
+    found = Search(recorder, made, base, ranks=ranks, fixed=fixed).run()
+    return chosen(found)
+
+
+def chosen(found: Found) -> Plan:
+    """The best plan of a search, with why.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    if not found.best:
+        raise ValueError(too_large(found))
+    return found.best[0].plan.model_copy(update={"why": why(found)})
+
+
+def why(found: Found) -> str:
+    """Why the first is the first, in one sentence."""
+    first = found.best[0]
+    shares = sorted(first.terms.items(), key=lambda x: -x[1])[:3]
+    spent = ", ".join(f"{name} {x / first.seconds:.0%}" for name, x in shares)
+    text = f"best of {found.scored:,} on {found.cluster.device.kind}: {first.seconds:.4g} s a step ({spent})"
+    if len(found.best) > 1:
+        text += f"; next {words(found.best[1].plan)}, {found.best[1].seconds / first.seconds - 1:+.1%}"
+    return text
+
+
+def too_large(found: Found) -> str:
+    """What is said where nothing fits."""
+    least, cluster = found.least, found.cluster
+    assert least is not None
+    return (
+        f"No plan fits: {words(least.plan)} with {least.rows} row(s) a micro-batch needs least, "
+        f"{least.bytes / 1e9:.1f} GB on a rank, of {cluster.memory_bytes / 1e9:.1f} there are. "
+        "Take more ranks, a smaller model or sequence, or offload in [plan]."
+    )
+
+
+def more_ranks(search: Search) -> int | None:
+    """The least doubling of ranks with which something fits; None: the cluster has not so many."""
+    ranks = search.ranks * 2
+    while ranks <= search.cluster.ranks:
+        try:
+            if search.again(ranks=ranks).run().best:
+                return ranks
+        except ValueError:
+            return None
+        ranks *= 2
+    return None
+
+
+def check(
+    found: Found, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
+) -> list[Checked]:
+    """Run the best dry, on their first and last stage's ranks."""
+    checked = []
+    for x in found.best[:_CHECKED]:
+        places: list[Any] = [{}] if x.plan.pipe == 1 else [{"pipe": 0}, {"pipe": x.plan.pipe - 1}]
+        totals = [
+            composed(model, x.plan, batch, optimizer=optimizer, coordinate=place, **given) for place in places
+        ]
+        checked.append(Checked(x, totals))
+    return checked
+
+
+def sensitivity(search: Search, found: Found) -> list[str]:
+    """What a fifth more or less of the cluster's parts does to the choice, one line each."""
+    lines, first = [], found.best[0]
+    near = found.best[:_NEAR]
+    for name, cluster in variants(found.cluster).items():
+        other = search.again(cluster=cluster)
+        scored = [y for x in near if (y := other.score(x.plan, x.rows)) is not None]
+        if not scored:
+            continue
+        best = min(scored, key=lambda x: x.seconds)
+        own = next(y for y in scored if y.plan == first.plan and y.rows == first.rows)
+        by = own.seconds / _closed(search, first) - 1
+        change = "the same plan" if best.seconds > own.seconds * 0.995 else f"then {words(best.plan)}"
+        lines.append(f"{name}: {by:+.1%}, {change}")
+    tight = [x for x in found.best if x.bytes <= 0.8 * found.cluster.memory_bytes]
+    if first.bytes > 0.8 * found.cluster.memory_bytes and tight:
+        lines.append(
+            f"memory -20 %: then {words(tight[0].plan)}, {tight[0].seconds / first.seconds - 1:+.1%}"
+        )
+    return lines
+
+
+def _closed(search: Search, x: Prediction) -> float:
+    again = search.score(x.plan, x.rows)
+    assert again is not None
+    return again.seconds

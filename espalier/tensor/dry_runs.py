@@ -1,0 +1,597 @@
+"""What a run without data tells of a program: memory and work it takes, what it draws; and its autocast."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.library import Library, fallthrough_kernel
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from espalier.comm.control import gather_objects
+from espalier.device import get_rng_state, is_accelerator, set_rng_state
+from espalier.mesh import Mesh
+from espalier.tensor.random import at_position, same_position, same_seed, without_tag
+from espalier.tensor.traces import Generators
+from espalier.torch_private import (
+    AUTOCAST_KEY,
+    BELOW_AUTOCAST,
+    FakeTensorMode,
+    TorchDispatchMode,
+    autocast_operators,
+    disable_modes,
+    past_autocast_key,
+    raw,
+    with_autocast_key,
+    without_torch_functions,
+)
+from espalier.trees import flatten, tensors_in, tree_map, unflatten
+
+# ---- the memory that tensors take while a program runs: each storage, from first appearance to release
+
+
+@dataclass
+class _Live:
+    now: int = 0
+    sizes: dict[int, int] = field(default_factory=dict)
+
+
+class LiveMemory(TorchDispatchMode):
+    """While open, follows every storage that an operation gives.
+
+    Attributes:
+        phase: what the program is at, as the caller says.
+        peak: the most bytes that have lived at once.
+        peak_at: the phase then.
+        peaks: of each phase.
+
+    Args:
+        resized: storages whose owners change their sizes; these are read after every operation.
+    """
+
+    def __init__(self, resized: Iterable[torch.UntypedStorage] = ()) -> None:
+        super().__init__()
+        self.phase = ""
+        self.peak = 0
+        self.peak_at = ""
+        self.peaks: dict[str, int] = {}
+        self._live = _Live()
+        self._resized = list(resized)
+        self._live.sizes.update((storage._cdata, 0) for storage in self._resized)
+
+    @property
+    def now(self) -> int:
+        """The bytes that live."""
+        return self._live.now + sum(storage.nbytes() for storage in self._resized)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with raw():  # beneath autograd tensors are local, whatever class they bear
+            out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.hold(x)
+        now = self.now
+        if now > self.peaks.get(self.phase, 0):
+            self.peaks[self.phase] = now
+        if now > self.peak:
+            self.peak, self.peak_at = now, self.phase
+        return out
+
+    def ignore(self, x: torch.Tensor) -> None:
+        """Never count a tensor's storage: it takes none of the device's memory."""
+        with raw():
+            storage = x.untyped_storage()
+        self._live.now -= self._live.sizes.get(storage._cdata, 0)
+        if storage._cdata not in self._live.sizes:
+            weakref.finalize(storage, _release, self._live, storage._cdata)
+        self._live.sizes[storage._cdata] = 0
+
+    def hold(self, x: torch.Tensor) -> None:
+        """Count a tensor's storage until it is released."""
+        with raw():
+            storage = x.untyped_storage()
+        live, key = self._live, storage._cdata
+        if key in live.sizes:
+            return
+        live.sizes[key] = storage.nbytes()
+        live.now += storage.nbytes()
+        weakref.finalize(storage, _release, live, key)
+
+
+def _release(live: _Live, key: int) -> None:
+    live.now -= live.sizes.pop(key, 0)
+
+
+# ---- what calls cost: floating-point operations and bytes, from shapes alone
+
+
+def _forward_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(q, k, v))
+
+
+def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, q, k, v))
+
+
+# torch's counter does not know the kernel of the CPU, which dry runs use (see ``tensor.rules.ring``)
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
+}
+_RANDOM = torch.Tag.nondeterministic_seeded
+_META = torch.device("meta")
+
+
+class OpCost(NamedTuple):
+    """What a call costs.
+
+    Attributes:
+        flops: floating-point operations.
+        moved: bytes read and written, if nothing stays in caches.
+        kept: bytes of what it made.
+    """
+
+    flops: int = 0
+    moved: int = 0
+    kept: int = 0
+
+    def plus(self, other: OpCost) -> OpCost:
+        """The sum."""
+        return OpCost(self.flops + other.flops, self.moved + other.moved, self.kept + other.kept)
+
+
+class CostMode(TorchDispatchMode):
+    """Adds up the work of torch's operations, call by call.
+
+    Attributes:
+        total: since the last :meth:`begin`.
+        random: whether one of these drew random numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.random = OpCost(), False
+        self._nested = False
+        self._counts = FlopCounterMode(display=False, custom_mapping=ATTENTION).flop_registry
+
+    def begin(self) -> None:
+        """A call begins."""
+        if not self._nested:
+            self.total, self.random = OpCost(), False
+
+    def taken(self) -> OpCost:
+        """The work since."""
+        return self.total
+
+    @contextmanager
+    def as_one(self) -> Iterator[None]:
+        """While open, all is one call's work."""
+        self.begin()
+        self._nested = True
+        try:
+            yield
+        finally:
+            self._nested = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.random = self.random or _RANDOM in func.tags
+        packet = func.overloadpacket
+        count = self._counts.get(packet)
+        flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+        is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+        made = 0 if is_view else sum(x.nbytes for x in tensors_in([out]))
+        read = 0 if is_view else sum(x.nbytes for x in tensors_in([args, kwargs]))
+        self.total = self.total.plus(OpCost(flops, made + read, made))
+        return out
+
+
+# ---- operations on tensors without data, each found out once
+
+
+class _Made(NamedTuple):
+    """What an operation gives: shapes, strides and types of new tensors, and its FLOPs."""
+
+    kind: type
+    outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    flops: int
+
+
+class Recalled(TorchDispatchMode):
+    """While open, counts FLOPs; what torch makes of meta tensors is found out once for equal arguments.
+
+    A step does the same for each block and each micro-batch, and many of torch's operations take longer
+    without data than with it. Views, writes and draws are left to torch.
+
+    Attributes:
+        flops: floating-point operations, as torch's own counter has them, which takes operations apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self._counts = FlopCounterMode(display=False, custom_mapping=ATTENTION).flop_registry
+        self._ways: dict[Any, Callable[..., Any]] = {}
+        self._known: dict[Any, _Made | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        way = self._ways.get(func)
+        if way is None:
+            way = self._ways[func] = self._way(func)
+        return way(func, args, kwargs or {})
+
+    def _way(self, func: Any) -> Callable[..., Any]:
+        """How an operation is done."""
+        if func.overloadpacket not in self._counts and func._can_decompose():
+            return self._apart
+        schema = func._schema
+        changes = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+        is_plain = func.namespace == "aten" and _RANDOM not in func.tags and not changes
+        return self._recalled if is_plain else self._called
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        count = self._counts.get(func.overloadpacket)
+        if count is not None:
+            self.flops += int(count(*args, **kwargs, out_val=out))
+        return out
+
+    def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with self:
+            return func.decompose(*args, **kwargs)
+
+    def _recalled(self, func: Any, args: Any, kwargs: Any) -> Any:
+        key: list[Any] = [func]
+        inputs: list[torch.Tensor] = []
+        if not (_described(args, key, inputs) and _described(kwargs.items(), key, inputs) and inputs):
+            return self._called(func, args, kwargs)
+        made = self._known.get(call := tuple(key))
+        if made is not None:
+            self.flops += made.flops
+            new = [torch.empty_strided(*shapes, dtype=dtype, device=_META) for *shapes, dtype in made.outputs]
+            return new[0] if made.kind is torch.Tensor else made.kind(new)
+        before = self.flops
+        out = self._called(func, args, kwargs)
+        if call not in self._known:
+            self._known[call] = _as_made(out, inputs, self.flops - before)
+        return out
+
+
+def _described(given: Iterable[Any], key: list[Any], tensors: list[torch.Tensor]) -> bool:
+    """Add what tells arguments apart to a key; false where tensors may not be described so."""
+    for x in given:
+        if isinstance(x, torch.Tensor):
+            if not x.is_meta or x.layout is not torch.strided or x.dtype.is_complex:
+                return False
+            tensors.append(x)
+            key += (x.shape, x.stride(), x.dtype)
+        elif isinstance(x, tuple | list):
+            key.append(len(x))
+            if not _described(x, key, tensors):
+                return False
+        elif x is None or isinstance(x, bool | int | float | str | torch.dtype | torch.device):
+            key += (type(x), x)
+        else:
+            return False
+    return True
+
+
+def _spanned(x: torch.Tensor) -> int:
+    """The bytes from a tensor's first number to its last."""
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.itemsize if x.numel() else 0
+
+
+def _as_made(out: Any, inputs: list[torch.Tensor], flops: int) -> _Made | None:
+    """What was given, if that is new tensors, each with its own memory and no more."""
+    outputs = list(out) if isinstance(out, tuple | list) else [out]
+    seen = {x.untyped_storage()._cdata for x in inputs}
+    for x in outputs:
+        if type(x) is not torch.Tensor or not x.is_meta or x.dtype.is_complex:
+            return None
+        storage = x.untyped_storage()
+        if storage._cdata in seen or x.storage_offset() or storage.nbytes() != _spanned(x):
+            return None
+        seen.add(storage._cdata)
+    kind = torch.Tensor if isinstance(out, torch.Tensor) else type(out)
+    return _Made(kind, tuple((tuple(x.shape), x.stride(), x.dtype) for x in outputs), flops)
+
+
+# ---- what stages draw from torch's generators, known from a run without data
+#
+# One process draws for one stage after the other, micro-batch by micro-batch. A rank draws what others draw
+# in between as well, and drops it: so its own stages find the generators as one process would.
+
+
+States = tuple[torch.Tensor, ...]
+
+
+class _Like(NamedTuple):
+    """Stands for a tensor of a call; one without data is one of the device that computes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Draw(NamedTuple):
+    """An operation that draws from a default generator, so many times in a row."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    times: int = 1
+
+    def again(self, device: torch.device) -> None:
+        """Draw as much, on the device that computes, and drop it."""
+
+        def real(x: Any) -> Any:
+            if type(x) is _Like:
+                on = device if x.device == _META else x.device
+                return torch.full(x.shape, 0.5 if x.dtype.is_floating_point else 1, dtype=x.dtype, device=on)
+            return device if x == _META and isinstance(x, torch.device) else x
+
+        with torch.no_grad(), raw():
+            args = [real(x) for x in self.args]
+            kwargs = {name: real(x) for name, x in self.kwargs.items()}
+            for _ in range(self.times):
+                self.func(*args, **kwargs)
+
+
+class Drawing(TorchDispatchMode):
+    """Notes what is drawn while it is open.
+
+    Args:
+        device: on which what has no data here is drawn all the same; None: it is not.
+
+    Attributes:
+        found: the draws, in order.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        super().__init__()
+        self.found: list[Draw] = []
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with raw():
+            if not _draws(func, kwargs):
+                return func(*args, **kwargs)
+            # an overload with a generator is called with it, be it None
+            call_arguments = args, {k: x for k, x in kwargs.items() if x is not None or k == "generator"}
+            draw = Draw(func, *tree_map(_like, call_arguments))
+            out = func(*args, **kwargs)
+            if isinstance(out, torch.Tensor) and out.is_meta and self._device is not None:
+                draw.again(self._device)
+        last = self.found[-1] if self.found else None
+        if last is not None and last[:3] == draw[:3]:
+            self.found[-1] = last._replace(times=last.times + 1)
+        else:
+            self.found.append(draw)
+        return out
+
+
+def _draws(func: Any, kwargs: Any) -> bool:
+    """Whether an operation draws; fused ones, attention say, draw nothing where DTensors call them."""
+    seeded = torch.Tag.nondeterministic_seeded in func.tags
+    return seeded and kwargs.get("generator") is None and not func.overloadpacket.__name__.startswith("_")
+
+
+def _like(x: Any) -> Any:
+    return _Like(tuple(x.shape), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
+
+
+def states(device: torch.device) -> States:
+    """Of the generators from which a program on a device draws."""
+    of_cpu = torch.get_rng_state()
+    return (of_cpu, get_rng_state(device)) if is_accelerator(device) else (of_cpu,)
+
+
+def restore(device: torch.device, saved: States) -> None:
+    """Let them go on from there."""
+    torch.set_rng_state(saved[0])
+    if is_accelerator(device):
+        set_rng_state(device, saved[1])
+
+
+def equal(a: States, b: States) -> bool:
+    """Whether these are the same."""
+    return same_position(a[0], b[0]) and all(map(torch.equal, a[1:], b[1:]))
+
+
+def draw_again(draws: Sequence[Draw], device: torch.device) -> None:
+    """Draw what was noted, and drop it."""
+    for draw in draws:
+        draw.again(device)
+
+
+class Dice:
+    """What one stage alone draws from generators of random numbers, so that all ranks go on from there.
+
+    Other ranks cannot know it: it may hang on values, or the generators are Python's or NumPy's. Made on
+    all of them before that stage runs.
+
+    Args:
+        mesh: of the whole model.
+        source: the coordinate on the axis ``pipe`` of the rank that draws.
+    """
+
+    def __init__(self, mesh: Mesh, source: int) -> None:
+        self._line, self._source, self._device = mesh["pipe"], source, mesh.device()
+        self._before, self._others = states(self._device), Generators()
+
+    def tell(self) -> None:
+        """After it has run: all ranks along the axis come here."""
+        drawn = self._drawn() if self._line.rank == self._source else None
+        torchs, others = gather_objects(drawn, self._line)[self._source]
+        if torchs is not None:
+            is_seeded, (cpu, *device) = torchs
+            here = states(self._device)[0]
+            restore(self._device, (cpu if is_seeded else at_position(here, cpu), *device))
+        if others is not None:
+            others.restore()
+
+    def _drawn(self) -> tuple[tuple[bool, States] | None, Generators | None]:
+        """What has changed: states of torch's generators, and whether they were seeded; others' states."""
+        now, was = states(self._device), self._before
+        is_seeded = not same_seed(now[0], was[0])
+        has_drawn = is_seeded or not equal(now, was)
+        torchs = (is_seeded, (without_tag(now[0]), *now[1:])) if has_drawn else None
+        return torchs, None if self._others.as_now() else Generators()
+
+
+# ---- autocast for tensors without data
+#
+# ``torch.autocast`` casts what lies on the device it is opened for, and the ``meta`` device is none of
+# these. While :class:`DryAutocast` is open, calls on meta tensors are cast as autocast casts them on the
+# CPU, where it is open there. There is no second table of what is cast: torch is asked once for each
+# operation and its inputs' dtypes, with tensors that pretend to lie on the CPU.
+
+
+# its devices have no tensors here: so nothing else comes this way
+_KIND = "ipu"
+_LIKE = "cpu"
+
+
+class DryAutocast:
+    """While open, meta tensors are cast as ``torch.autocast("cpu", ...)`` would, wherever that is open.
+
+    A copy of a parameter is kept until autocast ends, as autocast keeps it. May be opened within itself.
+
+    Raises:
+        ValueError: this torch has no place for it.
+    """
+
+    def __init__(self) -> None:
+        if AUTOCAST_KEY is None:
+            raise ValueError(
+                f"torch {torch.__version__} has no autocast for tensors without data: a dry run cannot know "
+                "their dtypes. Use precision = 'bfloat16' or 'float16' for it."
+            )
+        self._open: list[ExitStack | None] = []
+        self._casts: dict[Any, tuple[torch.dtype | None, ...]] = {}
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __enter__(self) -> None:
+        if torch.is_autocast_enabled(_KIND):
+            self._open.append(None)
+            return
+        with ExitStack() as stack:
+            others, library = Library("_", "IMPL"), Library("aten", "IMPL")
+            stack.callback(others._destroy)
+            stack.callback(library._destroy)
+            others.fallback(fallthrough_kernel, AUTOCAST_KEY.name)
+            for op in _all_cast():
+                library.impl(op, partial(self._call, op), AUTOCAST_KEY.name, with_keyset=True)
+            clear = torch.clear_autocast_cache
+            stack.callback(setattr, torch, "clear_autocast_cache", clear)
+
+            def cleared() -> None:
+                self._copies.clear()
+                clear()
+
+            torch.clear_autocast_cache = cleared  # which torch.autocast calls when the outermost one ends
+            stack.callback(self._copies.clear)
+            torch.set_autocast_enabled(_KIND, True)
+            stack.callback(torch.set_autocast_enabled, _KIND, False)
+            stack.enter_context(with_autocast_key())
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        stack = self._open.pop()
+        if stack is not None:
+            stack.close()
+
+    @contextmanager
+    def autocast(self, dtype: torch.dtype) -> Iterator[None]:
+        """While open, this is, and autocast beneath it."""
+        with self, torch.autocast(_LIKE, dtype):
+            yield
+
+    def _call(self, op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the place of an operation."""
+        below = keys & BELOW_AUTOCAST
+        if not torch.is_autocast_enabled(_LIKE):
+            return op.redispatch(below, *args, **kwargs)
+        flat, form = flatten((args, kwargs))
+        places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+        key = op, torch.get_autocast_dtype(_LIKE), str(form), tuple((i, flat[i].dtype) for i in places)
+        with without_torch_functions():
+            if key not in self._casts:
+                self._casts[key] = _asked(op, flat, places, form)
+            for i, dtype in zip(places, self._casts[key], strict=True):
+                if dtype is not None and flat[i].is_meta:
+                    flat[i] = self._cast(flat[i], dtype)
+        args, kwargs = unflatten(flat, form)
+        with past_autocast_key():
+            return op.redispatch(below, *args, **kwargs)
+
+    def _cast(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        lasting = dtype is torch.get_autocast_dtype(_LIKE) and x.dtype is torch.float32
+        lasting = lasting and x.requires_grad and x.is_leaf and not x._is_view()
+        if not lasting or not torch.is_autocast_cache_enabled():
+            return x.to(dtype)
+        if id(x) not in self._copies:
+            self._copies[id(x)] = x, x.to(dtype)
+        return self._copies[id(x)][1]
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """In which dtype autocast computes on a type of device; None where it is not open."""
+    if device == "meta":
+        device = _LIKE if torch.is_autocast_enabled(_KIND) else device
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def without_autocast(device: str) -> torch.autocast:
+    """While open, autocast casts nothing on a type of device on which there is autocast."""
+    return torch.autocast(_LIKE if device == "meta" else device, enabled=False)
+
+
+def _all_cast() -> list[Any]:
+    """The operations that autocast knows."""
+    names = autocast_operators()
+    parts = (name.removeprefix("aten::").partition(".") for name in names if name.startswith("aten::"))
+    return [getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in parts]
+
+
+def _asked(op: Any, flat: Sequence[Any], places: Sequence[int], form: Any) -> tuple[torch.dtype | None, ...]:
+    """To which dtypes autocast casts an operation's tensors; None where it does not."""
+    stand_ins = list(flat)
+    with ExitStack() as stack:
+        stack.enter_context(past_autocast_key())
+        stack.enter_context(disable_modes())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(FakeTensorMode())
+        casts = stack.enter_context(_Casts())
+        for i in places:
+            x = flat[i]
+            stand_ins[i] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_LIKE)
+        args, kwargs = unflatten(stand_ins, form)
+        op(*args, **kwargs)
+    return tuple(next((to for x, to in casts.seen if x is stand_ins[i]), None) for i in places)
+
+
+class _Casts(TorchDispatchMode):
+    """Notes which tensors are cast, and to what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.Tensor, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is not None:
+            self.seen.append((args[0], kwargs["dtype"]))
+        return func(*args, **kwargs)

@@ -1,0 +1,273 @@
+"""Watching the dispatcher: explanations and the sanitizer are watchers.
+
+While a watcher is open, ``DTensor.__torch_function__`` is another function, which shows each call
+to the watchers and hands it on to the dispatcher; when the last one closes, the dispatcher is back
+in its place. So a program that nobody watches pays nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from espalier.comm import Collective, observed
+from espalier.layout import Layout
+from espalier.tensor.dtensor import DTensor
+from espalier.torch_private import current_node, next_node_number
+
+Go = Callable[[], Any]
+
+
+class Watcher:
+    """What one may watch. All methods do nothing but let things happen.
+
+    Attributes:
+        inside: see the calls inside compiled regions too, which then run as they are written.
+        traffic: see collectives.
+    """
+
+    inside = True
+    traffic = True
+
+    def around(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], go: Go) -> Any:
+        """A torch call on DTensors; ``go()`` carries it out and gives its result."""
+        return go()
+
+    def saw(self, event: Collective) -> None:
+        """A collective is about to start, on any mesh."""
+
+    def claimed(self, x: torch.Tensor, layout: Layout, what: str) -> None:
+        """A plain tensor enters that is said to lie so."""
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Show ``watcher`` all calls and all traffic of this process while the context is open.
+
+    One that is open already stays so, and sees each once.
+    """
+    if any(other is watcher for other in watchers()):
+        yield
+        return
+    _install((*watchers(), watcher))
+    try:
+        with observed(watcher) if watcher.traffic else nullcontext():
+            yield
+    finally:
+        _install(tuple(other for other in watchers() if other is not watcher))
+
+
+def watchers() -> tuple[Watcher, ...]:
+    """The open watchers."""
+    open_watchers: tuple[Watcher, ...] = getattr(_installed(), "watchers", ())
+    return open_watchers
+
+
+def claim(x: torch.Tensor, layout: Layout, what: str) -> None:
+    """Tell the watchers of a plain tensor that is taken to lie so: equal where it is replicated."""
+    for watcher in watchers():
+        watcher.claimed(x, layout, what)
+
+
+def _installed() -> Any:
+    return vars(DTensor)["__torch_function__"].__func__
+
+
+def _install(wanted: tuple[Watcher, ...]) -> None:
+    base = getattr(_installed(), "base", _installed())
+    DTensor.__torch_function__ = classmethod(_watched(base, wanted) if wanted else base)  # type: ignore
+
+
+def _watched(base: Callable[..., Any], wanted: tuple[Watcher, ...]) -> Callable[..., Any]:
+    def watched(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        go: Go = partial(base, cls, func, types, args, kwargs)
+        for watcher in wanted:
+            go = partial(watcher.around, func, args, kwargs, go)
+        return go()
+
+    watched.base, watched.watchers = base, wanted  # type: ignore[attr-defined]
+    return watched
+
+
+# ---- which call a node of the backward graph belongs to
+
+Item = TypeVar("Item")
+_LEAF = 2**64 - 1  # the number of all nodes that accumulate into leaves
+_TRAIL = 200_000  # so many calls are remembered
+_DEPTH = 2_000  # so many calls may stand in one
+
+
+class Trail(Generic[Item]):
+    """From the nodes that autograd records to the calls that made them.
+
+    Autograd numbers the nodes of a thread in the order in which they are made; a call made those
+    between the next number before it and the next one after.
+    """
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._items: list[Item] = []
+        self._open = 0
+
+    @contextmanager
+    def made_by(self, item: Item) -> Iterator[None]:
+        """The nodes made while the context is open are ``item``'s, but for those of contexts inside."""
+        if not self._open and len(self._starts) > _TRAIL:
+            self.__init__()  # type: ignore[misc]
+        start, place = _number(), len(self._starts)
+        self._starts.append(start)
+        self._ends.append(start)
+        self._items.append(item)
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+            self._ends[place] = _number()
+            if self._ends[place] == start:
+                del self._starts[place:], self._ends[place:], self._items[place:]
+
+    def here(self) -> Item | None:
+        """The item whose node the backward pass is at."""
+        node = current_node() if current_node is not None else None
+        number: int = node._sequence_nr() if node is not None and hasattr(node, "_sequence_nr") else _LEAF
+        if number == _LEAF:
+            return None
+        at = bisect_right(self._starts, number)
+        # the last one to start before; it, or one of those that it stands in
+        for i in range(at - 1, max(at - _DEPTH, 0) - 1, -1):
+            if self._starts[i] <= number < self._ends[i]:
+                return self._items[i]
+        return None
+
+
+def _number() -> int:
+    return next_node_number() if next_node_number is not None else 0
+
+
+def in_backward() -> bool:
+    """Whether the backward pass is running in this thread."""
+    return current_node is not None and current_node() is not None
+
+
+# ---- where in the user's program a call comes from
+
+
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_MODELS = os.path.join(_OURS, "models") + os.sep  # plain models, as a user's own
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_MODULE_CALL: CodeType = nn.Module._call_impl.__code__
+
+
+def user_frame() -> tuple[int, FrameType]:
+    """The first frame that is neither the library's nor torch's, and how far it is above the caller's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _inside(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level, frame
+
+
+def site(frame: FrameType) -> str:
+    """``file:line``, the file relative to where the program runs if it lies there."""
+    path, here = frame.f_code.co_filename, os.getcwd() + os.sep
+    return f"{path.removeprefix(here)}:{frame.f_lineno}"
+
+
+def module_path() -> str:
+    """The module whose ``forward`` runs now, by its name in the outermost one; empty outside of any."""
+    running: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _MODULE_CALL:
+            running.append(frame.f_locals["self"])
+        frame = frame.f_back
+    if not running:
+        return ""
+    inner, root = running[0], running[-1]
+    names = [name for name, module in root.named_modules() if module is inner]
+    return names[0] if names and names[0] else type(inner).__name__
+
+
+def library_function() -> str:
+    """The function of the library, above the door to the network, that is at work now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_qualname
+        if path.startswith(_OURS) and not path.startswith(_BELOW) and "<" not in name:
+            return name
+        frame = frame.f_back
+    return "backward"
+
+
+_WATCHERS = ("observers", "explain", "sanitize", "compare")
+_BELOW = (
+    os.path.join(_OURS, "comm") + os.sep,
+    *(os.path.join(_OURS, "tensor", f"{name}.py") for name in _WATCHERS),
+)
+
+
+def _inside(path: str) -> bool:
+    return path.startswith((_OURS, _TORCH, contextlib.__file__)) and not path.startswith(_MODELS)
+
+
+# ---- what the modules of a model send: forward, and in the backward pass of what they computed
+
+
+class ByModule:
+    """Bytes that this rank sent, by the innermost module whose ``forward`` computed what they serve.
+
+    Attributes:
+        sent: a module's name to bytes forward and backward; ``""`` for what stands outside.
+    """
+
+    def __init__(self) -> None:
+        self.sent: dict[str, list[int]] = {}
+        self._running: list[tuple[str, ExitStack]] = []
+        self._trail: Trail[str] = Trail()
+
+    def saw(self, event: Collective) -> None:
+        """Enter a collective."""
+        back = in_backward()
+        # what is computed again for the backward pass runs in a module too
+        name = self._running[-1][0] if self._running else self._trail.here() if back else None
+        self.sent.setdefault(name or "", [0, 0])[back] += event.sent
+
+    def _enters(self, name: str) -> None:
+        stack = ExitStack()
+        stack.enter_context(self._trail.made_by(name))
+        self._running.append((name, stack))
+
+    def _leaves(self) -> None:
+        self._running.pop()[1].close()
+
+
+@contextmanager
+def by_module(model: nn.Module) -> Iterator[ByModule]:
+    """Record what the modules of ``model`` send while the context is open."""
+    recorder = ByModule()
+
+    def hooks(name: str, module: nn.Module) -> list[Any]:
+        return [
+            module.register_forward_pre_hook(lambda *_: recorder._enters(name), prepend=True),
+            module.register_forward_hook(lambda *_: recorder._leaves(), always_call=True),
+        ]
+
+    handles = [handle for name, module in model.named_modules() for handle in hooks(name, module)]
+    try:
+        with observed(recorder):
+            yield recorder
+    finally:
+        for handle in handles:
+            handle.remove()

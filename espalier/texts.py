@@ -1,0 +1,210 @@
+"""Texts for people: cells in columns, what is wrong with what was given, and what was meant instead."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+T = TypeVar("T")
+_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+_LONGEST = 80  # characters of a value that is shown
+
+
+def in_columns(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Rows of cells as lines, columns two spaces apart.
+
+    Args:
+        rows: all of one length.
+        sides: ``"<"`` or ``">"`` for each column; the last holds for all further ones.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = sides.ljust(len(widths), sides[-1])
+    return [
+        "  ".join(f"{x:{side}{width}}" for x, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def listed(head: str, lines: Sequence[str], most: int | None = None) -> str:
+    """A head, and below it lines, of which no more than so many are shown."""
+    left = 0 if most is None else max(len(lines) - most, 0)
+    more = [f"and {left} more"] if left else []
+    return "\n  ".join([head, *lines[: len(lines) - left], *more])
+
+
+# ---- what was meant
+
+
+def similar(word: str, names: Iterable[str], most: int = 1, least: float = 0.5) -> list[str]:
+    """At most so many of the names that are spelled about like ``word``, the nearest first.
+
+    Args:
+        least: how alike they are, from 0 to 1; capital letters make no difference.
+    """
+    by_letters = {name.lower(): name for name in names}
+    matches = difflib.get_close_matches(word.lower(), list(by_letters), most, least)
+    return [by_letters[letters] for letters in matches]
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice spelled most like ``word``, or None where none comes close."""
+    return next(iter(similar(word, choices)), None)
+
+
+def did_you_mean(
+    word: str, names: Iterable[str], otherwise: str = "", *, lead: str = "", show: Callable[[str], str] = repr
+) -> str:
+    """Whether the nearest of the names was meant, asked after ``lead``; ``otherwise`` if none is near."""
+    close = nearest(word, names)
+    return otherwise if close is None else f"{lead}did you mean {show(close)}?"
+
+
+# ---- what is wrong
+
+
+class MISSING:
+    """Stands for the value of a key that was not given; a class, as these stay themselves when pickled."""
+
+
+class Mistake(NamedTuple):
+    """One mistake.
+
+    Attributes:
+        key: dotted; ``""`` where it is one of several keys together.
+        given: its value; :class:`MISSING` if there is none to show.
+        expected: what is expected or to be done.
+    """
+
+    key: str
+    given: Any
+    expected: str
+
+    def under(self, section: str) -> Mistake:
+        """The same of a table that stands in another."""
+        return self._replace(key=f"{section}.{self.key}" if self.key else section)
+
+    def text(self, overridden: Collection[str] = ()) -> str:
+        """One line; keys in ``overridden`` are marked as given by --set."""
+        value = "" if self.given is MISSING else f" = {_short(self.given)}"
+        source = " (from --set)" if self.key in overridden else ""
+        key = self.key if self.key.isprintable() else repr(self.key)  # one line
+        return f"{key}{value}{source}: {self.expected}" if key else self.expected
+
+
+class MistakeError(ValueError):
+    """What cannot be taken as it was given; the message lists every mistake in it.
+
+    Attributes:
+        owner: what was to be made of it.
+        mistakes: all.
+        overridden: keys that came from --set.
+    """
+
+    def __init__(
+        self, owner: str, mistakes: Iterable[tuple[str, Any, str] | str], overridden: Collection[str] = ()
+    ) -> None:
+        every = [Mistake("", MISSING, m) if isinstance(m, str) else Mistake(*m) for m in mistakes]
+        self.owner, self.mistakes, self.overridden = owner, tuple(every), frozenset(overridden)
+        head = f"{owner}: {len(every)} mistake{'s' if len(every) != 1 else ''}"
+        super().__init__(listed(head, [m.text(overridden) for m in every]))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.owner, self.mistakes, self.overridden)
+
+
+def unknown_key(key: str, given: Any, known: Iterable[str]) -> Mistake:
+    """The mistake of a dotted ``key`` whose last part is not among ``known``."""
+    names = list(known)
+    section, dot, name = key.rpartition(".")
+    hint = did_you_mean(name, names, f"known keys: {', '.join(names)}", show=lambda n: f"{section}{dot}{n}")
+    return Mistake(key, given, f"unknown key; {hint}")
+
+
+class Settings(BaseModel):
+    """A table of plain values: no unknown keys, no guessed types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def read_table(kind: type[T], values: Mapping[str, Any], section: str = "") -> T:
+    """A model of pydantic's, or a dataclass, made from plain values, without guessing types.
+
+    Args:
+        section: the table's own name, which stands before its keys in what is told.
+
+    Raises:
+        MistakeError: with every unknown key (and the nearest known one) and every wrong value.
+    """
+    mistakes: list[Mistake] = []
+    try:
+        if issubclass(kind, BaseModel):
+            return kind.model_validate(values)
+        known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+        strange = [key for key in values if key not in known]
+        mistakes += [unknown_key(_dotted(section, key), values[key], known) for key in strange]
+        # Pydantic's strict mode takes a dataclass from JSON but not from a dict.
+        text = json.dumps({key: value for key, value in values.items() if key in known}, default=str)
+        made: T = TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        mistakes += mistakes_in(error, kind, section)
+    if mistakes:
+        raise MistakeError(section or kind.__name__, mistakes)
+    return made
+
+
+def mistakes_in(error: ValidationError, kind: Any, section: str = "") -> list[Mistake]:
+    """What pydantic found wrong with a table."""
+    mistakes = []
+    for item in error.errors(include_url=False):
+        key = _dotted(section, *map(str, item["loc"]))
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, MistakeError):
+            mistakes += [mistake.under(key) if key else mistake for mistake in cause.mistakes]
+        elif item["type"] in _UNKNOWN_KEY:
+            table = kind
+            for name in item["loc"][:-1]:
+                within = get_args(table)  # a number is a place in a list of tables
+                table = within[0] if isinstance(name, int) else table.model_fields[name].annotation
+            mistakes.append(unknown_key(key, item["input"], table.model_fields))
+        elif item["type"] == "missing":
+            mistakes.append(Mistake(key, MISSING, "is missing and has no default"))
+        else:
+            message = item["msg"].replace("Input should be", "expected").replace("Value error, ", "")
+            mistakes.append(Mistake(key, item["input"], message))
+    return mistakes
+
+
+def _dotted(*names: str) -> str:
+    return ".".join(filter(None, names))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+__all__ = [
+    "MISSING",
+    "Count",
+    "Mistake",
+    "MistakeError",
+    "Positive",
+    "Settings",
+    "did_you_mean",
+    "in_columns",
+    "listed",
+    "mistakes_in",
+    "nearest",
+    "read_table",
+    "similar",
+    "unknown_key",
+]

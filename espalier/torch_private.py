@@ -1,0 +1,240 @@
+"""Every private name of torch that is used here, under our own; nowhere else in the package stands one.
+
+All were seen in torch 2.11 to 2.13. Where one is gone, the import of this file says so by name; those that
+can be done without are None then, and whoever uses them has another way. A new version of torch is tried
+here first. Not here: private attributes of objects (a module's ``_parameters``, an optimizer's hooks), and
+operators of ``torch.ops``. ``tools/private.py``, which ``make lint`` runs, finds any other.
+"""
+
+# ruff: noqa: F401
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+try:
+    # ---- torch functions: on, off, and the modes that see them
+    from torch._C import DisableTorchFunction as without_torch_functions  # of all classes and modes
+    from torch._C import DisableTorchFunctionSubclass as raw  # of DTensor: calls go to the local tensors
+    from torch._C import _current_graph_task_id as current_graph_task_id  # -1 outside a backward pass
+    from torch._C import _disabled_torch_function_impl as plain_call  # one call past torch functions
+    from torch._C import _EnableTorchFunction as with_torch_functions
+    from torch._C import _is_torch_function_enabled as torch_functions_on
+    from torch._C import _len_torch_dispatch_stack as dispatch_modes  # how many are open
+    from torch._C import _len_torch_function_stack as function_modes
+    from torch._C import _set_grad_enabled as set_grad_enabled  # what torch.no_grad calls when it is recorded
+    from torch._C import _will_engine_execute_node as will_run  # whether a backward pass comes by a node
+
+    # ---- autograd
+    from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph  # of a backward pass
+    from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks  # the innermost
+
+    # ---- transforms of functions
+    from torch._functorch import apis as functorch_apis
+    from torch._functorch import eager_transforms as functorch_transforms
+    from torch._functorch import vmap as functorch_vmap
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
+    from torch._higher_order_ops.flex_attention import math_attention  # flex_attention, without compilation
+    from torch._ops import OpOverload, OpOverloadPacket
+
+    # ---- tensors without data
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
+    from torch.nn.modules import _functions as module_functions  # autograd functions of torch.nn's modules
+    from torch.overrides import _get_current_function_mode_stack as function_mode_stack
+    from torch.utils import _pytree as pytree
+    from torch.utils._device import DeviceContext as DefaultDevice  # the mode of torch.set_default_device
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    # ---- pickles of tensors
+    dtypes_of_storages = torch.storage._dtype_to_storage_type_map
+    rebuild_tensor = torch._utils._rebuild_tensor_v2
+    rebuild_tensor_of_dtype = torch._utils._rebuild_tensor_v3
+
+    # ---- calls on lists of tensors, which optimizers make too
+    foreach_copy_ = torch._foreach_copy_
+    foreach_mul_ = torch._foreach_mul_
+    foreach_norms = torch._foreach_norm
+    foreach_zero_ = torch._foreach_zero_
+    fused_devices = torch.utils._foreach_utils._get_fused_kernels_supported_devices  # for optimizers
+    check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_  # GradScaler's
+
+    # ---- functions that public ones end in
+    lazy_clone = torch._lazy_clone
+    forward_dual = torch._VF._make_dual
+    nn_built_in: Any = torch._C._nn
+    neg_view = torch._neg_view
+    dual_parts = torch._VF._unpack_dual
+    fused_weight_norm = torch._weight_norm
+
+    _of_tensors = torch._C.TensorBase  # what torch.Tensor has from C
+    BUILT_IN = (  # where C puts functions of torch
+        nn_built_in,
+        getattr(torch._C, "_special"),  # noqa: B009 (unknown to the stubs)
+        getattr(torch._C, "_linalg"),  # noqa: B009
+        torch._C._VariableFunctions,
+    )
+except (ImportError, AttributeError) as missing:
+    raise ImportError(
+        f"torch {torch.__version__} lacks a private name that Espalier rests on ({missing}). It was tried "
+        "with torch 2.11 to 2.13: install one of these, or tell us."
+    ) from missing
+
+# ---- what can be done without
+
+_dispatching = importlib.import_module("torch.utils._python_dispatch")
+disable_modes: Any = getattr(_dispatching, "_disable_current_modes", None)
+mesh_resources: Any = getattr(torch.distributed.device_mesh, "_mesh_resources", None)  # the open meshes
+set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+
+
+def getter(name: str) -> Callable[[torch.Tensor], Any]:
+    """An attribute of tensors, read by C alone: to be called where torch functions are not intercepted."""
+    read: Callable[[torch.Tensor], Any] = vars(_of_tensors)[name].__get__
+    return read
+
+
+def setter(name: str) -> Callable[[torch.Tensor, Any], None]:
+    """The same, written."""
+    write: Callable[[torch.Tensor, Any], None] = vars(_of_tensors)[name].__set__
+    return write
+
+
+def method(name: str) -> Callable[..., Any]:
+    """A method of tensors, of C alone."""
+    call: Callable[..., Any] = getattr(_of_tensors, name)
+    return call
+
+
+def tensor_attributes() -> dict[str, Any]:
+    """All that tensors have from C, by name."""
+    return dict(vars(_of_tensors))
+
+
+def default_store() -> Any:
+    """The store by which the ranks of the running world have met."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+class _AtTheEnd:
+    """Is let go of when a world is given up."""
+
+
+def when_world_ends(call: Callable[[], None]) -> None:
+    """Call when the running world's process groups are destroyed."""
+    token = _AtTheEnd()
+    weakref.finalize(token, call)
+    # torch empties this with the world; who is in it is asked for by process groups alone
+    torch.distributed.distributed_c10d._world.pg_coalesce_state[token] = []  # type: ignore[index]
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call at the end of the backward pass that is under way."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# ---- functions of torch that are wrapped: those that don't ask ``__torch_function__``
+
+DOORS = {
+    "conversion": "torch.nn:Module._apply",  # what becomes of a module's parameters
+    "backward hooks": "torch.utils.hooks:BackwardHook._apply_on_tensors",
+    "recomputation": "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+    "vmap": "torch._functorch.vmap:_add_batch_dim",
+    "grad": "torch._functorch.eager_transforms:_wrap_for_grad",
+    "functionalize": "torch._functorch.eager_transforms:_wrap_all_tensors_to_functional",
+    # torch's helpers for state dicts
+    "walk": "torch.distributed._state_dict_utils:_iterate_state_dict",
+    "broadcast": "torch.distributed._state_dict_utils:_broadcast_tensors",
+    "broadcast dict": "torch.distributed.checkpoint.state_dict:_broadcast_state_dict",
+    "distribute dict": "torch.distributed.checkpoint.state_dict:_distribute_state_dict",
+    "plan": "torch.distributed.checkpoint.planner_helpers:_iterate_state_dict",
+    "stage": "torch.distributed.checkpoint._state_dict_stager:StateDictStager._offload_tensor",
+}
+
+
+def wrap_door(name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Put ``wrapper(function)`` in the place of one of ``DOORS``, once; nothing where torch lacks it."""
+    module, _, path = DOORS[name].partition(":")
+    *owners, last = path.split(".")
+    place: Any = importlib.import_module(module)
+    for owner in owners:
+        place = getattr(place, owner)
+    original = getattr(place, last, None)
+    if original is not None and not hasattr(original, "_espalier"):
+        wrapped = wrapper(original)
+        wrapped._espalier = True
+        setattr(place, last, wrapped)
+
+
+determinism_checks: dict[str, Any] = getattr(torch.utils.checkpoint, "_allowed_determinism_checks_to_fns", {})
+noop_save_inputs: Any = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)  # of torch before 2.13
+next_node_number: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
+current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
+
+# ---- what is seldom needed, and slow to import
+
+
+def compiler(name: str) -> Any:
+    """torch.compile's backend of that name."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)
+
+
+def inductor(mode: str | None, options: dict[str, Any] | None) -> Any:
+    """Inductor, with torch.compile's ``mode`` and ``options``."""
+    return torch._TorchCompileInductorWrapper(mode, options, False)
+
+
+def storage_info(file: str, start: int, size: int) -> Any:
+    """Where torch's checkpoints say that a tensor stands."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, start, size)
+
+
+def keep_order(operator: Any) -> None:
+    """A compiled graph runs calls of an operator in the order in which they were traced."""
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    _register_effectful_op(operator, _EffectType.ORDERED)
+
+
+def dtensor_spec(mesh: Any, placements: Any, shape: torch.Size, stride: Any, dtype: torch.dtype) -> Any:
+    """torch's own description of a DTensor."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+# ---- autocast of tensors without data: a key of the dispatcher that nothing else uses
+
+AUTOCAST_KEY: Any = getattr(torch._C.DispatchKey, "AutocastIPU", None)
+BELOW_AUTOCAST: Any = None if AUTOCAST_KEY is None else torch._C._dispatch_keyset_full_after(AUTOCAST_KEY)
+
+
+def with_autocast_key() -> Any:
+    """While open, calls come by the key."""
+    return torch._C._IncludeDispatchKeyGuard(AUTOCAST_KEY)
+
+
+def past_autocast_key() -> Any:
+    """While open, they don't."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(AUTOCAST_KEY))
+
+
+def autocast_operators() -> list[str]:
+    """The operators that autocast knows on CPUs, as ``aten::name.overload``."""
+    return list(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"))

@@ -1,0 +1,102 @@
+"""A job's best plan on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from espalier.planner import Cluster, Found, Recorder, Search
+from espalier.planner.explain import report, to_dict
+from espalier.planner.search import plan_table
+from espalier.planner.whole import check, chosen, more_ranks, recordings, sensitivity, too_large
+from espalier.train.building import batch_on_meta, on_meta
+from espalier.train.job import AUTO, Job, parse_value
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """What was found for a job.
+
+    Attributes:
+        found: by the search.
+        text: all of it, told.
+        table: all of it, as JSON takes it.
+    """
+
+    found: Found
+    text: str
+    table: dict[str, Any]
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan."""
+        return bool(self.found.best)
+
+
+def foresee(
+    job: Job,
+    cluster: str,
+    ranks: int | None = None,
+    fix: Iterable[str] = (),
+    memory: float = 0.92,
+    *,
+    quick: bool = False,
+) -> Foresight:
+    """Search the plans of a job.
+
+    Args:
+        job: its model, batch, optimizer, and of its plan what is not searched (precision, offload).
+        cluster: the name of one that is shipped, or a file.
+        ranks: how many of the cluster's; all by default.
+        fix: ``key=value`` for each value of the plan that is not searched.
+        memory: the share of a device's memory that may be taken.
+        quick: the best ones are not run dry.
+
+    Raises:
+        ValueError: the cluster, or what is fixed, is wrong; says what.
+    """
+    fixed = {}
+    for text in fix:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--fix {text}: expected key=value, as --fix tensor=8")
+        fixed[key.strip().removeprefix("plan.")] = parse_value(value.strip())
+    search, (model, optimizer, batch, given) = _search(job, cluster, ranks, fixed, memory)
+    found = search.run()
+    if not found.best:
+        text = f"{report(found)}\n\n{too_large(found)}"
+        enough = more_ranks(search)
+        if enough is not None:
+            text += f" With {enough} ranks something fits."
+        return Foresight(found, text, to_dict(found))
+    checked = [] if quick else check(found, model, batch, optimizer, given)
+    return Foresight(found, report(found, checked, sensitivity(search, found)), to_dict(found, checked))
+
+
+def planned(job: Job, ranks: int | None = None) -> Job:
+    """A job with ``[plan] auto = true`` with the plan that is best on its cluster.
+
+    Args:
+        job: what else [plan] says is not searched.
+        ranks: how many; those that [plan] says, or all of the cluster's, by default.
+
+    Raises:
+        ValueError: nothing fits, or the cluster is wrong.
+    """
+    table = dict(job.raw["plan"])
+    fixed = {key: value for key, value in table.items() if key not in (*AUTO, "precision", "offload", "clip")}
+    search, _ = _search(job, table["cluster"], ranks or table.get("ranks"), fixed, 0.92)
+    plan = chosen(search.run())
+    return Job.from_dict({**job.raw, "plan": {**plan_table(plan), "why": plan.why}}, source=job.source)
+
+
+def _search(
+    job: Job, cluster: str, ranks: int | None, fixed: dict[str, Any], memory: float
+) -> tuple[Search, tuple[Any, Any, Any, dict[str, Any]]]:
+    model, plan, given = on_meta(job)
+    optimizer, batch = given.pop("optimizer"), batch_on_meta(job)
+    given["max_grad_norm"] = job.clip
+    recorder = Recorder(model, optimizer, batch, given, recordings())
+    search = Search(recorder, Cluster.load(cluster), plan, ranks=ranks, fixed=fixed, memory=memory)
+    return search, (model, optimizer, batch, given)

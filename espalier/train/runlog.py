@@ -1,0 +1,276 @@
+"""What a run leaves in its folder: its measurements, what happened to it, what it was, and the page of them.
+
+======================= ====================================================================
+file                    content
+======================= ====================================================================
+``metrics.jsonl``       a :class:`~espalier.train.metrics.Record` a line
+``events.jsonl``        an :class:`~espalier.train.callbacks.Event` a line: spikes, rollbacks, restarts
+``run.json``            what does not change: plan, ranks, who holds what, versions, the job
+``report.html``         all of it as one page, written anew as the run goes
+======================= ====================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from espalier.comm.control import gather_objects, numbers_of_all
+from espalier.files import write_file
+from espalier.mesh import Mesh
+from espalier.train.callbacks import Callback, Event
+from espalier.train.facts import facts_of, held_by_kind, timeline_of
+from espalier.train.metrics import Log, Record, peak_memory
+from espalier.train.page import write_page
+from espalier.train.trackers import trackers
+
+_EVERY = 15.0  # seconds between two pages
+
+
+class RunLog:
+    """Writes a run's folder, and tells callbacks. Of all ranks the first writes.
+
+    >>> with RunLog("runs/mine", engine, tokens=16 * 128) as log:      # doctest: +SKIP
+    ...     for batch in batches:
+    ...         log.step(engine.train_step(batch), lr=1e-3)
+
+    Args:
+        folder: of the run; ``espalier watch FOLDER`` shows it while it goes.
+        engine: from :func:`espalier.initialize`.
+        name: by default that of the folder.
+        steps: optimizer steps of the whole run, if known.
+        tokens: of a global batch (or images), for tokens a second.
+        flops: floating-point operations of a step of the plain model, forward and backward, without what is
+            computed again; by default 6 for each parameter and token.
+        entropy: a loss to draw as a line, nats.
+        job: what the run was asked to do, as the text of its file.
+        every: steps between two records, in :meth:`step`.
+        track: ``"tensorboard"``, ``"wandb"``, or several, as in a job's ``train.track``.
+        callbacks: told beside.
+        after: go on after that step: what is recorded of later ones goes.
+
+    Attributes:
+        records: so far.
+        seconds: of training, up to the last record.
+        first: whether this rank writes.
+        facts: what ``run.json`` has, once the parameters are laid out; on the first rank.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        engine: Any,
+        *,
+        name: str | None = None,
+        steps: int | None = None,
+        tokens: int | None = None,
+        flops: int | None = None,
+        entropy: float | None = None,
+        job: str | None = None,
+        every: int = 10,
+        track: str | Iterable[str] = (),
+        callbacks: Sequence[Callback] = (),
+        after: int = 0,
+    ) -> None:
+        self.folder, self.engine = Path(folder), engine
+        self.name, self.first = name or self.folder.resolve().name, engine.mesh.rank == 0
+        self.tokens, self.every = tokens, every
+        self._given: dict[str, Any] = {"steps": steps, "tokens": tokens, "flops": flops, "entropy": entropy}
+        self._given["job"] = job
+        self._callbacks = [*trackers(track), *callbacks]
+        self._log = Log(self.folder, self.first, after)
+        self.facts: dict[str, Any] = {}
+        self._status, self._written, self._page, self._elapsed = "running", 0, 0.0, 0.0
+        self._began = _now()
+        if self.first and not after:
+            (self.folder / "events.jsonl").unlink(missing_ok=True)
+        for callback in self._callbacks:
+            callback.begin(self)
+
+    @property
+    def records(self) -> list[Record]:
+        """So far."""
+        return self._log.records
+
+    @property
+    def seconds(self) -> float:
+        """Of training, up to the last record."""
+        return self._log.seconds
+
+    def step(
+        self, loss: torch.Tensor | float, *, lr: float | None = None, val_loss: float | None = None
+    ) -> Record | None:
+        """A step of training is done (every rank must call); what was measured, where it was time for it.
+
+        Args:
+            loss: of the global batch.
+            lr: that was used; by default that of the optimizer's first group.
+            val_loss: where it was measured after this step.
+        """
+        self._log.counted += 1
+        step = self.engine.steps
+        if step != 1 and step % self.every and val_loss is None:
+            return None
+        value, sent = float(loss), self.engine.ledger().by_axis()
+        held = held_by_kind(self.engine) if self.keeps(val_loss is not None) else None
+        return self.write(step, value, lr=lr, val_loss=val_loss, sent=sent, held=held)
+
+    def count(self) -> None:
+        """A step is done that may not be measured."""
+        self._log.counted += 1
+
+    def stop(self) -> None:
+        """The time of the steps since the last record ends here, whatever is done before they are written."""
+        self._elapsed = self._elapsed or time.perf_counter() - self._log.marked
+
+    def keeps(self, validated: bool) -> bool:
+        """Whether the next record is one that tells memory by kind: the first two, and validated ones."""
+        return validated or self._written < 2  # not by records: of a resumed run only the first rank has them
+
+    def write(
+        self,
+        step: int,
+        loss: float,
+        *,
+        lr: float | None = None,
+        val_loss: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        norm: float | None = None,
+        sent: Mapping[str, int] | None = None,
+        held: Mapping[str, int] | None = None,
+    ) -> Record:
+        """Record a step (every rank must call).
+
+        Args:
+            metrics: what else was measured, by name.
+            norm: of the gradient; by default the engine's.
+            sent: bytes that this rank sent in it, by axis.
+            held: bytes of this rank by kind (see :meth:`held`), on all ranks or on none; a pipeline's
+                timeline is kept with them.
+        """
+        engine, log = self.engine, self._log
+        self.stop()
+        elapsed, self._elapsed = self._elapsed, 0.0
+        log.seconds += elapsed
+        if norm is None and engine.grad_norm is not None:
+            norm = float(engine.grad_norm)
+        if lr is None:
+            lr = float(engine.optimizer.param_groups[0]["lr"])
+        tokens = (self.tokens or 0) * log.counted / elapsed
+        record = Record(
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            tokens_per_second=tokens,
+            seconds=log.seconds,
+            memory=gather_memory(engine.mesh),
+            sent=dict(sent or {}),
+            val_loss=val_loss,
+            metrics=dict(metrics or {}),
+            held={} if held is None else _by_kind(gather_objects(dict(held), engine.mesh)),
+        )
+        if not self._written:  # the parameters lie from the first step on
+            self.facts.update(facts_of(engine, self._given))
+        if held is not None and engine.plan.pipe > 1:
+            self.facts["timeline"] = timeline_of(engine)
+        log.write(record)
+        self._written += 1
+        for callback in self._callbacks:
+            callback.record(record)
+        self._show(val_loss is not None)
+        log.mark()
+        return record
+
+    def event(self, kind: str, text: str) -> None:
+        """Note that something happened (every rank must call)."""
+        event = Event(kind, text, self.engine.steps, _now())
+        if self.first:
+            append(self.folder, event)
+        for callback in self._callbacks:
+            callback.event(event)
+
+    def back_to(self, step: int) -> None:
+        """Forget what was recorded after a step; the time it took stays counted."""
+        self._log.back_to(step)
+
+    def close(self, status: str = "finished", **more: Any) -> None:
+        """End the run: write the page for the last time.
+
+        Args:
+            status: ``"finished"``, ``"left"`` or ``"failed"``.
+            more: further facts, for ``run.json``.
+        """
+        self.facts.update(more)
+        if self._status == "running":
+            self._status = status
+            self._log.close()
+            for callback in self._callbacks:
+                callback.end(status)
+        self._show(True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with an error."""
+        if self._status != "running":
+            return
+        status = "left" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
+        if self.first:
+            said = str(error).strip() or type(error).__name__
+            append(self.folder, Event(status, said, self.engine.steps, _now()))
+        self.close(status)
+
+    def _show(self, now: bool) -> None:
+        """Write ``run.json`` and the page, if it is time."""
+        if not self.first or not (now or time.monotonic() - self._page > _EVERY or self._written < 3):
+            return
+        self._page = time.monotonic()
+        head = {"name": self.name, "status": self._status, "began": self._began, "updated": _now()}
+        text = json.dumps({**head, **self.facts}, default=str)
+        write_file(self.folder / "run.json", text.encode(), last=False)
+        write_page(self.folder)
+
+
+def append(folder: Path, event: Event) -> None:
+    """Add an event to a run's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(event)) + "\n")
+
+
+def note(folder: Path, kind: str, text: str, step: int = 0) -> None:
+    """Add an event, from outside of the run's ranks."""
+    append(folder, Event(kind, text, step, _now()))
+
+
+def gather_memory(mesh: Mesh) -> tuple[int, ...]:
+    """Peak memory in bytes of every rank, in the order of ranks; every rank must call it."""
+    return tuple(count for (count,) in numbers_of_all([peak_memory(mesh.device())], mesh))
+
+
+def _by_kind(held: Sequence[Mapping[str, int]]) -> dict[str, tuple[int, ...]]:
+    """Each rank's bytes by kind, as each kind's by rank."""
+    kinds = dict.fromkeys(kind for of in held for kind in of)
+    return {kind: tuple(of.get(kind, 0) for of in held) for kind in kinds}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

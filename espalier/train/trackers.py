@@ -1,0 +1,126 @@
+"""What else is told how a run goes: TensorBoard and Weights & Biases, by a word in the job file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from espalier.texts import did_you_mean
+from espalier.train.callbacks import Callback, Event, Run
+from espalier.train.metrics import Record
+
+TRACKERS = ("tensorboard", "wandb")
+"""The words."""
+
+
+def trackers(track: str | Iterable[str]) -> list[Callback]:
+    """A tracker for each word.
+
+    Raises:
+        ValueError: there is none of that name, or its package is missing.
+    """
+    words = [track] if isinstance(track, str) else list(track)
+    found: list[Callback] = []
+    for word in words:
+        if word not in TRACKERS:
+            hint = did_you_mean(word, TRACKERS, f"expected one of {', '.join(TRACKERS)}")
+            raise ValueError(f"track = {word!r}: there is no such tracker; {hint}")
+        found.append(TensorBoard() if word == "tensorboard" else WeightsAndBiases())
+    return found
+
+
+def _missing(word: str, package: str) -> ValueError:
+    return ValueError(
+        f"track = {word!r} needs the package {package}, which is not installed: "
+        f"pip install {package}, or espalier[track]"
+    )
+
+
+def scalars(record: Record) -> Iterator[tuple[str, float]]:
+    """The numbers of a record by name, as trackers draw them."""
+    yield "train/loss", record.loss
+    if record.val_loss is not None:
+        yield "validation/loss", record.val_loss
+    for name, value in record.metrics.items():
+        yield f"validation/{name}", value
+    if record.grad_norm is not None:
+        yield "train/grad_norm", record.grad_norm
+    yield "train/lr", record.lr
+    yield "speed/tokens_per_second", record.tokens_per_second
+    yield "memory/largest_peak_bytes", max(record.memory)
+    for axis, count in record.sent.items():
+        yield f"sent_bytes/{axis}", count
+
+
+class TensorBoard:
+    """Writes events to ``tensorboard`` in the run's folder: ``tensorboard --logdir RUN``."""
+
+    def __init__(self) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise _missing("tensorboard", "tensorboard") from None
+        self._kind: Any = SummaryWriter
+        self._writer: Any = None
+
+    def begin(self, run: Run) -> None:
+        """Open the file, on the first rank."""
+        if run.first:
+            done = run.records[-1].step + 1 if run.records else None
+            self._writer = self._kind(str(run.folder / "tensorboard"), purge_step=done)
+
+    def record(self, record: Record) -> None:
+        """Write the numbers."""
+        if self._writer is not None:
+            for name, value in scalars(record):
+                self._writer.add_scalar(name, value, record.step)
+
+    def event(self, event: Event) -> None:
+        """Write the words."""
+        if self._writer is not None:
+            self._writer.add_text(event.kind, event.text, event.step)
+
+    def end(self, status: str) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WeightsAndBiases:
+    """Writes to ``wandb`` in the run's folder, offline unless ``WANDB_MODE`` says otherwise.
+
+    ``wandb sync RUN/wandb/offline-run-*`` sends it later.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise _missing("wandb", "wandb") from None
+        self._wandb: Any = wandb
+        self._run: Any = None
+
+    def begin(self, run: Run) -> None:
+        """Open the run, on the first rank."""
+        if run.first:
+            mode = os.environ.get("WANDB_MODE", "offline")
+            plan = run.engine.plan.model_dump(mode="json")
+            self._run = self._wandb.init(
+                dir=str(run.folder), name=run.name, mode=mode, config={"plan": plan}, reinit="create_new"
+            )
+
+    def record(self, record: Record) -> None:
+        """Write the numbers."""
+        if self._run is not None:
+            self._run.log(dict(scalars(record)), step=record.step)
+
+    def event(self, event: Event) -> None:
+        """Write the words."""
+        if self._run is not None:
+            self._run.summary[f"{event.kind} at step {event.step}"] = event.text
+
+    def end(self, status: str) -> None:
+        """Close the run."""
+        if self._run is not None:
+            self._run.finish(exit_code=0 if status == "finished" else 1)

@@ -1,0 +1,109 @@
+"""compat.accelerate.Accelerator against accelerate's own: one program, with other imports, under plans."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+accelerate = pytest.importorskip("accelerate")
+
+PRELOAD = ("accelerate",)
+PROGRAMS = Path(__file__).parent.parent.parent / "examples" / "coming_from"
+TOLERANCE = 2e-6  # float32
+
+
+@contextmanager
+def afresh() -> Iterator[None]:
+    """accelerate knows of no other Accelerator."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    before = dict(os.environ)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    os.environ.clear()
+    os.environ.update(before)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def run(name: str, **options: Any) -> list[float]:
+    with afresh():
+        return runpy.run_path(str(PROGRAMS / f"{name}.py"))["main"](**options)
+
+
+def theirs(rank: int, world: int, batch: int) -> list[float]:
+    return run("accelerator", batch=batch)
+
+
+def close(expected: list[float], found: list[float], what: Any) -> None:
+    assert len(expected) == len(found), (what, expected, found)
+    for i, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert abs(a - b) < TOLERANCE * max(1.0, abs(a)), (what, i, a, b)
+
+
+def programs(rank: int, world: int, alone: list[float]) -> None:
+    expected = run("accelerator")
+    for options in ({}, {"plan": {"data": 2, "zero": 3}}):
+        close(expected, run("accelerator_here", **options), options)
+    close(alone, run("accelerator_here", batch=32, plan={"tensor": 2}), "tensor")
+
+
+def asked(rank: int, world: int) -> None:
+    """What accelerate's own arguments become, and what is refused."""
+    from accelerate.utils import FullyShardedDataParallelPlugin, MegatronLMPlugin, ParallelismConfig
+
+    from espalier.compat.accelerate import Accelerator
+
+    with afresh():
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, reshard_after_forward=False, activation_checkpointing=True
+        )
+        accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="bf16")
+        plan = accelerator.plan
+        assert (plan.data, plan.zero, plan.recompute) == (2, 2, "full")
+        torch.manual_seed(0)
+        model = accelerator.prepare(nn.Linear(4, 2))
+        out = model(torch.randn(3, 4))
+        assert out.dtype == torch.float32 and plan.precision.autocast == "bfloat16"
+        assert accelerator.unwrap_model(model) is model.module
+        with pytest.raises(ValueError, match="join_uneven_inputs"):
+            accelerator.join_uneven_inputs([model])
+    with afresh():
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
+        assert accelerator.plan.axes["tensor"] == 2
+        own = accelerator.gather_for_metrics([f"row of {rank}"], use_gather_object=True)
+        assert own == ["row of 0"]
+        assert accelerator.gather(torch.tensor([7])).tolist() == [7]
+        assert accelerator.reduce(torch.tensor(3.0)).item() == 3.0
+        with pytest.raises(ValueError, match=r"3 mistakes(.|\n)*megatron_lm(.|\n)*plan.pipe(.|\n)*plan.acc"):
+            plan = {"pipe": 2, "accumulate": 2}
+            Accelerator(megatron_lm_plugin=object.__new__(MegatronLMPlugin), plan=plan)
+
+
+def test_a_program_with_another_import(ranks: Any) -> None:
+    (alone,) = ranks(1, theirs, 32)
+    ranks(2, programs, alone)
+
+
+def test_what_is_asked_of_it(ranks: Any) -> None:
+    ranks(2, asked)
+
+
+def test_the_two_files_differ_in_their_imports_alone() -> None:
+    bodies = [
+        (PROGRAMS / f"{name}.py").read_text("utf-8").partition("\n\n\n")[2]
+        for name in ("accelerator", "accelerator_here")
+    ]
+    assert bodies[0] == bodies[1] != ""

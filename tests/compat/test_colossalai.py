@@ -1,0 +1,334 @@
+"""Programs of Colossal-AI's forms: what configurations and plugins mean, and their loops on gloo ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from espalier import Plan
+from espalier.compat import colossalai
+from espalier.compat.colossalai.amp import AMP_TYPE
+from espalier.compat.colossalai.booster.plugin import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
+from espalier.compat.colossalai.config import load, plan_of
+from espalier.compat.colossalai.core import global_context as gpc
+from espalier.compat.colossalai.trainer import Trainer, hooks
+from espalier.compat.colossalai.utils import share_of
+
+HOST = dict.fromkeys(("parameters", "gradients", "states"), "host")
+ON_CPU = {"model_config": {"tensor_placement_policy": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "means"),
+    [
+        ({}, 2, {"data": 2}),
+        (
+            {"parallel": {"pipeline": 2, "tensor": {"size": 4, "mode": "2d"}}, "NUM_MICRO_BATCHES": 4},
+            8,
+            {"pipe": 2, "tensor": 4, "tensor_mode": "2d", "accumulate": 4},
+        ),
+        (
+            {"parallel": {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}, "clip_grad_norm": 1.0},
+            16,
+            {"data": 2, "tensor": 8, "tensor_mode": "2.5d", "depth": 2, "clip": 1.0},
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 2}, "tensor": {"size": 2, "mode": "sequence"}}},
+            4,
+            {"pipe": 2, "context": 2},
+        ),
+        (
+            {"fp16": {"mode": AMP_TYPE.TORCH, "init_scale": 8}, "BATCH_SIZE": 3},
+            1,
+            {"precision": {"compute": "autocast-float16", "loss_scale": {"init_scale": 8.0}}},
+        ),
+        ({"fp16": {"mode": AMP_TYPE.NAIVE}}, 1, {"precision": "float16"}),
+        ({"zero": ON_CPU, "gradient_accumulation": 2}, 1,
+         {"zero": 3, "precision": "float16", "offload": HOST, "accumulate": 2}),
+    ],
+)  # fmt: skip
+def test_configurations(config: dict[str, Any], ranks: int, means: dict[str, Any]) -> None:
+    """What the paper's configurations mean."""
+    assert plan_of(config, ranks) == Plan(**means)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"paralel": {}}, "unknown key; did you mean parallel?"),
+        ({"parallel": {"pipelin": 2}}, "did you mean parallel.pipeline?"),
+        ({"parallel": {"tensor": {"size": 2, "mod": "1d"}}}, "did you mean parallel.tensor.mode?"),
+        ({"parallel": {"tensor": {"size": 2, "mode": "4d"}}}, "expected one of 1d, 2d, 2.5d, 3d, sequence"),
+        ({"parallel": {"tensor": {"size": 3}}}, "2 ranks are no multiple of pipeline 1 × tensor 3"),
+        ({"parallel": {"data": 1}}, "expected 2: what 2 ranks leave"),
+        ({"fp16": {"mode": "half"}}, "expected AMP_TYPE.TORCH"),
+        ({"gradient_handler": [{"type": "X"}]}, "leave it out"),
+    ],
+)
+def test_wrong_configurations(config: dict[str, Any], told: str) -> None:
+    """Are told with what was meant."""
+    with pytest.raises(ValueError, match="Colossal-AI's configuration: 1 mistake") as error:
+        plan_of(config, 2)
+    assert told in str(error.value)
+
+
+def test_files(tmp_path: Path) -> None:
+    """The names of a Python file are keys, and attributes."""
+    (tmp_path / "config.py").write_text(
+        "import math\nBATCH_SIZE = 4\nparallel = dict(pipeline=1)\n_own = 1\n"
+    )
+    found = load(tmp_path / "config.py")
+    assert dict(found) == {"BATCH_SIZE": 4, "parallel": {"pipeline": 1}} and found.parallel.pipeline == 1
+    with pytest.raises(AttributeError, match="no 'LR'"):
+        _ = found.LR
+    with pytest.raises(ValueError, match="the path of a Python file"):
+        load(tmp_path / "none.py")
+
+
+HALF = {"compute": "float16", "loss_scale": {"growth_interval": 1000, "hysteresis": 2}}
+
+
+@pytest.mark.parametrize(
+    ("plugin", "ranks", "means"),
+    [
+        (TorchDDPPlugin(bucket_cap_mb=5, static_graph=True), 2, {"data": 2, "chunk_megabytes": 5.0}),
+        (TorchFSDPPlugin(cpu_offload=True), 2, {"data": 2, "zero": 3, "offload": HOST}),
+        (
+            LowLevelZeroPlugin(stage=2, max_norm=1.0, reduce_bucket_size_in_m=1),
+            2,
+            {"data": 2, "zero": 2, "clip": 1.0, "precision": HALF, "chunk_megabytes": 2.097152},
+        ),
+        (
+            GeminiPlugin(precision="bf16", offload_optim_frac=0.5, tp_size=2, extra_dp_size=2),
+            8,
+            {"data": 2, "replicate": 2, "tensor": 2, "zero": 3, "precision": "bfloat16",
+             "offload": {"states": {"place": "host", "ratio": 0.5}}},
+        ),
+        (
+            HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=4, precision="fp32", zero_stage=1,
+                                 pp_style="interleaved", num_model_chunks=2, enable_sequence_parallelism=True,
+                                 sequence_parallelism_mode="split_gather", zero_bucket_size_in_m=1),
+            8,
+            {"data": 2, "tensor": 2, "pipe": 2, "accumulate": 4, "zero": 1, "schedule": "interleaved",
+             "stages_per_rank": 2, "sequence_parallel": True, "chunk_megabytes": 4.194304},
+        ),
+        (
+            HybridParallelPlugin(tp_size=1, pp_size=1, sp_size=2, precision="fp32",
+                                 enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all"),
+            4,
+            {"data": 2, "context": 2, "context_kind": "ulysses"},
+        ),
+    ],
+)  # fmt: skip
+def test_plugins(plugin: Plugin, ranks: int, means: dict[str, Any]) -> None:
+    """What plugins mean."""
+    assert plugin.plan(ranks) == Plan(**means)
+
+
+def test_wrong_plugins() -> None:
+    """All mistakes at once; what has no effect is known."""
+    with pytest.raises(ValueError, match="LowLevelZeroPlugin: 2 mistakes") as error:
+        LowLevelZeroPlugin(stag=1, fp8_communication=True)
+    assert "did you mean stage?" in str(error.value) and "not to be had here" in str(error.value)
+    with pytest.raises(
+        ValueError, match="num_microbatches: is needed with a pipeline|num_microbatches = None"
+    ):
+        HybridParallelPlugin(tp_size=1, pp_size=2)
+    with pytest.raises(ValueError, match="3 ranks are no multiple of the 2"):
+        HybridParallelPlugin(tp_size=2, pp_size=1).plan(3)
+    assert TorchDDPPlugin(static_graph=True).idle == {"static_graph": "there is no such choice here"}
+
+
+def test_who_brings_which_rows() -> None:
+    """Ranks of the tensor axes that cut rows bring rows of their own."""
+    plan = Plan(data=2, tensor=4, tensor_mode="2d")
+    assert [share_of(plan, rank) for rank in range(8)] == [(4, place) for place in (0, 0, 1, 1, 2, 2, 3, 3)]
+
+
+# ---- loops
+
+
+def net() -> nn.Module:
+    """The same on each call."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4)).double()
+
+
+class Taking(nn.Module):
+    """A model that is given its batch whole, labels and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        return self.net(x)
+
+
+def judged(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of a batch."""
+    return F.cross_entropy(output, batch["labels"])
+
+
+def dataset() -> TensorDataset:
+    """Sixteen rows."""
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(16, 6, generator=generator).double(), torch.randint(4, (16,), generator=generator)
+    )
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW."""
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def plain(epochs: int) -> list[torch.Tensor]:
+    """Parameters after epochs of batches of 8 rows, clipped."""
+    model = net()
+    optimizer = optimizer_of(model)
+    for _ in range(epochs):
+        for x, y in DataLoader(dataset(), 8):
+            F.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def assert_same(engine: Any, right: list[torch.Tensor]) -> None:
+    """The model's parameters are these."""
+    for x, y in zip(engine.engine.full_state_dict().values(), right, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
+
+
+class Strided:
+    """A rank's rows of batches of 8, as a loader would give them."""
+
+    def __init__(self, share: int, here: int) -> None:
+        self.share, self.here = share, here
+
+    def __iter__(self) -> Any:
+        return (tuple(t.chunk(self.share)[self.here] for t in rows) for rows in DataLoader(dataset(), 8))
+
+
+def of_the_paper(rank: int, world: int) -> list[float]:
+    """A loop, and the Trainer with hooks, under configurations; a pipeline."""
+    right = plain(1)
+    for parallel, share, here in (
+        ({}, world, rank),
+        ({"tensor": {"size": world, "mode": "1d"}}, 1, 0),
+        ({"tensor": {"size": world, "mode": "2d"}}, 1, 0),  # all bring the same rows
+    ):
+        colossalai.launch({"parallel": parallel, "clip_grad_norm": 0.5})
+        model = net()
+        engine, loader, *_ = colossalai.initialize(
+            model, optimizer_of(model), nn.CrossEntropyLoss(), Strided(share, here)
+        )
+        engine.train()
+        for x, y in loader:
+            engine.zero_grad()
+            output = engine(x)
+            assert output.shape == (len(x), 4)
+            engine.backward(engine.criterion(output, y))
+            engine.step()
+        assert_same(engine, right)
+
+    told = []
+    micro = {"NUM_MICRO_BATCHES": 2, "clip_grad_norm": 0.5}
+    for config in ({"clip_grad_norm": 0.5}, {"parallel": {"pipeline": world}, **micro}):
+        colossalai.launch(config)
+        assert gpc.config.clip_grad_norm == 0.5
+        model, seen = net(), []
+
+        class Hook(hooks.BaseHook):
+            def after_train_iter(
+                self, trainer: Trainer, output: Any, label: Any, loss: Any, seen: Any = seen
+            ) -> None:
+                seen.append(float(loss))
+
+        optimizer = optimizer_of(model)
+        engine, *_ = colossalai.initialize(model, optimizer, nn.CrossEntropyLoss())
+        share, here = share_of(engine.engine.plan, rank)
+        trainer = Trainer(engine)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        trainer.fit(
+            Strided(share, here),
+            epochs=2,
+            test_dataloader=Strided(share, here),
+            hooks=[
+                Hook(),
+                hooks.LossHook(),
+                hooks.LRSchedulerHook(schedule, by_epoch=True),
+                hooks.AccuracyHook(colossalai.nn.metric.Accuracy()),
+                hooks.LogMetricByEpochHook(),
+            ],
+        )
+        assert trainer.cur_step == len(seen) == 4 and trainer.states["metrics"]["train"]["LR"] == 0.02
+        assert_same(engine, plain(2))
+        told += [trainer.states["metrics"]["test"][name] for name in ("Loss", "Accuracy")]
+    return told
+
+
+@pytest.mark.world(2)
+def test_the_papers_programs(ranks: Callable[..., Any]) -> None:
+    """The parameters of a plain loop, and the same metrics whatever the plan."""
+    for told in ranks(2, of_the_paper):
+        assert told[:2] == pytest.approx(told[2:])
+
+
+def boosted(rank: int, world: int, folder: str) -> None:
+    """Plugins around a plain loop; a pipeline; weights out and in."""
+    right = plain(1)
+    plugins = (
+        TorchDDPPlugin(),
+        LowLevelZeroPlugin(stage=1, precision="fp32", max_norm=0.5),
+        HybridParallelPlugin(tp_size=1, pp_size=2, num_microbatches=2, precision="fp32", max_norm=0.5),
+    )
+    for i, plugin in enumerate(plugins):
+        model: Any = Taking() if i == 2 else net()
+        booster = colossalai.Booster(plugin=plugin)
+        model, optimizer, criterion, *_ = booster.boost(model, optimizer_of(model), nn.CrossEntropyLoss())
+        share, here = share_of(model.engine.plan, rank)
+        for batch in Strided(share, here):
+            if i == 2:
+                rows = iter([{"x": batch[0], "labels": batch[1]}])
+                assert booster.execute_pipeline(rows, model, judged, optimizer)["loss"] is not None
+            else:
+                booster.backward(criterion(model(batch[0]), batch[1]), optimizer)
+                if i == 0:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(model, right)
+        booster.save_model(model, f"{folder}/{i}.pt")
+        booster.save_model(model, f"{folder}/{i}", shard=True)
+        for path in (f"{folder}/{i}.pt", f"{folder}/{i}"):
+            other = net()
+            again, *_ = booster.boost(other, optimizer_of(other))
+            if i < 2:
+                booster.load_model(again, path)
+                assert_same(again, right)
+    loader = plugins[0].prepare_dataloader(dataset(), 4)
+    assert [len(x) for x, _ in islice(loader, 3)] == [4, 4]
+
+
+@pytest.mark.world(2)
+def test_booster(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """The parameters of a plain loop."""
+    ranks(2, boosted, str(tmp_path))

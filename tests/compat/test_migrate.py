@@ -1,0 +1,142 @@
+"""``espalier migrate``: programs of other systems, line by line."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from espalier.cli import app
+from espalier.compat.migrate import migrate
+
+DEEPSPEED = '''\
+"""Trains."""
+import os, deepspeed
+import deepspeed.comm as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # both
+from deepspeed.runtime.lr_schedules import WarmupLR
+
+CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": True, "stag": 1}}
+
+
+def main(net, grüße="ü"):
+    with deepspeed.zero.Init():
+        pass
+    engine, *_ = deepspeed.initialize(model=net, config=CONFIG, mpu=None)
+    return deepspeed.init_inference(net)
+'''
+
+
+def test_deepspeed() -> None:
+    """Imports change, configurations are examined, what is not there is told; the rest stays as it is."""
+    found = migrate(DEEPSPEED)
+    assert found.systems == ("DeepSpeed",)
+    assert found.after == DEEPSPEED.replace(
+        "import os, deepspeed\nimport deepspeed.comm as dist\nfrom deepspeed.ops.adam",
+        "import os\nfrom espalier.compat import deepspeed\n"
+        "from espalier.compat.deepspeed import comm as dist\n"
+        "from espalier.compat.deepspeed.ops.adam",
+    ).replace("from deepspeed.runtime", "from espalier.compat.deepspeed.runtime")
+    ast.parse(found.after)
+    told = [(note.line, note.is_missing, note.text.partition(":")[0]) for note in found.notes]
+    assert told == [
+        (7, False, "configuration"),
+        (7, True, "configuration"),
+        (14, True, "deepspeed.init_inference has no equivalent here"),
+    ]
+    assert "did you mean zero_optimization.stage?" in found.notes[1].text
+    assert found.diff("x.py").startswith("--- x.py\n+++ x.py\n@@ -1,8 +1,9 @@")
+
+
+def test_configuration_in_a_file(tmp_path: Path) -> None:
+    """The file that a program names is read."""
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 1, "amp": {"enabled": True}}))
+    program = "import deepspeed\ndeepspeed.initialize(model=None, config='ds.json')\n"
+    (note,) = migrate(program, tmp_path).notes
+    assert note.is_missing and "amp = {'enabled': True}: not to be had here" in note.text
+
+
+def test_nothing_of_another_system() -> None:
+    """Stays as it is."""
+    program = "import torch\nfrom torch import nn\nx = nn.Linear(2, 2)\n"
+    assert migrate(program)[1:] == (program, (), ())
+
+
+def test_colossal_and_dtensor() -> None:
+    """Names under submodules, and those that move into the package itself; what stays, stays."""
+    program = (
+        "import colossalai\n"
+        "from colossalai.core import global_context as gpc\n"
+        "from colossalai.booster.plugin import GeminiPlugin, MoeHybridParallelPlugin\n"
+        "from torch.distributed.tensor import DTensor, Shard\n"
+    )
+    found = migrate(program)
+    assert found.after == (
+        "from espalier.compat import colossalai\n"
+        "from espalier.compat.colossalai.core import global_context as gpc\n"
+        "from espalier.compat.colossalai.booster.plugin import GeminiPlugin\n"
+        "from colossalai.booster.plugin import MoeHybridParallelPlugin\n"
+        "from espalier import DTensor, Shard\n"
+    )
+    (note,) = found.notes
+    assert note.is_missing and note.text.startswith(
+        "colossalai.booster.plugin.MoeHybridParallelPlugin has no"
+    )
+
+
+def test_trainer_and_accelerate() -> None:
+    """Names in full too; what asks another library for parallelism is told as a plan."""
+    program = (
+        "import transformers\n"
+        "from accelerate import Accelerator, notebook_launcher\n"
+        "arguments = transformers.TrainingArguments('out', fsdp='full_shard offload', deepspeed=None)\n"
+        "trainer = transformers.Trainer(None, arguments)\n"
+        "other = transformers.TrainingArguments(\n"
+        "    deepspeed={'zero_optimization': {'stage': 2, 'offload_optimizer': {'device': 'cpu'}}})\n"
+    )
+    found = migrate(program)
+    assert found.after == program.replace(
+        "from accelerate import Accelerator, notebook_launcher\n",
+        "from espalier.compat.accelerate import Accelerator\n"
+        "from accelerate import notebook_launcher\n"
+        "from espalier.compat.transformers import Trainer\n",
+    ).replace("= transformers.Trainer(", "= Trainer(")
+    told = [(note.line, note.is_missing, note.text.rpartition("plan=")[2]) for note in found.notes]
+    place = "'host'"
+    assert told == [
+        (2, True, found.notes[0].text),
+        (
+            3,
+            True,
+            f"{{'zero': 3, 'offload': {{'parameters': {place}, 'gradients': {place}, 'states': {place}}}}})",
+        ),
+        (4, False, told[2][2]),
+        (6, True, f"{{'zero': 2, 'offload': {{'states': {place}}}}})"),
+    ]
+    assert "espalier.spawn" in found.notes[0].text
+
+
+def test_command(tmp_path: Path) -> None:
+    """Diff and notes; exit code 1 where something has no equivalent; --write changes the file."""
+    script = tmp_path / "train.py"
+    script.write_text("import deepspeed\n")
+    runner = CliRunner()
+    done = runner.invoke(app, ["migrate", str(script), "--write"])
+    assert done.exit_code == 0 and "+from espalier.compat import deepspeed" in done.output
+    assert script.read_text() == "from espalier.compat import deepspeed\n"
+    script.write_text("import deepspeed\ndeepspeed.init_inference()\n")
+    done = runner.invoke(app, ["migrate", str(script)])
+    assert done.exit_code == 1 and "train.py:2: deepspeed.init_inference has no equivalent" in done.output
+    script.write_text("def")
+    assert runner.invoke(app, ["migrate", str(script)]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "line", ["from . import deepspeed\n", "x.deepspeed.initialize()\n", "deepspeed = 1\n"]
+)
+def test_other_things_of_that_name(line: str) -> None:
+    """Are left alone."""
+    assert migrate(line).after == line

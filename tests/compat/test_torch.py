@@ -1,0 +1,246 @@
+"""Programs for torch's wrappers: the same files with other imports have the same losses."""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
+
+import espalier
+from espalier.compat import torch as here
+from espalier.compat.torch import pipelining
+
+PROGRAMS = Path(__file__).parent.parent.parent / "examples" / "coming_from"
+TOLERANCE = 1e-6  # float32
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[None]:
+    """Programs that join a world and leave it find themselves in one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
+        patch.setattr(dist, "destroy_process_group", lambda *args, **kwargs: None)
+        yield
+
+
+def run(name: str, rank: int, world: int) -> list[float]:
+    """The losses of a program."""
+    names = runpy.run_path(str(PROGRAMS / f"{name}.py"))
+    torch.manual_seed(7)
+    return names["train"](rank, world) if "train" in names else names["main"]()
+
+
+def both(rank: int, world: int, names: list[str]) -> None:
+    with joined():
+        for name in names:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                theirs = run(name, rank, world)
+            ours = run(f"{name}_here", rank, world)
+            assert len(theirs) == len(ours), (name, theirs, ours)
+            for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+                assert abs(a - b) <= TOLERANCE * max(1.0, abs(a)), (name, i, a, b)
+
+
+def piped(rank: int, world: int) -> None:
+    """Pipe(chunks=8) against the model alone."""
+    ours = run("pipe_here", rank, world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(here, "Pipe", lambda model, chunks: Plain(model))
+        theirs = run("pipe_here", rank, world)
+    assert len(ours) == 11
+    for a, b in zip(ours, theirs, strict=True):
+        assert abs(a - b) <= TOLERANCE, (ours, theirs)
+
+
+class Plain(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.model(x)
+        out.local_value = lambda: out
+        return out
+
+
+NAMES = [
+    "data_parallel",
+    "distributed_data_parallel",
+    "zero_optimizer",
+    "fully_sharded",
+    "fully_shard",
+    "pipelining",
+]
+
+
+def test_programs_with_other_imports_have_the_same_losses(ranks: Any) -> None:
+    ranks(2, both, NAMES, timeout=60)
+
+
+def test_pipe(ranks: Any) -> None:
+    ranks(2, piped)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_two_files_differ_in_their_imports_alone(name: str) -> None:
+    def body(of: str) -> str:
+        text = (PROGRAMS / f"{of}.py").read_text("utf-8")
+        return text.partition("\n\n\n")[2]
+
+    assert body(name) == body(f"{name}_here")
+
+
+# ---- what wrappers make of their arguments
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def batch(step: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + place)
+    x = torch.randn(4, 6, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 4, (4,), generator=generator)
+
+
+def plain_losses(ranks: int) -> list[float]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = torch.stack([F.cross_entropy(model(x), y) for x, y in (batch(step, i) for i in range(ranks))])
+        loss.mean().backward()
+        optimizer.step()
+        losses.append(loss.mean().item())
+    return losses
+
+
+def trained(model: Any, place: int) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        x, y = batch(step, place)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def mean(losses: list[float]) -> list[float]:
+    told = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(told)
+    return (told / dist.get_world_size()).tolist()
+
+
+def strategies(rank: int, world: int, plan: dict[str, int]) -> None:
+    data = world // (2 if "tensor" in plan else 1)
+    place = rank // (world // data)
+    expected = plain_losses(data)
+    made = []
+    for strategy in ShardingStrategy:
+        for offload in (None, CPUOffload(True)) if strategy is ShardingStrategy.FULL_SHARD else (None,):
+            made.append(here.FullyShardedDataParallel(net(), None, strategy, offload, plan=plan))
+    made.append(here.DistributedDataParallel(net(), bucket_cap_mb=1, static_graph=True, plan=plan))
+    made.append(here.fully_shard(net(), reshard_after_forward=False, plan=plan))
+    for model in made:
+        for a, b in zip(mean(trained(model, place)), expected, strict=True):
+            assert abs(a - b) < 1e-10, (model.engine.plan, a, b)
+    plans = [model.engine.plan for model in made]
+    assert [p.zero for p in plans] == [3, 3, 2, 0, 3, 2, 0, 2]
+    assert plans[1].offload.parameters.place == "host" and plans[6].chunk_megabytes == 1
+    fsdp = made[0]
+    held = fsdp.state_dict()
+    with here.fsdp.FullyShardedDataParallel.state_dict_type(fsdp, StateDictType.SHARDED_STATE_DICT):
+        cut = fsdp.state_dict()
+    for name, x in net().state_dict().items():
+        assert held[name].shape == x.shape and torch.equal(cut[name].full_tensor(), held[name])
+    optimizer = fsdp.engine.optimizer
+    states = here.FullyShardedDataParallel.optim_state_dict(fsdp, optimizer)
+    assert states["state"]["0.weight"]["exp_avg"].shape == (8, 6)
+    before = {name: x["exp_avg"].clone() for name, x in states["state"].items()}
+    optimizer.load_state_dict(here.FullyShardedDataParallel.optim_state_dict_to_load(fsdp, optimizer, states))
+    x, y = batch(0, place)
+    F.cross_entropy(fsdp(x), y).backward()
+    optimizer.step()
+    after = here.FullyShardedDataParallel.optim_state_dict(fsdp, optimizer)["state"]
+    grads = (after["0.weight"]["exp_avg"] - 0.9 * before["0.weight"]) / 0.1
+    assert 0 < grads.abs().max() < 1
+    fsdp.load_state_dict(held)
+    assert all(torch.equal(x, held[name]) for name, x in fsdp.state_dict().items())
+
+
+def hooked(rank: int, world: int) -> None:
+    model = here.DistributedDataParallel(net().float())
+    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    x, _ = batch(0, rank)
+    model(x.float()).sum().backward()
+    assert model.engine.plan.precision.reduce == "bfloat16"
+    with pytest.raises(ValueError, match="before the first call"):
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(ValueError, match=r"powerSGD(.|\n)*allreduce_hook, fp16"):
+        here.DistributedDataParallel(net()).register_comm_hook(None, powerSGD_hook)
+    half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = here.FullyShardedDataParallel(net().float(), mixed_precision=half)
+    assert model(x.float()).dtype == torch.bfloat16
+    assert model.engine.plan.precision.reduce == "float32" and model.engine.plan.zero == 3
+
+
+def powerSGD_hook(state: Any, bucket: Any) -> Any: ...
+
+
+def on_two(rank: int, world: int) -> None:
+    strategies(rank, world, {})
+    hooked(rank, world)
+
+
+def test_strategies_and_hooks(ranks: Any) -> None:
+    ranks(2, on_two, timeout=60)
+
+
+def test_what_cannot_be_done_is_refused_in_words() -> None:
+    DDP, FSDP = here.DistributedDataParallel, here.FullyShardedDataParallel
+    with pytest.raises(ValueError, match="rows are cut"):
+        here.DataParallel(net(), dim=1)
+    with pytest.raises(ValueError, match="leave join"):
+        DDP(net()).join()
+    with pytest.raises(ValueError, match=r"2 mistakes(.|\n)*ignored_modules(.|\n)*deferred"):
+        FSDP(net(), ignored_modules=[net()], param_init_fn=print)
+    with pytest.raises(ValueError, match="flat"):
+        FSDP.set_state_dict_type(FSDP(net()), StateDictType.LOCAL_STATE_DICT)
+    with pytest.raises(ValueError, match="output_dtype"):
+        here.fully_shard(net(), mp_policy=here.fsdp.MixedPrecisionPolicy(output_dtype=torch.float32))
+    with pytest.raises(ValueError, match="deferred_batch_norm"):
+        here.Pipe(net(), deferred_batch_norm=True)
+    with pytest.raises(ValueError, match=r"nothing behind it(.|\n)*no such module"):
+        here.pipeline(net(), split_spec={"2": here.SplitPoint.END, "9": here.SplitPoint.BEGINNING})
+    stage = pipelining.PipelineStage(net(), 0, 2)
+    with pytest.raises(ValueError, match="expected True"):
+        pipelining.ScheduleGPipe(stage, 4, scale_grads=False)
+    model = DDP(net())
+    assert (
+        espalier.EngineModule in type(model).__mro__ and next(iter(model.state_dict())) == "module.0.weight"
+    )
+
+
+def test_two_optimizers_of_one_model_are_refused() -> None:
+    model = here.DistributedDataParallel(net())
+    kept = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.module[0], model.module[2])]
+    with pytest.raises(ValueError, match=r"2 optimizers(.|\n)*one optimizer with a group for each"):
+        model(batch(0, 0)[0])
+    del kept

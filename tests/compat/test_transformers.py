@@ -1,0 +1,150 @@
+"""compat.transformers.Trainer against transformers' own on one process: a tiny GPT-2, each plan."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+PRELOAD = ("transformers",)
+TOLERANCE = 2e-6  # float32
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=48,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def rows(n: int = 20) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 48, (n, 8), generator=generator)
+    labels = ids.clone()
+    for i in range(n):
+        labels[i, : i % 4] = -100
+    return [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    logits, labels = prediction
+    right = (logits.argmax(-1)[:, :-1] == labels[:, 1:]) & (labels[:, 1:] != -100)
+    return {"accuracy": float(right.sum() / (labels[:, 1:] != -100).sum())}
+
+
+class Seen(transformers.TrainerCallback):
+    """A callback that takes down the losses."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.losses += [
+            value for key, value in (logs or {}).items() if key in ("loss", "grad_norm", "eval_loss")
+        ]
+
+
+def run(
+    kind: Any, folder: str, rank_batch: int, resume: bool = False, **plan: Any
+) -> tuple[Any, list[float]]:
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=rank_batch,
+        per_device_eval_batch_size=5,
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        learning_rate=0.01,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        seed=3,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    seen = Seen()
+    trainer = kind(
+        model(),
+        arguments,
+        train_dataset=rows(),
+        eval_dataset=rows(7),
+        compute_metrics=accuracy,
+        callbacks=[seen],
+        **plan,
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-2") if resume else None)
+        losses = [*seen.losses]
+    return trainer, losses
+
+
+def own(rank: int, world: int, folder: str) -> tuple[list[float], dict[str, Any], dict[str, torch.Tensor]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer, losses = run(transformers.Trainer, folder, 4)
+        return losses, trainer.evaluate(), trainer.model.state_dict()
+
+
+def close(expected: list[float], found: list[float], what: Any) -> None:
+    assert len(expected) == len(found), (what, expected, found)
+    for a, b in zip(expected, found, strict=True):
+        assert abs(a - b) < TOLERANCE * max(1.0, abs(a)), (what, expected, found)
+
+
+def ours(rank: int, world: int, folder: str, plan: dict[str, Any], expected: Any) -> None:
+    from espalier.compat.transformers import Trainer
+
+    losses, metrics, weights = expected
+    per_rank = 4 // plan.get("data", 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer, found = run(Trainer, folder, per_rank, plan=plan)
+        told = trainer.evaluate()
+        trainer.save_model(os.path.join(folder, "final"))
+    close(losses, found, plan)
+    for name in ("eval_loss", "eval_accuracy"):
+        assert abs(told[name] - metrics[name]) < TOLERANCE
+    again = transformers.GPT2LMHeadModel.from_pretrained(os.path.join(folder, "final"))
+    for name, x in again.state_dict().items():
+        assert (x - weights[name]).abs().max() < 1e-5, (plan, name)
+    assert trainer.is_world_process_zero() == (rank == 0) and trainer.engine.plan.zero == plan.get("zero", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, after = run(Trainer, folder, per_rank, resume=True, plan=plan)
+    assert len(after) > 4
+    close(found[-len(after) :], after, plan)
+
+
+def refused(rank: int, world: int, folder: str) -> None:
+    from espalier.compat.transformers import Trainer
+
+    arguments = transformers.TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match=r"2 mistakes(.|\n)*plan.pipe(.|\n)*gradient_accumulation_steps"):
+        Trainer(model(), arguments, plan={"pipe": 2, "accumulate": 2})
+
+
+def test_the_trainer_under_plans(ranks: Any, tmp_path: Path) -> None:
+    (expected,) = ranks(1, own, str(tmp_path / "own"))
+    for i, plan in enumerate(({"data": 2, "zero": 3}, {"tensor": 2})):
+        ranks(2, ours, str(tmp_path / f"ours{i}"), plan, expected)
+    ranks(2, refused, str(tmp_path / "refused"))

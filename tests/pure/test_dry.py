@@ -1,0 +1,106 @@
+"""Dry runs: any rank by name, as JSON, in a time that the data axis does not change."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import espalier
+from espalier.models import GPT, GPTConfig
+from espalier.tensor.dry_runs import Recalled
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations that reach torch, and those of them that do more than take memory."""
+
+    number = computed = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        self.computed += "empty" not in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def run(plan: dict[str, Any], coordinate: Any = None, layers: int = 2) -> espalier.DryReport:
+    with torch.device("meta"):
+        net = GPT(GPTConfig(vocab_size=131, max_positions=16, layers=layers, hidden=48, heads=4))
+        x = torch.empty(plan.get("data", 1) * plan.get("accumulate", 1), 16, dtype=torch.int64)
+    optimizer = torch.optim.AdamW(net.parameters())
+    batch = {"input_ids": x, "labels": x}
+    return espalier.dry_run(net, plan, batch, optimizer=optimizer, coordinate=coordinate)
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_data_axis_costs_no_time(zero: int, precision: str) -> None:
+    found = []
+    for n in (4, 96, 1000):
+        with Calls() as calls:
+            report = run({"data": n, "zero": zero, "precision": precision})
+        found.append(calls.number)
+        each = sum(bytes for op, axis, bytes in report.ledger.entries if op == "reduce_scatter")
+        assert each >= (n - 1) / n * 2 * report.parameters
+    # where a bias has fewer elements than there are ranks, some of it lies on none
+    assert max(found) <= 1.3 * min(found)
+
+
+def test_a_rank_is_named() -> None:
+    plan = {"pipe": 2, "data": 2, "accumulate": 2}
+    by_name, by_place = run(plan, {"pipe": 1}), run(plan, (1, 0, 0))
+    assert by_name.to_dict() == by_place.to_dict()
+    assert by_name.rank == {"pipe": 1, "data": 0, "tensor": 0}
+    assert run(plan).parameter_bytes != by_name.parameter_bytes
+    assert "rank pipe=1:" in str(by_name)
+    with pytest.raises(ValueError, match=r"There is no rank pipe=2: this plan's mesh has pipe 0 to 1, data"):
+        run(plan, {"pipe": 2})
+    with pytest.raises(ValueError, match="no rank row=0"):
+        run(plan, {"row": 0})
+
+
+def test_a_report_as_json() -> None:
+    report = run({"pipe": 2, "data": 2, "accumulate": 2}, {"pipe": 1})
+    told = json.loads(json.dumps(report.to_dict()))
+    assert told["peak_bytes"] == report.peak_bytes and told["rank"] == report.rank
+    sent: dict[str, int] = {}
+    for row in told["sent"]:
+        sent[row["axis"]] = sent.get(row["axis"], 0) + row["bytes"]
+    assert sent == report.ledger.by_axis()
+
+
+def made_of_meta() -> list[torch.Tensor]:
+    """Results of operations of every kind, and gradients."""
+    x = torch.empty(4, 6, device="meta", requires_grad=True)
+    w = torch.empty(5, 6, device="meta", requires_grad=True)
+    cut = x.t()[1:5].expand(3, 4, 4)
+    out = F.gelu(F.layer_norm(x, (6,))) @ w.t()
+    values, places = out.topk(2)
+    changed = values.clone().mul_(2).t().softmax(0)
+    found = [out, values, places, changed, cut, cut + 1, cut * True, cut * 1, x.sum(0, dtype=torch.float64)]
+    found += [torch.empty(0, 3, device="meta") + 1, *out.split(2), *F.linear(x, w, w[:, 0]).unbind()]
+    found += torch.autograd.grad(changed.sum() + out.square().mean(), [x, w])
+    return found
+
+
+def test_what_was_found_out_of_meta_tensors_is_recalled() -> None:
+    """The same tensors and FLOPs as torch has, the second time with fewer calls."""
+    counter = FlopCounterMode(display=False)
+    with counter:
+        right = made_of_meta()
+    calls = []
+    with Calls() as reached, Recalled() as work:
+        for _ in range(2):
+            reached.computed = work.flops = 0
+            found = made_of_meta()
+            assert work.flops == counter.get_total_flops()
+            for x, y in zip(found, right, strict=True):
+                assert (x.shape, x.stride(), x.dtype, x.is_meta) == (y.shape, y.stride(), y.dtype, True)
+                assert x.untyped_storage().nbytes() == y.untyped_storage().nbytes()
+            assert found[4].untyped_storage()._cdata != found[5].untyped_storage()._cdata
+            calls.append(reached.computed)
+    assert calls[1] < calls[0] - 10

@@ -1,0 +1,252 @@
+"""The planner's search: recordings, prices, the space, the best of it, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from espalier import Plan
+from espalier.cli.main import app
+from espalier.models import GPT, GPTConfig
+from espalier.parallel.schedules import Costs, generate, live, simulate
+from espalier.planner import Cluster, Recorder, Search
+from espalier.planner.cells import Cell
+from espalier.planner.explain import report, to_dict, to_toml, why_not
+from espalier.planner.prices import Prices
+from espalier.planner.recording import Op, Recording, Sent, added, grown
+from espalier.planner.search import plan_table
+from espalier.planner.whole import more_ranks, sensitivity, too_large
+
+H100 = Cluster.load("h100-sxm")
+
+
+def given(layers: int = 5, rows: int = 8) -> tuple[Any, Any, Any]:
+    with torch.device("meta"):
+        net = GPT(GPTConfig(vocab_size=128, max_positions=16, layers=layers, hidden=32, heads=4))
+        x = torch.empty(rows, 16, dtype=torch.int64)
+    return net, torch.optim.AdamW(net.parameters()), {"input_ids": x, "labels": x}
+
+
+@pytest.fixture(scope="module")
+def recorder(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
+    net, optimizer, batch = given()
+    return Recorder(net, optimizer, batch, {}, tmp_path_factory.mktemp("recordings"))
+
+
+def totals(counts: Any) -> dict[Any, list[int]]:
+    """Of each phase and operation: FLOPs, bytes moved, bytes sent."""
+    found: dict[Any, list[int]] = {}
+    for phase, events in counts.items():
+        for event, n in events.items():
+            row = found.setdefault((phase, event[0]), [0, 0, 0])
+            if isinstance(event, Sent):
+                row[2] += n * event.bytes
+            else:
+                row[0] += n * event.flops
+                row[1] += n * event.moved
+    return {key: row for key, row in found.items() if any(row)}
+
+
+@pytest.mark.parametrize(
+    "cell", [Cell(recompute="full"), Cell(tensor=2, sequence_parallel=True, precision="bfloat16")], ids=str
+)
+def test_blocks_add_up_to_the_whole(recorder: Recorder, cell: Cell) -> None:
+    costs = recorder.costs(cell)
+    whole = recorder._run(cell, 5)
+    composed = {phase: Counter(costs.rest.get(phase, {})) for phase in costs.rest.keys() | costs.block.keys()}
+    for phase, events in costs.block.items():
+        for event, n in events.items():
+            composed[phase][event] += 5 * n
+    assert totals(composed) == totals(whole.counts())
+    assert whole.parameters == costs.rest_bytes + 5 * costs.block_bytes
+    assert whole.kept == costs.rest_kept + 5 * costs.block_kept
+    assert Recording.from_list(json.loads(json.dumps(whole.to_list()))) == whole
+
+
+def test_rows_add_up(recorder: Recorder) -> None:
+    one, two, four = (recorder._run(Cell(rows=n), 2) for n in (1, 2, 4))
+    told = grown(one, two, 4)
+    assert (told.events, told.held, told.kept) == (four.events, four.held, four.kept)
+    assert four.peak * 0.9 < told.peak <= four.peak, "another moment may be the fullest one"
+
+
+def test_recorded_ahead_is_what_is_recorded(recorder: Recorder, tmp_path: Path) -> None:
+    net, optimizer, batch = given()
+    ahead = Recorder(net, optimizer, batch, {}, tmp_path)
+    cells = [Cell(rows=rows, recompute=kind) for rows in (1, 2) for kind in ("none", "full")]
+    ahead.ahead(cells, (1, 3), "float32")
+    assert ahead.recorded == len(list(tmp_path.iterdir())) in (0, 13)  # none on one core
+    for cell in cells:
+        assert ahead.costs(cell) == recorder.costs(cell)
+    assert ahead.update(3, "float32") == recorder.update(3, "float32")
+
+
+def test_small_sums_of_all_blocks_are_taken_apart() -> None:
+    one, two = Sent("all_reduce", "tensor", 20), Sent("all_reduce", "tensor", 30)
+    assert added({"backward": Counter([one])}, {"backward": Counter([two])})["backward"] == Counter(
+        [Sent("all_reduce", "tensor", 10)]
+    )
+
+
+def test_prices_grow_with_sizes_and_stay_below_the_peak() -> None:
+    prices = Prices(H100, {"data": 64, "tensor": 8})
+    peak = H100.device.tflops["bfloat16"] * 1e12 * H100.device.ceiling
+    before = 0.0
+    for n in (64, 512, 4096, 16384):
+        op = Op("mm", "matmul", (1, n, 4096, 4096), "bfloat16", 2 * n * 4096**2, 2 * (n * 8192 + 4096**2))
+        assert before <= prices.op(op) and prices.op(op) >= op.flops / peak
+        before = prices.op(op)
+    seen = Op("flash", "attention", (1, 8, 2048, 64), "float16", 2**33, 2**20)
+    moved = Op("add", "other", (), "float32", 0, 2**30)
+    slow = H100.device.model_copy(update={"attention": "math", "unfused": 0.5})
+    other = Prices(H100.model_copy(update={"device": slow}), {"data": 1})
+    assert other.op(seen) > prices.op(seen) and other.op(moved) * 2 == prices.op(moved)
+    sent = [prices.sent("all_reduce", "tensor", n) for n in (0, 2**10, 2**20, 2**30)]
+    assert sent == sorted(sent) and sent[0] >= 2 * 3 * 9e-6
+    assert prices.sent("all_reduce", "data", 2**30) > sent[-1], "the fabric is slower than the node"
+    assert prices.sent("all_reduce", "pipe", 0, 0) == 0
+
+
+@pytest.fixture(scope="module")
+def search(recorder: Recorder) -> Search:
+    fixed = {"recompute": "none", "sequence_parallel": False}
+    return Search(recorder, H100, Plan(precision="bfloat16"), ranks=8, fixed=fixed)
+
+
+def test_the_best_is_the_best_of_all(search: Search) -> None:
+    found = search.run()
+    scored = [x for plan, rows in search.candidates() if (x := search.score(plan, rows)) and x.fits]
+    assert len(scored) == found.scored == len(found.best)
+    assert found.best[0].seconds == min(search.simulated(x).seconds for x in scored) <= scored[0].seconds
+    assert all(x.plan.world_size == 8 for x in found.best)
+    assert {x.plan.pipe for x in found.best} > {1, 2} and {x.plan.tensor for x in found.best} >= {1, 2, 4}
+    assert [x.plan.zero for x in found.plain] == [0, 3]
+    assert all(found.best[0].seconds <= x.seconds for x in found.plain)
+    for x in found.best[:20]:
+        assert math.isclose(sum(x.terms.values()), x.seconds, rel_tol=0.02), x
+        assert Plan(**plan_table(x.plan)) == x.plan
+    text = report(found, changes=sensitivity(search, found))
+    assert "why not:" in text and "device.host_us_per_op  assumed" in text and "links -20 %" in text
+    assert to_toml(plan_table(found.best[0].plan)) in text
+    assert len(why_not(found)) >= 4
+    assert json.loads(json.dumps(to_dict(found)))["best"][0]["seconds"] == found.best[0].seconds
+
+
+def test_slower_parts_never_make_it_faster(search: Search) -> None:
+    first = search.run().best[0]
+    own = search.score(first.plan, first.rows)
+    assert own is not None
+    device = H100.device.model_copy(update={"ceiling": H100.device.ceiling / 2, "host_us_per_op": 60.0})
+    levels = tuple(x.model_copy(update={"bandwidth_gbs": x.bandwidth_gbs / 9}) for x in H100.level)
+    for change in ({"device": device}, {"level": levels}):
+        slow = search.again(cluster=H100.model_copy(update=change)).score(first.plan, first.rows)
+        assert slow is not None and slow.seconds >= own.seconds
+
+
+def test_a_pipeline_of_equal_stages_takes_its_closed_form(search: Search) -> None:
+    plan = next(p for p, _ in search.candidates() if p.pipe == 4 and p.schedule == "1f1b")
+    took, m = [(1.0, 2.0)] * 4, plan.accumulate
+    real = simulate(generate("1f1b", 4, m), Costs(1.0, 2.0, 0.0)).step_time
+    assert math.isclose(search._closed(plan, took, [3.0] * 4), real)
+
+
+def test_micro_batches_that_live(search: Search) -> None:
+    for kind, v in (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2)):
+        plan = Plan(pipe=4, accumulate=12, schedule=kind, stages_per_rank=v)
+        counted = live(generate(kind, 4, 12, v))
+        told = search._live(plan)
+        assert all(a <= b <= a + 1 for a, b in zip(counted, told, strict=True)), (kind, counted, told)
+
+
+def test_nothing_fits(recorder: Recorder) -> None:
+    small = H100.device.model_copy(update={"memory_gb": 0.0003, "reserved_gb": 0.0})
+    fixed = {"recompute": "none", "sequence_parallel": False, "pipe": 1, "tensor": 1}
+    search = Search(recorder, H100.model_copy(update={"device": small}), Plan(), ranks=1, fixed=fixed)
+    found = search.run()
+    assert not found.best and found.least is not None
+    assert re.search(r"No plan fits: one rank .* needs least, .* GB on a rank", too_large(found))
+    assert "Nothing fits." in report(found) and more_ranks(search) in (2, 4, 8, None)
+
+
+def test_bad_input_gets_a_sentence(recorder: Recorder) -> None:
+    for change, told in (
+        ({"ranks": 5000}, "the cluster has 4096"),
+        ({"fixed": {"tensr": 2}}, "--fix tensr: a plan has no such key"),
+        ({"memory": 1.5}, "expected a share of the device's memory"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            Search(recorder, H100, Plan(), **change)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="No plan uses 7 ranks for a batch of 8 rows"):
+        Search(recorder, H100, Plan(), ranks=7, fixed={"pipe": 1, "tensor": 1}).run()
+
+
+JOB = """
+[model]
+kind = "gpt"
+layers = 4
+hidden = 32
+heads = 4
+vocab_size = 128
+max_positions = 16
+[data]
+kind = "tokens"
+[train]
+batch_size = 4
+sequence = 16
+[plan]
+"""
+FIXED = 'precision = "bfloat16"\nrecompute = "none"\npipe = 1\ntensor = 1\n'
+
+
+def test_the_command_and_a_job_that_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESPALIER_CACHE", str(tmp_path / "cache"))
+    job = tmp_path / "job.toml"
+    job.write_text(JOB + 'precision = "bfloat16"\n', "utf-8")
+    call = [
+        "plan",
+        str(job),
+        "--cluster",
+        "h100-sxm",
+        "-n",
+        "4",
+        "--json",
+        str(tmp_path / "f.json"),
+        "--quick",
+    ]
+    for fixed in ("pipe=1", "tensor=1", "recompute=none"):
+        call += ["--fix", fixed]
+    done = CliRunner().invoke(app, call)
+    assert done.exit_code == 0, done.output
+    assert "[plan]\ndata = 4" in done.output
+    assert json.loads((tmp_path / "f.json").read_text("utf-8"))["best"][0]["plan"]["data"] == 4
+    assert CliRunner().invoke(app, [*call, "--memory", "1e-6"]).exit_code == 1
+
+    from espalier.train.foresight import planned
+    from espalier.train.job import Job, JobError
+
+    job.write_text(JOB + FIXED + 'auto = true\ncluster = "h100-sxm"\nranks = 4\n', "utf-8")
+    made = planned(Job.load(job))
+    assert made.plan.data == 4 and "s a step" in made.plan.why and not made.auto
+    for wrong, told in (
+        ("auto = true\n", "needs the cluster"),
+        ('cluster = "x"\n', "is for auto = true alone"),
+    ):
+        job.write_text(JOB + wrong, "utf-8")
+        with pytest.raises(JobError, match=told):
+            Job.load(job)
+
+
+def test_a_plan_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESPALIER_CACHE", str(tmp_path))
+    net, optimizer, batch = given(4, 2)
+    fixed: dict[str, Any] = {"pipe": 1, "tensor": 1, "recompute": "none", "precision": "bfloat16"}
+    plan = Plan.auto(net, batch, "h100-sxm", optimizer=optimizer, ranks=2, **fixed)
+    assert plan.data == 2 and plan.why.startswith("best of")

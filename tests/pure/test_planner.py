@@ -1,0 +1,157 @@
+"""The planner: what is composed of shallow dry runs is what the deep one tells."""
+
+from __future__ import annotations
+
+import random
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import espalier
+from espalier.models import GPT, GPTConfig
+from espalier.planner import Cluster, Totals, composed, shipped
+from espalier.planner.compose import NotComposed, shallow
+
+SMALL = {"chunk_megabytes": 0.01, "prefetch_megabytes": 0.01}
+
+
+def given(layers: int, rows: int, **more: Any) -> tuple[Any, Any, Any]:
+    with torch.device("meta"):
+        net = GPT(GPTConfig(vocab_size=131, max_positions=16, layers=layers, hidden=48, heads=4, **more))
+        x = torch.empty(rows, 16, dtype=torch.int64)
+    return net, {"input_ids": x, "labels": x}, torch.optim.AdamW(net.parameters())
+
+
+def both(plan: dict[str, Any], layers: int, coordinate: Any = None, **more: Any) -> tuple[Totals, Totals]:
+    rows = plan.get("data", 1) * plan.get("accumulate", 1) * (4 if plan.get("tensor_mode") else 1)
+    net, batch, optimizer = given(layers, rows, **more)
+    kept = [p for group in optimizer.param_groups for p in group["params"]]
+    short = composed(net, plan, batch, optimizer=optimizer, coordinate=coordinate, max_grad_norm=1.0)
+    assert len(net.blocks) == layers
+    assert all(a is b for a, b in zip(kept, optimizer.param_groups[0]["params"], strict=True))
+    report = espalier.dry_run(net, plan, batch, optimizer=optimizer, coordinate=coordinate, max_grad_norm=1.0)
+    whole = Totals.of(report)
+    assert whole.peak_bytes == report.peak_bytes and whole.peak_at == report.peak_at
+    return short, whole
+
+
+def drawn(seed: int) -> tuple[dict[str, Any], int, dict[str, Any]]:
+    lot = random.Random(seed)
+    plan: dict[str, Any] = {
+        "data": lot.choice([1, 2, 3, 4]),
+        "zero": lot.choice([0, 1, 2, 3]),
+        "precision": lot.choice(["float32", "bfloat16"]),
+        "recompute": lot.choice(["none", "full", "selective"]),
+        **lot.choice([{}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"context": 2}]),
+        **lot.choice([{}, {}, {"tensor": 4, "tensor_mode": "2d", "context": 1, "sequence_parallel": False}]),
+        **SMALL,
+    }
+    if plan["zero"]:
+        plan["offload"] = lot.choice([{}, {}, {"states": "host"}])
+    return plan, lot.randint(9, 14), {"dropout": lot.choice([0.0, 0.1]), "tied": lot.random() < 0.5}
+
+
+@pytest.mark.parametrize("seed", range(3, 8))
+def test_drawn_plans_are_told_right(seed: int) -> None:
+    plan, layers, more = drawn(seed)
+    short, whole = both(plan, layers, **more)
+    assert short.differs(whole) == [], plan
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_composed_is_the_whole(seed: int) -> None:
+    plan, layers, more = drawn(seed)
+    short, whole = both(plan, layers, **more)
+    assert not short.why and short.runs == 3, short.why
+    assert short.differs(whole) == [], plan
+
+
+@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.parametrize(
+    "plan", [{}, {"schedule": "zb-h1"}, {"data": 2, "zero": 1, "recompute": "full"}], ids=str
+)
+def test_composed_stages(plan: dict[str, Any], rank: int) -> None:
+    plan = {"pipe": 2, "accumulate": 8, "cuts": ("blocks.6",), **SMALL, **plan}
+    short, whole = both(plan, 12, {"pipe": rank})
+    assert not short.why and short.runs > 1, short.why
+    assert short.differs(whole) == [] and short.rank["pipe"] == rank
+    assert bool(whole.slots) == (plan.get("zero") == 1)
+
+
+def test_what_is_not_affine_is_run_whole() -> None:
+    for plan, layers, why in (
+        ({"data": 2}, 8, "several blocks go into one chunk"),
+        ({"pipe": 2, "accumulate": 2}, 8, "stages do not begin at blocks that the plan names"),
+        ({}, 3, "it is not deep"),
+    ):
+        short, whole = both(plan, layers)
+        assert short.runs == 1 and why in short.why and short.differs(whole) == []
+    net, batch, _ = given(8, 1)
+    net.blocks[3].mlp.extra = nn.Parameter(torch.empty(3, device="meta"))
+    found = composed(net, {}, batch)
+    assert found.runs == 1 and found.why == "there are 2 kinds of blocks"
+
+
+def test_a_difference_is_told() -> None:
+    net, batch, _ = given(2, 2)
+    one, two = (Totals.of(espalier.dry_run(net, {"data": 2, "zero": z}, batch)) for z in (0, 1))
+    assert any(line.startswith("peaks") for line in one.differs(two))
+    assert one.differs(one) == []
+
+
+def test_blocks_that_share_parameters_stay() -> None:
+    net, _, optimizer = given(4, 1)
+    net.blocks[3].mlp = net.blocks[0].mlp
+    with pytest.raises(NotComposed, match="share parameters"), shallow(net, optimizer, "blocks", 2):
+        pass
+    assert len(net.blocks) == 4
+
+
+def test_a_cluster_as_toml(tmp_path: Path) -> None:
+    for name in shipped():
+        cluster = Cluster.load(name)
+        (tmp_path / "c.toml").write_text(cluster.to_toml(), "utf-8")
+        assert Cluster.load(tmp_path / "c.toml") == cluster, name
+    assert len(shipped()) >= 10
+    h100 = Cluster.load("h100-sxm")
+    assert h100.source("device.ceiling.bfloat16").spread == 0.15
+    assert h100.source("device.memory_gb").source == "shipped"
+    assert h100.source("host").source == "assumed"
+    node, fabric = h100.level
+    assert h100.span(8, 1) == (node, 1)
+    assert h100.span(4, 8) == (fabric, 1)
+    assert h100.span(16, 2) == (fabric, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"memory_gb": -1}, "device.memory_gb = -1: expected greater than 0"),
+        ({"memory_gb": 80e9}, "expected 10^9 bytes"),
+        ({"bandwidth_gbs": -3.0}, "device.bandwidth_gbs = -3.0: expected greater than 0"),
+        ({"tflops": {"bfloat16": 989e12}}, "expected 10^12 operations a second"),
+        ({"tflops": {"bfloat": 989.0}}, "did you mean"),
+        ({"memroy_gb": 3.0}, "unknown key"),
+        ({"reserved_gb": 81.0}, "expected less than memory_gb"),
+    ],
+    ids=str,
+)
+def test_a_cluster_with_mistakes(change: dict[str, Any], told: str) -> None:
+    tables = tomllib.loads(Cluster.load("h100-sxm").to_toml())
+    tables["device"].update(change)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Cluster.from_dict(tables)
+
+
+def test_levels_stand_in_one_another() -> None:
+    tables = tomllib.loads(Cluster.load("h100-sxm").to_toml())
+    tables["level"][1]["ranks"] = 12
+    with pytest.raises(ValueError, match="a multiple of the 8 ranks of the level inside of it"):
+        Cluster.from_dict(tables)
+    with pytest.raises(ValueError, match="did you mean 'h100-sxm'"):
+        Cluster.load("h100-smx")

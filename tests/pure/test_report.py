@@ -1,0 +1,296 @@
+"""What a run leaves to look at: its page (in a real browser), its server, two runs compared, trackers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import espalier
+from espalier.cli import app
+from espalier.parallel import Plan
+from espalier.train.building import step_flops
+from espalier.train.callbacks import Event
+from espalier.train.facts import published
+from espalier.train.job import Job, JobError
+from espalier.train.metrics import Record
+from espalier.train.page import PAGE, page, read_run, to_toml
+from espalier.train.runlog import RunLog, note
+from espalier.train.watch import Server
+
+HOSTILE = "</script><script>document.title='taken'</script>\u2028<!--"
+JOB = '[plan]\ndata = 4\n\n[train]\nsteps = 40\n"a b" = [1, 2.5, true]\n'
+
+
+def write_run(folder: Path, *, name: str = "mine", lr: float = 1e-3) -> Path:
+    """A run of four ranks with a pipeline, which had a spike and a sample."""
+    folder.mkdir(parents=True)
+    memory, held = (
+        (10**8, 2 * 10**8, 3 * 10**8, 4 * 10**8),
+        {"parameters": (4000,) * 4, "states": (8000,) * 4},
+    )
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, 41):
+            record = Record(
+                step, 5.0 / step + lr, 1.0, lr, 1000.0 + step, step * 1.5, memory,
+                {"data": 4000, "pipe": 900}, *((2 + 9 / step, held) if step % 10 == 0 else (None, {})),
+            )  # fmt: skip
+            file.write(json.dumps(record.__dict__) + "\n")
+        file.write('{"step": 41, "loss"')  # not whole yet
+    whole, half = [0.0, 1.0, 0.0, 1.0], [0.0, 0.5, 0.0, 1.0]
+    part = {
+        "bytes": 4096,
+        "here": 2048,
+        "parameter": "up.weight",
+        "shape": [32, 32],
+        "box": half,
+        "states": whole,
+    }
+    row = [["F", 0, 0, 0.0, 0.01], ["B", 0, 0, 0.02, 0.04]]
+    run = {
+        "name": name, "status": "running", "steps": 80, "tokens": 512, "flops": 10**9, "entropy": 4.0,
+        "model": "GPT", "parameters": 1234, "optimizer": "AdamW", "began": "2026-01-01T00:00:00+00:00",
+        "plan": {"words": "pipe 2 × data 2", "axes": {"pipe": 2, "data": 2}, "ranks": 4},
+        "mesh": {"names": ["pipe", "data"], "shape": [2, 2]}, "job": JOB.replace("40", f"40\nlr = {lr}"),
+        "ranks": [
+            {"coordinate": {"pipe": r // 2, "data": r % 2}, "host": "h", "device": "CPU"} for r in range(4)
+        ],
+        "holds": [[{**part, "name": f"blocks.{i}"} for i in range(3)]] * 4,
+        "peak": {"rate": 1e12, "source": "a data sheet"}, "versions": {"python": "3.11"},
+        "timeline": {"schedule": "1f1b", "bubble": 0.25, "measured": [row, row], "predicted": [row, row]},
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(run))
+    note(folder, "spike", "step 12 is left out: the loss leapt", 12)
+    (folder / "sample.txt").write_text(HOSTILE)
+    return folder
+
+
+# ---- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A headless Chromium; where there is none, these tests are skipped."""
+    driver, chromium = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
+    if driver is None or chromium is None:
+        pytest.skip("no Chromium here: apt-get install chromium chromium-driver")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--window-size=1180,900",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
+    ):  # fmt: skip
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield found
+    found.quit()
+
+
+def opened(browser: Any, path: Path) -> None:
+    browser.get(path.as_uri())
+    assert browser.get_log("browser") == []
+
+
+def all_of(browser: Any, selector: str) -> list[Any]:
+    found: list[Any] = browser.find_elements("css selector", selector)
+    return found
+
+
+def violations(browser: Any) -> list[str]:
+    """What axe-core finds wrong for people who use keyboards, screen readers, or see little contrast."""
+    axe = pytest.importorskip("axe_core_python")
+    browser.execute_script((Path(axe.__file__).parent / "axe.min.js").read_text("utf-8"))
+    found = browser.execute_async_script("axe.run().then(arguments[0])")["violations"]
+    return [f"{v['id']}: {v['nodes'][0]['html'][:120]}" for v in found]
+
+
+def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
+    """Curves, pictures and words are there, without an error; it can be used without a mouse."""
+    folder = write_run(tmp_path / "mine")
+    (folder / PAGE).write_text(page([read_run(folder)]))
+    opened(browser, folder / PAGE)
+    assert browser.title.startswith("mine"), "the sample's text is text"
+    assert all_of(browser, "#samples pre")[0].get_attribute("textContent") == HOSTILE
+    for name in ("training", "validation"):
+        (curve,) = all_of(browser, f"#loss g[data-series={name}] path")
+        assert curve.size["width"] > 300 and curve.size["height"] > 5
+    assert len(all_of(browser, ".chart svg")) == 7
+    assert len(all_of(browser, "#holds rect.here")) == 4, "three blocks that are alike stand once"
+    assert len(all_of(browser, "#pipeline svg[role=img] rect[class^=span]")) == 8
+    assert "left out" in all_of(browser, "#events")[0].text and len(all_of(browser, "#loss .mark")) == 1
+    assert "step 40 of 80" in all_of(browser, ".status")[0].text
+    chart = all_of(browser, "#loss .chart")[0]
+    chart.send_keys("\ue011", "\ue014")  # Home, right arrow
+    assert chart.get_attribute("aria-valuetext").startswith("step 2: training 2.501")
+    log = next(button for button in all_of(browser, "button") if button.text == "log")
+    log.click()
+    assert log.get_attribute("aria-pressed") == "true" and all_of(
+        browser, "#loss g[data-series=training] path"
+    )
+    all_of(browser, "#numbers summary")[0].click()
+    assert len(all_of(browser, "#numbers tbody tr")) == 40
+    for theme in ("light", "dark"):
+        browser.execute_script(f"document.documentElement.dataset.theme = '{theme}'")
+        assert violations(browser) == [], theme
+    assert browser.get_log("browser") == []
+
+
+def test_a_run_shown_while_it_goes_and_two_compared(browser: Any, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "mine")
+    with served(folder) as server:
+        browser.get(server.url)
+        assert browser.get_log("browser") == [] and "step 40 of 80" in all_of(browser, ".status")[0].text
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write("\n" + json.dumps(Record(44, 0.1, 1.0, 1e-3, 900.0, 66.0, (1,)).__dict__) + "\n")
+        browser.implicitly_wait(10)
+        assert browser.find_element("css selector", "#loss .chart[aria-valuetext^='step 44']")
+        browser.implicitly_wait(0)
+    other = write_run(tmp_path / "other", name="theirs", lr=2e-3)
+    out = tmp_path / "both.html"
+    result = CliRunner().invoke(app, ["compare-runs", str(folder), str(other), "--out", str(out)])
+    assert result.exit_code == 0 and re.search(r"train\.lr +0\.001 +0\.002", result.stdout)
+    opened(browser, out)
+    assert {g.get_attribute("data-series") for g in all_of(browser, "#loss g[data-series]")} >= {
+        "mine",
+        "theirs",
+    }
+    assert violations(browser) == []
+
+
+# ---- the server
+
+
+class served:
+    """A server in a thread of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = Server(folder)
+
+    def __enter__(self) -> Server:
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
+        self.thread.start()
+        return self.server
+
+    def __exit__(self, *error: object) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+def test_the_server_answers_this_machine_alone(tmp_path: Path) -> None:
+    with served(write_run(tmp_path / "mine")) as server:
+        assert server.server_address[0] == "127.0.0.1"
+
+        def ask(path: str, **headers: str) -> http.client.HTTPResponse:
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+            connection.request("GET", path, headers={"Host": f"127.0.0.1:{server.server_port}", **headers})
+            answer = connection.getresponse()
+            answer.body = answer.read()  # type: ignore[attr-defined]
+            connection.close()
+            return answer
+
+        answer = ask("/data.json")
+        assert answer.status == 200 and len(json.loads(answer.body)["records"]) == 40  # type: ignore[attr-defined]
+        assert answer.headers["Access-Control-Allow-Origin"] is None
+        assert ask("/data.json", **{"If-None-Match": answer.headers["ETag"]}).status == 304
+        assert ask("/", Host="evil.example").status == 403, "a name of the web that leads here"
+        assert ask("/data.json", Origin="https://evil.example").status == 403
+        assert ask("/../run.json").status == 404
+        with pytest.raises(ValueError, match="port .* cannot be used"):
+            Server(server.folder, server.server_port)
+    with pytest.raises(ValueError, match=r"no folder of a run.*Its folders .*mine are such"):
+        read_run(tmp_path)
+
+
+# ---- what is written
+
+
+class Heard:
+    """A callback that remembers."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def begin(self, run: RunLog) -> None:
+        self.words.append(f"begin {run.name}")
+
+    def record(self, record: Record) -> None:
+        self.words.append(f"record {record.step}")
+
+    def event(self, event: Event) -> None:
+        self.words.append(f"{event.kind} {event.text}")
+
+    def end(self, status: str) -> None:
+        self.words.append(f"end {status}")
+
+
+def test_a_loop_of_ones_own_leaves_a_report(tmp_path: Path) -> None:
+    """With TensorBoard and Weights & Biases told too, where they are installed; one that fails says so."""
+    model, heard = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), Heard()
+    engine = espalier.initialize(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), Plan(), loss_fn=nn.functional.mse_loss
+    )
+    track = []
+    for word in ("tensorboard", "wandb"):
+        try:
+            __import__(word)
+            track.append(word)
+        except ImportError:
+            continue
+    folder = tmp_path / "run"
+    batch = torch.ones(8, 4), torch.ones(8, 1)
+    log = RunLog(folder, engine, steps=9, tokens=8, every=3, track=track, callbacks=[heard])
+    with pytest.raises(RuntimeError, match="stop here"), log:
+        for _ in range(4):
+            log.step(engine.train_step(batch))
+        log.event("spike", "as if")
+        raise RuntimeError("stop here")
+    assert heard.words == ["begin run", "record 1", "record 3", "spike as if", "end failed"]
+    run = read_run(folder)
+    assert run["status"] == "failed" and [e["text"] for e in run["events"]] == ["as if", "stop here"]
+    assert run["parameters"] == 25 and run["flops"] == 6 * 25 * 8 and run["peak"]["rate"] > 1e6
+    assert [part["name"] for part in run["holds"][0]] == ["0", "2"]
+    assert run["holds"][0][0]["states"] == [0.0, 1.0, 0.0, 1.0]
+    assert run["records"][0]["held"]["states"][0] >= 2 * 25 * 4 and run["records"][0]["lr"] == 1e-2
+    assert "stop here" in (folder / PAGE).read_text("utf-8")
+    for word, pattern in {
+        "tensorboard": "tensorboard/events*",
+        "wandb": "wandb/offline-run-*/*.wandb",
+    }.items():
+        assert (word in track) == bool(list(folder.glob(pattern)))
+
+
+def test_words_of_a_job(tmp_path: Path) -> None:
+    """TOML there and back, the operations of a step, a tracker that isn't there, data sheets."""
+    raw = tomllib.loads(JOB + '[model.config]\nrope = {kind = "a\\"b", n = -1}\n')
+    assert tomllib.loads(to_toml(raw)) == raw
+    job = Job.load("jobs/verify/gpt.toml")
+    state = torch.get_rng_state()
+    n, tokens = (
+        sum(p.numel() for p in job.model.build().parameters()),
+        job.train.batch_size * job.train.sequence,
+    )
+    torch.set_rng_state(state)
+    found = step_flops(job)
+    assert found is not None and 0.5 < found / (6 * n * tokens) < 2
+    assert torch.get_rng_state().equal(state)
+    with pytest.raises(JobError, match=r"train\.track\S* = 'tensorbord'"):
+        Job.load("jobs/verify/gpt.toml", ["train.track=tensorbord"])
+    assert published("NVIDIA H100 80GB HBM3", "bfloat16") == ("H100-SXM", 989e12)
+    assert published("NVIDIA H100 PCIe", "bfloat16") == ("H100-PCIe", 756e12)
+    assert published("a CPU", "float32") is None

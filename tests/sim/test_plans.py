@@ -1,0 +1,193 @@
+"""Every kind of plan on the simulated device: nothing races, nothing waits, NCCL could carry it out.
+
+A waiting host is a fault, unless it stands in ``WAITS`` with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from espalier.parallel.data import residency
+from espalier.parallel.data.unshard import Unsharded
+from tests.sim.order import check
+from tests.sim.plans import alone, trained
+from tests.sim.transport import Shared
+
+WAITS = {
+    "engine/norm.py:LossScaler.update": "whether a float16 step is made decides what the host does next",
+}
+"""Where the host may wait for the device in a step, and why: the innermost function of the library's."""
+
+OFFLOADED = {
+    "engine/norm.py:scale_gradients": "the host's update is of clipped gradients: it needs their norm",
+    "parallel/data/residency.py:OffloadStore.settle": "what went to the host is used there, or its room",
+    "parallel/data/residency.py:OffloadStore.to_host": "the host's update reads what the device has made",
+    "parallel/data/residency.py:Disk.write": "the disk's thread writes what the device has made",
+}
+"""The same of plans whose states are updated in the host's memory."""
+
+ROUTED = {
+    "parallel/experts.py:_Dispatch._sorted": "rows are sent in numbers that the host must know",
+}
+
+TIED = {"kind": "gpt2", "changes": {"layers": 4, "tied": True}}
+SINGLE = {"dtype": torch.float32}
+AWAY = {"states": "host", "gradients": "host", "parameters": "host"}
+ON_DISK = {**dict.fromkeys(AWAY, "disk"), "directory": ""}
+LOW = {"precision": "bfloat16"}
+
+STEP = "tensor/guard.py:_stepping"
+"""What runs within ``optimizer.step()``."""
+
+MOST = {"experts": 2 * 2 * 2}  # a wait for each layer, in each step and on each rank
+
+# name: the plan, what it trains (see plans.trained), further places where it may wait
+Plans = dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]]
+
+ONE: Plans = {
+    "one": ({}, {}, {}),
+    "made on the device": ({}, {"default": True}, {}),
+    "autocast": ({"precision": "autocast-bfloat16"}, SINGLE, {}),
+    "float16": ({"precision": "float16"}, SINGLE, {}),
+    "states on the host": ({"offload": {"states": "host"}}, SINGLE, OFFLOADED),
+    "half of them": ({"offload": {"states": {"place": "host", "ratio": 0.5}}}, SINGLE, OFFLOADED),
+    "recompute": ({"recompute": "full", "recompute_inputs": "host"}, {}, {}),
+    "dropout": ({}, {"changes": {"dropout": 0.1}}, {}),
+}
+TWO: Plans = {
+    **{f"zero {zero}": ({"data": 2, "zero": zero}, {}, {}) for zero in range(4)},
+    "accumulate": ({"data": 2, "accumulate": 2}, {}, {}),
+    "bfloat16": ({"data": 2, "zero": 3, **LOW}, SINGLE, {}),
+    "tensor": ({"tensor": 2}, {}, {}),
+    "sequence": ({"tensor": 2, "sequence_parallel": True}, {}, {}),
+    "ring": ({"context": 2, "context_kind": "ring"}, {}, {}),
+    "ulysses": ({"context": 2, "context_kind": "ulysses"}, {}, {}),
+    "made on the device, zero 3": ({"data": 2, "zero": 3}, {"default": True}, {}),
+    "1f1b, tied": ({"pipe": 2, "accumulate": 4}, TIED, {}),
+    "gpipe": ({"pipe": 2, "accumulate": 4, "schedule": "gpipe"}, TIED, {}),
+    "zb-h1": ({"pipe": 2, "accumulate": 4, "schedule": "zb-h1"}, TIED, {}),
+    "interleaved, tied": (
+        {"pipe": 2, "accumulate": 4, "schedule": "interleaved", "stages_per_rank": 2},
+        TIED,
+        {},
+    ),
+    "zbv, tied": ({"pipe": 2, "accumulate": 4, "schedule": "zbv", "stages_per_rank": 2}, TIED, {}),
+    "all on the host": ({"data": 2, "zero": 3, **LOW, "offload": AWAY}, SINGLE, OFFLOADED),
+    "all on disk": ({"data": 2, "zero": 3, "offload": ON_DISK}, SINGLE, OFFLOADED),
+    "experts": ({"data": 2, "expert": 2}, {"kind": "moe"}, ROUTED),
+}
+FOUR: Plans = {
+    "2d": ({"tensor": 4, "tensor_mode": "2d"}, {}, {}),
+    "pipe and data": ({"pipe": 2, "data": 2, "zero": 2, "accumulate": 4}, TIED, {}),
+    "data and tensor": ({"data": 2, "tensor": 2, "zero": 3}, {}, {}),
+}
+CASES = [
+    pytest.param(ranks, name, *given, id=name, marks=pytest.mark.world(ranks))
+    for ranks, plans in ((1, ONE), (2, TWO), (4, FOUR))
+    for name, given in plans.items()
+]
+_APART = ("experts", "dropout")  # the loss is another: balanced over fewer tokens; other bits are drawn
+
+
+@pytest.mark.parametrize(("ranks", "name", "plan", "case", "waits"), CASES)
+def test_a_plan(
+    on_sim: Callable[..., list[Any]],
+    figures: list[str],
+    tmp_path: Path,
+    ranks: int,
+    name: str,
+    plan: dict[str, Any],
+    case: dict[str, Any],
+    waits: dict[str, str],
+) -> None:
+    runs = on_sim(ranks, trained, plan, case, str(tmp_path))
+    told: Counter[tuple[str, str, str]] = sum((run.told for run in runs), Counter())
+    known = WAITS | waits
+    excused = {key: n for key, n in told.items() if key[0] == "sync" and key[2].split(" < ")[0] in known}
+    faults = {key: n for key, n in told.items() if key not in excused}
+    calls = check([run.calls for run in runs])
+    kinds: Counter[str] = Counter()
+    for (kind, _, _), n in faults.items():
+        kinds[kind] += n
+    shown = ", ".join(f"{kind} {kinds[kind]}" for kind in ("race", "host", "mixed", "freed", "sync"))
+    figures.append(
+        f"{name:28} {ranks} ranks: {shown}; waits with a reason {sum(excused.values())}; {calls} calls"
+    )
+    assert not faults, faults
+    assert sum(excused.values()) <= MOST.get(name, math.inf)
+    losses, weights = alone(case)
+    exact = case.get("dtype", torch.float64) is torch.float64
+    assert runs[0].losses == [run.losses for run in runs][-1]
+    if name in _APART:
+        return
+    assert runs[0].losses == pytest.approx(losses, abs=1e-9 if exact else 2e-2)
+    if exact:
+        worst = max(float((runs[0].weights[key] - x).abs().max()) for key, x in weights.items())
+        assert worst < 1e-9
+
+
+def test_places_where_it_waits_are_there() -> None:
+    """Nothing stays excused that no longer is."""
+    for key in WAITS | OFFLOADED | ROUTED:
+        file, _, name = key.partition(":")
+        source = Path("espalier", file).read_text()
+        assert f"def {name.rpartition('.')[2]}(" in source, key
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "named"),
+    [(torch.optim.AdamW, "aten::_fused_adamw_"), (torch.optim.SGD, "aten::_fused_sgd_")],
+)
+def test_an_update_is_one_kernel(
+    on_sim: Callable[..., list[Any]], figures: list[str], tmp_path: Path, optimizer: Any, named: str
+) -> None:
+    """Not a loop over parameters, where nobody said so."""
+    (run,) = on_sim(1, trained, {}, {"optimizer": optimizer, "kernels": True}, str(tmp_path))
+    kernels = {what: n for (kind, what, where), n in run.told.items() if kind == "kernel" and STEP in where}
+    figures.append(f"{optimizer.__name__:28} 1 rank: {sum(kernels.values()) / 2:g} kernels an update")
+    # in two steps; counts of steps are one call on a list, which this device takes apart
+    assert {what: n for what, n in kernels.items() if what != "aten::add"} == {named: 2}
+
+
+def brought(shared: Shared, rank: int, world: int) -> tuple[int, int, set[int]]:
+    """What comes from the host: how often, how often the program's stream waits for it, and threads there."""
+    started, waits, threads = 0, 0, set()
+    program = torch.accelerator.current_stream()
+    start, wait, kernel = Unsharded.start, residency.wait_for, torch._fused_adamw_
+
+    def watched_start(g: Unsharded) -> None:
+        nonlocal started
+        started += g.is_away and g.pending is None
+        start(g)
+
+    def watched_wait(event: Any, device: torch.device) -> None:
+        nonlocal waits
+        waits += event is not None and torch.accelerator.current_stream() == program
+        wait(event, device)
+
+    def watched_kernel(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if params[0].is_cpu:
+            threads.add(torch.get_num_threads())
+        return kernel(params, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unsharded, "start", watched_start)
+        patch.setattr(residency, "wait_for", watched_wait)
+        patch.setattr(torch, "_fused_adamw_", watched_kernel)
+        trained(shared, rank, world, {"offload": {"parameters": "host", "states": "host"}, **LOW}, SINGLE, "")
+    return started, waits, threads
+
+
+def test_what_is_brought_keeps_no_kernel_waiting(on_sim: Callable[..., list[Any]]) -> None:
+    """Copies and gathers are of a stream of their own; and the host updates with all its cores."""
+    ((started, waits, threads),) = on_sim(1, brought)
+    assert started >= 3 * 4 and waits == 0
+    assert threads == {max(1, len(os.sched_getaffinity(0)))}

@@ -1,0 +1,174 @@
+"""``make gpu``: all that wants a GPU, in ten minutes, on one page.
+
+    python tools/gpu.py [--only NAME ...] [--write docs/figures-gpu.md]
+
+Each section is a process of its own with a time limit: where one fails, it says so, and the others go on.
+Without a GPU it says so and runs the simulated device's tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import espalier
+from espalier.device import accelerator, count, names
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKS = str(ROOT / "tools" / "gpu_checks.py")
+SHARES = (2, 30)  # from this version of NCCL on ranks may share a device
+LINES = 60  # of a section's words on the page
+
+
+class Section(NamedTuple):
+    """What is run, with a limit in seconds; ``needs`` tells why it cannot be, if so."""
+
+    name: str
+    title: str
+    argv: Sequence[str]
+    limit: int
+    env: Mapping[str, str] = {}
+    needs: str = ""
+
+
+@dataclass
+class Outcome:
+    """What became of a section: ``held``; None where it was not run."""
+
+    section: Section
+    held: bool | None
+    words: str
+    seconds: float = 0.0
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def mark(self) -> str:
+        """In a word."""
+        return "left out" if self.held is None else "holds" if self.held else "FAILS"
+
+
+def nccl() -> tuple[int, ...]:
+    """NCCL's version; () where torch has none."""
+    if not dist.is_nccl_available():
+        return ()
+    version = torch.cuda.nccl.version()
+    return tuple(version) if isinstance(version, tuple) else (version,)
+
+
+def sections() -> list[Section]:
+    """In the order in which they are run: what is short and tells most, first."""
+    devices = count()
+    simulated = Section("simulated", "The simulated device", ("-m", "pytest", "-q", "tests/sim"), 600)
+    if not devices:
+        return [simulated]
+    shared = ""
+    if devices < 2 and nccl() < SHARES:
+        shared = (
+            f"one device, and NCCL {'.'.join(map(str, nccl())) or 'is missing'}: ranks share a device from "
+            f"{SHARES[0]}.{SHARES[1]} on (pip install -U 'nvidia-nccl-cu13>=2.30')"
+        )
+    share = {} if devices > 1 else {"ESPALIER_SHARE_DEVICE": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    four = shared or ("" if devices in (1,) or devices >= 4 else f"{devices} devices: neither one nor four")
+    return [
+        Section("doctor", "Versions and doctor", ("-m", "espalier", "doctor"), 60),
+        Section("tests", "The tests of CUDA", ("-m", "pytest", "-q", "tests/gpu"), 180),
+        Section("offload", "Offload: optimizers, precisions, places", (CHECKS, "offload"), 180),
+        Section("waits", "Nobody waits for the device in a step", (CHECKS, "waits"), 90),
+        Section(
+            "sanitizer",
+            "Torch's sanitizer of streams",
+            (CHECKS, "sanitizer"),
+            120,
+            {"TORCH_CUDA_SANITIZER": "1"},
+        ),
+        Section("kernels", "Kernels, launches, memory", (CHECKS, "kernels"), 120),
+        Section("plans-2", "NCCL, two ranks", (CHECKS, "plans", "--ranks", "2"), 240, share, shared),
+        Section("plans-4", "NCCL, four ranks", (CHECKS, "plans", "--ranks", "4"), 180, share, four),
+        Section("killed", "A rank is killed", (CHECKS, "killed"), 150, share, shared),
+        Section("peers", "Beside DDP and FSDP2", (str(ROOT / "benchmarks" / "gpu.py"),), 240),
+        simulated,
+    ]
+
+
+def run(section: Section) -> Outcome:
+    """Run a section, to its limit at most, and what it started."""
+    if section.needs:
+        return Outcome(section, None, section.needs)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **section.env}
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, *section.argv], cwd=ROOT, env=env, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=section.limit)
+        held = process.returncode == 0
+        words = "" if held else f"exit status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        said, _ = process.communicate()
+        held, words = False, f"not done in {section.limit} s"
+    return Outcome(section, held, words, time.perf_counter() - began, said.splitlines()[-LINES:])
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """All of it as Markdown."""
+    where = (
+        "\n".join(f"- {name}" for name in names())
+        if count()
+        else "No GPU is visible here: simulated parts alone."
+    )
+    versions = ".".join(map(str, nccl())) or "none"
+    about = f"Espalier {espalier.__version__}, torch {torch.__version__}, NCCL {versions}."
+    lines = ["# Figures of GPUs", "", "What `make gpu` wrote.", "", about, "", where, ""]
+    lines += ["| section | | seconds | |", "|---|---|--:|---|"]
+    lines += [f"| {o.section.title} | {o.mark} | {o.seconds:.0f} | {o.words} |" for o in outcomes]
+    for o in outcomes:
+        if o.lines:
+            lines += ["", f"## {o.section.title}", "", "```text", *(line.rstrip() for line in o.lines), "```"]
+    return "\n".join([*lines, ""])
+
+
+def main() -> int:
+    """Run the sections; the exit status: 1 if one of them fails."""
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--only", nargs="*", metavar="NAME", help="sections to run; by default all")
+    words.add_argument("--write", type=Path, help="a file for the page")
+    said = words.parse_args()
+    chosen = sections()
+    unknown = set(said.only or ()) - {section.name for section in chosen}
+    if unknown:
+        words.error(f"there is no section {sorted(unknown)} here; there are {[s.name for s in chosen]}")
+    print(
+        f"{count()} x {accelerator()}"
+        if count()
+        else "No GPU is visible here: only the simulated part is run."
+    )
+    outcomes = []
+    for section in chosen:
+        if said.only and section.name not in said.only:
+            continue
+        print(f"== {section.title}", flush=True)
+        outcomes.append(run(section))
+        for line in outcomes[-1].lines:
+            print(f"   {line}")
+        print(f"   {outcomes[-1].mark} {outcomes[-1].words} ({outcomes[-1].seconds:.0f} s)", flush=True)
+    if said.write:
+        said.write.write_text(page(outcomes), encoding="utf-8")
+    failed = [o.section.name for o in outcomes if o.held is False]
+    print(f"failed: {', '.join(failed)}" if failed else "all that was run holds")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
