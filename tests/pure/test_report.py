@@ -143,6 +143,9 @@ def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
         browser, "#loss g[data-series=training] path"
     )
     all_of(browser, "#numbers summary")[0].click()
+    browser.implicitly_wait(10)  # a page is told that a section was opened some time after the click
+    assert browser.find_element("css selector", "#numbers tbody tr:nth-child(40)")
+    browser.implicitly_wait(0)
     assert len(all_of(browser, "#numbers tbody tr")) == 40
     for theme in ("light", "dark"):
         browser.execute_script(f"document.documentElement.dataset.theme = '{theme}'")
