@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import espalier
 from espalier.cli import app, doctor, init
 from espalier.cli.doctor import Finding, tell
-from espalier.cli.main import tell_schedule
+from espalier.cli.tell import tell_schedule
 from espalier.engine import Engine
 from espalier.parallel import Plan
 from espalier.parallel.pipeline import Costs, generate, simulate

@@ -300,26 +300,25 @@ def with_a_rule(rank: int, world: int) -> None:
             own.apply(x)
 
 
-def libraries(rank: int, world: int) -> None:
-    """Functions of transformers and torch: as on one process, nothing gathered."""
-    pytest.importorskip("transformers")
-    from torch.nn.modules import _functions
+Case = tuple[Any, tuple[Any, ...], list[Any]]  # a function, its arguments, where they lie
+
+
+def of_transformers() -> list[Case]:
     from transformers.models.bloom.modeling_bloom import GeLUFunction
     from transformers.models.ibert.quant_modules import SymmetricQuantFunction, floor_ste, round_ste
     from transformers.models.phimoe.modeling_phimoe import PhimoeMultiplier
     from transformers.models.recurrent_gemma.modeling_recurrent_gemma import SqrtBoundDerivative
     from transformers.models.reformer.modeling_reformer import ReverseSort
-    from transformers.models.sew_d.modeling_sew_d import XDropout, XSoftmax
+    from transformers.models.sew_d.modeling_sew_d import XSoftmax
     from transformers.models.yoso.modeling_yoso import YosoCumulation
 
-    mesh = Mesh.from_env({"axis": world})
     mask = torch.tensor([[[1, 1, 0, 1]], [[1, 0, 1, 1]]])
     order = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(i)) for i in range(8)])
     order = order.view(2, 4, 5)
     chosen = torch.tensor([[0], [2], [1], [2], [0]])
     unit = F.normalize(values(2, 3, 4).abs(), dim=-1) * 0.9
     masks = torch.ones(2, 3, dtype=F64), torch.ones(2, 3, dtype=F64)
-    cases: list[tuple[Any, tuple[Any, ...], list[Any]]] = [
+    return [
         (GeLUFunction, (values(4, 6),), [[S(0)], [S(1)]]),
         (SqrtBoundDerivative, (values(4, 6).abs(),), [[S(0)], [S(1)]]),
         (floor_ste, (values(4, 6),), [[S(0)]]),
@@ -338,7 +337,16 @@ def libraries(rank: int, world: int) -> None:
             [[S(0)], [S(1)]],
         ),
     ]
-    for function, args, places in cases:
+
+
+def libraries(rank: int, world: int) -> None:
+    """Functions of transformers and torch: as on one process, nothing gathered."""
+    pytest.importorskip("transformers")
+    from torch.nn.modules import _functions
+    from transformers.models.sew_d.modeling_sew_d import XDropout
+
+    mesh = Mesh.from_env({"axis": world})
+    for function, args, places in of_transformers():
         for at in places:
             plain, laid = [], []
             for a in args:

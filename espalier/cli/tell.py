@@ -1,0 +1,142 @@
+"""How results are shown on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from espalier.parallel.pipeline import Timeline
+    from espalier.train.trainer import Preempted, Row, Summary
+    from espalier.train.verify import Difference, Verification
+
+_WIDE = 2000  # characters
+
+
+def tell_summary(console: Console, summary: Summary) -> None:
+    """Show how a training run ended."""
+    from rich.panel import Panel
+
+    from espalier.train.metrics import pairs, readable_time
+
+    if summary.sample is not None:
+        console.print(Panel(Text(summary.sample), title="a sample of what it writes", expand=False))
+    ranks = "rank" if summary.ranks == 1 else "ranks"
+    rows = {
+        "trained": f"{summary.parameters:,} parameters, {summary.steps} steps, "
+        f"{readable_time(summary.seconds)} on {summary.ranks} {ranks}",
+        "final loss": f"{summary.loss:.4f} nats, validation {summary.val_loss:.4f}",
+    }
+    if summary.entropy is not None:
+        gap = summary.entropy - summary.val_loss
+        side = "below" if gap >= 0 else "ABOVE"
+        text = f"{summary.entropy:.4f} nats: validation is {abs(gap):.4f} {side} what token counts alone give"
+        rows["unigram entropy"] = text
+    if summary.bubble is not None:
+        measured, predicted = summary.bubble
+        rows["pipeline"] = f"idle for {measured:.1%} of the last step, {predicted:.1%} by its schedule"
+    console.print(pairs({**rows, **summary.files}), highlight=False)
+
+
+def tell_checkpoints(console: Console, table: Sequence[Row]) -> None:
+    """Show what checkpoints there are, and what is wrong with those that cannot be loaded."""
+    from espalier.texts import in_columns
+    from espalier.train.trainer import HEAD
+
+    lines = [HEAD]
+    for row in table:
+        cells = row.cells or ("",) * (len(HEAD) - 2)
+        lines.append((row.name, *cells, "no" if row.problem else "yes"))
+    for text in in_columns(lines, "<><>>><"):
+        say(console, text)
+    for row in table:
+        if row.problem:
+            say(console, row.problem)
+
+
+def say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def tell_preempted(console: Console, left: Preempted) -> None:
+    """Show where a run left off that was asked to."""
+    saved = (
+        f"saved in {left.saved}: go on with --resume"
+        if left.saved
+        else "nothing saved, for want of [checkpoint]"
+    )
+    why = "interrupted" if left.interrupted else "asked to leave, and left"
+    console.print(f"{why} after step {left.step}; {saved}", highlight=False, markup=False, soft_wrap=True)
+
+
+def tell_verification(console: Console, verification: Verification) -> None:
+    """Show a comparison, step by step, and whether it passed."""
+    from rich.table import Table
+
+    from espalier.train.verify import Difference
+
+    for notice in verification.notices:
+        console.print(f"note: {notice}", highlight=False, markup=False)
+    axes = " × ".join(f"{axis} {size}" for axis, size in verification.plan.items())
+    console.print(
+        f"{verification.model}, {verification.parameters:,} parameters, float64: {axes} against one process",
+        highlight=False,
+        markup=False,
+    )
+    table = Table()
+    for name in ("step", "loss", "Δ loss", "Δ grad norm", "Δ gradients", "Δ parameters"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for step in verification.steps:
+        cells = (_cell(difference, verification.tolerance) for difference in step.differences)
+        table.add_row(str(step.step), f"{step.reference_loss:.6f}", *cells)
+    console.print(table)
+    for kind in ("gradients", "parameters"):
+        worst = max(
+            (getattr(step, kind) for step in verification.steps), key=lambda d: d.value, default=Difference()
+        )
+        if worst.where:
+            console.print(
+                f"largest difference in {kind}: {worst.value:.2e} in {worst.where}",
+                highlight=False,
+                markup=False,
+            )
+    verdict, style = ("PASS", "bold green") if verification.passed else ("FAIL", "bold red")
+    console.print(
+        Text.assemble(
+            (verdict, style),
+            f": largest difference {verification.worst:.2e}, tolerance {verification.tolerance:.0e}",
+        )
+    )
+
+
+def tell_schedule(console: Console, timeline: Timeline) -> None:
+    """Draw a schedule's timeline, one line a rank, and say below what it costs."""
+    from espalier.parallel.pipeline import check
+    from espalier.parallel.schedules.simulate import terminal
+    from espalier.train.metrics import pairs
+
+    schedule = timeline.schedule
+    report = check(schedule)
+    console.print(f"{str(schedule).partition(chr(10))[0]}", highlight=False, markup=False)
+    colours = console.color_system is not None
+    # in a file there is room for every number
+    for line in terminal(timeline, console.width if colours else _WIDE, colours=colours):
+        console.print(line, no_wrap=True, crop=colours, overflow="ignore")
+    work = max(timeline.busy) / schedule.micro_batches
+    live = ", ".join(f"{number:g}" for number in report.live)
+    crossings = sum(map(int.__ne__, schedule.stage_to_rank, schedule.stage_to_rank[1:]))
+    rows = {
+        "bubble": f"{timeline.bubble:g}, as long as {timeline.bubble / work:.3g} micro-batches; "
+        f"{timeline.bubble_fraction:.1%} of all ranks' time",
+        "step": f"{timeline.step_time:g}, without a bubble {max(timeline.busy):g}",
+        "live micro-batches": f"{live} on ranks 0 to {schedule.ranks - 1}",
+        "messages": f"{report.messages}: both ways, {crossings} crossings between ranks",
+    }
+    console.print(pairs(rows), highlight=False)
+
+
+def _cell(difference: Difference, tolerance: float) -> Text:
+    return Text(f"{difference.value:.2e}", style="" if difference.value <= tolerance else "bold red")
