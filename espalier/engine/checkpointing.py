@@ -209,9 +209,16 @@ class EngineState(NamedTuple):
 
 
 def restore(
-    own: EngineState, checkpoint: Checkpoint, data: ZeroState, extra: Mapping[str, Any], model_only: bool
+    own: EngineState,
+    checkpoint: Checkpoint,
+    data: ZeroState | None,
+    extra: Mapping[str, Any],
+    model_only: bool,
 ) -> Mapping[str, Any]:
     """Take a checkpoint over; gives the values in it, among them ``steps`` and ``extra``.
+
+    Args:
+        data: None while the model is the plain one: then it and the optimizer take whole values over.
 
     Raises:
         ValueError: model, optimizer and checkpoint don't fit together: then nothing was changed.
@@ -225,7 +232,7 @@ def restore(
     positions = () if model_only else zip(own.loaders, values.get("loaders") or (), strict=False)
     lines += [line for loader, state in positions for line in loader.differences(state)]
     raise_conflicts(checkpoint, lines)
-    loading = Loading(checkpoint, module, optimizer)
+    loading = Loading(checkpoint, module, optimizer, mesh)
     loading.run(data, own.optimizer)
     for name, value in values["model"].items():
         module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
@@ -257,42 +264,51 @@ class Loading:
     Args:
         checkpoint: has ``model.NAME`` and ``optimizer.state.NAME.KEY``, and the value ``optimizer``.
         optimizer: whose states are to be filled, too.
+        mesh: on which plain tensors are whole.
     """
 
     def __init__(
-        self, checkpoint: TensorSource, module: nn.Module, optimizer: torch.optim.Optimizer | None
+        self, checkpoint: TensorSource, module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh
     ) -> None:
-        self._checkpoint, self._module, self._optimizer = checkpoint, module, optimizer
+        self._checkpoint, self._module, self._optimizer, self._mesh = checkpoint, module, optimizer, mesh
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._states = {} if optimizer is None else states_of(checkpoint)
         self._others = {} if optimizer is None else checkpoint.values["optimizer"]["states"]
         self.error: Exception | None = None
 
-    def run(self, data: ZeroState, optimizer: torch.optim.Optimizer | None) -> None:
-        """Fill all (a collective)."""
+    def run(self, data: ZeroState | None, optimizer: torch.optim.Optimizer | None) -> None:
+        """Fill all (a collective).
+
+        Args:
+            data: None while parameters are plain: what they and the states hold then is cut with them.
+        """
+        filled = set()
         with torch.no_grad():
-            data.fill(self.fill, {} if optimizer is None else optimizer.state)
-            filled = {id(m.p) for chunk in data.chunks for m in chunk.members}
+            if data is not None:
+                data.fill(self.fill, {} if optimizer is None else optimizer.state)
+                filled = {id(m.p) for chunk in data.chunks for m in chunk.members}
             for name, x in tensors_of(self._module).items():
-                if isinstance(x, DTensor) and id(x) not in filled:  # it is frozen
+                if id(x) in filled:
+                    continue
+                if isinstance(x, nn.Parameter):  # it is plain yet, or frozen
                     self.fill(x)
-                elif not isinstance(x, DTensor):
-                    self.read(f"model.{name}", x.detach(), Layout.replicated(data.mesh, tuple(x.shape)))
+                else:
+                    self.read(f"model.{name}", x.detach(), self._lies(x))
 
     def fill(self, p: torch.Tensor) -> None:
         """A parameter, and its states."""
-        layout = _layout(p)
+        layout = self._lies(p)
         if not layout.mesh.is_member:
             return
         with raw():
             name, here = self._names[id(p)], plain(p.detach())
             self.read(f"model.{name}", here, layout)
             if self._optimizer is not None:
-                state = self._state(name, here, layout)
+                state = self._state(name, here, layout, isinstance(p, DTensor))
                 if state or p in self._optimizer.state:
                     self._optimizer.state[p] = state
 
-    def _state(self, name: str, here: torch.Tensor, layout: Layout) -> dict[str, Any]:
+    def _state(self, name: str, here: torch.Tensor, layout: Layout, stamped: bool) -> dict[str, Any]:
         state: dict[str, Any] = {}
         saved = self._checkpoint.entries[f"model.{name}"]
         for key, entry in self._states.get(name, {}).items():
@@ -302,8 +318,11 @@ class Loading:
             device = torch.device("cpu") if not entry.shape and key == "step" else here.device
             x = torch.empty(lies.local_shape, dtype=dtype, device=device)
             self.read(f"optimizer.state.{name}.{key}", x, lies)
-            state[key] = stamp(x, lies) if entry.shape else x
+            state[key] = stamp(x, lies) if entry.shape and stamped else x
         return {**state, **self._others.get(name, {})}
+
+    def _lies(self, x: torch.Tensor) -> Layout:
+        return _layout(x) if isinstance(x, DTensor) else Layout.replicated(self._mesh, tuple(x.shape))
 
     def read(self, name: str, local: torch.Tensor, layout: Layout) -> None:
         """What this rank holds of one tensor."""
@@ -448,9 +467,9 @@ def raise_conflicts(checkpoint: Checkpoint, lines: Sequence[str]) -> None:
 
 
 def load_weights(
-    own: EngineState, data: ZeroState, path: str | Path | Mapping[str, Any], optimizer: bool
+    own: EngineState, data: ZeroState | None, path: str | Path | Mapping[str, Any], optimizer: bool
 ) -> None:
-    """See :meth:`espalier.Engine.load_weights`."""
+    """See :meth:`espalier.Engine.load_weights`; ``data`` as for :func:`restore`."""
     weights, error = None, None
     try:
         given = Loaded(Path("The state dict"), path) if isinstance(path, Mapping) else open_any(path)
@@ -459,7 +478,7 @@ def load_weights(
         error = met
     agreed(error, own.mesh, ValueError)
     assert weights is not None
-    loading = Loading(weights, own.module, own.optimizer if optimizer else None)
+    loading = Loading(weights, own.module, own.optimizer if optimizer else None, own.mesh)
     loading.run(data, own.optimizer)
     agreed(loading.error, own.mesh, ValueError)
     if optimizer and own.optimizer is not None:

@@ -307,6 +307,13 @@ class Engine(Surface):
     def _data(self) -> ZeroState | None:
         return self.passes.data
 
+    def _to_fill(self) -> ZeroState | None:
+        """What loads fill; None before the first batch, if that says how parameters lie: the plain model."""
+        self.lay_out()
+        if self._data is None and not any(x.is_meta for x in self.module.parameters()):
+            return None
+        return self._laid_out()
+
     def _laid_out(self) -> ZeroState:
         if self._data is None:
             raise ValueError(
@@ -766,7 +773,8 @@ class Engine(Surface):
         """Go on where a checkpoint was saved, under any plan (a collective: every rank must call).
 
         Data goes on, too, if it comes from a :meth:`loader`. Where a shuffled ``DataLoader`` of torch stands
-        is not known, of which a warning tells.
+        is not known, of which a warning tells. Before the first batch, where that says how parameters lie,
+        every rank reads the whole state; after it, or after :meth:`lay_out`, what it holds.
 
         Args:
             directory: a checkpoint, or a folder of them: then the newest whole one, and where that turns out
@@ -779,11 +787,11 @@ class Engine(Surface):
 
         Raises:
             ValueError: model or optimizer differ from what was saved, listing all that does: nothing is
-                changed, then. The layouts are not known yet: call :meth:`lay_out` on a batch first, or pass
-                ``example=`` to :func:`initialize`.
+                changed, then. The model has no memory yet (:func:`espalier.deferred`) and its layouts are not
+                known: call :meth:`lay_out` on a batch first, or pass ``example=`` to :func:`initialize`.
             CheckpointError: on all ranks, if there is none, or a file is damaged.
         """
-        data = self._laid_out()
+        data = self._to_fill()
         self.wait_saved()
         self.zero_grad()
         paths = candidates(directory, self.mesh)
@@ -829,7 +837,7 @@ class Engine(Surface):
             ValueError: it cannot be read, or holds the weights of another model.
         """
         self.wait_staged()
-        load_weights(self._state, self._laid_out(), path, optimizer)
+        load_weights(self._state, self._to_fill(), path, optimizer)
 
     def export(
         self,

@@ -138,6 +138,8 @@ class Staged(Passes):
         return self.stages.homes.get(name, 0) == self._here
 
     def everywhere(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if self.data is None:  # every rank has the whole model yet
+            return super().everywhere(name, x)
         dtype = x.dtype
         if x.is_floating_point() and self.plan.precision.parameters is not None:
             dtype = torch.float32  # of masters, where they are

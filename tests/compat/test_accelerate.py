@@ -60,6 +60,31 @@ def programs(rank: int, world: int, alone: list[float]) -> None:
     close(alone, run("accelerator_here", batch=32, plan={"tensor": 2}), "tensor")
 
 
+def early(rank: int, world: int, folder: str) -> None:
+    """A state is loaded before a batch has said how parameters lie."""
+    from espalier.compat.accelerate import Accelerator
+
+    batches = [torch.randn(4, 6) for _ in range(3)]
+    losses = []
+    for going_on in (False, True):
+        with afresh():
+            accelerator = Accelerator(plan={"tensor": 2})
+            torch.manual_seed(0 if not going_on else 1)
+            net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+            model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+            if going_on:
+                accelerator.load_state(folder)
+            for x in batches[going_on:]:
+                loss = model(x).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+                if len(losses) == 1:
+                    accelerator.save_state(folder)
+    assert losses[3:] == losses[1:3]
+
+
 def asked(rank: int, world: int) -> None:
     """What accelerate's own arguments become, and what is refused."""
     from accelerate.utils import FullyShardedDataParallelPlugin, MegatronLMPlugin, ParallelismConfig
@@ -95,6 +120,10 @@ def asked(rank: int, world: int) -> None:
 def test_a_program_with_another_import(ranks: Any) -> None:
     (alone,) = ranks(1, theirs, 32)
     ranks(2, programs, alone)
+
+
+def test_a_state_before_the_first_batch(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, early, str(tmp_path))
 
 
 def test_what_is_asked_of_it(ranks: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import math
 import os
@@ -17,6 +18,7 @@ from torch import nn
 import espalier
 from espalier.checkpoint import Checkpoint, CheckpointError, Saver, checkpoints, newest
 from espalier.checkpoint.saver import Staging
+from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import checkpointing as state
 from espalier.tensor.dry_runs import LiveMemory
 from tests.ranks.test_branches import TABLE, Parallel
@@ -46,7 +48,10 @@ def data(net: nn.Module, step: int) -> Any:
     return batch(ROWS, step)["input_ids"] if isinstance(net, Parallel) else batch(ROWS, step)
 
 
-def engine_of(build: Callable[[], nn.Module], plan: Plan, folder: Path, **given: Any) -> espalier.Engine:
+def engine_of(
+    build: Callable[[], nn.Module], plan: Plan, folder: Path, *, early: bool = False, **given: Any
+) -> espalier.Engine:
+    """One that knows how its parameters lie; ``early``: not, if that hangs on the first batch."""
     net = build()
     matrices = [p for p in net.parameters() if p.ndim > 1]
     vectors = [p for p in net.parameters() if p.ndim <= 1]
@@ -56,7 +61,8 @@ def engine_of(build: Callable[[], nn.Module], plan: Plan, folder: Path, **given:
     if isinstance(net, Parallel) and plan.get("branch", 1) > 1:
         given["branches"] = TABLE
     engine = espalier.initialize(net, optimizer, {"chunk_megabytes": 0.02, **plan}, **given)
-    engine.lay_out(engine.cut(data(net, 0))[0])
+    if not early:
+        engine.lay_out(engine.cut(data(net, 0))[0])
     return engine
 
 
@@ -99,7 +105,10 @@ def load_all(rank: int, world: int, build: Any, plans: list[Plan], folder: Path,
             wanted, own = torch.load(here / "losses.pt"), here.name == f"{world}-{i}"
             if len(saved) > MANY and not own and here.name != "1-0" and (i + k) % 3:
                 continue
+            if here.name == "1-0":  # before the first batch
+                engine = engine_of(build, plan, folder, early=True)
             assert engine.load(here) == {"note": ("a", {"b": 1.5})} and engine.steps == 2
+            engine.lay_out(engine.cut(data(engine.module, 0))[0])
             again = engine.save(folder / "again")
             if rank == 0:
                 compare(Checkpoint(newest(here) or here), Checkpoint(again), (plan, here.name))
@@ -213,12 +222,12 @@ def any_optimizer(rank: int, world: int, folder: Path) -> None:
             held = [p for p in net.parameters() if p.ndim == 2] if name == "Muon" else net.parameters()
             optimizer = getattr(torch.optim, name)(held, lr=1e-3, **given)
             engine = espalier.initialize(net, optimizer, plan)
-            engine.lay_out(data(net, 0))
             if not losses:
                 trained(engine, range(2))
                 saved = engine.save(folder / name)
             else:
                 engine.load(saved)
+            engine.lay_out(data(net, 0))  # of tensor after the load
             states = [optimizer.state[p] for p in optimizer.param_groups[0]["params"]]
             lying.append(
                 [{k: x.placements for k, x in s.items() if hasattr(x, "placements")} for s in states]
@@ -232,6 +241,72 @@ def any_optimizer(rank: int, world: int, folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_any_optimizer(ranks: Any, tmp_path: Path) -> None:
     ranks(2, any_optimizer, tmp_path)
+
+
+def untold() -> nn.Module:
+    """Nothing says how it lies but a batch."""
+    torch.manual_seed(4)
+    net = nn.Sequential(
+        nn.Linear(12, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 12), nn.Linear(12, 6)
+    )
+    net[2].register_buffer("seen", torch.zeros(3))
+    net[5].bias.requires_grad_(False)
+    return net
+
+
+def loads_early(rank: int, world: int, folder: Path) -> None:
+    """What is loaded before the first batch, by any way, is there after it: as if it were laid out before."""
+    batches = [(torch.randn(ROWS, 12), torch.randint(6, (ROWS,))) for _ in range(5)]
+    plans: list[Plan] = [
+        {"tensor": 2},
+        {"tensor": 2, "precision": "bfloat16", "offload": {"states": "disk"}},
+        {"pipe": 2, "cuts": ["4"], "accumulate": 2},
+    ]
+    for i, plan in enumerate(plans):
+        if "offload" in plan:
+            plan["offload"]["directory"] = str(folder / "offload")
+
+        def begun(**given: Any) -> espalier.Engine:
+            net = untold()
+            optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+            return espalier.initialize(net, optimizer, plan, loss_fn=nn.functional.cross_entropy, **given)  # noqa: B023
+
+        engine = begun()
+        assert engine._data is None
+        for drawn in batches[:2]:
+            engine.train_step(drawn)
+        engine.module[2].seen += 7.0
+        saved = engine.save(folder / str(i))
+        weights, states = engine.state_dict(), whole_states(engine.optimizer.state_dict())
+        files = folder / f"{i}-{rank}.pt"
+        torch.save({"model": weights, "optimizer": states}, files)
+
+        def by_load(engine: espalier.Engine) -> None:
+            engine.load(saved)  # noqa: B023
+
+        def by_weights(engine: espalier.Engine) -> None:
+            engine.load_weights(files, optimizer=True)  # noqa: B023
+
+        def by_dicts(engine: espalier.Engine) -> None:
+            engine.load_state_dict(weights)  # noqa: B023
+            engine.optimizer.load_state_dict(copy.deepcopy(states))  # noqa: B023
+
+        for take in (by_load, by_weights, by_dicts):
+            losses = []
+            for given in ({"example": batches[0]}, {}):
+                engine = begun(**given)
+                take(engine)
+                held = engine.state_dict()
+                assert all(torch.equal(x, held[name]) for name, x in weights.items()), (plan, take)
+                torch.manual_seed(1)  # of dropout
+                losses.append([engine.train_step(drawn).item() for drawn in batches[2:]])
+                if take is by_load:
+                    assert engine.steps == 5
+            assert losses[0] == losses[1], (plan, take)
+
+
+def test_what_is_loaded_before_the_first_batch(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, loads_early, tmp_path)
 
 
 def holds_little(rank: int, world: int, folder: Path) -> None:

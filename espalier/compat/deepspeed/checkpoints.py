@@ -65,7 +65,6 @@ def load(
     objects = {}
     if with_schedule and not model_only and hasattr(engine.lr_scheduler, "load_state_dict"):
         objects["lr_scheduler"] = engine.lr_scheduler
-    engine.engine.lay_out()
     extra = engine.engine.load(here, model_only=model_only, **objects)
     if not model_only:
         for name in _COUNTERS:
@@ -76,7 +75,6 @@ def load(
 def _take_theirs(engine: Saved, here: Path, model_only: bool, with_schedule: bool) -> dict[str, Any]:
     """Go on from what DeepSpeed wrote; gives its client state."""
     run = run_of(here)
-    engine.engine.lay_out()
     engine.engine.load_weights(here, optimizer=not model_only)
     if not model_only:
         for name, value in run.counters.items():

@@ -162,7 +162,6 @@ class Booster:
             raise ValueError(
                 "load_model(strict=False): model.load_state_dict(state_dict, strict=False) takes what fits."
             )
-        model.engine.lay_out()
         model.engine.load_weights(Path(checkpoint))
         return model
 
@@ -172,7 +171,6 @@ class Booster:
 
     def load_checkpoint(self, model: Boosted, folder: str | Path) -> None:
         """Go on from :meth:`save_checkpoint`."""
-        model.engine.lay_out()
         model.engine.load(folder)
 
     def save_optimizer(self, optimizer: Any, checkpoint: str | Path, *args: Any, **kwargs: Any) -> None:
