@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -24,8 +24,6 @@ from espalier.cli.tell import (
     tell_verification,
 )
 
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     help="Train single-device PyTorch models on a mesh of ranks.",
@@ -201,7 +199,11 @@ def plan(
     job: JobFile,
     cluster: Annotated[
         str,
-        typer.Option(metavar="NAME|FILE", help="A cluster that is shipped, or a file.", show_default=False),
+        typer.Option(
+            metavar="NAME|FILE",
+            help="A cluster that is shipped, a file, or here: this machine, as calibrate measured it.",
+            show_default=False,
+        ),
     ],
     set_: Set = None,
     ranks: Annotated[
@@ -237,6 +239,37 @@ def plan(
             json_.write_text(json.dumps(found.table, indent=1) + "\n", "utf-8")
         if not found.fits:
             raise typer.Exit(1)
+
+
+@app.command()
+def calibrate(
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "-n", "--ranks", min=1, help="That measure at once; all cores by default.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="The cluster; --cluster here by default.", show_default=False),
+    ] = None,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Measure a busy machine, too.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure what this machine computes and sends, in a minute, and write it as a cluster for plan."""
+    with one_clear_message(debug):
+        from espalier.files import write_file
+        from espalier.planner.calibrate import calibrate as measured
+        from espalier.planner.calibrate import show
+        from espalier.planner.cluster import here
+
+        path = out or here()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = measured(ranks, show, anyway=anyway)
+        write_file(path, found.to_toml().encode())
+        for line in found.told():
+            say(Console(), line)
+        say(Console(), f"written: {path}{'' if out else ' (--cluster here)'}")
 
 
 def _numbered(text: str) -> tuple[str, int]:

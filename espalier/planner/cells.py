@@ -22,7 +22,7 @@ from espalier.blocks import blocks
 from espalier.engine.dry import dry_engine
 from espalier.parallel import Plan
 from espalier.planner.compose import NotComposed, kind_of, one_list, shallow
-from espalier.planner.recording import Counts, NotAlike, Recording, Sent, added, grown, record
+from espalier.planner.recording import Counts, Event, NotAlike, Recording, Sent, added, grown, record
 from espalier.tensor.dry_runs import Recalled
 from espalier.trees import tree_map
 
@@ -180,6 +180,16 @@ class Recorder:
         if isinstance(found, Refused):
             raise found
         return found
+
+    def whole(self, cell: Cell) -> dict[str, Counter[Event]]:
+        """All that a step of the whole model does on one rank, its update too, by phase.
+
+        Raises:
+            Refused: the engine does not run it.
+        """
+        depth = len(blocks(self.model))
+        plan = Plan(**cell.plan)
+        return self._kept(_Wanted(f"whole {asdict(cell)}", plan, cell.rows, depth, True)).counts()
 
     def _of(self, cell: Cell) -> Costs:
         try:

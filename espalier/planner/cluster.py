@@ -18,23 +18,31 @@ A TOML file; ``espalier/planner/shipped`` has some that are built from published
     ranks = 512
     bandwidth_gbs = 50
 
-Bandwidths are 10^9 bytes a second that one rank sends, memory is 10^9 bytes, times are microseconds.
+Bandwidths are 10^9 bytes a second that one rank sends, memory is 10^9 bytes, times are microseconds. What was
+measured at several sizes stands there as points, and takes the place of these rates: ``espalier calibrate``
+writes such a file of the machine at hand, which goes by the name of ``here``.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import tomllib
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from espalier.texts import Count, MistakeError, Positive, Settings, did_you_mean, read_table
+from espalier.texts import Count, MistakeError, Positive, Settings, did_you_mean, in_columns, read_table
 
 Source = Literal["measured", "shipped", "assumed"]
 Part = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Points = tuple[tuple[Time, ...], ...]
+HERE = "here"  # the cluster that was measured on this machine
 
 
 class Device(Settings):
@@ -51,6 +59,15 @@ class Device(Settings):
         host_us_per_op: that the host takes to start an operation.
         unfused: the share of the bytes of operations bound by memory that is left where kernels are fused.
         attention: its kernel: ``"flash"``, or ``"math"``, which writes all scores.
+        waits: the host does the operations itself, one after another, as a CPU does; else it runs ahead.
+        backward_us_per_op: the host's time for an operation of a backward pass; as of others if not given.
+        step_us: the host's time for an update of the parameters, beside its operations.
+        products: measured rates of matrix products, by dtype: rows of m, n, k and 10^9 operations a second,
+            at every mix of some sizes.
+        attentions: of attention, alike: rows of sequence, width, and 10^9 operations a second of forward and
+            of backward.
+        operations: of others, by torch's name: rows of bytes read and written, and microseconds; those of
+            ``"add"`` stand for all that have none.
     """
 
     kind: str
@@ -63,6 +80,12 @@ class Device(Settings):
     host_us_per_op: Time = 6.0
     unfused: Part = 1.0
     attention: Literal["flash", "math"] = "flash"
+    waits: bool = False
+    backward_us_per_op: Time | None = None
+    step_us: Time = 0.0
+    products: dict[str, Points] = Field(default_factory=dict)
+    attentions: dict[str, Points] = Field(default_factory=dict)
+    operations: dict[str, Points] = Field(default_factory=dict)
 
 
 class Level(Settings):
@@ -74,6 +97,8 @@ class Level(Settings):
         bandwidth_gbs: that one rank can send while all of its group do.
         latency_us: of one message.
         efficiency: the share of the bandwidth that collectives reach.
+        beside: of what is sent beside the program, the share that costs it no time.
+        collectives: measured, by name: rows of ranks, bytes that one of them sends, and microseconds.
     """
 
     name: str
@@ -81,6 +106,8 @@ class Level(Settings):
     bandwidth_gbs: Positive
     latency_us: Time = 10.0
     efficiency: Part = 0.8
+    beside: Share = 1.0
+    collectives: dict[str, Points] = Field(default_factory=dict)
 
 
 class Provenance(Settings):
@@ -143,6 +170,7 @@ class Cluster(Settings):
                 mistakes.append((f"device.tflops.{dtype}", peak, did_you_mean(dtype, _DTYPES, _KNOWN)))
             if peak > 100_000:
                 mistakes.append((f"device.tflops.{dtype}", peak, _units("operations a second", "10^12")))
+        mistakes += _points(self)
         if d.reserved_gb >= d.memory_gb:
             mistakes.append(("device.reserved_gb", d.reserved_gb, "expected less than memory_gb"))
         if mistakes:
@@ -151,12 +179,16 @@ class Cluster(Settings):
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
-        """That of a file, or by name one of those that are shipped (:func:`shipped`).
+        """That of a file, or by name one of those that are shipped (:func:`shipped`), or of :func:`here`.
 
         Raises:
             ValueError: there is none; or every mistake in it.
         """
         known = shipped()
+        if str(path) == HERE and not Path(path).exists():
+            path = here()
+            if not path.is_file():
+                raise ValueError("This machine has not been measured yet: run espalier calibrate first.")
         if str(path) in known and not Path(path).exists():
             text = (_FOLDER / f"{path}.toml").read_text("utf-8")
         else:
@@ -178,8 +210,27 @@ class Cluster(Settings):
         Raises:
             MistakeError: every mistake in them.
         """
-        given = {k: tuple(x) if k in ("level", "provenance") else x for k, x in tables.items()}
-        return read_table(Cluster, given, "")
+        return read_table(
+            Cluster, {k: x if k == "device" else _tuples(x) for k, x in _rowed(tables).items()}, ""
+        )
+
+    def told(self) -> list[str]:
+        """What it has, in a few lines for people."""
+        device, rows = self.device, [("device", self.device.kind)]
+        rows += [
+            (f"products, {dtype}", f"up to {peak:.4g} · 10^12 operations a second")
+            for dtype, peak in device.tflops.items()
+        ]
+        rows.append(("memory", f"{device.memory_gb:.4g} GB a rank, {device.bandwidth_gbs:.4g} GB a second"))
+        backward = device.backward_us_per_op
+        more = "" if backward is None else f", {backward:.3g} in a backward pass"
+        rows.append(
+            ("host", f"{device.host_us_per_op:.3g} µs an operation{more}; {device.step_us:.4g} µs an update")
+        )
+        for level in self.level:
+            text = f"{level.ranks} ranks, {level.bandwidth_gbs:.4g} GB a second, {level.latency_us:.3g} µs"
+            rows.append((f"links, {level.name}", f"{text}; {level.beside:.0%} beside the program"))
+        return in_columns(rows, "<<")
 
     def to_toml(self) -> str:
         """As :meth:`load` takes it."""
@@ -194,6 +245,10 @@ class Cluster(Settings):
         """From where a number is known, by its dotted key: what is said of the longest part of it."""
         told = [p for p in self.provenance if key == p.key or key.startswith(f"{p.key}.")]
         return max(told, key=lambda p: len(p.key), default=Provenance(key=key, source="assumed", spread=0.3))
+
+    def weakest(self, keys: Iterable[str]) -> Source:
+        """The least sure of where numbers are known from: what is made of them is no surer."""
+        return max((self.source(key).source for key in keys), key=_SURE.index, default="assumed")
 
     def span(self, ranks: int, stride: int) -> tuple[Level, int]:
         """The outermost level that a group of ranks crosses, ``stride`` apart, and how many it has inside.
@@ -211,7 +266,18 @@ class Cluster(Settings):
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _KNOWN = f"expected one of {', '.join(_DTYPES)}"
+_SURE: tuple[Source, ...] = ("measured", "shipped", "assumed")
 _FOLDER = files("espalier.planner") / "shipped"
+
+
+def cache() -> Path:
+    """The folder of what is kept from one search to the next; ``ESPALIER_CACHE`` names another."""
+    return Path(os.environ.get("ESPALIER_CACHE", Path.home() / ".cache" / "espalier"))
+
+
+def here() -> Path:
+    """The file of the cluster that is this machine, as ``espalier calibrate`` measured it."""
+    return cache() / f"{HERE}.toml"
 
 
 def shipped() -> tuple[str, ...]:
@@ -223,8 +289,62 @@ def _units(what: str, unit: str = "10^9") -> str:
     return f"more than any device has: expected {unit} {what}"
 
 
+def _tuples(x: Any) -> Any:
+    return tuple(map(_tuples, x)) if isinstance(x, list | tuple) else x
+
+
+def _rowed(tables: dict[str, Any]) -> dict[str, Any]:
+    """The same with lists of points as tuples, as they are kept."""
+
+    def rowed(table: Any) -> Any:
+        if not isinstance(table, dict):
+            return table
+        return {
+            key: {k: _tuples(x) for k, x in value.items()} if isinstance(value, dict) else value
+            for key, value in table.items()
+        }
+
+    found = dict(tables)
+    for key, value in tables.items():
+        found[key] = [rowed(x) for x in value] if isinstance(value, list | tuple) else rowed(value)
+    return found
+
+
+def _points(cluster: Cluster) -> list[tuple[str, Any, str]]:
+    """What is wrong with measured points."""
+    device = cluster.device
+    kinds: list[tuple[str, dict[str, Points], int, str]] = [
+        ("device.products", device.products, 4, "m, n, k, 10^9 operations a second"),
+        (
+            "device.attentions",
+            device.attentions,
+            4,
+            "sequence, width, 10^9 operations a second, and backward",
+        ),
+        ("device.operations", device.operations, 2, "bytes, microseconds"),
+    ]
+    kinds += [
+        (f"level.{i}.collectives", level.collectives, 3, "ranks, bytes, microseconds")
+        for i, level in enumerate(cluster.level)
+    ]
+    found: list[tuple[str, Any, str]] = []
+    for key, tables, width, told in kinds:
+        for name, rows in tables.items():
+            if not rows or any(len(row) != width for row in rows):
+                found.append((f"{key}.{name}", rows, f"expected rows of {told}"))
+    for key, tables, axes in (("products", device.products, 3), ("attentions", device.attentions, 2)):
+        for name, rows in tables.items():
+            sizes = [len({row[i] for row in rows}) for i in range(min(axes, min(map(len, rows), default=0)))]
+            if len({row[:axes] for row in rows}) != math.prod(sizes):
+                found.append((f"device.{key}.{name}", rows, "expected a row for every mix of these sizes"))
+    if device.operations and "add" not in device.operations:
+        found.append(("device.operations", device.operations, 'expected "add", which stands for all others'))
+    return found
+
+
 def _rows(table: Settings) -> list[str]:
-    return [f"{name} = {_toml(value)}" for name, value in table.model_dump().items()]
+    given = table.model_dump(exclude_none=True).items()
+    return [f"{name} = {_toml(value)}" for name, value in given if value != {}]
 
 
 def _toml(value: Any) -> str:
@@ -233,4 +353,8 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         text = value.replace("\\", "\\\\").replace('"', '\\"')
         return f'"{text}"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
     return repr(value)

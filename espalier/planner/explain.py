@@ -13,6 +13,12 @@ from espalier.planner.search import Found, Prediction, plan_table
 from espalier.texts import in_columns
 
 _SHOWN = 8
+_OF_TERMS = {
+    "compute": ("device.tflops", "device.ceiling", "device.bandwidth_gbs"),
+    "host": ("device.host_us_per_op",),
+    "update": ("device.bandwidth_gbs", "device.memory_share"),
+    "bubble": ("device.tflops", "device.ceiling"),
+}
 _NEXT = ("tensor", "pipe", "zero", "recompute", "sequence_parallel", "schedule")
 
 
@@ -65,8 +71,12 @@ def report(found: Found, checked: Sequence[Checked] = (), changes: Sequence[str]
         first = found.best[0]
         lines += [*_table([*found.best[:_SHOWN], *found.plain], found), "", "time of the first:"]
         shares = sorted(first.terms.items(), key=lambda x: -x[1])
-        rows = [(f"  {name}", f"{x:.4g} s", f"{x / first.seconds:.1%}") for name, x in shares]
-        lines += [*in_columns(rows, "<>>"), "", "memory of its fullest rank, 10^9 bytes:"]
+        cluster = found.cluster
+        rows = [
+            (f"  {name}", f"{x:.4g} s", f"{x / first.seconds:.1%}", cluster.weakest(constants(name)))
+            for name, x in shares
+        ]
+        lines += [*in_columns(rows, "<>><"), "", "memory of its fullest rank, 10^9 bytes:"]
         lines += in_columns([(f"  {k}", f"{n / 1e9:.2f}") for k, n in first.memory.items()], "<>")
     else:
         lines += ["Nothing fits.", "", *_table([x for x in (found.least, *found.plain) if x], found)]
@@ -88,16 +98,22 @@ def _checked(x: Checked) -> tuple[str, str, str]:
 
 
 def _table(rows: Iterable[Prediction], found: Found) -> list[str]:
-    head = ("", "plan", "rows", "step s", "±", "samples/s", "GB", "GB sent")
+    head = ("", "plan", "rows", "step s", "±", "from", "samples/s", "GB", "GB sent")
     plain = {id(x) for x in found.plain}
     lines = [head]
     for number, x in enumerate(rows):
         name = "plain" if id(x) in plain and number >= min(len(found.best), _SHOWN) else f"{number + 1}"
         sent = " ".join(f"{axis} {n / 1e9:.3g}" for axis, n in x.sent.items() if n)
         size = f"{x.bytes / 1e9:.1f}{'' if x.fits else ' (too much)'}"
-        time = f"{x.seconds:.4g}", f"{x.error:.0%}", f"{found.batch / x.seconds:.4g}"
+        known = found.cluster.weakest(key for term, n in x.terms.items() if n for key in constants(term))
+        time = f"{x.seconds:.4g}", f"{x.error:.0%}", known, f"{found.batch / x.seconds:.4g}"
         lines.append((name, words(x.plan), str(x.rows), *time, size, sent))
-    return in_columns(lines, "<<>>>>><")
+    return in_columns(lines, "<<>>><>><")
+
+
+def constants(term: str) -> tuple[str, ...]:
+    """The keys of a cluster from which a term of a step's time is made."""
+    return _OF_TERMS.get(term, ("level",))
 
 
 def why_not(found: Found) -> list[str]:

@@ -6,13 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from espalier.planner.cluster import Cluster
+from espalier.planner.cluster import Cluster, Level
+from espalier.planner.curves import Grid, between
 from espalier.planner.recording import Counts, Op, Sent
 
 _TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # of matrix products, rows and columns
 _UNITS = 132  # that work on tiles at once, of today's devices
 _HALVES = ("bfloat16", "float16")
 _FORWARD, _BACKWARD = 11, 14  # bytes a score that attention written out reads and writes
+VIEW = 0.25  # of the host's time for an operation is a view's
+_LIKE = {"broadcast": "send", "reduce": "send", "scatter": "send", "receive": "", "pass_on": "send"}
 _PROLOGUE = 64  # columns of the contracted dim that filling a pipeline of loads takes
 
 
@@ -24,22 +27,30 @@ class Spent:
         compute: of the device.
         host: that the host takes to start it all.
         sent: of collectives, by axis.
+        waits: the host does the device's work itself.
     """
 
     compute: float = 0.0
     host: float = 0.0
     sent: Mapping[str, float] = field(default_factory=dict)
+    waits: bool = False
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which the device has nothing to do for want of the host."""
+        return self.host if self.waits else max(0.0, self.host - self.compute)
 
     @property
     def alone(self) -> float:
         """Where what is sent along the axes is waited for: the host runs ahead, or it does not."""
-        return max(self.compute, self.host) + sum(self.sent.values())
+        return self.compute + self.idle + sum(self.sent.values())
 
     def plus(self, other: Spent, times: float = 1.0) -> Spent:
         """With the other's, so many times."""
         axes = dict.fromkeys((*self.sent, *other.sent))
         sent = {a: self.sent.get(a, 0.0) + times * other.sent.get(a, 0.0) for a in axes}
-        return Spent(self.compute + times * other.compute, self.host + times * other.host, sent)
+        waits = self.waits or other.waits
+        return Spent(self.compute + times * other.compute, self.host + times * other.host, sent, waits)
 
 
 class Prices:
@@ -54,6 +65,14 @@ class Prices:
     def __init__(self, cluster: Cluster, axes: Mapping[str, int]) -> None:
         self.cluster, self.axes = cluster, dict(axes)
         self._known: dict[Op, float] = {}
+        device = cluster.device
+        self._products = {dtype: Grid(rows, 3) for dtype, rows in device.products.items()}
+        self._attentions = {
+            (dtype, backward): Grid(rows, 2, int(backward))
+            for dtype, rows in device.attentions.items()
+            for backward in (False, True)
+        }
+        self._curves = {name: [(x, y) for x, y in rows] for name, rows in device.operations.items()}
 
     def op(self, op: Op) -> float:
         """Seconds of the device."""
@@ -63,9 +82,12 @@ class Prices:
 
     def _op(self, op: Op) -> float:
         device = self.cluster.device
-        memory = op.moved / (device.bandwidth_gbs * 1e9 * device.memory_share)
         if op.kind in ("view", "other"):
-            return memory * device.unfused
+            return self.moved(op.name, op.moved) * device.unfused if op.kind == "other" else 0.0
+        memory = op.moved / (device.bandwidth_gbs * 1e9 * device.memory_share)
+        measured = self._rate(op)
+        if measured is not None:
+            return op.flops / measured
         peak = self._peak(op.dtype)
         if op.kind == "attention" and device.attention == "math":
             batches, heads, sequence, _ = op.sizes
@@ -79,6 +101,23 @@ class Prices:
         else:
             share = self._share(op)
         return max(op.flops / (peak * device.ceiling * share), memory)
+
+    def moved(self, name: str, nbytes: float) -> float:
+        """Seconds of an operation that is bound by memory, and reads and writes so many bytes."""
+        device = self.cluster.device
+        if self._curves:
+            names = name, name.rstrip("_"), "add"
+            curve = next(self._curves[x] for x in names if x in self._curves)
+            return between(curve, nbytes) * 1e-6
+        return nbytes / (device.bandwidth_gbs * 1e9 * device.memory_share)
+
+    def _rate(self, op: Op) -> float | None:
+        """Operations a second of a product or of attention of these sizes; None: it was not measured."""
+        if op.kind == "attention":
+            grid = self._attentions.get((op.dtype, "backward" in op.name))
+            return grid.at(*op.sizes[-2:]) * 1e9 if grid else None
+        grid = self._products.get(op.dtype)
+        return grid.at(*op.sizes[1:]) * 1e9 if grid else None
 
     def _peak(self, dtype: str) -> float:
         """Operations a second; of 16 bits where a device has one kind of them, those of that."""
@@ -108,6 +147,8 @@ class Prices:
             return 0.0
         stride = math.prod(self.axes[x] for x in names[names.index(axis) + 1 :]) if axis in names else 1
         level, inside = self.cluster.span(n, stride)
+        if measured := self._measured(level, op, n, sent / calls):
+            return calls * measured
         bandwidth = level.bandwidth_gbs * level.efficiency * 1e9
         # of a group's ranks in one node one at a time sends to the next node: over the links of them all
         inner = [x for x in self.cluster.level if x.ranks < level.ranks]
@@ -117,17 +158,28 @@ class Prices:
         rounds = {"all_reduce": 2, "send": 1, "receive": 0}.get(op, 1) * math.ceil(math.log2(n))
         return calls * max(rounds, 1) * level.latency_us * 1e-6 + sent / bandwidth
 
+    @staticmethod
+    def _measured(level: Level, op: str, ranks: int, sent: float) -> float | None:
+        """Seconds of a call by what was measured with the nearest number of ranks; None: nothing was."""
+        rows = level.collectives.get(_LIKE.get(op, op))
+        if not rows:
+            return None
+        near = min((row[0] for row in rows), key=lambda n: abs(math.log(n / ranks)))
+        return between([(size, took) for n, size, took in rows if n == near], sent) * 1e-6
+
     def of(self, counts: Counts, phase: str) -> Spent:
         """All that is counted in a phase."""
         device = self.cluster.device
+        backward = device.backward_us_per_op if phase == "backward" else None
+        each = (device.host_us_per_op if backward is None else backward) * 1e-6
         compute = host = 0.0
         sent: dict[str, float] = {}
         for event, n in counts.get(phase, {}).items():
             if isinstance(event, Sent):
                 took = self.sent(event.op, event.axis, event.bytes * n, n)
                 sent[event.axis] = sent.get(event.axis, 0.0) + took
-                host += n * device.host_us_per_op * 1e-6
+                host += n * each
             else:
                 compute += n * self.op(event)
-                host += n * device.host_us_per_op * 1e-6 * (0.25 if event.kind == "view" else 1.0)
-        return Spent(compute, host, sent)
+                host += n * each * (VIEW if event.kind == "view" else 1.0)
+        return Spent(compute, host, sent, device.waits)

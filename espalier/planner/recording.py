@@ -7,7 +7,7 @@ did is noted with its sizes. Two depths tell what a block adds, two sizes of a m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -196,6 +196,14 @@ class _Recorder(TorchDispatchMode):
         a, product = matrices[-2], made[0]
         batches = product.shape[0] if product.ndim > 2 else 1
         return Op(name, "matmul", (batches, *product.shape[-2:], a.shape[-1]), dtype, flops, moved)
+
+
+def noted(run: Callable[[], object]) -> list[Op]:
+    """The operations that a function does, of plain tensors."""
+    mode = _Recorder()
+    with mode:
+        run()
+    return [event for _, event in mode.events if isinstance(event, Op)]
 
 
 # ---- what a block adds, and what a row adds

@@ -305,16 +305,18 @@ class Search:
         behind = _HIDDEN * (m * each[busiest] if plan.zero == 3 else backward)
         early = sum(n for op, n in seconds.items() if plan.zero == 3 or op != "all_gather")
         late = 0.0 if plan.zero == 3 else seconds.get("all_gather", 0.0)
-        exposed = max(early - behind, early / calls) + late
-        device = self.cluster.device
+        beside = self.cluster.span(max(ranks, 1), plan.tensor)[0].beside
+        exposed = max(early - beside * min(early, behind), early / calls) + late
         cut = ranks if plan.zero >= 1 else 1
-        updated = size * update.moved / cut / (device.bandwidth_gbs * 1e9 * device.memory_share)
+        updated = (
+            prices.moved("_fused_adamw_", size * update.moved / cut) + self.cluster.device.step_us * 1e-6
+        )
         terms = {"compute": 0.0, "host": 0.0}
         for rank, stage in zip(rank_of, spent, strict=True):
             if rank == busiest:
                 for x in (stage.forward, stage.backward):
                     terms["compute"] += m * x.compute
-                    terms["host"] += m * max(0.0, x.host - x.compute)
+                    terms["host"] += m * x.idle
                     for axis, waited in x.sent.items():
                         terms[axis] = terms.get(axis, 0.0) + m * waited
         terms["bubble"] = max(0.0, pipeline - m * each[busiest])

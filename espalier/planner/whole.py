@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 
 from espalier.parallel import Plan
 from espalier.planner.cells import Recorder
-from espalier.planner.cluster import Cluster
+from espalier.planner.cluster import Cluster, cache
 from espalier.planner.compose import composed
 from espalier.planner.explain import Checked, variants, words
 from espalier.planner.search import Found, Prediction, Search
@@ -22,8 +21,8 @@ _CHECKED = 3
 
 
 def recordings() -> Path:
-    """The folder of recordings; ``ESPALIER_CACHE`` names another."""
-    return Path(os.environ.get("ESPALIER_CACHE", Path.home() / ".cache" / "espalier")) / "recordings"
+    """The folder of recordings."""
+    return cache() / "recordings"
 
 
 def auto(

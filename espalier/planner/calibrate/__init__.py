@@ -1,0 +1,177 @@
+"""This machine as a cluster: what its products, memory, host and links do, on a rank for each core."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from espalier.comm import all_reduce
+from espalier.mesh import Mesh
+from espalier.mesh.launch import spawn
+from espalier.planner.calibrate import engine, links, local
+from espalier.planner.calibrate.timing import taken_by_others
+from espalier.planner.cluster import Cluster, Device, Level, Provenance
+from espalier.planner.prices import Prices
+
+_BUSY = 0.1  # of a core that others may have
+_LEAST = 0.03  # what was measured may be off by more than it scatters
+
+
+class BusyError(ValueError):
+    """Others compute on this machine."""
+
+
+def calibrate(
+    ranks: int | None = None, say: Callable[[str], object] = lambda text: None, *, anyway: bool = False
+) -> Cluster:
+    """Measure this machine, about half a minute, on its CPU.
+
+    Args:
+        ranks: that do the same at once, as in a run; as many as there are cores by default.
+        say: is told what is measured; it must be a function that other processes can import.
+        anyway: measure where others compute, too; the spreads say it.
+
+    Raises:
+        BusyError: others take the cores.
+    """
+    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    n = n if ranks is None else ranks
+    found = spawn(_rank, {"data": n}, say, anyway, device_type="cpu")
+    lost = max(max(x["lost"]) for x in found)
+    if "products" not in found[0]:
+        raise BusyError(
+            f"This machine is busy: others had {lost:.0%} of a core while {n} ranks wanted all of {n}. What "
+            "would be measured holds for no run. Wait until it is quiet, measure fewer ranks (-n), or take "
+            "it as it is with --anyway."
+        )
+    made = combined(found, lost if lost > _BUSY else 0.0)
+    say("what the engine's own step takes beside its operations")
+    took = {name: statistics.mean(x["phases"][name] for x in found) for name in found[0]["phases"]}
+    left = engine.overhead(Prices(made, {"data": 1}), took)
+    device = {
+        "host_us_per_op": left["forward"],
+        "backward_us_per_op": left["backward"],
+        "step_us": left["step"],
+    }
+    return made.model_copy(update={"device": made.device.model_copy(update=_short(device))})
+
+
+def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool) -> dict[str, Any]:
+    """What one rank measures."""
+    tell = say if mesh.coordinate[0] == 0 else _nothing
+    tell(f"whether this machine is quiet, on {mesh.size()} ranks")
+    lost = [_most(mesh, taken_by_others())]
+    if lost[0] > _BUSY and not anyway:
+        return {"lost": lost}
+    with torch.no_grad():
+        sent = links.collectives(mesh, tell)
+    tell("the engine's step on a small model")
+    took = engine.phases(mesh)
+    found = local.alone(mesh, (torch.float32, torch.bfloat16), tell)
+    lost.append(_most(mesh, taken_by_others()))
+    return {"lost": lost, "links": sent, "phases": took, **found}
+
+
+def _nothing(text: str) -> None:
+    """Says nothing."""
+
+
+def _most(mesh: Mesh, x: float) -> float:
+    return float(all_reduce(torch.tensor(x), mesh, 0, "max"))
+
+
+def combined(found: Sequence[Mapping[str, Any]], lost: float) -> Cluster:
+    """A cluster of what the ranks measured; ``lost`` is the share of a core that others had meanwhile."""
+    n = len(found)
+    products = {dtype: _mean([x["products"][dtype] for x in found]) for dtype in found[0]["products"]}
+    attentions = {dtype: _mean([x["attentions"][dtype] for x in found]) for dtype in found[0]["attentions"]}
+    operations = {
+        name: _grows(_mean([x["operations"][name] for x in found])) for name in found[0]["operations"]
+    }
+    spreads = {kind: statistics.median(x) for kind, x in found[0]["spreads"].items()}
+    copied = operations["copy_"][-1]
+    device = {
+        "kind": _name(),
+        "memory_gb": round(_memory() / n / 1e9, 3),
+        "bandwidth_gbs": copied[0] / copied[1] / 1e3,
+        "tflops": {dtype: max(row[-1] for row in rows) / 1e3 for dtype, rows in products.items()},
+        "ceiling": 1.0,
+        "memory_share": 1.0,
+        "host_us_per_op": 0.0,
+        "waits": True,
+        "products": products,
+        "attentions": attentions,
+        "operations": operations,
+    }
+    sent = [x["links"] for x in found]
+    level: dict[str, Any] = {"name": "machine", "ranks": n, "bandwidth_gbs": device["bandwidth_gbs"]}
+    if n > 1:
+        tables = {
+            name: tuple((float(n), *row) for row in _grows(_mean([x["collectives"][name] for x in sent])))
+            for name in sent[0]["collectives"]
+        }
+        last = tables["send"][-1]
+        level |= {"bandwidth_gbs": last[1] / last[2] / 1e3, "latency_us": tables["send"][0][2]}
+        level |= {"efficiency": 1.0, "collectives": tables}
+        level["beside"] = statistics.mean(x["beside"] for x in sent)
+    known = [
+        Provenance(key=key, source="measured", spread=round(max(_LEAST, *spread) + lost, 3))
+        for key, spread in (
+            ("device", (spreads["products"], spreads["operations"])),
+            ("device.tflops", (spreads["products"], _LEAST)),
+            ("device.memory_share", (spreads["operations"], _LEAST)),
+            ("level", (statistics.median(sent[0]["spreads"] or [0.0]), _LEAST)),
+        )
+    ]
+    return Cluster(device=Device(**_short(device)), level=(Level(**_short(level)),), provenance=tuple(known))
+
+
+def _mean(rows: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, ...]]:
+    """Of what several ranks measured of the same, number by number."""
+    return [tuple(map(statistics.mean, zip(*same, strict=True))) for same in zip(*rows, strict=True)]
+
+
+def _grows(points: Sequence[tuple[float, ...]]) -> tuple[tuple[float, float], ...]:
+    """Points by size, none of which takes less than a smaller one."""
+    found: list[tuple[float, float]] = []
+    for size, took in sorted(points):
+        if not found or size > found[-1][0]:
+            found.append((size, max(took, found[-1][1] if found else 0.0)))
+    return tuple(found)
+
+
+def _short(x: Any) -> Any:
+    """The same with numbers of four digits, and lists as tuples."""
+    if isinstance(x, Mapping):
+        return {key: _short(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return tuple(map(_short, x))
+    return float(f"{x:.4g}") if isinstance(x, float) else x
+
+
+def _name() -> str:
+    """What the CPU is called."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text("utf-8", "replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def _memory() -> float:
+    """Bytes of this machine."""
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return 8e9
+
+
+show = partial(print, flush=True)
+"""Says a line on the terminal, from whichever process."""

@@ -1,0 +1,94 @@
+"""What ranks take to send: collectives by size, messages, and what goes on beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from espalier.comm import all_gather, all_to_all, ledger, reduce_scatter
+from espalier.comm.collectives import all_reduce_, receive_from, send_to
+from espalier.mesh import Mesh
+from espalier.planner.calibrate.timing import level, together
+
+_SIZES = (2**8, 2**12, 2**15, 2**18, 2**20, 2**22)  # elements of float32
+_EACH, _FEWEST, _MOST = 2**22, 6, 24  # elements that are sent of each size, in at least so many times
+_SIDE = 384  # of the matrices that are multiplied beside a collective
+_TRIES = 5
+
+
+def collectives(mesh: Mesh, say: Callable[[str], object], sizes: Sequence[int] = _SIZES) -> dict[str, Any]:
+    """By name, rows of bytes that a rank sends and microseconds; their spreads; and what goes on beside."""
+    found: dict[str, Any] = {"collectives": {}, "spreads": [], "beside": 1.0}
+    if mesh.size() == 1:
+        return found
+    say(f"collectives among {mesh.size()} ranks")
+    for elements in sizes:
+        for run in _kinds(mesh, elements):
+            with ledger(mesh) as book:
+                run()
+            entry = book.entries[0]
+            took = together(run, _times(elements), mesh)
+            found["collectives"].setdefault(entry.op, []).append((float(entry.bytes), took.seconds * 1e6))
+            found["spreads"].append(took.spread)
+    say("messages from one rank to the next")
+    for elements in sizes:
+        took = together(partial(_there_and_back, mesh, elements), _times(elements), mesh)
+        found["collectives"].setdefault("send", []).append((4.0 * elements, took.seconds * 5e5))
+    say("what goes on beside a collective")
+    found["beside"] = beside(mesh, sizes[-1])
+    return found
+
+
+def _times(elements: int) -> int:
+    return min(_MOST, max(_FEWEST, _EACH // elements))
+
+
+def _kinds(mesh: Mesh, elements: int) -> Iterator[Callable[[], object]]:
+    n = mesh.size()
+    whole = torch.ones(-(-elements // n) * n)
+    part = torch.ones(-(-elements // n))
+    rows = whole.view(n, -1)
+    yield lambda: all_reduce_(whole, mesh, 0).wait()
+    yield lambda: all_gather(part, mesh, 0, 0, len(whole))
+    yield lambda: reduce_scatter(whole, mesh, 0, 0)
+    yield lambda: all_to_all(rows, mesh, 0, 0, 1, n * rows.shape[1])
+
+
+def _there_and_back(mesh: Mesh, elements: int) -> None:
+    """A message from the first rank to the second, and one back; the others do nothing."""
+    here, like = mesh.coordinate[0], [((elements,), torch.float32)]
+    if here == 0:
+        send_to([torch.ones(elements)], mesh, 0, 1, 0).wait()
+        receive_from(like, mesh, 0, 1, 0).wait()
+    elif here == 1:
+        got = receive_from(like, mesh, 0, 0, 0).wait()
+        send_to(got, mesh, 0, 0, 0).wait()
+
+
+def beside(mesh: Mesh, elements: int) -> float:
+    """The share of the time of a sum of so many elements that a program which computes does not lose."""
+    x, a = torch.ones(elements), torch.randn(_SIDE, _SIDE)
+    clock = time.perf_counter
+
+    def seconds(send: bool, products: int) -> float:
+        level(mesh)
+        began = clock()
+        work = all_reduce_(x, mesh, 0, beside=True) if send else None
+        for _ in range(products):
+            a @ a
+        if work is not None:
+            work.wait()
+        return clock() - began
+
+    seconds(True, 1)
+    sent = min(seconds(True, 0) for _ in range(_TRIES))
+    products = max(1, round(1.5 * sent / max(min(seconds(False, 8) for _ in range(_TRIES)) / 8, 1e-6)))
+    # all ranks do as many
+    products = round(float(all_gather(torch.tensor([float(products)]), mesh, 0, 0, mesh.size()).mean()))
+    computed = min(seconds(False, products) for _ in range(_TRIES))
+    both = min(seconds(True, products) for _ in range(_TRIES))
+    return min(1.0, max(0.0, (sent + computed - both) / min(sent, computed)))

@@ -1,0 +1,165 @@
+"""What a rank does by itself, while the others do the same: products, attention, what memory bounds.
+
+Ranks of one machine share its memory: what one does alone is faster than what it does in a run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from espalier.mesh import Mesh
+from espalier.planner.calibrate.timing import level, timed
+from espalier.planner.recording import noted
+
+Run = Callable[[], object]
+
+SIZES = (16, 64, 256, 1024)  # of products
+_SEQUENCES, _WIDTHS, _HEADS = (16, 128, 512, 1024), (16, 64, 128), 4
+_ELEMENTS = (2**6, 2**12, 2**15, 2**18, 2**21)
+_COLUMNS = 64  # of what is added up or made even along rows
+_VOCABULARY = 512
+_EACH = 0.016  # seconds for one size
+
+
+def products(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Iterator[tuple[tuple[float, ...], float]]:
+    """Rows of m, n, k and 10^9 operations a second, each with its spread.
+
+    A forward product and the two of its backward pass lie otherwise in memory: the middle one of the three.
+    """
+    for m, n, k in itertools.product(sizes, repeat=3):
+        x, w, g = (torch.randn(shape, dtype=dtype) for shape in ((m, k), (n, k), (m, n)))
+        kinds = (lambda x=x, w=w: x @ w.t(), lambda g=g, w=w: g @ w, lambda g=g, x=x: g.t() @ x)
+        took = sorted(timed(run, _EACH) for run in kinds)[1]
+        yield (float(m), float(n), float(k), 2e-9 * m * n * k / took.seconds), took.spread
+
+
+def attentions(dtype: torch.dtype) -> Iterator[tuple[tuple[float, ...], float]]:
+    """Rows of sequence, width, and 10^9 operations a second of causal attention and of its backward pass."""
+    for sequence, width in itertools.product(_SEQUENCES, _WIDTHS):
+        shape = 1, _HEADS, sequence, width
+        q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        seed = torch.ones_like(out)
+
+        def forward(q: Any = q, k: Any = k, v: Any = v) -> None:
+            with torch.no_grad():
+                scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        def backward(out: Any = out, given: Any = (q, k, v), seed: Any = seed) -> None:
+            torch.autograd.grad(out, given, seed, retain_graph=True)
+
+        done = timed(forward, _EACH), timed(backward, _EACH)
+        flops = [sum(op.flops for op in noted(run) if op.kind == "attention") for run in (forward, backward)]
+        rates = [1e-9 * n / took.seconds for n, took in zip(flops, done, strict=True)]
+        if all(rates):  # this machine's attention is one operation
+            yield (float(sequence), float(width), *rates), max(took.spread for took in done)
+
+
+def operations() -> Iterator[tuple[str, tuple[float, float], float]]:
+    """By name, bytes read and written, and microseconds; each with its spread."""
+    for elements in _ELEMENTS:
+        for run in _samples(elements):
+            op = max(noted(run), key=lambda op: op.moved)
+            took = timed(run, _EACH / 2)
+            yield op.name, (float(op.moved), took.seconds * 1e6), took.spread
+
+
+def _samples(n: int) -> Iterator[Run]:
+    """Operations on so many elements each, on warm memory: what is fresh measures the system's pages."""
+    aten, columns = torch.ops.aten, min(n, _COLUMNS)
+    a, b, c = (torch.rand(n // columns, columns) + 0.1 for _ in range(3))
+    row, column = torch.rand(columns), torch.rand(n // columns, 1)
+    half = a.bfloat16()
+    yield from (
+        lambda: a + b,
+        lambda: a * b,
+        lambda: a / b,
+        lambda: a - b,
+        lambda: -a,
+        lambda: a.pow(2),
+        lambda: a.rsqrt(),
+        lambda: a.exp(),
+        lambda: c.copy_(a),
+        lambda: a.clone(),
+        lambda: half.float(),
+        lambda: torch.cat((a, b), -1),
+        lambda: a.mean(-1, keepdim=True),
+        lambda: a.sum(0),
+        lambda: a.amax(-1),
+        lambda: c.zero_(),
+        lambda: a.masked_fill(a > 0.5, 0.0),
+        lambda: aten.gelu(a),
+        lambda: aten.gelu_backward(a, b),
+        lambda: aten.silu(a),
+        lambda: aten.silu_backward(a, b),
+        lambda: aten.native_dropout(a, 0.1, True),
+        lambda: aten._softmax(a, -1, False),
+        lambda: aten._softmax_backward_data(a, b, -1, torch.float32),
+        lambda: aten.native_layer_norm(a, [columns], row, row, 1e-5),
+        lambda: aten.native_layer_norm_backward(
+            a, b, [columns], column, column, row, row, [True, True, True]
+        ),
+    )
+    yield from _losses(n)
+    yield from _updates(n)
+
+
+def _losses(n: int) -> Iterator[Run]:
+    """Those of a vocabulary: looking tokens up, and the loss."""
+    aten, wide = torch.ops.aten, min(n, _VOCABULARY)
+    scores = torch.randn(max(1, n // wide), wide)
+    tokens, targets = (torch.randint(wide, (len(scores),)) for _ in range(2))
+    logs, total = scores.log_softmax(-1), torch.tensor(float(len(scores)))
+    seed, table = torch.ones(()), torch.randn(wide, _COLUMNS)
+    looked = torch.randint(wide, (max(1, n // _COLUMNS),))
+    gradient = torch.randn(len(looked), _COLUMNS)
+    yield lambda: aten._log_softmax(scores, -1, False)
+    yield lambda: aten._log_softmax_backward_data(logs, logs, -1, torch.float32)
+    yield lambda: aten.nll_loss_forward(logs, targets, None, 1, -100)
+    yield lambda: aten.nll_loss_backward(seed, logs, targets, None, 1, -100, total)
+    yield lambda: aten.embedding(table, looked)
+    yield lambda: aten.embedding_dense_backward(gradient, looked, wide, -1, False)
+    yield lambda: scores.gather(-1, tokens[:, None])
+
+
+def _updates(n: int) -> Iterator[Run]:
+    """Those of an optimizer and of its gradients' buffers."""
+    aten = torch.ops.aten
+    p, g, mean, square = (torch.rand(n) for _ in range(4))
+    step = torch.ones(())
+    numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
+    flags = {"amsgrad": False, "maximize": False}
+    yield lambda: aten._fused_adamw_([p], [g], [mean], [square], [], [step], **numbers, **flags)
+    yield lambda: torch._foreach_norm([p])
+    yield lambda: torch._foreach_mul_([p], 1.0)
+    yield lambda: torch._foreach_copy_([p], [g])
+
+
+def alone(mesh: Mesh, dtypes: Sequence[torch.dtype], say: Callable[[str], object]) -> dict[str, Any]:
+    """All of it; spreads stand under ``"spreads"``."""
+    found: dict[str, Any] = {"products": {}, "attentions": {}, "operations": {}, "spreads": {}}
+
+    def keep(kind: str, name: str, rows: Any) -> None:
+        level(mesh)
+        made = list(rows)
+        if made:
+            found[kind][name] = [row for row, _ in made]
+            found["spreads"].setdefault(kind, []).extend(spread for _, spread in made)
+
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        say(f"matrix products in {name}: {len(SIZES) ** 3} shapes")
+        keep("products", name, products(dtype))
+        say(f"attention in {name}")
+        keep("attentions", name, attentions(dtype))
+    say("operations that memory bounds")
+    level(mesh)
+    for name, point, spread in operations():
+        found["operations"].setdefault(name, []).append(point)
+        found["spreads"].setdefault("operations", []).append(spread)
+    return found
