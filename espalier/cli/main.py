@@ -24,7 +24,6 @@ from espalier.cli.tell import (
     tell_verification,
 )
 
-
 app = typer.Typer(
     help="Train single-device PyTorch models on a mesh of ranks.",
     no_args_is_help=True,
