@@ -29,7 +29,7 @@ from espalier.sharding.spec import bound_to
 from espalier.tensor import DTensor, full_tensor, plain, redistribute, stamp
 from espalier.tensor.observers import Go, Watcher, watching
 from espalier.tensor.rules import RULES
-from espalier.tensor.rules.loss import divisors, mean_alone
+from espalier.tensor.rules.loss import OF_CLASSES, divisors, mean_alone
 from espalier.torch_private import raw
 
 Count = Callable[[Any], Any] | Literal["sum"]
@@ -308,8 +308,6 @@ class Mixture(NamedTuple):
 
 Mark = Mean | Sum | Rows | Mixture
 
-_CLASSES = "input target weight size_average ignore_index reduce reduction label_smoothing"
-_OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _ELEMENTS = frozenset(
     {
         F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss, F.binary_cross_entropy,
@@ -364,8 +362,8 @@ class Counting(Watcher):
         before = [x.__dict__.get("_mark") for x in dtensors]
         marked = any(before)
         mixed = next((m for m in before if type(m) is Mixture), None) if marked else None
-        if mixed is None and func in _OF_CLASSES:
-            out = _of_classes(args, kwargs, go)
+        if mixed is None and func in OF_CLASSES:
+            out = _of_classes(func, args, kwargs, go)
         else:
             out = go()
         unmarked = not marked and type(out) is DTensor and "_mark" not in out.__dict__
@@ -450,17 +448,17 @@ def _tensors(items: Any) -> Iterator[DTensor]:
             yield from _tensors(x)
 
 
-def _of_classes(args: Any, kwargs: Any, go: Go) -> Any:
-    """cross_entropy or nll_loss, marked."""
-    bound = bound_to(_CLASSES, args, kwargs)
+def _of_classes(func: Any, args: Any, kwargs: Any, go: Go) -> Any:
+    """A loss over classes, marked."""
+    bound = bound_to(OF_CLASSES[func], args, kwargs)
     token = divisors.set([])
     try:
         out = go()
         divisor = divisors.get()
     finally:
         divisors.reset(token)
-    if type(out) is not DTensor or out._layout.shape:
-        return out
+    if type(out) is not DTensor or out._layout.shape or mark_of(out) is not None:
+        return out  # of rows, or marked by a call inside this one
     logits, reduction = bound["input"], bound.get("reduction", "mean")
     mark: Mark = Mixture("cross_entropy")
     if divisor:
@@ -479,7 +477,7 @@ def mean_on_one_rank(func: Callable[..., Any], made: torch.Tensor) -> Callable[.
     None if it has made something else.
     """
     mark = mark_of(made)
-    if func not in _OF_CLASSES or type(mark) is not Mean or not isinstance(mark.counts[0], torch.Tensor):
+    if func not in OF_CLASSES or type(mark) is not Mean or not isinstance(mark.counts[0], torch.Tensor):
         return None
 
     def mean(*args: Any, **kwargs: Any) -> torch.Tensor:

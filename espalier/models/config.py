@@ -50,12 +50,13 @@ class LanguageModelOutput(NamedTuple):
     """Output of a language model.
 
     Attributes:
-        logits: [batch, sequence, vocabulary], unnormalized log-probabilities.
+        logits: [batch, sequence, vocabulary], unnormalized log-probabilities; None of a model with
+            ``chunked_loss`` that is given labels.
         loss: scalar mean cross-entropy in nats over the labels that are not
             -100; None where no labels were given.
     """
 
-    logits: torch.Tensor
+    logits: torch.Tensor | None
     loss: torch.Tensor | None = None
 
 
@@ -72,3 +73,26 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     if logits.dtype.itemsize == 2:
         logits = logits.float()
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def logits_and_loss(
+    head: nn.Linear, x: torch.Tensor, labels: torch.Tensor | None, chunked: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What a language model's head makes of its last hidden states, and the loss where there are labels.
+
+    Args:
+        x: [batch, sequence, hidden].
+        chunked: with labels the loss is taken for a part of the tokens after the other, and there are no
+            logits: they are never held for all tokens.
+
+    Raises:
+        ValueError: chunked, before torch 2.13.
+    """
+    if labels is None or not chunked:
+        logits = head(x)
+        return logits, None if labels is None else token_loss(logits, labels)
+    if not hasattr(F, "linear_cross_entropy"):
+        raise ValueError(f"chunked_loss needs torch 2.13 or newer; this is {torch.__version__}")
+    rows, options = x.flatten(0, 1), nn.LinearCrossEntropyOptions()
+    loss = F.linear_cross_entropy(rows, head.weight, labels.flatten(), linear_bias=head.bias, options=options)
+    return None, loss

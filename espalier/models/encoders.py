@@ -9,8 +9,8 @@ from torch import nn
 from espalier.models.config import (
     LanguageModelOutput,
     initialize_weights,
+    logits_and_loss,
     positions_in,
-    token_loss,
 )
 from espalier.models.gpt2 import Block
 from espalier.models.sizes import BERTConfig, ViTConfig
@@ -97,5 +97,5 @@ class BERT(nn.Module):
         x = self.dropout(self.embed_norm(self.embed(input_ids) + self.position(positions)))
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(F.gelu(self.transform(x))))
-        return LanguageModelOutput(logits, None if labels is None else token_loss(logits, labels))
+        x = self.norm(F.gelu(self.transform(x)))
+        return LanguageModelOutput(*logits_and_loss(self.head, x, labels, self.config.chunked_loss))

@@ -9,8 +9,8 @@ from torch import nn
 from espalier.models.config import (
     LanguageModelOutput,
     initialize_weights,
+    logits_and_loss,
     positions_in,
-    token_loss,
 )
 from espalier.models.sampling import Generates, Past
 from espalier.models.sizes import GPTConfig
@@ -130,8 +130,9 @@ class GPT(Generates):
         x, cos, sin = self.embedded(input_ids, position_ids)
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits = self.head(self.norm(x))
-        return LanguageModelOutput(logits, None if labels is None else token_loss(logits, labels))
+        return LanguageModelOutput(
+            *logits_and_loss(self.head, self.norm(x), labels, self.config.chunked_loss)
+        )
 
 
 def rotary_tables(positions: int, head_dim: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,8 +9,8 @@ from torch import nn
 from espalier.models.config import (
     LanguageModelOutput,
     initialize_weights,
+    logits_and_loss,
     positions_in,
-    token_loss,
 )
 from espalier.models.sampling import Generates, Past
 from espalier.models.sizes import GPT2Config
@@ -121,5 +121,6 @@ class GPT2(Generates):
         x = self.dropout(self.embed(input_ids) + self.position(positions))
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return LanguageModelOutput(logits, None if labels is None else token_loss(logits, labels))
+        return LanguageModelOutput(
+            *logits_and_loss(self.head, self.norm(x), labels, self.config.chunked_loss)
+        )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from espalier.device import has_grouped_products, moved
-from espalier.models.config import token_loss
+from espalier.models.config import logits_and_loss
 from espalier.models.gpt import GPT, MLP, Attention
 from espalier.models.sizes import MoEConfig
 
@@ -31,7 +31,8 @@ class MoEOutput(NamedTuple):
     """Output of a `MoE`.
 
     Attributes:
-        logits: [batch, sequence, vocabulary], unnormalized log-probabilities.
+        logits: [batch, sequence, vocabulary], unnormalized log-probabilities; None with ``chunked_loss``
+            where labels were given.
         loss: scalar, mean cross-entropy in nats, plus, in training, the weighted ``balance`` and ``z``; None
             where no labels were given.
         balance: scalar, mean of the blocks' balance losses.
@@ -39,7 +40,7 @@ class MoEOutput(NamedTuple):
         dropped: integer scalar, pairs of a token and an expert that found no room, of all blocks.
     """
 
-    logits: torch.Tensor
+    logits: torch.Tensor | None
     loss: torch.Tensor | None
     balance: torch.Tensor
     z: torch.Tensor
@@ -196,9 +197,8 @@ class MoE(GPT):
         for block in self.blocks:
             x, routing = block(x, cos, sin)
             routings.append(routing)
-        logits = self.head(self.norm(x))
+        logits, loss = logits_and_loss(self.head, self.norm(x), labels, self.config.chunked_loss)
         balance, z, dropped = (torch.stack(one) for one in zip(*routings, strict=True))
-        loss = None if labels is None else token_loss(logits, labels)
         if loss is not None and self.training:
             loss = loss + self.config.balance * balance.mean() + self.config.z * z.mean()
         return MoEOutput(logits, loss, balance.mean(), z.mean(), dropped.sum())

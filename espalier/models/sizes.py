@@ -71,6 +71,8 @@ class GPTConfig:
         tied: whether the head's weight is the embedding's.
         rope_base: base of the rotary angles.
         norm_eps: added to the mean square in RMSNorm.
+        chunked_loss: whether the loss is computed for a part of the tokens after the other, so that the
+            logits of all tokens are never held (from torch 2.13 on).
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -88,6 +90,7 @@ class GPTConfig:
     tied: bool = False
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
+    chunked_loss: bool = False
 
     def __post_init__(self) -> None:
         raise_if(type(self).__name__, self._mistakes())
@@ -178,6 +181,7 @@ class GPT2Config:
         bias: whether Linear and LayerNorm have biases.
         tied: whether the head's weight is the embedding's.
         norm_eps: added to the variance in LayerNorm.
+        chunked_loss: as a `GPTConfig`'s.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -192,6 +196,7 @@ class GPT2Config:
     bias: bool = True
     tied: bool = True
     norm_eps: float = 1e-5
+    chunked_loss: bool = False
 
     def __post_init__(self) -> None:
         raise_if(type(self).__name__, self._mistakes())

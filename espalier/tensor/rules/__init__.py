@@ -3,6 +3,7 @@
 from espalier.sharding.spec import RULES
 from espalier.tensor.rules import (  # noqa: F401
     attention,
+    chunked_loss,
     composed,
     indexing,
     linalg,

@@ -134,6 +134,11 @@ def _of_classes(
 
 _NAMES = "input target weight size_average ignore_index reduce reduction label_smoothing"
 
+# losses over classes, and the names of what they are given by place
+OF_CLASSES: dict[Callable[..., Any], str] = {F.cross_entropy: _NAMES, F.nll_loss: _NAMES}
+if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
+    OF_CLASSES[F.linear_cross_entropy] = "input linear_weight target"
+
 
 def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
     bound = bound_to(_NAMES, args, kwargs)
@@ -154,12 +159,14 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
         rows = logits if at == lay.ndim - 1 else logits.movedim(at, -1)
 
         def losses() -> torch.Tensor:
-            none_ignored = _in_range(target, ignored, lay, at)
+            none_ignored = in_range(target, ignored, lay, at)
             return _parallel(rows, target, None if none_ignored else ignored, lay, at, class_axes)[0]
 
         if reduction != "mean":
             return losses() if reduction == "none" else losses().sum()
-        return _mean(lambda: losses().sum(), logits.dtype, target, ignored, None, placed)
+        return mean_of(
+            lambda: losses().sum(), logits.dtype, target, ignored, None, lay.shape[at], placed.ins[1]
+        )
     if reduction != "mean" or not (placed.axes_of(lay, range(lay.ndim)) or divisors.get() is not None):
         return func(*args, **kwargs)
 
@@ -170,7 +177,7 @@ def _cross_entropy(func: Callable[..., Any], args: Any, kwargs: Any, placed: Pla
 
     if soft:
         return total_loss() / (math.prod(lay.shape) // lay.shape[at])
-    return _mean(total_loss, logits.dtype, target, ignored, weight, placed)
+    return mean_of(total_loss, logits.dtype, target, ignored, weight, lay.shape[at], placed.ins[1])
 
 
 def _nll(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
@@ -179,24 +186,23 @@ def _nll(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> to
     if bound.get("reduction", "mean") != "mean" or not (cut or divisors.get() is not None):
         return func(*args, **kwargs)
     input, target, weight = bound["input"], bound["target"], bound.get("weight")
-    ignored = bound.get("ignore_index", -100)
-    return _mean(
+    ignored, shape = bound.get("ignore_index", -100), placed.ins[0].shape
+    return mean_of(
         lambda: F.nll_loss(input, target, weight, ignore_index=ignored, reduction="sum"),
-        input.dtype, target, ignored, weight, placed,
+        input.dtype, target, ignored, weight, shape[0 if len(shape) == 1 else 1], placed.ins[1],
     )  # fmt: skip
 
 
-def _mean(
+def mean_of(
     total: Callable[[], torch.Tensor], dtype: torch.dtype, target: torch.Tensor, ignored: int,
-    weight: torch.Tensor | None, placed: Placed,
+    weight: torch.Tensor | None, classes: int, lay: Layout,
 ) -> torch.Tensor:  # fmt: skip
     """``total()`` by the number (or weights) of all tokens that count, on whatever rank.
 
-    Where some rank's targets make it fail it fails on all: such a rank counts NaN.
+    Where some rank's targets, which lie as ``lay``, make it fail it fails on all: such a rank counts NaN.
     """
-    logits, lay = placed.ins[:2]
-    axes = placed.axes_of(lay, range(lay.ndim))
-    kind = CountKind(ignored, logits.shape[0 if logits.ndim == 1 else 1], _exact(dtype), axes)
+    axes = tuple(a for cut in lay.cuts for a in cut if lay.mesh.shape[a] > 1)
+    kind = CountKind(ignored, classes, _exact(dtype), axes)
     known = counts_ahead.get()
     count = known.find(target, kind) if known is not None and weight is None else None
     if count is None:
@@ -209,9 +215,10 @@ def _mean(
 
 
 def mean_alone(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A mean of cross_entropy or nll_loss of classes, as of DTensors on one rank, and what it divides by."""
-    bound = {**bound_to(_NAMES, args, kwargs), "reduction": "sum"}
-    input, target, ignored = bound["input"], bound["target"], bound.get("ignore_index", -100)
+    """A mean of a loss over classes, as of DTensors on one rank, and what it divides by."""
+    bound = {**bound_to(OF_CLASSES[func], args, kwargs), "reduction": "sum"}
+    input, target, ignored = bound["input"], bound["target"], bound.get("ignore_index")
+    ignored = -100 if ignored is None else ignored
     divisor = counted(target, ignored, _exact(input.dtype), bound.get("weight"))
     return func(**bound) / _of_some(divisor), divisor
 
@@ -233,7 +240,7 @@ def _of_some(divisor: torch.Tensor) -> torch.Tensor:
     return torch.where(divisor == 0, 1, divisor)
 
 
-def _in_range(target: torch.Tensor, ignored: int, lay: Layout, at: int) -> bool:
+def in_range(target: torch.Tensor, ignored: int, lay: Layout, at: int) -> bool:
     """Look for targets that are no classes of logits whose classes are sharded: see :func:`within`."""
     n = lay.shape[at]
 
@@ -244,14 +251,56 @@ def _in_range(target: torch.Tensor, ignored: int, lay: Layout, at: int) -> bool:
 
 
 def _agree_on(target: torch.Tensor, ignored: int, placed: Placed, at: int) -> None:
-    """:func:`_in_range` on all ranks, before the first of several collectives."""
+    """:func:`in_range` on all ranks, before the first of several collectives."""
     lay, met = placed.ins[1], None
     try:
-        _in_range(target, ignored, placed.ins[0], at)
+        in_range(target, ignored, placed.ins[0], at)
     except REFUSALS as error:
         met = error
     if looks(lay.mesh):
         agree(met, lay.mesh, placed.axes_of(lay, range(lay.ndim)))
+
+
+def softmaxed(
+    logits: torch.Tensor, target: torch.Tensor, ignored: int | None, lay: Layout, at: int, axes: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Of local ``logits`` [.., classes], whose classes lie along dim ``at`` of ``lay``, cut by ``axes``.
+
+    Returns:
+        each row's loss; the derivative of it, the softmax less one at the target; where its target would
+        be here, and less how much it is here; which rows don't count, if any may not.
+    """
+
+    def reduced(x: torch.Tensor, op: str) -> torch.Tensor:
+        # in place, for x is our own; a NaN that a maximum loses comes back in the sum
+        for axis in axes:
+            collectives.all_reduce_(x, lay.mesh, axis, op).wait()
+        return x
+
+    start, length = local_box(lay).offsets[at], logits.shape[-1]
+    dead = None if ignored is None else target == ignored
+    local = target - start if start else target
+    inside = local.clamp(0, max(length - 1, 0))
+    elsewhere, index = local != inside, inside.unsqueeze(-1)
+    largest = logits.amax(-1) if length else logits.new_full(target.shape, -math.inf)
+    if largest.dtype in (torch.float16, torch.bfloat16):
+        # not every backend finds the largest of these
+        largest = reduced(largest.float(), "max").to(logits.dtype)
+    else:
+        largest = reduced(largest, "max")
+    slope = logits - largest.unsqueeze(-1)
+    if length:
+        hit = slope.gather(-1, index).squeeze(-1).masked_fill_(elsewhere, 0)
+    else:
+        hit = torch.zeros_like(largest)
+    slope.exp_()
+    total, hit = reduced(torch.stack((slope.sum(-1), hit)), "sum")
+    slope.div_(total.unsqueeze(-1))
+    minus = elsewhere.to(slope.dtype).sub_(1).unsqueeze(-1)
+    if length:
+        slope.scatter_add_(-1, index, minus)
+    losses = total.log().sub_(hit)
+    return losses if dead is None else losses.masked_fill_(dead, 0), slope, index, minus, dead
 
 
 class _VocabularyParallel(torch.autograd.Function):
@@ -270,39 +319,11 @@ class _VocabularyParallel(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignored: int | None, lay: Layout, at: int,
         axes: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        def reduced(x: torch.Tensor, op: str) -> torch.Tensor:
-            # in place, for x is our own; a NaN that a maximum loses comes back in the sum
-            for axis in axes:
-                collectives.all_reduce_(x, lay.mesh, axis, op).wait()
-            return x
-
-        start, length = local_box(lay).offsets[at], logits.shape[-1]
-        dead = None if ignored is None else target == ignored
-        local = target - start if start else target
-        inside = local.clamp(0, max(length - 1, 0))
-        elsewhere, index = local != inside, inside.unsqueeze(-1)
-        largest = logits.amax(-1) if length else logits.new_full(target.shape, -math.inf)
-        if largest.dtype in (torch.float16, torch.bfloat16):
-            # not every backend finds the largest of these
-            largest = reduced(largest.float(), "max").to(logits.dtype)
-        else:
-            largest = reduced(largest, "max")
-        slope = logits - largest.unsqueeze(-1)
-        if length:
-            hit = slope.gather(-1, index).squeeze(-1).masked_fill_(elsewhere, 0)
-        else:
-            hit = torch.zeros_like(largest)
-        slope.exp_()
-        total, hit = reduced(torch.stack((slope.sum(-1), hit)), "sum")
-        slope.div_(total.unsqueeze(-1))
-        minus = elsewhere.to(slope.dtype).sub_(1).unsqueeze(-1)
-        if length:
-            slope.scatter_add_(-1, index, minus)
+        losses, slope, index, minus, dead = softmaxed(logits, target, ignored, lay, at, axes)
         ctx.save_for_backward(slope, index, minus, dead)
         ctx.set_materialize_grads(False)
         ctx.across = lay.mesh, axes
-        losses = total.log().sub_(hit)
-        return losses if dead is None else losses.masked_fill_(dead, 0), slope
+        return losses, slope
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, of_slope: torch.Tensor | None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.ranks.brute import A, X, case, ints
 
@@ -25,6 +26,45 @@ _NLL = [
     A(X((5, 3)), ints((5,), 0, 3), weight=X((3,), 0.5, 2, grad=False), reduction="sum"),
     A(X((2, 3, 4)), ints((2, 4), 0, 3), X((3,), 0.5, 2, grad=False)),
 ]
+_HEAD = X((7, 3))
+_IN_CHUNKS = (
+    []
+    if not hasattr(F, "linear_cross_entropy")
+    else [
+        case(
+            "",
+            A(X((5, 3)), _HEAD, _TARGETS, options=nn.LinearCrossEntropyOptions(batch_chunk_size=2)),
+            A(X((6, 3)), X((2, 3)), _FRONT, linear_bias=X((2,)), options=nn.LinearCrossEntropyOptions()),
+            A(
+                X((5, 3)),
+                _HEAD,
+                _TARGETS,
+                weight=X((7,), 0.5, 2, grad=False),
+                ignore_index=3,
+                options=nn.LinearCrossEntropyOptions(batch_chunk_size=1),
+                reduction="sum",
+            ),
+            A(
+                X((5, 3)),
+                _HEAD,
+                _TARGETS,
+                weight=X((7,), 0.5, 2, grad=False),
+                options=nn.LinearCrossEntropyOptions(batch_chunk_size=4),
+            ),
+            A(
+                X((5, 3)),
+                _HEAD,
+                ints((5,), 0, 7),
+                linear_bias=X((7,)),
+                reduction="none",
+                options=nn.LinearCrossEntropyOptions(),
+            ),
+            A(X((5, 3)), _HEAD, ints((5,), 0, 7), label_smoothing=0.1),
+            also=[F.linear_cross_entropy],
+            most=60,
+        )
+    ]
+)
 _SIGNS = X((4, 6), values=(1, -1, -1) * 8, grad=False)
 _LOGS = X((5, 3, 4), -4, -0.1)
 _PAIRS = [
@@ -52,6 +92,7 @@ CASES = [
         A(X((2, 3, 2)), ints((2, 2), 0, 3), X((3,), 0.5, 2, grad=False), None, -100, None, "sum", 0.2),
         also=[F.cross_entropy],
     ),
+    *_IN_CHUNKS,
     case("", *_NLL, also=[F.nll_loss]),
     *[case("", *_PAIRS, also=[f]) for f in (F.l1_loss, F.smooth_l1_loss, F.huber_loss)],
     case("", *_PAIRS, A(X((5, 2)), X((5, 2)), weight=X((5, 2), 0.5, 2)), also=[F.mse_loss]),
