@@ -220,6 +220,15 @@ def plan(
     json_: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON.", show_default=False)
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it as a page.", show_default=False)
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write its pipeline's step as a trace, for Perfetto.", show_default=False
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Find the best mix of parallelism for a job on a cluster, without a device, and say why.
@@ -229,6 +238,7 @@ def plan(
     with one_clear_message(debug):
         import json
 
+        from espalier.parallel.schedules.simulate import trace as as_trace
         from espalier.train.foresight import foresee
         from espalier.train.job import Job
 
@@ -236,6 +246,12 @@ def plan(
         Console().print(found.text, highlight=False, markup=False, soft_wrap=True)
         if json_ is not None:
             json_.write_text(json.dumps(found.table, indent=1) + "\n", "utf-8")
+        if html is not None and found.page:
+            html.write_text(found.page, "utf-8")
+        if trace is not None and found.timeline is not None:
+            trace.write_text(json.dumps(as_trace({"predicted": found.timeline})), "utf-8")
+        elif trace is not None and found.fits:
+            say(Console(stderr=True), f"{trace} is not written: the best plan has no pipeline.")
         if not found.fits:
             raise typer.Exit(1)
 
@@ -312,7 +328,10 @@ def schedule(
     ] = "1,1,1",
     out: Annotated[
         list[Path] | None,
-        typer.Option(help="Write a picture (.svg, .png) or a table (.csv, .toml). May stand several times."),
+        typer.Option(
+            help="Write a picture (.svg, .png), a trace for Perfetto (.json) or a table (.csv, .toml). "
+            "May be given several times."
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -327,7 +346,7 @@ def schedule(
         console = Console()
         for path in out or []:
             if path.suffix not in (*TABLES, *PICTURES):
-                raise ValueError(f"{path}: expected a name that ends in .svg or .png, .csv or .toml")
+                raise ValueError(f"{path}: expected a name that ends in .svg, .png, .json, .csv or .toml")
         tell_schedule(console, timeline)
         for path in out or []:
             if path.suffix in TABLES:

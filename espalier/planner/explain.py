@@ -7,12 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from espalier.parallel.schedules import Timeline
+from espalier.parallel.schedules.simulate import terminal
 from espalier.planner.cluster import Cluster
 from espalier.planner.compose import Totals
 from espalier.planner.search import Found, Prediction, plan_table
 from espalier.texts import in_columns
 
 _SHOWN = 8
+_WIDE = 118  # characters of a timeline
 _OF_TERMS = {
     "compute": ("device.tflops", "device.ceiling", "device.bandwidth_gbs"),
     "host": ("device.host_us_per_op",),
@@ -64,8 +67,13 @@ def words(plan: Any) -> str:
     return " ".join(said) or "one rank"
 
 
-def report(found: Found, checked: Sequence[Checked] = (), changes: Sequence[str] = ()) -> str:
-    """All of it, as text."""
+def report(
+    found: Found,
+    checked: Sequence[Checked] = (),
+    changes: Sequence[str] = (),
+    timeline: Timeline | None = None,
+) -> str:
+    """All of it, as text; with the step of the best one's pipeline."""
     lines = []
     if found.best:
         first = found.best[0]
@@ -78,6 +86,10 @@ def report(found: Found, checked: Sequence[Checked] = (), changes: Sequence[str]
         ]
         lines += [*in_columns(rows, "<>><"), "", "memory of its fullest rank, 10^9 bytes:"]
         lines += in_columns([(f"  {k}", f"{n / 1e9:.2f}") for k, n in first.memory.items()], "<>")
+        if timeline is not None and len(timeline.spans) <= _SHOWN:
+            of = f"{timeline.schedule.micro_batches} of {first.plan.accumulate} micro-batches"
+            drawn = terminal(timeline, _WIDE, colours=False)
+            lines += ["", f"its pipeline's step, {of}:", *(f"  {line.plain.rstrip()}" for line in drawn)]
     else:
         lines += ["Nothing fits.", "", *_table([x for x in (found.least, *found.plain) if x], found)]
     if checked:
@@ -121,7 +133,7 @@ def why_not(found: Found) -> list[str]:
     first, lines = found.best[0], []
     for key in _NEXT:
         own = getattr(first.plan, key)
-        if key == "schedule" and first.plan.pipe == 1:
+        if key in found.fixed or (key == "schedule" and first.plan.pipe == 1):
             continue
         others = [x for x in found.best if getattr(x.plan, key) != own]
         if key == "schedule":

@@ -11,7 +11,7 @@ import torch
 
 from espalier.parallel import Plan, PlanError
 from espalier.parallel.schedules import Costs as Times
-from espalier.parallel.schedules import Schedule, find_schedule, simulate
+from espalier.parallel.schedules import Schedule, Timeline, find_schedule, simulate
 from espalier.planner.cells import Cell, Costs, Recorder, Refused, Update
 from espalier.planner.cluster import Cluster
 from espalier.planner.prices import Prices, Spent
@@ -34,6 +34,7 @@ class Prediction:
         terms: what they are spent on: ``"compute"``, ``"host"`` (what the device waits for it), ``"bubble"``,
             ``"update"``, and what is waited for along each axis.
         memory: bytes on the fullest rank, by kind.
+        by_rank: the same of each rank along the pipe axis.
         sent: bytes that a rank sends in a step, by axis.
         fits: whether the cluster's devices have so much memory.
         error: by how much the seconds may be off, as a share.
@@ -49,6 +50,7 @@ class Prediction:
     fits: bool
     error: float
     stage_seconds: tuple[tuple[float, float], ...] = ()
+    by_rank: tuple[Mapping[str, float], ...] = ()
 
     @property
     def bytes(self) -> float:
@@ -58,7 +60,7 @@ class Prediction:
     def to_dict(self) -> dict[str, Any]:
         """As plain values, as JSON takes them."""
         given = plan_table(self.plan)
-        names = ("rows", "seconds", "terms", "memory", "sent", "fits", "error", "stage_seconds")
+        names = ("rows", "seconds", "terms", "memory", "sent", "fits", "error", "stage_seconds", "by_rank")
         return {"plan": given, **{name: getattr(self, name) for name in names}}
 
 
@@ -90,6 +92,7 @@ class Found:
         scored: candidates of which the cost is known.
         recorded: dry runs that it took.
         refused: what the engine does not run, and why.
+        fixed: keys of the plan that were not searched.
     """
 
     cluster: Cluster
@@ -100,6 +103,7 @@ class Found:
     scored: int
     recorded: int
     refused: Mapping[str, str] = field(default_factory=dict)
+    fixed: frozenset[str] = frozenset()
 
 
 class Search:
@@ -322,7 +326,8 @@ class Search:
         terms["bubble"] = max(0.0, pipeline - m * each[busiest])
         terms["data"] = exposed
         terms["update"] = updated
-        memory = self._memory(plan, costs, update, layers, rank_of, sizes)
+        by_rank = self._memory(plan, costs, update, layers, rank_of, sizes)
+        memory = max(by_rank, key=lambda kinds: sum(kinds.values()))
         total = pipeline + exposed + updated
         bytes_sent = {"data": sum(sent.values())}
         for counts, times in ((costs.block, m * max(layers)), (costs.rest, m)):
@@ -343,6 +348,7 @@ class Search:
             taken <= self._limit,
             self._error(shown, total),
             took,
+            by_rank,
         )
 
     def _memory(
@@ -353,28 +359,25 @@ class Search:
         layers: Sequence[int],
         rank_of: Sequence[int],
         sizes: Sequence[float],
-    ) -> dict[str, float]:
-        """Bytes of the fullest rank, by kind."""
-        ranks, fullest = plan.data * plan.context, dict[str, float]()
+    ) -> tuple[dict[str, float], ...]:
+        """Bytes of each rank along the pipe axis, by kind."""
+        ranks, by_rank = plan.data * plan.context, []
         lives = self._live(plan)
         keeps = [0.0] * plan.pipe
         for rank, n in zip(rank_of, layers, strict=True):
             keeps[rank] += n * costs.block_kept
         keeps[rank_of[-1]] += costs.rest_kept
-        most = -1.0
         for rank, (size, kept) in enumerate(zip(sizes, keeps, strict=True)):
             whole = 2 * costs.block_bytes if plan.zero == 3 else 0
-            found = {
+            kinds = {
                 "parameters": size / ranks + whole if plan.zero == 3 else size,
                 "gradients": size / ranks + whole / 2 if plan.zero >= 2 else size,
                 "states": size * update.states / (ranks if plan.zero else 1),
                 "activations": kept * lives[rank],
                 "transient": costs.transient if rank == rank_of[-1] else costs.transient / 4,
             }
-            taken = sum(found.values())
-            if taken > most:
-                fullest, most = found, taken
-        return fullest
+            by_rank.append(kinds)
+        return tuple(by_rank)
 
     def _live(self, plan: Plan) -> Sequence[float]:
         """Micro-batches that each rank keeps at its fullest, as the schedules' ``live`` counts them."""
@@ -404,26 +407,36 @@ class Search:
         fill = {"1f1b": 1.0, "zb-h1": 1 / 3, "zbv": 0.0}.get(str(plan.schedule), 1 / plan.stages_per_rank)
         return m * busiest + (p - 1) * mean * fill
 
-    def simulated(self, found: Prediction) -> Prediction:
-        """The same with its pipeline's time from the schedule itself, done action by action."""
+    def timeline(self, found: Prediction, micro_batches: int) -> Timeline | None:
+        """A pipeline's step, done action by action.
+
+        Args:
+            found: its stages' times are taken.
+            micro_batches: that it has, whatever the plan's are.
+
+        Returns:
+            None where the plan has no pipeline, or there is no such schedule.
+        """
         plan = found.plan
-        p, m = plan.pipe, plan.accumulate
-        if p == 1:
-            return found
+        schedule = self._schedule(plan, micro_batches) if plan.pipe > 1 else None
+        if schedule is None:
+            return None
         split = plan.schedule in ("zb-h1", "zbv")
         forward = [f for f, _ in found.stage_seconds]
         inputs = [b / 2 if split else b for _, b in found.stage_seconds]
         weights = [b / 2 if split else 0.0 for _, b in found.stage_seconds]
-        level, _ = self.cluster.span(p, plan.world_size // p if p > 1 else 1)
-        times = Times(forward, inputs, weights, latency=level.latency_us * 1e-6)
+        level, _ = self.cluster.span(plan.pipe, plan.world_size // plan.pipe)
+        return simulate(schedule, Times(forward, inputs, weights, latency=level.latency_us * 1e-6))
+
+    def simulated(self, found: Prediction) -> Prediction:
+        """The same with its pipeline's time from the schedule itself, done action by action."""
+        p, m = found.plan.pipe, found.plan.accumulate
         few = min(m, 3 * p)
         steps = [few] if few == m else [few, few + p]
-        took = []
-        for n in steps:
-            schedule = self._schedule(plan, n)
-            if schedule is None:
-                return found
-            took.append(simulate(schedule, times).step_time)
+        timelines = [self.timeline(found, n) for n in steps]
+        took = [timeline.step_time for timeline in timelines if timeline is not None]
+        if len(took) < len(steps):
+            return found
         pipeline = took[0] + (took[-1] - took[0]) / p * (m - few)
 
         rest = found.seconds - found.terms.get("data", 0.0) - found.terms.get("update", 0.0)
@@ -497,6 +510,7 @@ class Search:
             len(scored),
             self._recorder.recorded,
             self.refused,
+            frozenset(self._fixed),
         )
 
     def _plain(self, scored: Sequence[Prediction], zero: int) -> Prediction | None:

@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from espalier.parallel.schedules import Timeline
 from espalier.planner import Cluster, Found, Recorder, Search
 from espalier.planner.explain import report, to_dict
 from espalier.planner.search import plan_table
 from espalier.planner.whole import check, chosen, more_ranks, recordings, sensitivity, too_large
 from espalier.train.building import batch_on_meta, on_meta
 from espalier.train.job import AUTO, Job, parse_value
+from espalier.train.plan_page import plan_page
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,15 @@ class Foresight:
         found: by the search.
         text: all of it, told.
         table: all of it, as JSON takes it.
+        timeline: the step of the best one's pipeline, if it has one, of at most three micro-batches a rank.
+        page: all of it, as an HTML page; empty where nothing fits.
     """
 
     found: Found
     text: str
     table: dict[str, Any]
+    timeline: Timeline | None = None
+    page: str = ""
 
     @property
     def fits(self) -> bool:
@@ -71,7 +77,11 @@ def foresee(
             text += f" With {enough} ranks something fits."
         return Foresight(found, text, to_dict(found))
     checked = [] if quick else check(found, model, batch, optimizer, given)
-    return Foresight(found, report(found, checked, sensitivity(search, found)), to_dict(found, checked))
+    changes, best = sensitivity(search, found), found.best[0]
+    timeline = search.timeline(best, min(best.plan.accumulate, 3 * best.plan.pipe))
+    text = report(found, checked, changes, timeline)
+    page = plan_page(job.name, found, checked, changes, timeline)
+    return Foresight(found, text, to_dict(found, checked), timeline, page)
 
 
 def planned(job: Job, ranks: int | None = None) -> Job:

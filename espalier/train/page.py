@@ -91,12 +91,17 @@ def page(runs: list[dict[str, Any]], *, live: bool = False) -> str:
     parts = {
         "@@POLICY@@": policy(digest),
         "@@TITLE@@": _escaped(title),
-        "@@STYLE@@": (_FOLDER / "run.css").read_text("utf-8"),
+        "@@STYLE@@": style(),
         "@@DATA@@": data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
         "@@SCRIPT@@": script,
     }
     text = (_FOLDER / "run.html").read_text("utf-8")
     return re.sub(r"@@\w+@@", lambda mark: parts[mark[0]], text)
+
+
+def style() -> str:
+    """The style of all pages."""
+    return (_FOLDER / "run.css").read_text("utf-8")
 
 
 def policy(digest: str) -> str:

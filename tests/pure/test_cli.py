@@ -432,7 +432,7 @@ def test_schedule_in_colours():
     ("arguments", "told"),
     [
         (("--kind", "zigzag"), "'zigzag': expected one of naive, gpipe"),
-        (("--out", "a.gif"), "a.gif: expected a name that ends in .svg or .png, .csv or .toml"),
+        (("--out", "a.gif"), "a.gif: expected a name that ends in .svg, .png, .json, .csv or .toml"),
         (("--times", "1,2"), "times '1,2': expected three numbers above 0"),
         (("--virtual", "2"), "1f1b has one stage a rank"),
     ],

@@ -5,10 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import shutil
 import threading
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from espalier.train.metrics import Record
 from espalier.train.page import PAGE, page, read_run, to_toml
 from espalier.train.runlog import RunLog, note
 from espalier.train.watch import Server
+from tests.pure.browsing import all_of, opened, violations
 
 HOSTILE = "</script><script>document.title='taken'</script>\u2028<!--"
 JOB = '[plan]\ndata = 4\n\n[train]\nsteps = 40\n"a b" = [1, 2.5, true]\n'
@@ -77,46 +76,6 @@ def write_run(folder: Path, *, name: str = "mine", lr: float = 1e-3) -> Path:
 
 
 # ---- in a browser
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A headless Chromium; where there is none, these tests are skipped."""
-    driver, chromium = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
-    if driver is None or chromium is None:
-        pytest.skip("no Chromium here: apt-get install chromium chromium-driver")
-    webdriver = pytest.importorskip("selenium.webdriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (
-        "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--window-size=1180,900",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
-    ):  # fmt: skip
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield found
-    found.quit()
-
-
-def opened(browser: Any, path: Path) -> None:
-    browser.get(path.as_uri())
-    assert browser.get_log("browser") == []
-
-
-def all_of(browser: Any, selector: str) -> list[Any]:
-    found: list[Any] = browser.find_elements("css selector", selector)
-    return found
-
-
-def violations(browser: Any) -> list[str]:
-    """What axe-core finds wrong for people who use keyboards, screen readers, or see little contrast."""
-    axe = pytest.importorskip("axe_core_python")
-    browser.execute_script((Path(axe.__file__).parent / "axe.min.js").read_text("utf-8"))
-    found = browser.execute_async_script("axe.run().then(arguments[0])")["violations"]
-    return [f"{v['id']}: {v['nodes'][0]['html'][:120]}" for v in found]
 
 
 def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:

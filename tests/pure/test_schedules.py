@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from espalier.parallel.pipeline import (
     with_messages,
     without_messages,
 )
+from espalier.parallel.schedules.simulate import draw
 
 STAGES = {kind: 2 if kind in ("interleaved", "zbv") else 1 for kind in KINDS}
 
@@ -413,3 +415,18 @@ def test_the_simulator_by_hand() -> None:
     assert again == timeline
     with pytest.raises(ValueError, match="1 costs for 2 stages"):
         simulate(schedule, Costs([1]))
+
+
+def test_a_trace_has_every_action(tmp_path: Path) -> None:
+    timeline = simulate(generate("zb-h1", 3, 5), Costs(1e-3, 2e-3, 3e-3))
+    draw(tmp_path / "t.json", {"mine": timeline, "again": timeline})
+    events = json.loads((tmp_path / "t.json").read_text("utf-8"))["traceEvents"]
+    found = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
+    told = [(r, span) for r, row in enumerate(timeline.spans) for span in row]
+    assert len(found) == len(told) == 3 * 5 * 3
+    for event, (rank, ((kind, stage, micro_batch), start, end)) in zip(found, told, strict=True):
+        assert event["tid"] == rank and event["name"] == f"{kind}{micro_batch}"
+        assert event["args"] == {"stage": stage, "micro-batch": micro_batch}
+        assert event["ts"] == pytest.approx(start * 1e6) and event["dur"] == pytest.approx(
+            (end - start) * 1e6
+        )

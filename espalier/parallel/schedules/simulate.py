@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -290,10 +291,10 @@ def summary(timeline: Timeline) -> str:
 
 
 def draw(path: str | Path, timelines: Mapping[str, Timeline], columns: int = 1) -> None:
-    """Write a picture of timelines.
+    """Write a picture of timelines, or a trace that Perfetto and Chrome (``chrome://tracing``) open.
 
     Args:
-        path: ``*.svg`` or ``*.png``.
+        path: ``*.svg``, ``*.png``, or ``*.json``, the trace.
         timelines, columns: see `figure`.
 
     Raises:
@@ -301,11 +302,38 @@ def draw(path: str | Path, timelines: Mapping[str, Timeline], columns: int = 1) 
     """
     path = Path(path)
     if path.suffix not in PICTURES:
-        raise ValueError(f"{path}: expected a name that ends in .svg or .png")
+        raise ValueError(f"{path}: expected a name that ends in .svg, .png or .json")
+    if path.suffix == ".json":
+        path.write_text(json.dumps(trace(timelines)), "utf-8")
+        return
     figure(timelines, columns).savefig(path, dpi=150)
 
 
-PICTURES: Sequence[str] = (".svg", ".png")
+PICTURES: Sequence[str] = (".svg", ".png", ".json")
+
+
+def trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """Timelines in the form of Chrome's trace events: a process each, a thread a rank, microseconds."""
+    events: list[dict[str, Any]] = []
+    for process, (title, timeline) in enumerate(timelines.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}})
+        for rank, row in enumerate(timeline.spans):
+            name = {"name": f"rank {rank}"}
+            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": name})
+            for (kind, stage, micro_batch), start, end in row:
+                events.append(
+                    {
+                        "ph": "X",
+                        "name": f"{kind}{micro_batch}",
+                        "cat": _NAMES[kind],
+                        "pid": process,
+                        "tid": rank,
+                        "ts": start * 1e6,
+                        "dur": (end - start) * 1e6,
+                        "args": {"stage": stage, "micro-batch": micro_batch},
+                    }
+                )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 # ---- a checker of schedules: what it lets through computes the right thing and ends
