@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from espalier.mesh import Mesh
 from espalier.planner.calibrate.timing import level, timed
 from espalier.planner.recording import noted
+from espalier.torch_private import foreach_copy_, foreach_mul_, foreach_norms
 
 Run = Callable[[], object]
 
@@ -135,9 +136,9 @@ def _updates(n: int) -> Iterator[Run]:
     numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
     flags = {"amsgrad": False, "maximize": False}
     yield lambda: aten._fused_adamw_([p], [g], [mean], [square], [], [step], **numbers, **flags)
-    yield lambda: torch._foreach_norm([p])
-    yield lambda: torch._foreach_mul_([p], 1.0)
-    yield lambda: torch._foreach_copy_([p], [g])
+    yield lambda: foreach_norms([p])
+    yield lambda: foreach_mul_([p], 1.0)
+    yield lambda: foreach_copy_([p], [g])
 
 
 def alone(mesh: Mesh, dtypes: Sequence[torch.dtype], say: Callable[[str], object]) -> dict[str, Any]:
