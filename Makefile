@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # processes of pytest that share the suite, each with ranks of its own
 JOBS ?= 2
 
-.PHONY: setup demo test bench gpu zoo docs lint
+.PHONY: setup demo test bench experiments gpu zoo docs lint
 
 setup: $(READY)
 
@@ -26,11 +26,15 @@ test: $(READY)
 bench: $(READY)
 	@failed=; \
 	for script in benchmarks/[!_]*.py; do \
-		test "$$script" != benchmarks/zoo.py || continue; \
+		case "$$script" in */zoo.py|*/experiments.py) continue;; esac; \
 		echo "== $$script"; \
 		OMP_NUM_THREADS=1 $(BIN)/python "$$script" || failed="$$failed $$script"; \
 	done; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+# The paper's, each beside its figures; some are benchmarks of their own, too.
+experiments: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/experiments.py
 
 # All that wants a GPU, in about ten minutes; without one, what the simulated device can tell.
 gpu: $(READY)

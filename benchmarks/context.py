@@ -110,21 +110,21 @@ def scores(sizes: list[int], rank: int, helping: bool) -> int:
     return own + sum((of.rows[1] - of.rows[0]) * sizes[of.early] for of in jobs)
 
 
-def largest(peak_of: Callable[[int], int]) -> int:
-    """The most that stays below the cap, of what the peak grows with, far out in a line."""
+def largest(peak_of: Callable[[int], int], cap: int) -> int:
+    """The most that stays below ``cap`` bytes, of what the peak grows with, far out in a line."""
     high, peaks = 1, {0: 0, 1: peak_of(1)}
-    while peaks[high] <= CAP:
+    while peaks[high] <= cap:
         high *= 2
         peaks[high] = peak_of(high)
     low = high // 2
     while high - low > 1:
-        share = (CAP - peaks[low]) / (peaks[high] - peaks[low])
+        share = (cap - peaks[low]) / (peaks[high] - peaks[low])
         middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
         peaks[middle] = peak_of(middle)
-        low, high = (middle, high) if peaks[middle] <= CAP else (low, middle)
+        low, high = (middle, high) if peaks[middle] <= cap else (low, middle)
         if high - low > 1 and low + 1 not in peaks:
             peaks[low + 1] = peak_of(low + 1)
-            if peaks[low + 1] > CAP:
+            if peaks[low + 1] > cap:
                 return low
             low += 1
     return low
@@ -156,7 +156,7 @@ def encoder() -> Section:
             shape = (k, 512) if rows is None else (rows, 512 * k)
             return peak("bert", {**BERT, "max_positions": shape[1]}, *shape, **plan).peak_bytes
 
-        return largest(peak_of)
+        return largest(peak_of, CAP)
 
     for n in (4, 16, 64):
         ring = {"context": n, "context_kind": "ring"}
