@@ -347,7 +347,7 @@ class Draw(NamedTuple):
 
 
 class Drawing(TorchDispatchMode):
-    """Notes what is drawn while it is open.
+    """Notes what is drawn while it is open, in a run without data: what has none has none on any device.
 
     Args:
         device: on which what has no data here is drawn all the same; None: it is not.
@@ -364,6 +364,7 @@ class Drawing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with raw():
+            args, kwargs = _all_without_data(func, args, kwargs)
             if not _draws(func, kwargs):
                 return func(*args, **kwargs)
             # an overload with a generator is called with it, be it None
@@ -378,6 +379,19 @@ class Drawing(TorchDispatchMode):
         else:
             self.found.append(draw)
         return out
+
+
+def _all_without_data(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an operation, none of them with data if one has none, nor taken to where it has."""
+    has = {x.is_meta for x in tensors_in([args, kwargs])}
+    if True not in has:
+        return args, kwargs
+    if func is torch.ops.aten._to_copy.default:
+        return args, {**kwargs, "device": None}
+    written = func._schema.is_mutable and isinstance(args[0], torch.Tensor) and not args[0].is_meta
+    if False in has and not written:
+        return tree_map(lambda x: x.to(_META) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+    return args, kwargs
 
 
 def _draws(func: Any, kwargs: Any) -> bool:

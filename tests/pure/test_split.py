@@ -10,7 +10,7 @@ from torch import nn
 
 from espalier.models import build
 from espalier.parallel.pipeline.measure import measured
-from espalier.parallel.pipeline.record import leaves
+from espalier.parallel.pipeline.record import ProgramStep, Ref, leaves
 from espalier.parallel.pipeline.split import Split, SplitError, split
 
 SIZES = {"vocab_size": 64, "max_positions": 16, "layers": 4, "hidden": 32, "heads": 4}
@@ -154,6 +154,21 @@ def test_a_block_is_divided_where_that_loses_nothing(odd: str) -> None:
     equal(model, x, found)
     # three parts that are even anyway are left whole
     assert split(model, 3, x).cuts == ("1", "2")
+
+
+def test_layers_laid_over_devices_by_hand_are_on_the_one_of_now() -> None:
+    """Whichever of its kind the program names, by whatever name, in place of that of the trace."""
+    x, was, here = torch.ones(2), torch.device("cuda", 0), torch.device("cpu")
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (torch.Tensor.to, (Ref(0), "cuda:1"), {}),
+        (torch.Tensor.to, (Ref(0), torch.device("cuda", 1), torch.float64), {}),
+        (torch.Tensor.to, (Ref(0),), {"device": "cuda"}),
+        (torch.zeros, (3,), {"device": "cuda:1"}),
+    ]
+    for func, args, kwargs in calls:
+        env: dict[int, Any] = {0: x}
+        ProgramStep(func, func.__name__, args, kwargs, Ref(1), None).run(env, {}, was, here)
+        assert env[1].device == here, (func, args, kwargs)
 
 
 def test_wrong_cuts_are_named() -> None:

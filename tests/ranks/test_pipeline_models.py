@@ -168,10 +168,22 @@ class Scaled(nn.Module):
         return x
 
 
-def shares(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
+class Moves(Scaled):
+    """Says where it computes, in each way that there is, as programs do that lie on devices by hand."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c, d = self.blocks
+        x = torch.tanh(a(x.to("cpu"))).to("cpu", torch.float32).to(device="cpu", dtype=torch.float64)
+        x = x + torch.arange(8.0, device=x.device) * torch.ones(8)  # a default device beside the rank's
+        x = torch.tanh(b(x)).cpu() * torch.full((8,), 0.5, device="cpu")
+        x = torch.tanh(c(x.to(b.weight.device))).type("torch.DoubleTensor")
+        return d(x) * self.scale.to("cpu") + self.shift
+
+
+def shares(rank: int, world: int, plans: list[dict[str, Any]], kind: type[Scaled] = Scaled) -> None:
     for plan in plans:
         torch.manual_seed(0)
-        net = Scaled().double()
+        net = kind().double()
         plain = copy.deepcopy(net)
         sgd, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, plain))
         engine = espalier.initialize(net, sgd, plan, loss_fn=nn.functional.mse_loss)
@@ -190,6 +202,11 @@ def shares(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
 def test_parameters_that_all_stages_use(ranks: Any) -> None:
     pipe = {"pipe": 2, "data": 2, "accumulate": 2}
     ranks(4, shares, [{**pipe, "zero": 3}, {**pipe, "zero": 2, "recompute": "full"}])
+
+
+def test_a_model_that_says_where_it_computes(ranks: Any) -> None:
+    pipe = {"pipe": 2, "accumulate": 2}
+    ranks(2, shares, [pipe, {**pipe, "cuts": ["blocks.1"]}], Moves)
 
 
 class Decides(nn.Module):

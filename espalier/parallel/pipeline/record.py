@@ -401,6 +401,15 @@ class CallSpan(NamedTuple):
     call: ModuleCall | None
 
 
+def _devices_by_name(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call, with a device where there is the name of one."""
+    if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str):
+        args = (args[0], torch.device(args[1]), *args[2:])
+    if isinstance(kwargs.get("device"), str):
+        kwargs = {**kwargs, "device": torch.device(kwargs["device"])}
+    return args, kwargs
+
+
 class ProgramStep:
     """One call of a program.
 
@@ -435,6 +444,7 @@ class ProgramStep:
         reads: bool = False,
     ) -> None:
         self.func, self.name, self.reads = func, name, reads
+        args, kwargs = _devices_by_name(func, args, kwargs)
         self._args, self._kwargs, self._out, self._state = args, kwargs, out, state
         inner = [x for x in (*args, *kwargs.values()) if type(x) is not Ref]
         self._flat = not any(leaves(x, (Ref, Part, torch.device)) for x in inner)
@@ -453,7 +463,8 @@ class ProgramStep:
         """Call it on what is in ``env``, and put there what it gives.
 
         Args:
-            was, here: the device of the trace, in whose place is the one of now.
+            was, here: the device of the trace, in whose place is the one of now; so it is in that of others
+                of its kind, over which a program may have laid its layers by hand.
         """
         func: Any = modules[self.func] if type(self.func) is str else self.func
         if self.answers and here.type == "meta":
@@ -468,7 +479,7 @@ class ProgramStep:
                     return env[x.number]
                 if type(x) is Part:
                     return modules[x.name]
-                return here if type(x) is torch.device and x == was else x
+                return here if type(x) is torch.device and x.type == was.type else x
 
             args, kwargs = mapped(given, (self._args, self._kwargs))
         if self._state is None:
