@@ -37,13 +37,17 @@ _OPS = {
 }
 
 
-def _all_reduce_options(op: Any) -> dist.AllreduceOptions:
+def _all_reduce_options(op: Any, beside: bool) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = op
+    # if the program waits at once NCCL takes its stream, without an event and a stream of its own
+    options.asyncOp = beside
     return options
 
 
-ALL_REDUCE = {name: _all_reduce_options(op) for name, op in _OPS.items()}
+ALL_REDUCE = {
+    (name, beside): _all_reduce_options(op, beside) for name, op in _OPS.items() for beside in (True, False)
+}
 
 
 class Work(Generic[T]):
@@ -146,8 +150,10 @@ class Backend(ABC):
         """Start to sum contiguous ``x`` over all ranks, in place; axis -1: they lie along several."""
 
     @abstractmethod
-    def all_gather(self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Work[torch.Tensor]:
-        """Start to gather the pieces of a dim of ``size``."""
+    def all_gather(
+        self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int, *, beside: bool
+    ) -> Work[torch.Tensor]:
+        """Start to gather the pieces of a dim of ``size``; ``beside``: as of :meth:`all_reduce`."""
 
     @abstractmethod
     def reduce_scatter(self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:
@@ -222,12 +228,13 @@ class C10d(Backend):
     """What all backends of torch.distributed do alike."""
 
     def all_reduce(self, x: torch.Tensor, mesh: Mesh, axis: int, op: str, *, beside: bool) -> Work[Any]:
-        return all_reduced(*summable(x, op), mesh, axis)
+        return all_reduced(*summable(x, op), mesh, axis, beside)
 
     def sum_whole(self, x: torch.Tensor, mesh: Mesh, axis: int, *, beside: bool) -> Work[Any]:
         if axis >= 0:
-            return all_reduced(x, "sum", mesh, axis)
-        return Work((dist.all_reduce(x, group=mesh.whole_group(), async_op=True),))
+            return all_reduced(x, "sum", mesh, axis, beside)
+        work = dist.all_reduce(x, group=mesh.whole_group(), async_op=beside)
+        return Work(() if work is None else (work,))
 
     def broadcast(self, x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Work[Any]:
         return Work((sent_from(x, mesh, axis, source),)) if x.numel() else Work()
@@ -277,10 +284,10 @@ class C10d(Backend):
         return Work([mesh.backend(axis, x.device).recv([as_wire(x)], place, tag) for x in xs])
 
 
-def all_reduced(x: torch.Tensor, op: str, mesh: Mesh, axis: int) -> Work[Any]:
+def all_reduced(x: torch.Tensor, op: str, mesh: Mesh, axis: int, beside: bool = True) -> Work[Any]:
     """The start of c10d's own all-reduce."""
     # the backend itself: dist.all_reduce costs several times as much in checks, on the hottest collective
-    return Work((mesh.backend(axis, x.device).allreduce([x], ALL_REDUCE[op]),))
+    return Work((mesh.backend(axis, x.device).allreduce([x], ALL_REDUCE[op, beside]),))
 
 
 def sent_from(x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Any:

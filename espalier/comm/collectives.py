@@ -30,7 +30,7 @@ from espalier.mesh.process import first_line
 
 _DRY: Final = Dry()
 _NCCL: Final = Nccl()
-_SUM: Final = ALL_REDUCE["sum"]
+_SUM: Final = ALL_REDUCE["sum", False]
 
 
 def carrier(mesh: Mesh, axis: int, device: torch.device) -> Backend:
@@ -133,22 +133,24 @@ def sum_here(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> None:
 @collective
 def all_gather(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> torch.Tensor:
     """Put together, along ``dim``, the pieces that the ranks hold of a dim of ``size``."""
-    return x if mesh.shape[axis] == 1 else _gathering(x, mesh, axis, dim, size).wait()
+    return x if mesh.shape[axis] == 1 else _gathering(x, mesh, axis, dim, size, False).wait()
 
 
 def gathering(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Work[torch.Tensor]:
     """:func:`all_gather` begun. Until it is waited for ``x`` must stay as it is."""
     if mesh.shape[axis] == 1 or recorders() or traced(mesh):
         return Work.done(all_gather(x, mesh, axis, dim, size))
-    return _gathering(x, mesh, axis, dim, size)
+    return _gathering(x, mesh, axis, dim, size, True)
 
 
-def _gathering(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Work[torch.Tensor]:
+def _gathering(
+    x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int, beside: bool
+) -> Work[torch.Tensor]:
     n = mesh.shape[axis]
     shape = [*x.shape[:dim], -(-size // n), *x.shape[dim + 1 :]]
     whole = [*x.shape[:dim], size, *x.shape[dim + 1 :]]
     record(mesh, "all_gather", axis, (n - 1) * math.prod(shape) * x.element_size(), x, whole)
-    return carrier(mesh, axis, x.device).all_gather(x, mesh, axis, dim, size)
+    return carrier(mesh, axis, x.device).all_gather(x, mesh, axis, dim, size, beside=beside)
 
 
 @collective

@@ -21,7 +21,9 @@ class Dry(Backend):
     def sum_whole(self, x: torch.Tensor, mesh: Mesh, axis: int, *, beside: bool) -> Work[Any]:
         return Work()
 
-    def all_gather(self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Work[torch.Tensor]:
+    def all_gather(
+        self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int, *, beside: bool
+    ) -> Work[torch.Tensor]:
         return Work.done(x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]]))
 
     def reduce_scatter(self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:

@@ -132,7 +132,9 @@ class Gloo(C10d):
         sent = exchange_among("all_reduce", [x] * n, gets, backend, here, range(n))
         return Work((sent,), lambda: x.copy_(reduced(gets, "sum")))
 
-    def all_gather(self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Work[torch.Tensor]:
+    def all_gather(
+        self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int, *, beside: bool
+    ) -> Work[torch.Tensor]:
         n, here = mesh.shape[axis], mesh.coordinate[axis]
         x = as_it_lies(x)
         sizes = [chunk_bounds(size, n, i)[1] for i in range(n)]

@@ -161,7 +161,9 @@ class Hosts(Gloo):
             sum(sizes),
         )
 
-    def all_gather(self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Work[torch.Tensor]:
+    def all_gather(
+        self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int, *, beside: bool
+    ) -> Work[torch.Tensor]:
         n, x = mesh.shape[axis], as_it_lies(x)
         shapes = [[*x.shape[:dim], chunk_bounds(size, n, i)[1], *x.shape[dim + 1 :]] for i in range(n)]
         sizes = [math.prod(shape) for shape in shapes]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from espalier.comm.backend import C10d, Summing, Work, as_wire, pad_to, summable
+from espalier.comm.backend import C10d, Summing, Work, as_it_lies, as_wire, pad_to, summable
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
 
@@ -22,31 +23,35 @@ scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 class Nccl(C10d):
     """Tensors of accelerators."""
 
-    def all_gather(self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Work[torch.Tensor]:
+    def all_gather(
+        self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int, *, beside: bool
+    ) -> Work[torch.Tensor]:
         n, order = mesh.shape[axis], mesh.order(axis)
         piece = -(-size // n)
         x = pad_to(x, dim, piece)
         shape = x.shape
         out = x.new_empty([n * shape[0], *shape[1:]])
-        work = gather_into(as_wire(out), as_wire(x), group=mesh.group(axis), async_op=True)
+        work = gather_into(as_wire(out), as_wire(x), group=mesh.group(axis), async_op=beside)
 
         def together() -> torch.Tensor:
-            if dim == 0 and size == n * piece and order is None:
-                return out
+            if _is_first(shape, dim) and size == n * piece and order is None:
+                return out.view([*shape[:dim], size, *shape[dim + 1 :]])
             parts = _by_coordinate(out.view(n, *shape).unbind(0), order)
             return torch.cat(
                 [p.narrow(dim, 0, chunk_bounds(size, n, i)[1]) for i, p in enumerate(parts)], dim
             )
 
-        return Work((work,), together)
+        return Work(() if work is None else (work,), together)
 
     def reduce_scatter(self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:
         n, size, order = mesh.shape[axis], x.shape[dim], mesh.order(axis)
         piece = -(-size // n)
         length = chunk_bounds(size, n, mesh.coordinate[axis])[1]
         shape = [*x.shape[:dim], piece, *x.shape[dim + 1 :]]
-        if dim == 0:
-            wire = pad_to(x, 0, n * piece)
+        if _is_first(x.shape, dim):
+            wire = pad_to(x, dim, n * piece)
+        elif size == n * piece:
+            wire = _by_pieces(x, dim, n)
         else:
             wire = torch.cat([pad_to(x.narrow(dim, *chunk_bounds(size, n, i)), dim, piece) for i in range(n)])
         if order is not None:
@@ -54,14 +59,15 @@ class Nccl(C10d):
         wire, op = summable(wire.resolve_conj(), "sum")
         out = x.new_empty(shape)
         how = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-        scatter_from(summable(out, "sum")[0], wire, how, group=mesh.group(axis))
+        # flat, as pieces may lie behind each other along any dim
+        scatter_from(summable(out, "sum")[0].view(-1), wire.view(-1), how, group=mesh.group(axis))
         return out if length == piece else out.narrow(dim, 0, length).contiguous()
 
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], dim: int, mesh: Mesh, axis: int
     ) -> torch.Tensor:
         counts = [torch.Size(shape).numel() for shape in shapes]
-        flat = torch.cat([p.reshape(-1) for p in pieces])
+        flat = _side_by_side(pieces)
         out = self.exchange(flat, mesh, axis, counts, [p.numel() for p in pieces])
         parts = zip(torch.split(out, counts), shapes, strict=True)
         return torch.cat([p.view(tuple(shape)) for p, shape in parts], dim)
@@ -114,6 +120,23 @@ class Nccl(C10d):
         done = torch.empty_like(rows[:1])
         work = scatter_from(done.view(-1), rows.view(-1), group=mesh.group(axis), async_op=True)
         return Summing(done.unbind(0), Work((work,)))
+
+
+def _is_first(shape: Sequence[int], dim: int) -> bool:
+    """Whether the pieces of a dim lie one behind the other in contiguous memory."""
+    return math.prod(shape[:dim]) == 1
+
+
+def _by_pieces(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """The ``n`` equal pieces of a dim one behind the other, by one copy."""
+    return as_it_lies(torch.unflatten(x, dim, (n, x.shape[dim] // n)).movedim(dim, 0))
+
+
+def _side_by_side(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All elements of some tensors; equal ones, which lie in strides, take one copy."""
+    if all(p.shape == pieces[0].shape for p in pieces):
+        return torch.stack([*pieces]).view(-1)
+    return torch.cat([p.reshape(-1) for p in pieces])
 
 
 def _by_coordinate(of_places: Sequence[T], order: tuple[int, ...] | None) -> list[T]:

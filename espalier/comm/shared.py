@@ -116,7 +116,9 @@ class Shared(Gloo):
             if each is not None:
                 each.wait(self._limit).copy_to(part)
 
-    def all_gather(self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int) -> Work[torch.Tensor]:
+    def all_gather(
+        self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int, *, beside: bool
+    ) -> Work[torch.Tensor]:
         n, here = len(self._ranks), self._here
         x = as_it_lies(x)
         self.post(x, self._others, _GATHER)

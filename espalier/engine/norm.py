@@ -15,7 +15,7 @@ import torch
 
 from espalier.comm.collectives import sum_whole, sum_whole_
 from espalier.comm.control import named
-from espalier.device import moved
+from espalier.device import is_accelerator, moved
 from espalier.faults.settings import Spikes
 from espalier.layout import Layout
 from espalier.layout.layout import is_partial
@@ -154,6 +154,11 @@ def _norms(grads: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _alike_norms(grads: list[torch.Tensor]) -> torch.Tensor:
+    wide = any(g.dtype.itemsize > 4 for g in grads)
+    if is_accelerator(grads[0].device) and not wide:
+        # most have few units for float64: it would take longer than reading the gradients does. A finite one
+        # whose square overflows float32 counts as not finite
+        return torch.stack(foreach_norms(grads, 2, dtype=torch.float32))
     if grads[0].device.type == "cpu" and {g.dtype for g in grads} == {torch.float32}:
         # ten times as fast there as a sum in float64, which is left for squares that overflow
         norms = torch.stack(foreach_norms(grads, 2))

@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 
 class Asked(NamedTuple):
-    """A call: of ``group``, which has ``size`` ranks, this one being its ``rank``."""
+    """A call: of ``group``, which has ``size`` ranks, this one being its ``rank``.
+
+    ``beside``: it has the communicator's stream, and not that of the program, which waits at once.
+    """
 
     number: int
     group: str
@@ -23,6 +26,7 @@ class Asked(NamedTuple):
     peer: int | None
     bytes: int
     batch: int | None
+    beside: bool = True
 
 
 class Waited(NamedTuple):

@@ -5,20 +5,25 @@ A waiting host is a fault, unless it stands in ``WAITS`` with the reason.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import espalier
+from espalier.comm.collectives import all_gather, all_to_all, reduce_scatter
+from espalier.engine import norm
 from espalier.parallel.data import residency
 from espalier.parallel.data.unshard import Unsharded
-from tests.sim.order import check
-from tests.sim.plans import alone, trained
+from tests.sim.order import Asked, Entry, Waited, check
+from tests.sim.plans import STEPS, alone, trained
 from tests.sim.transport import Shared
 
 WAITS = {
@@ -94,6 +99,7 @@ CASES = [
     for ranks, plans in ((1, ONE), (2, TWO), (4, FOUR))
     for name, given in plans.items()
 ]
+_WHOLE = ("all_reduce", "all_gather")
 _APART = ("experts", "dropout")  # the loss is another: balanced over fewer tokens; other bits are drawn
 
 
@@ -123,6 +129,9 @@ def test_a_plan(
     )
     assert not faults, faults
     assert sum(excused.values()) <= MOST.get(name, math.inf)
+    if name in ("tensor", "sequence"):
+        # those of the norm, which other sums ride on, are asked for ahead
+        assert all(waited_at_once(run.calls) <= STEPS for run in runs)
     losses, weights = alone(case)
     exact = case.get("dtype", torch.float64) is torch.float64
     assert runs[0].losses == [run.losses for run in runs][-1]
@@ -132,6 +141,14 @@ def test_a_plan(
     if exact:
         worst = max(float((runs[0].weights[key] - x).abs().max()) for key, x in weights.items())
         assert worst < 1e-9
+
+
+def waited_at_once(calls: list[Entry]) -> int:
+    """Sums and gathers that have a stream of their own, though the program waits as soon as it has asked."""
+    return sum(
+        isinstance(call, Asked) and call.beside and call.kind in _WHOLE and then == Waited(call.number)
+        for call, then in itertools.pairwise(calls)
+    )
 
 
 def test_places_where_it_waits_are_there() -> None:
@@ -191,3 +208,67 @@ def test_what_is_brought_keeps_no_kernel_waiting(on_sim: Callable[..., list[Any]
     ((started, waits, threads),) = on_sim(1, brought)
     assert started >= 3 * 4 and waits == 0
     assert threads == {max(1, len(os.sched_getaffinity(0)))}
+
+
+def carried(shared: Shared, rank: int, world: int) -> dict[tuple[str, int], int]:
+    """Of collectives along a dim: what, how many rows lie before it, and the kernels that copy."""
+    mesh = espalier.Mesh.from_env({"tensor": world})
+    found = {}
+    for lead, features in ((1, 6), (3, 6), (3, 5)):
+        # of what both ranks have, and this one's part of it
+        whole = torch.arange(lead * 4.0 * features).view(lead, 4, features)
+        part = whole[:, 2 * rank : 2 * rank + 2].contiguous()
+        on, part_on = whole.to("sim"), part.to("sim")
+        columns = slice(0, 3) if rank == 0 else slice(3, features)
+        for name, call, wanted in (
+            ("all_gather", partial(all_gather, part_on, mesh, 0, 1, 4), whole),
+            ("reduce_scatter", partial(reduce_scatter, on, mesh, 0, 1), 2 * part),
+            ("all_to_all", partial(all_to_all, part_on, mesh, 0, 2, 1, 4), whole[..., columns]),
+        ):
+            with shared.sim.watched(kernels=True) as told:
+                out = call()
+            assert out.cpu().equal(wanted), name
+            if features == 6:
+                found[name, lead] = sum(n for telling, n in told.items() if telling.kind == "kernel")
+    return found
+
+
+@pytest.mark.world(2)
+def test_collectives_copy_no_more_than_they_must(on_sim: Callable[..., list[Any]]) -> None:
+    """Nothing where pieces lie behind each other in memory, else everything once."""
+    for found in on_sim(2, carried):
+        assert found == {
+            ("all_gather", 1): 0,
+            ("reduce_scatter", 1): 0,
+            ("all_gather", 3): 1,
+            ("reduce_scatter", 3): 1,
+            # before and behind it
+            ("all_to_all", 1): 2,
+            ("all_to_all", 3): 2,
+        }
+
+
+def normed(shared: Shared, rank: int, world: int) -> list[tuple[torch.dtype, float]]:
+    """The dtypes in which norms of float32 and of float64 were added up, and a norm of many gradients."""
+    seen: list[torch.dtype] = []
+    there = norm.foreach_norms
+
+    def watched(grads: list[torch.Tensor], ord: float, dtype: torch.dtype) -> Any:
+        seen.append(dtype)
+        return there(grads, ord, dtype=dtype)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norm, "foreach_norms", watched)
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            grads = [torch.full((1000,), 0.5, dtype=dtype, device="sim") for _ in range(40)]
+            value = norm.Norm(grads, espalier.Mesh.single(device_type="sim")).wait()
+            found.append((seen.pop(), value.item()))
+    return found
+
+
+def test_a_norm_is_in_float32_but_of_float64(on_sim: Callable[..., list[Any]]) -> None:
+    """Most devices have few units for float64."""
+    (found,) = on_sim(1, normed)
+    assert [dtype for dtype, _ in found] == [torch.float32, torch.float32, torch.float64]
+    assert [value for _, value in found] == pytest.approx([100.0] * 3, rel=1e-6)

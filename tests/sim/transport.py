@@ -32,13 +32,15 @@ class Call(dist.Work):
     def __init__(
         self,
         group: Group,
+        stream: torch.Stream,
         number: int,
         begun: Any,
         finish: Callable[[], object],
         holds: Sequence[torch.Tensor],
     ) -> None:
         super().__init__()
-        self._group, self._number, self._begun, self._finish = group, number, begun, finish
+        self._group, self._stream, self._number = group, stream, number
+        self._begun, self._finish = begun, finish
         self._holds = holds
         self._ended = False
 
@@ -48,10 +50,10 @@ class Call(dist.Work):
         if not self._ended:
             self._ended = True
             self._begun.wait()
-            with group.stream, group.shared.sim.emulating():
+            with self._stream, group.shared.sim.emulating():
                 self._finish()
         if group.shared.waits:
-            torch.accelerator.current_stream().wait_event(group.stream.record_event())
+            torch.accelerator.current_stream().wait_event(self._stream.record_event())
         self._finish, self._holds = (lambda: None), ()  # NCCL, too, holds the tensors till then
         return True
 
@@ -146,17 +148,23 @@ class Group(_ProcessGroup):
         start: Callable[[], Any],
         finish: Callable[[], object] = lambda: None,
         peer: int | None = None,
+        beside: bool = True,
     ) -> Call:
-        """Begin a call, on this group's stream.
+        """Begin a call, on this group's stream, or on the current one.
 
         Args:
             start: gives gloo's work, on copies; ``finish`` puts its result where it belongs.
+            beside: the program does not wait at once.
         """
         shared, number = self.shared, next(_ids)
         size = sum(t.nbytes for t in (reads or writes))
-        shared.log.append(Asked(number, self._name, self._size, self._rank, by, peer, size, shared.batch))
-        self.stream.wait_event(torch.accelerator.current_stream().record_event())
-        with self.stream:
+        shared.log.append(
+            Asked(number, self._name, self._size, self._rank, by, peer, size, shared.batch, beside)
+        )
+        stream = self.stream if beside else torch.accelerator.current_stream()
+        if beside:
+            stream.wait_event(torch.accelerator.current_stream().record_event())
+        with stream:
             for tensors, write in ((reads, False), (writes, True)):
                 for t in tensors:
                     if t.device.type != "sim" or not t.is_contiguous():
@@ -164,9 +172,11 @@ class Group(_ProcessGroup):
                     shared.sim.access(t, write=write, by=by)
             with shared.sim.emulating():
                 begun = start()
-        return Call(self, number, begun, finish, reads)
+        return Call(self, stream, number, begun, finish, reads)
 
-    def _in_place(self, by: str, xs: Sequence[torch.Tensor], go: Callable[[torch.Tensor], Any]) -> Call:
+    def _in_place(
+        self, by: str, xs: Sequence[torch.Tensor], go: Callable[[torch.Tensor], Any], options: Any
+    ) -> Call:
         (x,) = xs
         copies: list[torch.Tensor] = []
 
@@ -174,7 +184,7 @@ class Group(_ProcessGroup):
             copies.append(x.cpu())
             return go(copies[0])
 
-        return self._start(by, [x], [x], start, lambda: _put(copies[0], x))
+        return self._start(by, [x], [x], start, lambda: _put(copies[0], x), beside=options.asyncOp)
 
     def _into(
         self, by: str, out: torch.Tensor, reads: Sequence[torch.Tensor], go: Callable[..., Any], **more: Any
@@ -190,17 +200,17 @@ class Group(_ProcessGroup):
         options = dist.AllreduceOptions() if options is None else options
         if xs[0].is_cpu:
             return self.gloo.allreduce(xs, options)
-        return self._in_place("all_reduce", xs, lambda x: self.gloo.allreduce([x], options))
+        return self._in_place("all_reduce", xs, lambda x: self.gloo.allreduce([x], options), options)
 
     def broadcast(self, xs: Sequence[torch.Tensor], options: Any) -> Any:
         if xs[0].is_cpu:
             return self.gloo.broadcast(xs, options)
-        return self._in_place("broadcast", xs, lambda x: self.gloo.broadcast([x], options))
+        return self._in_place("broadcast", xs, lambda x: self.gloo.broadcast([x], options), options)
 
     def reduce(self, xs: Sequence[torch.Tensor], options: Any) -> Any:
         if xs[0].is_cpu:
             return self.gloo.reduce(xs, options)
-        return self._in_place("reduce", xs, lambda x: self.gloo.reduce([x], options))
+        return self._in_place("reduce", xs, lambda x: self.gloo.reduce([x], options), options)
 
     def allgather(self, outs: Any, xs: Any, options: Any = None) -> Any:
         assert xs[0].is_cpu, "on the device: all_gather_single"
@@ -210,7 +220,8 @@ class Group(_ProcessGroup):
         def go(out: torch.Tensor, x: torch.Tensor) -> Any:
             return self.gloo._allgather_base(out, x, _gather_options())
 
-        return go(out, x) if x.is_cpu else self._into("all_gather", out, [x], go)
+        beside = options is None or options.asyncOp
+        return go(out, x) if x.is_cpu else self._into("all_gather", out, [x], go, beside=beside)
 
     def reduce_scatter_single(self, out: torch.Tensor, x: torch.Tensor, options: Any = None) -> Any:
         options = dist.ReduceScatterOptions() if options is None else options
