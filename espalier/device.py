@@ -261,6 +261,16 @@ def peak_memory(device: torch.device) -> int:
     return int(torch.get_device_module(device.type).max_memory_allocated(device))
 
 
+def room(device: torch.device) -> int | None:
+    """The bytes of a device's memory that this process has, or that are free; None: that cannot be asked."""
+    if not is_accelerator(device):
+        return None
+    module: Any = torch.get_device_module(device.type)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    return int(module.mem_get_info(device)[0] + module.memory_reserved(device))
+
+
 def restart_peak(device: torch.device) -> None:
     """Begin a new peak."""
     torch.get_device_module(device.type).reset_peak_memory_stats(device)

@@ -288,10 +288,14 @@ class PeakMemory:
         return peak_memory(self._device) if self._by_allocator else self.live.peak
 
     def fit(self, data: ZeroState, optimizer: torch.optim.Optimizer) -> bool:
-        """Place chunks by the memory that a step took; says whether the budget is settled."""
+        """Place chunks by the memory that a step took; says whether no further step need be looked at.
+
+        Where the allocator knows the peak all are: what has fitted may not fit a longer batch.
+        """
         settled = data.fit(self.peak, optimizer)
-        self.restart()
-        return settled
+        if not settled:
+            self.restart()
+        return settled and not self._by_allocator
 
     def __enter__(self) -> None:
         if not self._by_allocator:

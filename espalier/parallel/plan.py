@@ -104,7 +104,8 @@ class Offload(Settings):
         directory: for what is on disk. Each rank makes a folder of its own in there, which is removed at
             the end.
         budget_gigabytes: of the device's memory (10^9 bytes), for kinds whose ratio is ``"auto"``: states
-            are kept on the device first, then gradients and parameters, as far as they fit.
+            are kept on the device first, then gradients and parameters, as far as they fit. None: nine
+            tenths of what an accelerator has free.
     """
 
     parameters: Where = Share()
@@ -118,18 +119,18 @@ class Offload(Settings):
         """The residency of each kind."""
         return {"states": self.states, "gradients": self.gradients, "parameters": self.parameters}
 
+    @property
+    def is_by_budget(self) -> bool:
+        """Whether what lies where follows from the memory that there is."""
+        return any(s.ratio == "auto" for s in self.shares.values())
+
     @model_validator(mode="after")
     def _fits(self) -> Offload:
         shares, budget = self.shares.values(), self.budget_gigabytes
-        auto = any(s.ratio == "auto" for s in shares)
         mistakes: list[tuple[str, Any, str]] = []
         if any(s.place == "disk" for s in shares) and self.directory is None:
             mistakes.append(("directory", MISSING, "what is on disk needs a folder there: directory = ..."))
-        if auto and budget is None:
-            mistakes.append(
-                ("budget_gigabytes", MISSING, "a ratio is auto, which needs budget_gigabytes = ...")
-            )
-        if budget is not None and not auto:
+        if budget is not None and not self.is_by_budget:
             needed = 'budget_gigabytes is for a ratio that is auto: states = "auto", say'
             mistakes.append(("budget_gigabytes", budget, needed))
         if mistakes:

@@ -89,7 +89,6 @@ def test_a_plan_says_where_state_lies(tmp_path: Path) -> None:
     assert str(half).endswith("states on host (50%), gradients on host as needed")
     for wrong, said in (
         ({"states": "disk"}, "needs a folder"),
-        ({"states": "auto"}, "needs budget_gigabytes"),
         ({"states": "host", "budget_gigabytes": 1.0}, "for a ratio that is auto"),
         (
             {"states": {"plce": "host"}},

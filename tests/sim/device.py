@@ -131,6 +131,8 @@ def _module(sim: Simulated) -> Any:
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.memory_allocated = lambda device=None: sim.c.sim_allocated()
     module.max_memory_allocated = lambda device=None: sim.c.sim_most()
+    module.memory_reserved = module.memory_allocated
+    module.mem_get_info = lambda device=None: ((1 << 34) - sim.c.sim_allocated(), 1 << 34)
     module.reset_peak_memory_stats = lambda device=None: sim.c.sim_restart_peak()
     module.get_device_name = lambda device=None: "a simulated device"
     module.get_device_properties = lambda device=None: types.SimpleNamespace(total_memory=1 << 34)

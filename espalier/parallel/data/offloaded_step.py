@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from espalier.comm import collectives
-from espalier.comm.control import agree
-from espalier.device import host_threads, is_accelerator, wait_for
+from espalier.comm.control import agree, any_says
+from espalier.device import host_threads, is_accelerator, room, wait_for
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import Appearance, Chunk, shown
@@ -286,6 +286,9 @@ def _shadow(optimizer: torch.optim.Optimizer, chunk: Chunk) -> torch.optim.Optim
 # PatrickStar; the memory manager Gemini of Colossal-AI).
 
 
+_SHARE = 0.9  # of a device's memory
+
+
 class Budget:
     """Moves chunks so that the peak of the device's memory stays below a budget.
 
@@ -304,8 +307,7 @@ class Budget:
         offloaded_step: OffloadedStep,
         mesh: Mesh,
     ) -> None:
-        assert offload.budget_gigabytes is not None
-        self._bytes = offload.budget_gigabytes * 1e9
+        self._bytes = _budget(offload, mesh.device())
         self._chunks, self._offloaded_step, self._mesh = chunks, offloaded_step, mesh
         self._places: dict[str, Place] = {k: s.place for k, s in offload.shares.items() if s.ratio == "auto"}
         self._kept: list[tuple[Chunk, str]] = []
@@ -354,13 +356,17 @@ class Budget:
         self._tried = True
         self._offloaded_step.away = [OffloadedChunk(c) for c in self._chunks["states"] if c.has_turn]
 
+    def is_exceeded(self, peak: int) -> bool:
+        """Whether some rank's step needed more after all: of a longer batch, say. All ranks ask at once."""
+        return any_says(peak > self._bytes and bool(self._kept), self._mesh)
+
     def _tell(self, peak: int) -> None:
         """Say that the budget cannot be met: all is away that may be away."""
         here = [kind for kind, of in self._chunks.items() if any(kind not in c.places for c in of)]
         more = f" Let {' and '.join(here)} be off the device too." if here else ""
         away = " and ".join(self._places)
         warnings.warn(
-            f"offload.budget_gigabytes = {self._bytes / 1e9:g} cannot be met: with all {away} away, a step "
+            f"offload.budget_gigabytes = {self._bytes / 1e9:.4g} cannot be met: with all {away} away, a step "
             f"takes {peak / 1e9:.3g} GB of the device's memory at its peak on this rank. Training goes on."
             f"{more} What is left are activations (recompute, fewer rows or a larger accumulate, more "
             "ranks) and chunks under way (chunk_megabytes, prefetch_megabytes).",
@@ -390,6 +396,25 @@ class Budget:
         elif kind == "states":
             self._offloaded_step.leave(optimizer.state, OffloadedChunk(chunk))
         store.settle()
+
+
+def _budget(offload: Offload, device: torch.device) -> float:
+    """The bytes that a plan allows, or nine tenths of what the device has.
+
+    The rest is for what its allocator cannot use, as pieces are too small, and for the libraries' own.
+
+    Raises:
+        ValueError: neither is known.
+    """
+    if offload.budget_gigabytes is not None:
+        return offload.budget_gigabytes * 1e9
+    there = room(device)
+    if there is None:
+        raise ValueError(
+            'Plan(offload=...): a ratio is "auto", and how much memory is free cannot be asked of a device '
+            f"of type {device.type!r}: give budget_gigabytes = ..."
+        )
+    return _SHARE * there
 
 
 def _own(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

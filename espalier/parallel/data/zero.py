@@ -115,7 +115,7 @@ class ZeroState:
             [Gradients(group, mesh, axes, self.stage, reduce, on_sent, self._store) for group in summed]
         )
         self.budget: Budget | None = None
-        if self.offloaded_step is not None and plan.offload.budget_gigabytes is not None:
+        if self.offloaded_step is not None and plan.offload.is_by_budget:
             kinds = {"states": self.chunks, "gradients": self.chunks, "parameters": chunks if cut else []}
             self.budget = Budget(plan.offload, kinds, self.offloaded_step, mesh)
 
@@ -211,6 +211,8 @@ class ZeroState:
     def fit(self, peak: int, optimizer: torch.optim.Optimizer) -> bool:
         """See :meth:`Budget.fit`; says whether the budget is settled."""
         assert self.budget is not None
+        if self.budget.is_settled and not self.budget.is_exceeded(peak):
+            return True
         self._settle()
         self.budget.fit(peak, optimizer)
         masters.remember(self._mastered)
