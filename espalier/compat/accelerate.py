@@ -42,15 +42,6 @@ class _Model(EngineModule):
         made = super().forward(*args, **kwargs)
         return convert_to_fp32(made) if self.engine.plan.precision.autocast else made
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """With plain whole tensors, each in memory of its own: of several in one, accelerate saves one."""
-        state = super().state_dict(*args, **kwargs)
-        copies: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied ones stay tied
-        for name, x in state.items():
-            if isinstance(x, torch.Tensor) and x.untyped_storage().nbytes() != x.numel() * x.element_size():
-                state[name] = copies.setdefault((x.data_ptr(), x.shape), x.clone())
-        return state
-
 
 class _Optimizer(AcceleratedOptimizer):
     """A prepared optimizer, whose states are saved whole."""

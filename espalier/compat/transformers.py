@@ -127,11 +127,7 @@ class Trainer(transformers.Trainer):
         if self._module is None:
             super().save_model(output_dir, _internal_call)
             return
-        state, model = self._module.engine.state_dict(), self._module.module
-        first: dict[int, str] = {}
-        for name, x in model.state_dict(keep_vars=True).items():
-            state[name] = state[first.setdefault(id(x), name)]  # tied ones stay tied
-        self._save(output_dir or self.args.output_dir, state_dict=state)
+        self._save(output_dir or self.args.output_dir, state_dict=self._module.engine.state_dict())
         self._wait()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -609,16 +609,35 @@ Everywhere = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def state_of(model: nn.Module, everywhere: Everywhere) -> dict[str, Any]:
-    """A model's state dict.
+    """A model's state dict; tied tensors are one, gathered once.
 
     Args:
         everywhere: gives the whole value, on every rank, of what has a name and lies somehow.
     """
+    state, values = model.state_dict(keep_vars=True), dict[int, torch.Tensor]()
     with torch.no_grad():
-        return {
-            name: everywhere(name, x) if isinstance(x, torch.Tensor) else x
-            for name, x in model.state_dict().items()
-        }
+        for name, x in state.items():
+            if isinstance(x, torch.Tensor) and id(x) not in values:
+                values[id(x)] = everywhere(name, x.detach())
+    return apart({name: values.get(id(x), x) for name, x in state.items()})
+
+
+def apart(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict whose tensors have memory of their own, and tied ones one memory.
+
+    A file of a part of a larger memory, such as a chunk, holds all of it, or is refused.
+    """
+    copies: dict[Any, torch.Tensor] = {}
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        if x.is_meta or x.untyped_storage().nbytes() == x.numel() * x.element_size():
+            return x
+        key = (x.data_ptr(), x.dtype, x.shape, x.stride())
+        if key not in copies:
+            copies[key] = x.clone()
+        return copies[key]
+
+    return {name: own(x) if isinstance(x, torch.Tensor) else x for name, x in state.items()}
 
 
 def gradients_of(model: nn.Module, mesh: Mesh, everywhere: Everywhere) -> dict[str, torch.Tensor | None]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import espalier
@@ -307,6 +308,27 @@ def loads_early(rank: int, world: int, folder: Path) -> None:
 
 def test_what_is_loaded_before_the_first_batch(ranks: Any, tmp_path: Path) -> None:
     ranks(2, loads_early, tmp_path)
+
+
+def whole_files(rank: int, world: int, folder: Path) -> None:
+    """What others write of a whole state dict is as large as on one process: no tensor brings its chunk."""
+    for plan in ({"data": 2}, {"data": 2, "zero": 3}, {"tensor": 2}, {"pipe": 2, "accumulate": 2}):
+        engine = engine_of(gpt, plan, folder)
+        trained(engine, range(1))
+        whole, states = engine.state_dict(), whole_states(engine.optimizer.state_dict())["state"]
+        of_states = {f"{k} {name}": x for k, own in states.items() for name, x in own.items()}
+        for name, x in {**whole, **of_states}.items():
+            if x.ndim:
+                assert x.untyped_storage().nbytes() == x.numel() * x.element_size(), (plan, name)
+        ties = state.aliases_of(engine.module)
+        held = {f"model.{name}": x.data_ptr() for name, x in whole.items()}
+        assert ties and all(held.pop(tie) in held.values() for tie in ties), plan
+        assert len(set(held.values())) == len(held), plan
+        save_file({name: whole[name.removeprefix("model.")] for name in held}, folder / f"{rank}.safetensors")
+
+
+def test_files_of_whole_state_dicts(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, whole_files, tmp_path)
 
 
 def holds_little(rank: int, world: int, folder: Path) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from espalier.comm.control import gather_objects
 from espalier.compat.plans import LateModule, plan_for_world, precision_of, refuse, world_size
+from espalier.engine.checkpointing import apart
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor
@@ -216,7 +217,7 @@ def whole_states(state: Any) -> Any:
     """An optimizer's state dict with whole plain tensors (a collective)."""
     whole = {}
     for key, states in sorted(state["state"].items()):  # ranks have filled them in their own order
-        whole[key] = {
-            name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in sorted(states.items())
-        }
+        whole[key] = apart(
+            {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in sorted(states.items())}
+        )
     return {**state, "state": whole}
