@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import runpy
 import warnings
 from collections.abc import Iterator
@@ -82,11 +83,13 @@ NAMES = [
     "fully_sharded",
     "fully_shard",
     "pipelining",
+    "dtensor",
 ]
+PREPARED = ["layerwise", "tensorwise"]  # one line more
 
 
 def test_programs_with_other_imports_have_the_same_losses(ranks: Any) -> None:
-    ranks(2, both, NAMES, timeout=60)
+    ranks(2, both, NAMES + PREPARED, timeout=60)
 
 
 def test_pipe(ranks: Any) -> None:
@@ -100,6 +103,16 @@ def test_the_two_files_differ_in_their_imports_alone(name: str) -> None:
         return text.partition("\n\n\n")[2]
 
     assert body(name) == body(f"{name}_here")
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_programs_that_were_laid_out_by_hand_differ_in_one_line(name: str) -> None:
+    """And in what they import; layers that cut themselves are torch's own then."""
+    theirs, ours = (
+        (PROGRAMS / f"{of}.py").read_text("utf-8").partition("def digits")[2] for of in (name, f"{name}_here")
+    )
+    more = [line.strip() for line in difflib.ndiff(theirs.split("\n"), ours.split("\n")) if line[0] in "+-?"]
+    assert len(more) == 1 and "= prepare(model, optimizer, plan=" in more[0], more
 
 
 # ---- what wrappers make of their arguments
