@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 import statistics
 import sys
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +39,11 @@ _BARS = {"korthikanti": 0.05, "sc21-t1": 0.05}
 _GRID = {
     "ceiling": (0.35, 0.42, 0.5, 0.58, 0.66, 0.74, 0.82, 0.9),
     "unfused": (0.15, 0.3, 0.45, 0.7, 1.0),
-    "host_us_per_op": (1.0, 3.0, 6.0),
-    "attention": ("flash", "math"),
+    "host_us_per_op": (1.0, 3.0, 6.0, 10.0, 14.0, 19.0, 25.0, 32.0, 40.0),
+    "attention_ceiling": (None, 0.2, 0.27, 0.35, 0.45, 0.6),
 }
+_OF_A_GPU = ("ceiling", "attention_ceiling")
+_ORDER = ("ceiling", "unfused", "host_us_per_op", "attention_ceiling", "ceiling", "unfused")
 
 
 class Run(NamedTuple):
@@ -169,7 +173,8 @@ def seconds_of(row: dict[str, str], number: dict[str, int]) -> float | None:
 def constants(run: Run) -> dict[str, Any]:
     """Of the row's profile."""
     table = _PROFILES["profile"]
-    found = table.get(run.row["profile"], table["default"])
+    found = dict(table.get(run.row["profile"], table["default"]))
+    found |= found.pop("gpu", {}).get(run.row["gpu"], {})
     return {key: x for key, x in found.items() if key != "from"}
 
 
@@ -204,17 +209,46 @@ def tell(pairs: list[tuple[Run, float]], bar: float, name: str) -> int:
 
 
 def fitted(runs: list[Run]) -> str:
-    """Constants of the grid with a small mean absolute error, found one at a time, as a table of TOML."""
-    kept: dict[str, Any] = {"ceiling": 0.66, "unfused": 0.45, "host_us_per_op": 3.0, "attention": "flash"}
+    """Constants of the grid with a small mean absolute error, found one at a time, as a table of TOML.
+
+    Where the runs are of several GPUs, each has its own share of the peak.
+    """
+    name = runs[0].row["profile"]
+    begun = {"ceiling": 0.66, "unfused": 0.45, "host_us_per_op": 3.0}
+    kernels = ("flash", "math")
+    common, error = min((_fit(runs, {"attention": x, **begun}, _ORDER) for x in kernels), key=lambda x: x[1])
+    lines = [f"[profile.{name}]", *_lines(common)]
+    by_gpu: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        by_gpu[run.row["gpu"]].append(run)
+    own, off = [], 0.0
+    for gpu, some in by_gpu.items() if len(by_gpu) > 1 else ():
+        found, its = _fit(some, common, 2 * _OF_A_GPU)
+        off += its * len(some) / len(runs)
+        own += ["", f'[profile.{name}.gpu."{gpu}"]', *_lines({key: found.get(key) for key in _OF_A_GPU})]
+    lines.append(f'from = "fitted on {len(runs)} given runs, mean error {off or error:.1%}"')
+    return "\n".join([*lines, *own])
+
+
+def _lines(table: dict[str, Any]) -> list[str]:
+    return [f"{key} = {json.dumps(x)}" for key, x in table.items() if x is not None]
+
+
+def _fit(runs: list[Run], kept: dict[str, Any], order: Iterable[str]) -> tuple[dict[str, Any], float]:
+    """The constants, and their mean absolute error."""
 
     def error(change: dict[str, Any]) -> float:
         off = [told / run.seconds - 1 for run in runs if (told := predicted(run, change, closed=True))]
         return statistics.mean(map(abs, off)) if off else math.inf
 
-    for key in ("attention", "ceiling", "unfused", "host_us_per_op", "ceiling", "unfused"):
+    for key in order:
         kept = min(({**kept, key: value} for value in _GRID[key]), key=error)
-    lines = [f"[profile.{runs[0].row['profile']!r}]", *(f"{k} = {x!r}" for k, x in kept.items())]
-    return "\n".join([*lines, f'from = "fitted on {len(runs)} runs, mean error {error(kept):.1%}"'])
+    # ...and between two of the grid
+    for key in ("ceiling", "attention_ceiling"):
+        if kept.get(key):
+            near = [round(kept[key] * n, 3) for n in (0.88, 0.94, 1, 1.06, 1.12)]
+            kept = min(({**kept, key: min(value, 1.0)} for value in near), key=error)
+    return kept, error(kept)
 
 
 if __name__ == "__main__":

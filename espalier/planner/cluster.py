@@ -55,6 +55,8 @@ class Device(Settings):
         bandwidth_gbs: of its memory.
         tflops: peaks of matrix products, by dtype.
         ceiling: the share of the peak that large products reach in training.
+        attention_ceiling: the share of the peak that attention over long sequences reaches; ``ceiling`` if
+            not given.
         memory_share: the share of the memory's bandwidth that other operations reach.
         host_us_per_op: that the host takes to start an operation.
         unfused: the share of the bytes of operations bound by memory that is left where kernels are fused.
@@ -76,6 +78,7 @@ class Device(Settings):
     bandwidth_gbs: Positive
     tflops: dict[str, Positive]
     ceiling: Part = 0.65
+    attention_ceiling: Part | None = None
     memory_share: Part = 0.8
     host_us_per_op: Time = 6.0
     unfused: Part = 1.0

@@ -94,13 +94,15 @@ class Prices:
             written = batches * heads * sequence**2 * (_BACKWARD if "backward" in op.name else _FORWARD)
             memory += written / (device.bandwidth_gbs * 1e9 * device.memory_share)
             return memory + 2 * op.flops / (peak * device.ceiling)  # it knows of no causal half
+        ceiling = device.ceiling
         if op.kind == "attention":
+            ceiling = device.attention_ceiling or ceiling
             sequence, width = op.sizes[-2], op.sizes[-1]
             share = sequence / (sequence + 512) * (1.0 if width % 8 == 0 else 0.5)
             share *= 0.8 if "backward" in op.name else 1.0
         else:
             share = self._share(op)
-        return max(op.flops / (peak * device.ceiling * share), memory)
+        return max(op.flops / (peak * ceiling * share), memory)
 
     def moved(self, name: str, nbytes: float) -> float:
         """Seconds of an operation that is bound by memory, and reads and writes so many bytes."""
