@@ -155,8 +155,10 @@ def _hosts(nodes: int | None, node_rank: int | None, rdzv: str | None, console: 
 
 
 def _on_ranks(action: Literal["train", "verify"], job: Any, console: Console, **options: Any) -> Any:
+    from espalier.mesh.process import outlive_terminal
     from espalier.train.run import run
 
+    outlive_terminal()
     report = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     return run(action, job, report=report, **options)
 
@@ -373,6 +375,10 @@ def run(
     nodes: Nodes = None,
     node_rank: NodeRank = None,
     rdzv: Rendezvous = None,
+    logs: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where prints of ranks 1, 2, ... are kept.", show_default=False),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Run your own script on several ranks, torchrun beneath: espalier run -n 4 SCRIPT.py ARGUMENTS.
@@ -390,7 +396,7 @@ def run(
             os.environ.update(hosts.environment)
             os.execv(sys.executable, [sys.executable, script, *context.args])
         try:
-            launch([script, *context.args], ranks, port=port, hosts=hosts)
+            launch([script, *context.args], ranks, port=port, hosts=hosts, logs=logs)
         except LaunchError as error:
             code = error.exit_code
             if code is None or debug:

@@ -286,7 +286,9 @@ def _line(frame: FrameType) -> str:
 _PATIENCE: Final = (
     1.5  # seconds in which the cause of a SIGTERM may be found: torchrun sends it when a rank died
 )
-_LEAVE: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+_LEAVE: Final = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
+)
 
 
 class Signals:
@@ -319,7 +321,7 @@ class Signals:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """While open SIGTERM and SIGUSR1 ask this process to save and leave; it does not die of them."""
+        """While open SIGTERM, SIGUSR1 and SIGHUP ask this process to save and leave; it survives them."""
         main = threading.current_thread() is threading.main_thread()
         had = set(self._before)
         self._saves = True

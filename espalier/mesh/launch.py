@@ -75,6 +75,7 @@ def launch(
     grace: int = 5,
     signals: Sequence[str] = ("SIGTERM",),
     hosts: Hosts | None = None,
+    logs: Path | None = None,
 ) -> None:
     """Run ``python *argv`` on ``nproc`` ranks of this machine and wait until all have ended well.
 
@@ -83,7 +84,8 @@ def launch(
     ``OMP_NUM_THREADS`` says otherwise. They meet at ``port`` on the loopback, by default a free one.
 
     Rank 0 writes to this process's standard output itself, so a terminal stays one; its standard error is
-    copied to ours as it comes. What the other ranks print goes to files.
+    copied to ours as it comes. What the other ranks print goes to files, and in the end, where they printed
+    anything, to the folder ``logs``, if one is given: ``rank1.stdout``, ``rank1.stderr``.
 
     With ``hosts`` they are one machine's ranks of several, each of which calls this; all meet at the first.
     Whom a machine waits for is told after seconds.
@@ -116,13 +118,19 @@ def launch(
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         # SIGINT is left to Python: it stops the ranks with SIGTERM, which spares us their tracebacks.
-        signals_to_handle=",".join({*signals, "SIGHUP", "SIGQUIT"}),
+        signals_to_handle=",".join(filter(_is_heard, {*signals, "SIGHUP", "SIGQUIT"})),
         shutdown_timeout=grace,
     )
     stopped: int | None = None
     keep = False
     try:
-        around = (_environment(settings), _quiet_agent(), _own_signals(), _follow(folder))
+        around = (
+            _environment(settings),
+            _quiet_agent(),
+            _own_signals(),
+            _follow(folder),
+            _kept(folder, logs),
+        )
         with ExitStack() as stack:
             for each in (*around, meeting(hosts, nproc)):
                 stack.enter_context(each)
@@ -143,6 +151,12 @@ def launch(
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_heard(name: str) -> bool:
+    """Whether this process does not ignore a signal, as under `nohup`: the agent would end on it then."""
+    number = getattr(signal, name, None)
+    return number is None or signal.getsignal(number) is not signal.SIG_IGN
 
 
 def _rendezvous(hosts: Hosts | None, name: str, port: int | None) -> dict[str, Any]:
@@ -280,6 +294,20 @@ def _follow(folder: Path) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def _kept(folder: Path, logs: Path | None) -> Iterator[None]:
+    """Add what ranks have printed to files that outlive the launch, however it ends."""
+    try:
+        yield
+    finally:
+        printed = [path for path in folder.glob("rank*.std*") if not path.match("rank0.*")]
+        for path in sorted(path for path in printed if logs is not None and path.stat().st_size):
+            assert logs is not None
+            logs.mkdir(parents=True, exist_ok=True)
+            with path.open("rb") as source, (logs / path.name).open("ab") as kept:
+                shutil.copyfileobj(source, kept)
 
 
 def _explain(exits: Mapping[int, int], nproc: int, folder: Path, here: range) -> LaunchError:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import gc
+import io
 import os
 import re
 import socket
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -198,6 +200,29 @@ def use_loopback(environment: MutableMapping[str, str]) -> None:
     if "GLOO_SOCKET_IFNAME" not in environment and sys.platform == "linux":
         if any(name == "lo" for _, name in socket.if_nameindex()):
             environment["GLOO_SOCKET_IFNAME"] = "lo"
+
+
+class _Terminal(io.FileIO):
+    """A terminal that may be closed while the program still has something to save."""
+
+    def write(self, data: Any, /) -> int:
+        """What is written to a closed one goes nowhere."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
+
+
+def outlive_terminal() -> None:
+    """Let this process go on printing when its terminal is closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream.isatty():
+            raw = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+            own = io.TextIOWrapper(raw, stream.encoding, "replace", line_buffering=True)
+            setattr(sys, name, own)
 
 
 def die_fast(rank: int) -> None:

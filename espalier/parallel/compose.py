@@ -185,7 +185,8 @@ def _refuse_laid_out(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, DTensor):
             raise ValueError(
-                f"The parameter {name} is a DTensor already. Give initialize() the plain model, once."
+                f"The parameter {name} is a DTensor already. Give initialize() the plain model, once: "
+                "where a notebook's cell is run again, run the one that builds the model before it."
             )
 
 

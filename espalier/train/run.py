@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from rich.console import Console
 from espalier.faults.watchdog import watched
 from espalier.mesh.hosts import Hosts, Task
 from espalier.mesh.launch import LaunchError, launch
-from espalier.mesh.process import finish, start
+from espalier.mesh.process import finish, outlive_terminal, start
 from espalier.train.building import check_buildable
 from espalier.train.corpus import prepare
 from espalier.train.job import Job
@@ -34,8 +35,11 @@ from espalier.train.runlog import note
 from espalier.train.trainer import Preempted, RunCheckpoints, TrainingError, train
 from espalier.train.verify import verify
 
-LEAVE = ("SIGTERM", "SIGUSR1")
+LEAVE = ("SIGTERM", "SIGUSR1", "SIGHUP")
 """Signals that ask a run to save and leave."""
+
+PRINTED = "ranks"
+"""Folder, in that of a run, with what ranks other than the first have printed."""
 
 Action = Literal["train", "verify"]
 
@@ -106,6 +110,8 @@ def _launch(
     """Start the ranks, and again when one has died, as often as the job says."""
     plan = job.plan
     least = job.elastic.min_data or plan.data
+    if action == "train" and not options.get("resume"):
+        shutil.rmtree(job.out / PRINTED, ignore_errors=True)
     before: tuple[int | None, Path | None] | None = None
     left = job.elastic.restarts if action == "train" else 0
     while True:
@@ -147,7 +153,8 @@ def _attempt(
         try:
             with _told_to_leave():
                 here = ranks if hosts is None else ranks // hosts.nodes
-                launch(argv, here, port=port, grace=job.faults.grace, signals=LEAVE, hosts=hosts)
+                logs = job.out / PRINTED if action == "train" else None
+                launch(argv, here, port=port, grace=job.faults.grace, signals=LEAVE, hosts=hosts, logs=logs)
         except (LaunchError, _Told, KeyboardInterrupt) as error:
             result = _result(folder)
             if isinstance(result, Preempted):
@@ -248,7 +255,7 @@ def resized(job: Job, data: int) -> Job:
 def _train(job: Job, resume: bool = False) -> Any:
     console = Console()
     progress: Progress = Lines(job.train.steps, console)
-    if console.is_terminal:
+    if console.is_terminal and sys.stdout.isatty():  # a notebook's cell has colours, but nothing goes up
         progress = Display(job.train.steps, console, job.name)
     return train(job, progress, resume=resume)
 
@@ -258,6 +265,7 @@ _ACTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({"train": _train, 
 
 def main(argv: list[str]) -> int:
     """Run as a process; the exit code."""
+    outlive_terminal()
     action, folder = argv[0], Path(argv[1])
     handed = json.loads((folder / "job.json").read_text("utf-8"))
     try:

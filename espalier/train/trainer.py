@@ -49,7 +49,7 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class Preempted:
-    """A run that was asked to leave (SIGTERM, SIGUSR1, Ctrl-C), and has.
+    """A run that was asked to leave (SIGTERM, SIGUSR1, a closed terminal, Ctrl-C), and has.
 
     Attributes:
         step: the last that was done.

@@ -71,8 +71,14 @@ def test_ranks_meet_print_and_leave(script, capfd):
     )
     environment = dict(os.environ)
     handler = signal.getsignal(signal.SIGTERM)
-    launch([str(path), "fast"], 2, env={"FLAVOUR": "sour", "OMP_NUM_THREADS": "1"})
+    kept = path.parent / "runs/ranks"
+    launch([str(path), "fast"], 2, env={"FLAVOUR": "sour", "OMP_NUM_THREADS": "1"}, logs=kept)
     out, err = capfd.readouterr()
+    printed = {file.name: file.read_text() for file in kept.iterdir()}
+    assert printed == {
+        "rank1.stdout": "sum 3.0 fast sour 1\n",
+        "rank1.stderr": "a word of rank 1\n",
+    }
     assert out == "sum 3.0 fast sour 1\n"
     assert err == "a word of rank 0\n"
     assert gone(path.parent)
@@ -163,6 +169,16 @@ def test_ranks_go_when_the_launcher_goes(tmp_path):
         for launcher in launchers.values():
             launcher.kill()
             launcher.wait()
+
+
+def test_a_signal_that_is_ignored_stays_so(capfd, request):
+    """As SIGHUP is under `nohup`: the run goes on when its terminal is closed."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
+    body = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5); print('lived')"
+    launch(["-c", body], 1)
+    assert capfd.readouterr().out == "lived\n"
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_a_port_in_use_is_said_before_anything_starts(script):

@@ -52,6 +52,10 @@ TYPED = {
         '--set plan.offload.states="disk"',
         "directory = ...",
     ),
+    "a budget for nothing": (
+        "--set plan.offload.budget_gigabytes=1",
+        "budget_gigabytes is for a ratio that is auto",
+    ),
     "weights that are not there": ("--set model.weights=nowhere", "nowhere"),
     "a folder that is no run": ("watch .", "is no folder of a run"),
     "a folder without checkpoints": ("checkpoint .", "There is no checkpoint in ."),
@@ -67,6 +71,10 @@ SHOWN = {
     "exit() on one rank": "pure/launch::a_rank_that_exits_is_told_from_those_that_wait_for_it",
     "a killed rank": "pure/launch::a_rank_that_is_killed_ends_the_others_soon",
     "a closed terminal, a killed launcher": "pure/launch::ranks_go_when_the_launcher_goes",
+    "Ctrl-C on two ranks, a closed terminal while training": (
+        "ranks/restarts::ctrl_c_and_a_closed_terminal_save_and_leave_no_process"
+    ),
+    "a closed terminal, under nohup": "pure/launch::a_signal_that_is_ignored_stays_so",
     "Ctrl-C in a run of one rank": "pure/cli::ctrl_c_saves_and_says_where",
     "a machine that asks": "ranks/restarts::a_run_that_is_asked_to_leave_saves_and_goes_on_with_fewer_ranks",
     "a loss that is no number": "pure/cli::a_loss_that_is_no_number_stops",
@@ -83,7 +91,9 @@ SHOWN = {
     "a full disk while offloading": "ranks/residency::a_full_disk_loses_nothing",
     "a mesh that does not fit the world": "ranks/mesh::wrong_meshes_are_told_at_once",
     "too few devices": "pure/devices::too_few_devices_are_said",
-    "a function of a notebook's cell": "pure/notebook::a_function_of_a_cell_runs_on_ranks",
+    "a function of a notebook's cell, a cell run twice": "pure/notebook::the_cells_of_a_notebook",
+    ".numpy() and .tolist() of a part": "ranks/edges::values_are_global_and_repr_is_local",
+    "a budget of memory that is too small": "ranks/residency::a_budget_is_filled",
 }
 
 JOB = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
@@ -9,8 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -303,3 +308,87 @@ def test_a_host_that_is_cut_off_and_comes_back_trains_on():
         "largest difference",
     ):
         assert line in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a terminal of its own, and /proc")
+def test_ctrl_c_and_a_closed_terminal_save_and_leave_no_process(tmp_path):
+    """`espalier train -n 2` in a terminal, both at once: they wait most of the time."""
+    runs = {}
+    try:
+        for way in ("ctrl-c", "closed"):
+            folder = tmp_path / way
+            folder.mkdir()
+            path = folder / "job.toml"
+            tables = job(folder, plan_data=2, train_steps=100_000, checkpoint_every=0).raw
+            path.write_text("\n".join(f"[{name}]\n{toml(table)}" for name, table in tables.items()))
+            runs[way] = in_a_terminal([sys.executable, "-m", "espalier", "train", str(path)])
+        said: dict[str, bytes] = dict.fromkeys(runs, b"")
+
+        def seen(done: Callable[[], bool]) -> bool:
+            """Whether it is done; what the terminal says meanwhile is read, or its program would wait."""
+            for each, (_, terminal) in runs.items():
+                with contextlib.suppress(OSError):
+                    while data := os.read(terminal, 65536):
+                        said[each] += data
+            return done()
+
+        for way, (process, terminal) in runs.items():
+            until(partial(seen, lambda way=way: len(losses(tmp_path / way)) >= 3))
+            ranks = children(process.pid)
+            assert len(ranks) >= 2
+            if way == "ctrl-c":
+                os.write(terminal, b"\x03")
+                until(partial(seen, lambda process=process: process.poll() is not None))
+            os.close(terminal)
+            assert process.wait(30) == (130 if way == "ctrl-c" else 75)
+            until(lambda ranks=ranks: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+            (saved,) = (tmp_path / way / "out/checkpoints").glob("step-*")
+            assert f"step-{len(losses(tmp_path / way)):08}" == saved.name
+        last = said["ctrl-c"].decode()
+        assert f"interrupted after step {len(losses(tmp_path / 'ctrl-c'))}; saved in" in last
+        assert "go on with --resume" in last
+    finally:
+        for process, _ in runs.values():
+            process.kill()
+            process.wait()
+
+
+def in_a_terminal(command: list[str]) -> tuple[subprocess.Popen[bytes], int]:
+    """A command whose terminal this test holds the other end of."""
+    ours, theirs = os.openpty()
+
+    def enter() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # workers of pytest-xdist ignore it
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=enter,
+        env={**os.environ, "COLUMNS": "300"},
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    return process, ours
+
+
+def toml(table: dict[str, Any]) -> str:
+    """Values that JSON and TOML write alike."""
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
+
+
+def children(pid: int) -> list[int]:
+    """Of a process, all below it."""
+    own = [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return own + [below for child in own for below in children(child)]
+
+
+def until(done: Callable[[], bool], seconds: float = 90) -> None:
+    """Wait for it."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.05)
