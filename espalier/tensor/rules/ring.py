@@ -561,8 +561,11 @@ class Block(NamedTuple):
 
     @property
     def unseen(self) -> bool:
-        """Whether a mask hides it all: then it need not be computed. Not asked where values are not known."""
-        if self.bias is None or self.bias.device.type == "meta" or symbolic():
+        """Whether a mask hides it all: then it need not be computed.
+
+        Not asked where values are not known, nor of an accelerator, as the host would wait for the answer.
+        """
+        if self.bias is None or self.bias.device.type != "cpu" or symbolic():
             return False
         seen = self.bias if self.bias.dtype is torch.bool else self.bias > -math.inf
         return not seen.any()
