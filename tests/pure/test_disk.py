@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from espalier.files import get, put
 from espalier.parallel.data import residency as module
 from espalier.parallel.data.residency import PIECE, Disk, DiskError
 
@@ -99,6 +101,17 @@ def test_a_file_of_another_time_or_none_is_named(disk: Disk) -> None:
     (disk.folder / "a").unlink()
     with pytest.raises(DiskError, match="No such file"):
         read(disk, "a")
+
+
+def test_several_requests_are_under_way(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one file: each waits here until there is another."""
+    pairs = threading.Barrier(2, timeout=20)
+    monkeypatch.setattr(module, "get", lambda *args: (pairs.wait(), get(*args))[1])
+    tensors = [torch.arange(5.0), torch.arange(7.0)]
+    # of each a piece; the table of checksums goes behind them, by itself
+    monkeypatch.setattr(module, "put", lambda *args: (args[2] < 128 and pairs.wait(), put(*args))[1])
+    disk.write("a", tensors).result()
+    assert same(read(disk, "a"), tensors)
 
 
 @pytest.mark.parametrize("call", ["_take_space", "pwrite"])

@@ -19,11 +19,11 @@ import warnings
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ from espalier.parallel.plan import Place
 from espalier.tensor import plain
 from espalier.torch_private import disable_modes, raw
 
+T = TypeVar("T")
 Tensors = list[torch.Tensor]
 # places off the device where tensors stay as they are: what is written to a stand-in is there at once
 MEMORIES = frozenset[Place](("host",))
@@ -302,6 +303,7 @@ _TAIL = struct.Struct("<8sQQII")  # magic, bytes of data, generation, pieces, ch
 _MAGIC = b"ESPALIER"
 _PREFIX = "espalier-"
 _SPARE = "spare"
+_REQUESTS = 4  # under way at a time: one alone leaves most of a disk idle
 # macOS has no such call: there a full disk shows while data is written
 _take_space = getattr(os, "posix_fallocate", lambda file, start, size: os.ftruncate(file, size))
 
@@ -326,7 +328,7 @@ class _FileIndex(NamedTuple):
 
 
 class Disk:
-    """A folder of a rank's own, and one thread that reads and writes there.
+    """A folder of a rank's own, and one thread that reads and writes there, by several requests at a time.
 
     Args:
         directory: the folder is made in here, and removed when this object or its process ends. Folders
@@ -357,7 +359,8 @@ class Disk:
                 "Name another folder: offload = {directory = ...}."
             ) from error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="espalier-disk")
-        self._end = weakref.finalize(self, _close, self._thread, self.folder, lock)
+        self._requests = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="espalier-disk-request")
+        self._end = weakref.finalize(self, _close, (self._thread, self._requests), self.folder, lock)
 
     def close(self) -> None:
         """Remove all files."""
@@ -473,10 +476,13 @@ class Disk:
             # all space is taken before the first byte is written
             self._allocate(path, room, len(parts))
             with open(path, "r+b", buffering=0) as file:
-                for part, t in zip(parts, tensors, strict=True):
-                    for start, piece in pieces_of(memory_of(t)):
-                        table += struct.pack("<I", zlib.crc32(piece))
-                        put(file.fileno(), piece, part.offset + start)
+
+                def write(at: int, piece: memoryview) -> int:
+                    put(file.fileno(), piece, at)
+                    return zlib.crc32(piece)
+
+                sums = self._at_once(write, [*_placed(parts, tensors)])
+                table += struct.pack(f"<{len(sums)}I", *sums)
                 head = _TAIL.pack(_MAGIC, size, self._generation, len(table) // 4, 0)
                 tail = _TAIL.pack(*_TAIL.unpack(head)[:-1], zlib.crc32(bytes(table) + head))
                 put(file.fileno(), memoryview(bytes(table) + tail), size)
@@ -490,6 +496,12 @@ class Disk:
         self._records[key] = _FileIndex(self._generation, size, parts, len(table) + len(tail))
         if not keep:
             self._reserved.pop(key, None)
+
+    def _at_once(self, request: Callable[..., T], of: Sequence[tuple[Any, ...]]) -> list[T]:
+        """Requests, several under way, and what they give; when one fails the others have ended, too."""
+        under_way = [self._requests.submit(request, *one) for one in of]
+        wait(under_way)
+        return [one.result() for one in under_way]
 
     def _begin(self, key: str, path: Path) -> None:
         """Let a file begin with space that was reserved for it: nobody has seen what is in there."""
@@ -527,18 +539,27 @@ class Disk:
                     or tail_fields[-1] != zlib.crc32(table + head)
                 ):
                     raise DiskError(_damaged(path, "its table of checksums is not the one written"))
-                checks = iter(struct.unpack(f"<{len(table) // 4}I", table))
-                for part, t in zip(record.parts, tensors, strict=True):
-                    assert (part.shape, part.dtype) == (t.shape, t.dtype)
-                    for start, piece in pieces_of(memory_of(t)):
-                        got = get(file.fileno(), piece, part.offset + start)
-                        at = f"bytes {part.offset + start:,} to {part.offset + start + len(piece):,}"
-                        if got < len(piece):
-                            raise DiskError(_damaged(path, f"{at} end after {got:,}"))
-                        if zlib.crc32(piece) != next(checks):
-                            raise DiskError(_damaged(path, f"{at} are not those written"))
+                assert [part[1:] for part in record.parts] == [(t.shape, t.dtype) for t in tensors]
+
+                def read(at: int, piece: memoryview, wanted: int) -> None:
+                    got, said = get(file.fileno(), piece, at), f"bytes {at:,} to {at + len(piece):,}"
+                    if got < len(piece):
+                        raise DiskError(_damaged(path, f"{said} end after {got:,}"))
+                    if zlib.crc32(piece) != wanted:
+                        raise DiskError(_damaged(path, f"{said} are not those written"))
+
+                sums = struct.unpack(f"<{len(table) // 4}I", table)
+                pieces = zip(_placed(record.parts, tensors), sums, strict=True)
+                self._at_once(read, [(at, piece, wanted) for (at, piece), wanted in pieces])
         except OSError as error:
             raise DiskError(_damaged(path, str(error.strerror))) from error
+
+
+def _placed(parts: Sequence[_Extent], tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, memoryview]]:
+    """The pieces of tensors, and where each stands in their file."""
+    for part, t in zip(parts, tensors, strict=True):
+        for start, piece in pieces_of(memory_of(t)):
+            yield part.offset + start, piece
 
 
 def _damaged(path: Path, what: str) -> str:
@@ -548,8 +569,9 @@ def _damaged(path: Path, what: str) -> str:
     )
 
 
-def _close(thread: ThreadPoolExecutor, folder: Path, lock: int) -> None:
-    thread.shutdown(wait=True, cancel_futures=True)
+def _close(threads: Sequence[ThreadPoolExecutor], folder: Path, lock: int) -> None:
+    for pool in threads:
+        pool.shutdown(wait=True, cancel_futures=True)
     shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)
 
