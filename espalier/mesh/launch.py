@@ -102,13 +102,7 @@ def launch(
 
     _check_request(argv, nproc, hosts.port if hosts is not None and hosts.node == 0 else port)
     folder = Path(tempfile.mkdtemp(prefix="espalier-"))
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    settings = {name: value for name, value in settings.items() if name not in os.environ}
-    if hosts is None:
-        use_loopback(settings)
-    else:
-        settings |= settings_for(hosts)
-    settings |= {**(env or {}), FOLDER: str(folder)}
+    settings = {**_settings(hosts), **(env or {}), FOLDER: str(folder)}
     count = 1 if hosts is None else hosts.nodes
     config = LaunchConfig(
         min_nodes=count,
@@ -151,6 +145,17 @@ def launch(
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _settings(hosts: Hosts | None) -> dict[str, str]:
+    """What the environment of ranks has beside ours."""
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    settings = {name: value for name, value in settings.items() if name not in os.environ}
+    if hosts is None:
+        use_loopback(settings)
+    else:
+        settings |= settings_for(hosts)
+    return settings
 
 
 def _is_heard(name: str) -> bool:
