@@ -174,7 +174,9 @@ def test_a_module_that_torch_compiles_runs_as_it_is_written() -> None:
 
 
 def test_load_before_the_first_batch_says_what_to_pass() -> None:
-    net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    """Where there is no memory yet to load into."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     mesh = espalier.Mesh.dry({"data": 1, "tensor": 2})
     engine = espalier.initialize(net, None, {"tensor": 2}, mesh=mesh)
     with pytest.raises(ValueError, match=r"example=batch.*lay_out\(batch\)"):

@@ -71,7 +71,7 @@ def every_call(
         whole = drawn((size, 3) if dim else (size, 5), dtype, 5)
         at, length = chunk_bounds(whole.shape[dim], n, here)
         part = whole.narrow(dim, at, length).contiguous()
-        found.append(carrier.all_gather(part, mesh, 0, dim, whole.shape[dim]).wait())
+        found.append(carrier.all_gather(part, mesh, 0, dim, whole.shape[dim], beside=False).wait())
         assert torch.equal(found[-1], whole)
         found.append(carrier.reduce_scatter(x, mesh, 0, dim))
     pieces = [x[slice(*bounds(size, n, i))] for i in range(n)]
@@ -125,7 +125,7 @@ def test_every_collective_gives_the_bits_of_gloo(ranks: Any, world: int) -> None
 def out_of_turn(rank: int, world: int) -> None:
     mesh, shared = along(world)
     given = [torch.full((5,), float(10 * rank + i)) for i in range(4)]
-    works = [shared.all_gather(x, mesh, 0, 0, 5 * world) for x in given]
+    works = [shared.all_gather(x, mesh, 0, 0, 5 * world, beside=False) for x in given]
     works[1] = Work()  # nobody waits for it any more
     for i in (3, 0, 2):
         expected = torch.tensor([10.0 * r + i for r in range(world)]).repeat_interleave(5)
@@ -174,7 +174,7 @@ def test_large_messages_give_their_memory_back(ranks: Any) -> None:
 def forks(rank: int, world: int) -> None:
     """A child that ends as Python programs do says nothing to the ranks."""
     mesh, shared = along(world)
-    late = shared.all_gather(torch.ones(3), mesh, 0, 0, 3 * world)
+    late = shared.all_gather(torch.ones(3), mesh, 0, 0, 3 * world, beside=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
         child = os.fork()
