@@ -22,7 +22,7 @@ from espalier.blocks import blocks
 from espalier.engine.dry import dry_engine
 from espalier.parallel import Plan
 from espalier.planner.compose import NotComposed, kind_of, one_list, shallow
-from espalier.planner.recording import Counts, Event, NotAlike, Recording, Sent, added, grown, record
+from espalier.planner.recording import Counts, Event, NotAlike, Op, Recording, Sent, added, grown, record
 from espalier.tensor.dry_runs import Recalled
 from espalier.trees import tree_map
 
@@ -80,14 +80,20 @@ class Update(NamedTuple):
     Attributes:
         once, each: bytes sent a byte of parameters on two ranks, by operation: in a step, and for each
             micro-batch.
-        moved: bytes that the update reads and writes.
         states: bytes of states and masters.
+        work_once, work_each: operations on two ranks beside those of a rank alone, with ``size`` bytes of
+            parameters: what is copied for it, in a step and for each micro-batch.
+        work_step: the update's operations there.
+        size: bytes of parameters of these.
     """
 
     once: Mapping[str, float]
     each: Mapping[str, float]
-    moved: float
     states: float
+    work_once: Counter[Event]
+    work_each: Counter[Event]
+    work_step: Counter[Op]
+    size: int
 
 
 class Refused(Exception):
@@ -340,8 +346,20 @@ class Recorder:
         sent = [_sent(run) for run in runs]
         each = {op: (sent[1].get(op, 0) - sent[0].get(op, 0)) / size for op in sent[1]}
         once = {op: n / size - each.get(op, 0.0) for op, n in sent[0].items()}
-        step = sum(getattr(e, "moved", 0) for phase, e in alone.events if phase == "step")
-        return Update(once, each, step / size, max(0, alone.held - size) / size)
+        micro, (one, two) = _work(low), map(_work, runs)
+        work_each = two - one - micro
+        step = Counter({e: n for e, n in runs[0].counts().get("step", {}).items() if isinstance(e, Op)})
+        states = max(0, alone.held - size) / size
+        return Update(once, each, states, one - micro - work_each, work_each, step, size)
+
+
+def _work(run: Recording) -> Counter[Event]:
+    """What is bound by memory in forward and backward, and how often it is done."""
+    found: Counter[Event] = Counter()
+    for phase, event in run.events:
+        if phase != "step" and isinstance(event, Op) and event.kind == "other":
+            found[event] += 1
+    return found
 
 
 def _sent(run: Recording) -> Counter[str]:

@@ -311,10 +311,12 @@ class Search:
         late = 0.0 if plan.zero == 3 else seconds.get("all_gather", 0.0)
         beside = self.cluster.span(max(ranks, 1), plan.tensor)[0].beside
         exposed = max(early - beside * min(early, behind), early / calls) + late
-        cut = ranks if plan.zero >= 1 else 1
-        updated = (
-            prices.moved("_fused_adamw_", size * update.moved / cut) + self.cluster.device.step_us * 1e-6
-        )
+        updated = self._updated(prices, update, size, ranks, plan.zero)
+        if ranks > 1:
+            copied = (
+                prices.of({"": update.work_once}, "").alone + m * prices.of({"": update.work_each}, "").alone
+            )
+            exposed += copied * size / update.size
         terms = {"compute": 0.0, "host": 0.0}
         for rank, stage in zip(rank_of, spent, strict=True):
             if rank == busiest:
@@ -350,6 +352,15 @@ class Search:
             took,
             by_rank,
         )
+
+    def _updated(self, prices: Prices, update: Update, size: float, ranks: int, zero: int) -> float:
+        """Seconds of the update of so many bytes of parameters, of which ZeRO gives each rank its part."""
+        step = self.cluster.device.step_us * 1e-6
+        for op, n in update.work_step.items():
+            cut = 2 / ranks if zero and "copy" not in op[0] else 1.0
+            if not (ranks == 1 and "copy" in op[0]):
+                step += n * prices.op(op) * cut * size / update.size
+        return step
 
     def _memory(
         self,

@@ -111,7 +111,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     def spawned(fn: Callable[..., Any], axes: dict[str, int], *args: Any, device_type: str) -> list[Any]:
         return [fn(Mesh.single(tuple(axes)), *args)]
 
-    for name, value in (("_SEQUENCES", (16,)), ("_WIDTHS", (8,)), ("_ELEMENTS", (64, 512)), ("_EACH", 0.0)):
+    for name, value in (
+        ("_PARAMETERS", 999),
+        ("_SEQUENCES", (16,)),
+        ("_WIDTHS", (8,)),
+        ("_ELEMENTS", (64, 512)),
+        ("_EACH", 0.0),
+    ):
         monkeypatch.setattr(local, name, value)
     monkeypatch.setattr(local, "SIZES", (4, 8))
     monkeypatch.setattr(local.products, "__defaults__", ((4, 8),))

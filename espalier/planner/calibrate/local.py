@@ -6,7 +6,9 @@ Ranks of one machine share its memory: what one does alone is faster than what i
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,21 +24,36 @@ Run = Callable[[], object]
 SIZES = (16, 64, 256, 1024)  # of products
 _SEQUENCES, _WIDTHS, _HEADS = (16, 128, 512, 1024), (16, 64, 128), 4
 _ELEMENTS = (2**6, 2**12, 2**15, 2**18, 2**21)
+_PARAMETERS = 2**23  # that are updated at once, and are in no cache
 _COLUMNS = 64  # of what is added up or made even along rows
 _VOCABULARY = 512
 _EACH = 0.016  # seconds for one size
+_COLD, _MOST_SETS = 2**23, 12  # bytes of operands that are used in turn, and sets of them at most
 
 
 def products(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Iterator[tuple[tuple[float, ...], float]]:
     """Rows of m, n, k and 10^9 operations a second, each with its spread.
 
-    A forward product and the two of its backward pass lie otherwise in memory: the middle one of the three.
+    A forward product and the two of its backward pass lie otherwise in memory: the mean of the three.
     """
     for m, n, k in itertools.product(sizes, repeat=3):
-        x, w, g = (torch.randn(shape, dtype=dtype) for shape in ((m, k), (n, k), (m, n)))
-        kinds = (lambda x=x, w=w: x @ w.t(), lambda g=g, w=w: g @ w, lambda g=g, x=x: g.t() @ x)
-        took = sorted(timed(run, _EACH) for run in kinds)[1]
-        yield (float(m), float(n), float(k), 2e-9 * m * n * k / took.seconds), took.spread
+        sets = [
+            [torch.randn(shape, dtype=dtype) for shape in ((m, k), (n, k), (m, n))]
+            for _ in range(_sets(4 * (m * k + n * k + m * n)))
+        ]
+        kinds: tuple[Callable[..., object], ...] = (
+            lambda x, w, g: x @ w.t(),
+            lambda x, w, g: g @ w,
+            lambda x, w, g: g.t() @ x,
+        )
+        took = [timed([partial(kind, *given) for given in sets], _EACH) for kind in kinds]
+        rate = 6e-9 * m * n * k / sum(x.seconds for x in took)
+        yield (float(m), float(n), float(k), rate), statistics.median(x.spread for x in took)
+
+
+def _sets(nbytes: int) -> int:
+    """How many sets of operands there are in turn, so that they are not all in a core's own cache."""
+    return max(1, min(_MOST_SETS, _COLD // nbytes))
 
 
 def attentions(dtype: torch.dtype) -> Iterator[tuple[tuple[float, ...], float]]:
@@ -54,7 +71,7 @@ def attentions(dtype: torch.dtype) -> Iterator[tuple[tuple[float, ...], float]]:
         def backward(out: Any = out, given: Any = (q, k, v), seed: Any = seed) -> None:
             torch.autograd.grad(out, given, seed, retain_graph=True)
 
-        done = timed(forward, _EACH), timed(backward, _EACH)
+        done = timed([forward], _EACH), timed([backward], _EACH)
         flops = [sum(op.flops for op in noted(run) if op.kind == "attention") for run in (forward, backward)]
         rates = [1e-9 * n / took.seconds for n, took in zip(flops, done, strict=True)]
         if all(rates):  # this machine's attention is one operation
@@ -64,10 +81,14 @@ def attentions(dtype: torch.dtype) -> Iterator[tuple[tuple[float, ...], float]]:
 def operations() -> Iterator[tuple[str, tuple[float, float], float]]:
     """By name, bytes read and written, and microseconds; each with its spread."""
     for elements in _ELEMENTS:
-        for run in _samples(elements):
-            op = max(noted(run), key=lambda op: op.moved)
-            took = timed(run, _EACH / 2)
+        for runs in zip(*(_samples(elements) for _ in range(_sets(12 * elements))), strict=True):
+            op = max(noted(runs[0]), key=lambda op: op.moved)
+            took = timed(runs, _EACH / 2)
             yield op.name, (float(op.moved), took.seconds * 1e6), took.spread
+    for run in _updates(_PARAMETERS):
+        op = max(noted(run), key=lambda op: op.moved)
+        took = timed([run], _EACH)
+        yield op.name, (float(op.moved), took.seconds * 1e6), took.spread
 
 
 def _samples(n: int) -> Iterator[Run]:
@@ -75,10 +96,12 @@ def _samples(n: int) -> Iterator[Run]:
     aten, columns = torch.ops.aten, min(n, _COLUMNS)
     a, b, c = (torch.rand(n // columns, columns) + 0.1 for _ in range(3))
     row, column = torch.rand(columns), torch.rand(n // columns, 1)
-    half = a.bfloat16()
+    narrow, half = a.bfloat16(), columns // 2
     yield from (
         lambda: a + b,
         lambda: a * b,
+        lambda: a * column,  # a norm's, along rows and along columns
+        lambda: a * row,
         lambda: a / b,
         lambda: a - b,
         lambda: -a,
@@ -87,8 +110,8 @@ def _samples(n: int) -> Iterator[Run]:
         lambda: a.exp(),
         lambda: c.copy_(a),
         lambda: a.clone(),
-        lambda: half.float(),
-        lambda: torch.cat((a, b), -1),
+        lambda: narrow.float(),
+        lambda: torch.cat((a[:, half:], a[:, :half]), -1),  # as positions turn heads
         lambda: a.mean(-1, keepdim=True),
         lambda: a.sum(0),
         lambda: a.amax(-1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,34 +16,37 @@ _FEWEST, _MOST = 3, 200  # times that something is done
 
 
 class Took(NamedTuple):
-    """Seconds of one call: the middle one, and how far apart the middle half of all were, as a share."""
+    """Seconds of one call: the lower quartile, and how far apart the middle half of all were, as a share."""
 
     seconds: float
     spread: float
 
 
-def timed(run: Callable[[], object], budget: float) -> Took:
+def timed(runs: Sequence[Callable[[], object]], budget: float) -> Took:
     """What a call takes, done again and again for about so many seconds, at least a few times.
 
-    Calls too short for a clock are taken together. The first, which fills caches and makes the allocator
-    keep what it has, is not counted. The clock is that of this thread: it stands while others have the core.
+    Calls too short for a clock are taken together. The first, which fill caches and make the allocator keep
+    what it has, are not counted. The clock is that of this thread: it stands while others have the core.
+
+    Args:
+        runs: the same work on other memory each, in turn; what they give is kept until its turn is over. In
+            a program, too, what an operation reads and writes was last touched some operations ago.
     """
-    run()
-    clock = time.thread_time
+    clock, count = time.thread_time, len(runs)
+    kept: list[object] = [run() for run in runs]
     began = clock()
-    run()
-    once = max(clock() - began, 1e-7)
-    inner = max(1, int(1e-4 / once))
+    for i, run in enumerate(runs):
+        kept[i] = run()
+    once = max((clock() - began) / count, 1e-7)
+    inner = count * max(1, int(1e-4 / (once * count)))
     times: list[float] = []
     end = time.perf_counter() + budget
     while len(times) < _FEWEST or (len(times) < _MOST and time.perf_counter() < end):
         began = clock()
-        for _ in range(inner):
-            run()
+        for i in range(inner):
+            kept[i % count] = runs[i % count]()
         times.append((clock() - began) / inner)
-    middle = statistics.median(times)
-    low, _, high = statistics.quantiles(times, n=4)
-    return Took(middle, (high - low) / middle)
+    return _quiet(times)
 
 
 def together(run: Callable[[], object], times: int, mesh: Mesh) -> Took:
@@ -55,9 +58,13 @@ def together(run: Callable[[], object], times: int, mesh: Mesh) -> Took:
         began = time.perf_counter()
         run()
         took.append(time.perf_counter() - began)
-    middle = statistics.median(took)
-    low, _, high = statistics.quantiles(took, n=4)
-    return Took(middle, (high - low) / middle)
+    return _quiet(took)
+
+
+def _quiet(times: Sequence[float]) -> Took:
+    """The lower quartile: others on the machine make work slower, even by its own clock, and never faster."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return Took(low, (high - low) / middle)
 
 
 def level(mesh: Mesh) -> None:
