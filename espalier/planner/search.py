@@ -312,7 +312,8 @@ class Search:
         beside = self.cluster.span(max(ranks, 1), plan.tensor)[0].beside
         exposed = max(early - beside * min(early, behind), early / calls) + late
         updated = self._updated(prices, update, size, ranks, plan.zero)
-        if ranks > 1:
+        # a ceiling that was not measured is one of whole steps, in which these copies are
+        if ranks > 1 and self.cluster.device.operations:
             copied = (
                 prices.of({"": update.work_once}, "").alone + m * prices.of({"": update.work_each}, "").alone
             )
@@ -355,11 +356,13 @@ class Search:
 
     def _updated(self, prices: Prices, update: Update, size: float, ranks: int, zero: int) -> float:
         """Seconds of the update of so many bytes of parameters, of which ZeRO gives each rank its part."""
-        step = self.cluster.device.step_us * 1e-6
+        step, measured = self.cluster.device.step_us * 1e-6, bool(self.cluster.device.operations)
         for op, n in update.work_step.items():
-            cut = 2 / ranks if zero and "copy" not in op[0] else 1.0
-            if not (ranks == 1 and "copy" in op[0]):
-                step += n * prices.op(op) * cut * size / update.size
+            copies = "copy" in op.name
+            if copies and (ranks == 1 or not measured):
+                continue
+            cut = 2 / ranks if zero and not copies else 1.0
+            step += n * prices.moved(op.name, op.moved) * cut * size / update.size
         return step
 
     def _memory(
