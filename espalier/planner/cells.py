@@ -80,6 +80,7 @@ class Update(NamedTuple):
     Attributes:
         once, each: bytes sent a byte of parameters on two ranks, by operation: in a step, and for each
             micro-batch.
+        moved: bytes that the update of a rank alone reads and writes.
         states: bytes of states and masters.
         work_once, work_each: operations on two ranks beside those of a rank alone, with ``size`` bytes of
             parameters: what is copied for it, in a step and for each micro-batch.
@@ -89,6 +90,7 @@ class Update(NamedTuple):
 
     once: Mapping[str, float]
     each: Mapping[str, float]
+    moved: float
     states: float
     work_once: Counter[Event]
     work_each: Counter[Event]
@@ -350,7 +352,8 @@ class Recorder:
         work_each = two - one - micro
         step = Counter({e: n for e, n in runs[0].counts().get("step", {}).items() if isinstance(e, Op)})
         states = max(0, alone.held - size) / size
-        return Update(once, each, states, one - micro - work_each, work_each, step, size)
+        moved = sum(getattr(e, "moved", 0) for phase, e in alone.events if phase == "step") / size
+        return Update(once, each, moved, states, one - micro - work_each, work_each, step, size)
 
 
 def _work(run: Recording) -> Counter[Event]:

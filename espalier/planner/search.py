@@ -356,13 +356,16 @@ class Search:
 
     def _updated(self, prices: Prices, update: Update, size: float, ranks: int, zero: int) -> float:
         """Seconds of the update of so many bytes of parameters, of which ZeRO gives each rank its part."""
-        step, measured = self.cluster.device.step_us * 1e-6, bool(self.cluster.device.operations)
+        device = self.cluster.device
+        step = device.step_us * 1e-6
+        if not device.operations:
+            moved = size * update.moved / (ranks if zero else 1)
+            return step + moved / (device.bandwidth_gbs * 1e9 * device.memory_share)
         for op, n in update.work_step.items():
             copies = "copy" in op.name
-            if copies and (ranks == 1 or not measured):
-                continue
-            cut = 2 / ranks if zero and not copies else 1.0
-            step += n * prices.moved(op.name, op.moved) * cut * size / update.size
+            if not (copies and ranks == 1):
+                cut = 2 / ranks if zero and not copies else 1.0
+                step += n * prices.moved(op.name, op.moved) * cut * size / update.size
         return step
 
     def _memory(
