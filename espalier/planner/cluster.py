@@ -63,6 +63,7 @@ class Device(Settings):
         attention: its kernel: ``"flash"``, or ``"math"``, which writes all scores.
         waits: the host does the operations itself, one after another, as a CPU does; else it runs ahead.
         backward_us_per_op: the host's time for an operation of a backward pass; as of others if not given.
+        in_steps: what measured products, attentions and operations reach in a step, of what they reach alone.
         step_us: the host's time for an update of the parameters, beside its operations.
         products: measured rates of matrix products, by dtype: rows of m, n, k and 10^9 operations a second,
             at every mix of some sizes.
@@ -86,6 +87,7 @@ class Device(Settings):
     waits: bool = False
     backward_us_per_op: Time | None = None
     step_us: Time = 0.0
+    in_steps: Part = 1.0
     products: dict[str, Points] = Field(default_factory=dict)
     attentions: dict[str, Points] = Field(default_factory=dict)
     operations: dict[str, Points] = Field(default_factory=dict)
@@ -230,6 +232,8 @@ class Cluster(Settings):
         rows.append(
             ("host", f"{device.host_us_per_op:.3g} µs an operation{more}; {device.step_us:.4g} µs an update")
         )
+        if device.products:
+            rows.append(("in a step", f"{device.in_steps:.0%} of what products and operations reach alone"))
         for level in self.level:
             text = f"{level.ranks} ranks, {level.bandwidth_gbs:.4g} GB a second, {level.latency_us:.3g} µs"
             rows.append((f"links, {level.name}", f"{text}; {level.beside:.0%} beside the program"))

@@ -87,7 +87,7 @@ class Prices:
         memory = op.moved / (device.bandwidth_gbs * 1e9 * device.memory_share)
         measured = self._rate(op)
         if measured is not None:
-            return op.flops / measured
+            return op.flops / (measured * device.in_steps)
         peak = self._peak(op.dtype)
         if op.kind == "attention" and device.attention == "math":
             batches, heads, sequence, _ = op.sizes
@@ -110,7 +110,7 @@ class Prices:
         if self._curves:
             names = name, name.rstrip("_"), "add"
             curve = next(self._curves[x] for x in names if x in self._curves)
-            return between(curve, nbytes) * 1e-6
+            return between(curve, nbytes) * 1e-6 / device.in_steps
         return nbytes / (device.bandwidth_gbs * 1e9 * device.memory_share)
 
     def _rate(self, op: Op) -> float | None:

@@ -60,7 +60,13 @@ def calibrate(
         "backward_us_per_op": left["backward"],
         "step_us": left["step"],
     }
-    return made.model_copy(update={"device": made.device.model_copy(update=_short(device))})
+    made = made.model_copy(update={"device": made.device.model_copy(update=_short(device))})
+    prices = Prices(made, {"data": 1})
+    shares = [
+        engine.share(prices, trial, x["steps"][i]) for x in found for i, trial in enumerate(engine.LARGE)
+    ]
+    reached = {"in_steps": statistics.mean(shares)}
+    return made.model_copy(update={"device": made.device.model_copy(update=_short(reached))})
 
 
 def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool) -> dict[str, Any]:
@@ -72,11 +78,12 @@ def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool) -> dict[str, A
         return {"lost": lost}
     with torch.no_grad():
         sent = links.collectives(mesh, tell)
-    tell("the engine's step on a small model")
-    took = engine.phases(mesh)
+    tell("the engine's step on three models")
+    took = engine.phases(mesh, engine.SMALL)
+    steps = [engine.phases(mesh, trial) for trial in engine.LARGE]
     found = local.alone(mesh, (torch.float32, torch.bfloat16), tell)
     lost.append(_most(mesh, taken_by_others()))
-    return {"lost": lost, "links": sent, "phases": took, **found}
+    return {"lost": lost, "links": sent, "phases": took, "steps": steps, **found}
 
 
 def _nothing(text: str) -> None:

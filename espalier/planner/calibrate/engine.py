@@ -1,4 +1,5 @@
-"""What the engine's own steps take beside their operations, on a model so small that little else is left."""
+"""What the engine's own steps take: beside their operations, on a model so small that little else is left,
+and with them, on models whose products take most of the time."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -19,20 +21,33 @@ from espalier.planner.cells import Cell, Recorder
 from espalier.planner.prices import VIEW, Prices
 from espalier.planner.recording import Event, Op
 
-_SEQUENCE, _ROWS, _STEPS = 8, 2, 12
-_CONFIG = GPTConfig(vocab_size=64, max_positions=_SEQUENCE, layers=6, hidden=16, heads=2)
+_STEPS = 12
 
 
-def _model(device: str) -> tuple[GPT, dict[str, torch.Tensor]]:
-    with torch.device(device):
-        net = GPT(_CONFIG)
-        tokens = torch.zeros(_ROWS, _SEQUENCE, dtype=torch.int64)
-    return net, {"input_ids": tokens, "labels": tokens}
+class Trial(NamedTuple):
+    """A model and its batch."""
+
+    config: GPTConfig
+    rows: int
+
+    def build(self, device: str) -> tuple[GPT, dict[str, torch.Tensor]]:
+        """It, and a batch."""
+        with torch.device(device):
+            net = GPT(self.config)
+            tokens = torch.zeros(self.rows, self.config.max_positions, dtype=torch.int64)
+        return net, {"input_ids": tokens, "labels": tokens}
 
 
-def phases(mesh: Mesh) -> dict[str, float]:
-    """Seconds of a step's phases, of the same small model on every rank, each by itself."""
-    net, batch = _model("cpu")
+SMALL = Trial(GPTConfig(vocab_size=64, max_positions=8, layers=6, hidden=16, heads=2), 2)
+LARGE = (
+    Trial(GPTConfig(vocab_size=512, max_positions=64, layers=3, hidden=128, heads=4), 12),
+    Trial(GPTConfig(vocab_size=768, max_positions=128, layers=2, hidden=256, heads=4), 6),
+)
+
+
+def phases(mesh: Mesh, trial: Trial) -> dict[str, float]:
+    """Seconds of a step's phases, of the same model on every rank, each by itself."""
+    net, batch = trial.build("cpu")
     optimizer = torch.optim.AdamW(net.parameters(), foreach=None)
     engine = initialize(net, optimizer, Plan(), mesh=Mesh.single(tuple(Plan().axes)), max_grad_norm=1.0)
     took: dict[str, list[float]] = {}
@@ -59,12 +74,12 @@ def phases(mesh: Mesh) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in took.items()}
 
 
-def counts() -> Mapping[str, Counter[Event]]:
+def counts(trial: Trial) -> Mapping[str, Counter[Event]]:
     """What such a step does, by phase: the engine's dry step."""
-    net, batch = _model("meta")
+    net, batch = trial.build("meta")
     optimizer = torch.optim.AdamW(net.parameters())
     recorder = Recorder(net, optimizer, batch, {"max_grad_norm": 1.0})
-    return recorder.whole(Cell(rows=_ROWS))
+    return recorder.whole(Cell(rows=trial.rows))
 
 
 def overhead(prices: Prices, took: Mapping[str, float]) -> dict[str, float]:
@@ -72,12 +87,25 @@ def overhead(prices: Prices, took: Mapping[str, float]) -> dict[str, float]:
 
     Args:
         prices: with which operations are priced, of a cluster whose host takes no time.
-        took: what :func:`phases` gave.
+        took: what :func:`phases` gave of the small model.
     """
     found = {}
-    for phase, events in counts().items():
+    for phase, events in counts(SMALL).items():
         ops = [(op, n) for op, n in events.items() if isinstance(op, Op)]
         done = sum(n * (VIEW if op.kind == "view" else 1.0) for op, n in ops)
         left = max(0.0, took[phase] - prices.of({phase: events}, phase).compute) * 1e6
         found[phase] = left if phase == "step" else left / done
     return found
+
+
+def share(prices: Prices, trial: Trial, took: Mapping[str, float]) -> float:
+    """What operations reach in a step, of what they reach by themselves, one after the other on warm memory.
+
+    Args:
+        prices: with which a step is priced, the host's time in it.
+        took: what :func:`phases` gave of that model.
+    """
+    spent = [prices.of({phase: events}, phase) for phase, events in counts(trial).items() if phase != "step"]
+    alone, host = sum(x.compute for x in spent), sum(x.host for x in spent)
+    real = sum(seconds for phase, seconds in took.items() if phase != "step") - host
+    return min(1.0, alone / real) if real > 0 else 1.0
