@@ -282,13 +282,13 @@ def test_run_passes_arguments_and_exit_code(job, tmp_path, monkeypatch):
 
     seen = []
 
-    def launch(argv, nproc, port=None, hosts=None):
-        seen.append((argv, nproc, port, hosts))
+    def launch(argv, nproc, port=None, hosts=None, logs=None):
+        seen.append((argv, nproc, port, hosts, logs))
         raise LaunchError("rank 1 of 2 failed: exit code 5", 1, 5)
 
     monkeypatch.setattr("espalier.mesh.launch.launch", launch)
     code, _, err = call("run", "-n", 2, "script.py", "--flag", "-n", "7", "x=1")
-    assert seen == [(["script.py", "--flag", "-n", "7", "x=1"], 2, None, None)]
+    assert seen == [(["script.py", "--flag", "-n", "7", "x=1"], 2, None, None, None)]
     assert code == 5 and "rank 1 of 2 failed" in err
 
 

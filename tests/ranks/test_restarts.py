@@ -359,6 +359,7 @@ def in_a_terminal(command: list[str]) -> tuple[subprocess.Popen[bytes], int]:
 
     def enter() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # workers of pytest-xdist ignore it
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ...and what `nohup` starts, this
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
     process = subprocess.Popen(
