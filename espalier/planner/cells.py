@@ -24,7 +24,7 @@ from espalier.parallel import Plan
 from espalier.planner.compose import NotComposed, kind_of, one_list, shallow
 from espalier.planner.recording import Counts, Event, NotAlike, Op, Recording, Sent, added, grown, record
 from espalier.tensor.dry_runs import Recalled
-from espalier.trees import tree_map
+from espalier.trees import leaves, tree_map
 
 _SHALLOW = 2  # blocks; and one more tells what a block adds
 _WORTH_A_PROCESS = 6  # recordings
@@ -162,7 +162,7 @@ class Recorder:
             self.blocks = 0
         self._folder = folder
         said = f"{model}{[(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()]}{optimizer}"
-        shapes = [(tuple(x.shape[1:]), x.dtype) for x in _tensors(batch)]
+        shapes = [(tuple(x.shape[1:]), x.dtype) for x in leaves(batch, torch.Tensor)]
         self._model = hashlib.sha256(f"{said}{shapes}{version('espalier')}".encode()).hexdigest()[:16]
         self._costs: dict[Cell, Costs | Refused] = {}
         self._runs: dict[tuple[Cell, int], Recording] = {}
@@ -370,10 +370,4 @@ def _sent(run: Recording) -> Counter[str]:
     for _, event in run.events:
         if isinstance(event, Sent):
             found[event.op] += event.bytes
-    return found
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    tree_map(lambda x: found.append(x) if isinstance(x, torch.Tensor) else None, batch)
     return found

@@ -22,7 +22,7 @@ from espalier.blocks import blocks
 from espalier.engine.dry import DryReport, dry_run
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import smallest_within
-from espalier.trees import tree_map
+from espalier.trees import leaves, tree_map
 
 _DEPTHS = ((2, 3, 4), (4, 5, 7))  # blocks of the two runs, and of the check
 # by which a block knows its place
@@ -240,7 +240,7 @@ class _Family:
         here = (
             0 if at is None else at.get("pipe", 0) if isinstance(at, Mapping) else at[[*axes].index("pipe")]
         )
-        self.own = [i for i in range(len(self.layers)) if _rank_of(plan, i) == here]
+        self.own = [i for i in range(len(self.layers)) if pipe_rank(plan, i) == here]
 
     def totals(self, low: int, high: int, check: int) -> Totals | None:
         """The whole's, of runs of so many blocks; None: the check fails."""
@@ -351,7 +351,7 @@ _FULL = {
 }
 
 
-def _rank_of(plan: Plan, stage: int) -> int:
+def pipe_rank(plan: Plan, stage: int) -> int:
     """Which rank of the pipe has a stage."""
     if plan.schedule == "zbv":
         return min(stage, 2 * plan.pipe - 1 - stage)
@@ -359,9 +359,7 @@ def _rank_of(plan: Plan, stage: int) -> int:
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-    tree_map(lambda x: tensors.append(x) if isinstance(x, torch.Tensor) and x.ndim else None, batch)
-    return tensors
+    return [x for x in leaves(batch, torch.Tensor) if x.ndim]
 
 
 # ---- the same model with fewer blocks

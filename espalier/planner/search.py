@@ -14,6 +14,7 @@ from espalier.parallel.schedules import Costs as Times
 from espalier.parallel.schedules import Schedule, Timeline, find_schedule, simulate
 from espalier.planner.cells import Cell, Costs, Recorder, Refused, Update
 from espalier.planner.cluster import Cluster
+from espalier.planner.compose import pipe_rank
 from espalier.planner.prices import Prices, Spent
 from espalier.planner.recording import Sent
 
@@ -287,7 +288,7 @@ class Search:
     ) -> Prediction:
         p, m, ranks = plan.pipe, plan.accumulate, plan.data * plan.context
         took = tuple(stage.took for stage in spent)
-        rank_of = [_rank_of(plan, i) for i in range(len(layers))]
+        rank_of = [pipe_rank(plan, i) for i in range(len(layers))]
         each = [0.0] * p  # of a rank and a micro-batch
         for rank, (f, b) in zip(rank_of, took, strict=True):
             each[rank] += f + b
@@ -554,10 +555,6 @@ _SEARCHED = (
     "schedule",
     "stages_per_rank",
 )
-
-
-def _rank_of(plan: Plan, stage: int) -> int:
-    return min(stage, 2 * plan.pipe - 1 - stage) if plan.schedule == "zbv" else stage % plan.pipe
 
 
 def _powers(most: int) -> list[int]:

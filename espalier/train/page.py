@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import math
 import re
@@ -90,7 +91,7 @@ def page(runs: list[dict[str, Any]], *, live: bool = False) -> str:
     data = as_json({"runs": runs, "live": live, "differences": differences})
     parts = {
         "@@POLICY@@": policy(digest),
-        "@@TITLE@@": _escaped(title),
+        "@@TITLE@@": html.escape(title),
         "@@STYLE@@": style(),
         "@@DATA@@": data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
         "@@SCRIPT@@": script,
@@ -123,10 +124,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _finite(x) for key, x in value.items()}
     return [_finite(x) for x in value] if isinstance(value, list | tuple) else value
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 
 
 # ---- two runs
