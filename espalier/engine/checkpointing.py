@@ -15,10 +15,11 @@ from torch import nn
 
 from espalier.checkpoint import Checkpoint, CheckpointError, Index, Lying, checkpoints, encode
 from espalier.checkpoint.folder import INDEX
+from espalier.checkpoint.foreign import Foreign, mixed_options, tied
 from espalier.checkpoint.index import FormatError, TensorInfo
 from espalier.checkpoint.saver import index_of
 from espalier.checkpoint.sinks import Write, laid_out, root_of, stream
-from espalier.checkpoint.sources import Foreign, Loaded, TensorSource, open_any, tied
+from espalier.checkpoint.sources import Loaded, TensorSource, open_any
 from espalier.comm.collectives import reduce, sum_whole
 from espalier.comm.control import agree, gather_objects
 from espalier.device import get_rng_state, set_rng_state
@@ -436,15 +437,10 @@ def _of_optimizer(
     if known["class"] != type(optimizer).__name__:
         return [f"its optimizer is {known['class']}, not {type(optimizer).__name__}"]
     names = {id(p): name for name, p in module.named_parameters()}
-    saved = {name: group["options"] for group in known["groups"] for name in group["names"]}
-    lines = []
-    for i, group in enumerate(optimizer.param_groups):
-        names_held = [names[id(p)] for p in group["params"]]
-        lines += [f"its optimizer does not hold {name}" for name in names_held if name not in saved]
-        options = [saved[name] for name in names_held if name in saved]
-        differ = {key for o in options for key in o if repr(o[key]) != repr(options[0].get(key))}
-        lines += [f"parameters of the optimizer's group {i} differ in {key} there" for key in sorted(differ)]
-    return lines
+    saved = {name for group in known["groups"] for name in group["names"]}
+    grouped = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    lines = [f"its optimizer does not hold {name}" for held in grouped for name in held if name not in saved]
+    return lines + mixed_options(known["groups"], grouped)
 
 
 def raise_conflicts(checkpoint: Checkpoint, lines: Sequence[str]) -> None:

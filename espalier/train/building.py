@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.flop_counter import FlopCounterMode
 
 from espalier.checkpoint import open_any
+from espalier.checkpoint.foreign import Foreign
 from espalier.checkpoint.index import FormatError
-from espalier.checkpoint.sources import Foreign
 from espalier.engine.accumulation import Count as CountOf
 from espalier.tensor.dry_runs import ATTENTION
 from espalier.texts import MISSING, Mistake

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from espalier.checkpoint.sources import load_into
+from espalier.checkpoint.foreign import load_into
 from espalier.train.building import build_model, build_optimizer, count_of
 from espalier.train.conversion import weights_of
 from espalier.train.data import prepare, training_batches

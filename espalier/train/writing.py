@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from espalier.checkpoint import Checkpoint, checkpoints, newest
 from espalier.checkpoint.folder import INDEX
-from espalier.checkpoint.sources import load_into
+from espalier.checkpoint.foreign import load_into
 from espalier.models import generate
 from espalier.texts import Mistake, MistakeError
 from espalier.train.corpus import end_of

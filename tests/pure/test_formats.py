@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from espalier.checkpoint.foreign import Foreign
 from espalier.checkpoint.index import FormatError, TensorInfo
 from espalier.checkpoint.sinks import FileSink, Tie, contiguous_boxes, export, stream
-from espalier.checkpoint.sources import Checkpoint, Foreign, open_any
+from espalier.checkpoint.sources import Checkpoint, open_any
 from espalier.cli import app
 from espalier.layout.layout import Box
 
@@ -204,3 +205,26 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="it has the option betas, which this one has not"):
         Foreign(open_any(tmp_path / "adam.pt"), model, optimizer)
     assert Foreign(open_any(tmp_path / "adam.pt"), model, adam).values["optimizer"]["groups"]
+
+    apart = torch.optim.Adam([{"params": [p], "weight_decay": p.ndim} for p in model.parameters()])
+    torch.save({"model": model.state_dict(), "optimizer": apart.state_dict()}, tmp_path / "apart.pt")
+    with pytest.raises(FormatError, match="parameters of the optimizer's group 0 differ in weight_decay"):
+        Foreign(open_any(tmp_path / "apart.pt"), model, adam)
+    torch.save({"layer._flat_param": torch.ones(5)}, tmp_path / "flat.pt")
+    with pytest.raises(FormatError, match="Flat parameters have no names: save with SHARDED_STATE_DICT"):
+        Foreign(open_any(tmp_path / "flat.pt"), model, None)
+
+
+def test_states_that_are_one_tensor_are_told(tmp_path: Path) -> None:
+    """FSDP's full states on a CPU are so: the last kind takes the place of all."""
+    model = torch.nn.Linear(2, 4)
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    adam.step()
+    state = adam.state_dict()
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "whole.pt")
+    Foreign(open_any(tmp_path / "whole.pt"), model, adam)
+    state["state"][1]["exp_avg"] = state["state"][1]["exp_avg_sq"]
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "lost.pt")
+    with pytest.raises(FormatError, match="one and the same tensor as exp_avg and exp_avg_sq of bias"):
+        Foreign(open_any(tmp_path / "lost.pt"), model, adam)
