@@ -43,6 +43,9 @@ Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Points = tuple[tuple[Time, ...], ...]
 HERE = "here"  # the cluster that was measured on this machine
+KINDS = ("full", "selective", "zero-2", "zero-3", "tensor", "sequence", "context", "pipe", "divided")
+"""Kinds of plans: recomputation, ZeRO with gradients and with parameters cut, 1D tensor parallelism without
+and with sequence parallelism, context, pipelines, and such ones whose backward pass is divided in two."""
 
 
 class Device(Settings):
@@ -65,6 +68,8 @@ class Device(Settings):
         backward_us_per_op: the host's time for an operation of a backward pass; as of others if not given.
         in_steps: what measured products, attentions and operations reach in a step, of what they reach alone.
         step_us: the host's time for an update of the parameters, beside its operations.
+        kinds: what the host's time and the computation are under a kind of plan (:data:`KINDS`), of what they
+            are in plain data parallelism; two numbers each, 1 where nothing is given.
         products: measured rates of matrix products, by dtype: rows of m, n, k and 10^9 operations a second,
             at every mix of some sizes.
         attentions: of attention, alike: rows of sequence, width, and 10^9 operations a second of forward and
@@ -91,6 +96,7 @@ class Device(Settings):
     products: dict[str, Points] = Field(default_factory=dict)
     attentions: dict[str, Points] = Field(default_factory=dict)
     operations: dict[str, Points] = Field(default_factory=dict)
+    kinds: dict[str, tuple[Positive, Positive]] = Field(default_factory=dict)
 
 
 class Level(Settings):
@@ -176,6 +182,10 @@ class Cluster(Settings):
             if peak > 100_000:
                 mistakes.append((f"device.tflops.{dtype}", peak, _units("operations a second", "10^12")))
         mistakes += _points(self)
+        for name, shares in d.kinds.items():
+            if name not in KINDS:
+                told = did_you_mean(name, KINDS, f"expected one of {', '.join(KINDS)}")
+                mistakes.append((f"device.kinds.{name}", shares, told))
         if d.reserved_gb >= d.memory_gb:
             mistakes.append(("device.reserved_gb", d.reserved_gb, "expected less than memory_gb"))
         if mistakes:

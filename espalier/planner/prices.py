@@ -52,6 +52,10 @@ class Spent:
         waits = self.waits or other.waits
         return Spent(self.compute + times * other.compute, self.host + times * other.host, sent, waits)
 
+    def under(self, host: float, compute: float) -> Spent:
+        """The same where the host and the device take so many times as long."""
+        return Spent(self.compute * compute, self.host * host, self.sent, self.waits)
+
 
 class Prices:
     """What things cost on a cluster.

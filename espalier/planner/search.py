@@ -22,6 +22,7 @@ _TIMELINES = 10  # of the best are simulated, schedule by schedule
 _HIDDEN = 0.9  # of the computation behind which the data axis can hide what it sends
 _ZEROS = (0, 1, 2, 3)
 _RECOMPUTES = ("none", "selective", "full")
+_DIVIDED = ("zb-h1", "zbv")  # schedules whose backward pass is divided in two
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,23 @@ class _Stage(NamedTuple):
     forward: Spent
     backward: Spent
     took: tuple[float, float]
+
+    @staticmethod
+    def of(forward: Spent, backward: Spent) -> _Stage:
+        """Of what both phases spend."""
+        return _Stage(forward, backward, (forward.alone, backward.alone))
+
+
+def kinds_of(plan: Plan) -> list[str]:
+    """Those of :data:`~espalier.planner.cluster.KINDS` that a plan is of."""
+    of = {
+        str(plan.recompute): plan.recompute != "none",
+        f"zero-{plan.zero}": plan.zero >= 2 and plan.data * plan.context > 1,
+        "sequence" if plan.sequence_parallel else "tensor": plan.tensor > 1,
+        "context": plan.context > 1,
+        "divided" if plan.schedule in _DIVIDED else "pipe": plan.pipe > 1,
+    }
+    return [kind for kind, holds in of.items() if holds]
 
 
 @dataclass(frozen=True)
@@ -270,6 +288,11 @@ class Search:
         kinds = {n: self._stage(prices, cell, costs, n, False) for n in set(layers)}
         spent = [kinds[n] for n in layers]
         spent[-1] = self._stage(prices, cell, costs, layers[-1], True)
+        if shares := [x for kind in kinds_of(plan) if (x := self.cluster.device.kinds.get(kind))]:
+            host, compute = (math.prod(x) for x in zip(*shares, strict=True))
+            spent = [
+                _Stage.of(x.forward.under(host, compute), x.backward.under(host, compute)) for x in spent
+            ]
         return self._whole(plan, rows, costs, update, prices, layers, spent)
 
     def _cell(self, plan: Plan, rows: int) -> Cell:
@@ -400,7 +423,7 @@ class Search:
     def _live(self, plan: Plan) -> Sequence[float]:
         """Micro-batches that each rank keeps at its fullest, as the schedules' ``live`` counts them."""
         p, m, v = plan.pipe, plan.accumulate, plan.stages_per_rank
-        if plan.schedule in ("zb-h1", "zbv"):
+        if plan.schedule in _DIVIDED:
             return [min(m, p)] * p
         if v > 1:
             return [min(m, ((v - 1) * p + 2 * (p - 1 - rank) + 1) / v) for rank in range(p)]
@@ -439,7 +462,7 @@ class Search:
         schedule = self._schedule(plan, micro_batches) if plan.pipe > 1 else None
         if schedule is None:
             return None
-        split = plan.schedule in ("zb-h1", "zbv")
+        split = plan.schedule in _DIVIDED
         forward = [f for f, _ in found.stage_seconds]
         inputs = [b / 2 if split else b for _, b in found.stage_seconds]
         weights = [b / 2 if split else 0.0 for _, b in found.stage_seconds]
@@ -489,7 +512,7 @@ class Search:
                 block, rest = (self._spent[cell, part, phase, inner] for part in names)
                 both.append(Spent().plus(block, blocks).plus(rest, float(last)))
             forward, backward = both
-            self._stages[key] = _Stage(forward, backward, (forward.alone, backward.alone))
+            self._stages[key] = _Stage.of(forward, backward)
         return self._stages[key]
 
     def _update(self, zero: int) -> Update | None:

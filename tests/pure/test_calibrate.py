@@ -92,6 +92,8 @@ def test_what_ranks_measured_becomes_a_cluster() -> None:
     [
         ({"operations": {"mul": [[1.0, 2.0]]}}, '"add", which stands for all others'),
         ({"products": {"float32": [[1.0, 2.0, 3.0]]}}, "expected rows of m, n, k"),
+        ({"kinds": {"tensr": [1.0, 1.0]}}, "did you mean 'tensor'"),
+        ({"kinds": {"tensor": [1.0, 0.0]}}, "greater than 0"),
         ({"attentions": {"float32": []}}, "expected rows of sequence, width"),
         (
             {"products": {"float32": [[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]]}},

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from espalier import Mesh
+from espalier.planner.calibrate import kinds
 from espalier.planner.calibrate.links import collectives
 from espalier.planner.calibrate.timing import taken_by_others
+from espalier.planner.cluster import KINDS, Cluster
 
 
 def measure(rank: int, world: int) -> dict[str, Any]:
@@ -28,3 +32,33 @@ def test_collectives_are_measured_by_what_they_send(ranks: Any) -> None:
         }
         assert all(took > 0 for rows in found["collectives"].values() for _, took in rows)
         assert 0 <= found["beside"] <= 1 and len(found["spreads"]) == 8
+
+
+def steps(rank: int, world: int) -> dict[str, float]:
+    return kinds.measure(Mesh.from_env({"data": world}), kinds.trials(world)[0])
+
+
+def test_steps_of_each_kind_of_plan_are_measured(ranks: Any) -> None:
+    first, second = ranks(2, steps)
+    assert first == second and first.keys() == {"plain", *KINDS} == kinds.plans(2).keys()
+    assert all(took > 0 for took in first.values())
+
+
+def host_bound(**given: Any) -> Cluster:
+    """Two ranks whose host does all work itself."""
+    device = {"kind": "CPU", "memory_gb": 8.0, "bandwidth_gbs": 10.0, "tflops": {"float32": 0.05}}
+    device |= {"waits": True, "host_us_per_op": 20.0, "ceiling": 1.0, **given}
+    level = {"name": "machine", "ranks": 2, "bandwidth_gbs": 5.0}
+    return Cluster.from_dict({"device": device, "level": [level]})
+
+
+def test_what_a_kind_takes_beside_its_parts_is_found_again() -> None:
+    given = {name: (1 + 0.1 * i, 1 + 0.03 * i) for i, name in enumerate(KINDS)}
+    slow, known = host_bound(kinds=given), kinds.recorders(2)
+    # a machine that is a tenth slower in all is no kind's matter
+    took = [{n: 1.1 * x.seconds for n, x in kinds.predicted(recorder, slow).items()} for recorder in known]
+    found = kinds.factors(host_bound(), took, known)
+    assert found.keys() == given.keys()
+    for name, (host, compute) in found.items():
+        assert host == pytest.approx(given[name][0], rel=0.02), name
+        assert compute == pytest.approx(given[name][1], rel=0.02), name

@@ -15,7 +15,7 @@ import torch
 from espalier.comm import all_reduce
 from espalier.mesh import Mesh
 from espalier.mesh.launch import spawn
-from espalier.planner.calibrate import engine, links, local
+from espalier.planner.calibrate import engine, kinds, links, local
 from espalier.planner.calibrate.timing import taken_by_others
 from espalier.planner.cluster import Cluster, Device, Level, Provenance
 from espalier.planner.prices import Prices
@@ -53,8 +53,8 @@ def calibrate(
         )
     made = combined(found, lost if lost > _BUSY else 0.0)
     say("what the engine's own step takes beside its operations")
-    took = {name: statistics.mean(x["phases"][name] for x in found) for name in found[0]["phases"]}
-    left = engine.overhead(Prices(made, {"data": 1}), took)
+    phases = {name: statistics.mean(x["phases"][name] for x in found) for name in found[0]["phases"]}
+    left = engine.overhead(Prices(made, {"data": 1}), phases)
     device = {
         "host_us_per_op": left["forward"],
         "backward_us_per_op": left["backward"],
@@ -66,7 +66,9 @@ def calibrate(
         engine.share(prices, trial, x["steps"][i]) for x in found for i, trial in enumerate(engine.LARGE)
     ]
     reached = {"in_steps": statistics.mean(shares)}
-    return made.model_copy(update={"device": made.device.model_copy(update=_short(reached))})
+    made = made.model_copy(update={"device": made.device.model_copy(update=_short(reached))})
+    beside = {"kinds": kinds.factors(made, found[0]["kinds"], kinds.recorders(n))}
+    return made.model_copy(update={"device": made.device.model_copy(update=_short(beside))})
 
 
 def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool) -> dict[str, Any]:
@@ -81,9 +83,11 @@ def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool) -> dict[str, A
     tell("the engine's step on three models")
     took = engine.phases(mesh, engine.SMALL)
     steps = [engine.phases(mesh, trial) for trial in engine.LARGE]
+    tell("steps under each kind of plan")
+    under = [kinds.measure(mesh, trial) for trial in kinds.trials(mesh.size())]
     found = local.alone(mesh, (torch.float32, torch.bfloat16), tell)
     lost.append(_most(mesh, taken_by_others()))
-    return {"lost": lost, "links": sent, "phases": took, "steps": steps, **found}
+    return {"lost": lost, "links": sent, "phases": took, "steps": steps, "kinds": under, **found}
 
 
 def _nothing(text: str) -> None:
