@@ -149,7 +149,7 @@ class Watchdog:
         self._folder = os.environ.get(FOLDER)
         # where gloo carries all, the program waits in the collectives themselves
         self._device = Device(None) if dist.get_backend() == "gloo" else Device.of_program()
-        self._stderr = None if self._folder else _Stderr.over(sys.stderr)
+        self._stderr = None if self._folder or sys.stderr is None else _Stderr.over(sys.stderr)
         self.running = True
         die_fast(self.rank)
         Exits.told = (*Exits.told, self.leaving)
@@ -460,7 +460,8 @@ class _Stderr:
 
     def write(self, text: str) -> int:
         self.add(text)
-        return int(self._stream.write(text))
+        written = self._stream.write(text)
+        return len(text) if written is None else int(written)  # Ray's streams answer nothing
 
     def add(self, text: str) -> None:
         *lines, self._part = (self._part + text).split("\n")

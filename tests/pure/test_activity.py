@@ -18,7 +18,7 @@ import torch.distributed as dist
 from espalier.faults.diagnosis import Heard, Sign, judge
 from espalier.faults.liveness import Activity, Device, Look, Signals, computed_by, is_ready, sees_processes
 from espalier.faults.settings import Faults
-from espalier.faults.watchdog import Watchdog
+from espalier.faults.watchdog import Watchdog, _Stderr
 
 
 def until(true: Callable[[], bool]) -> bool:
@@ -120,3 +120,21 @@ def test_one_that_only_its_device_keeps_busy_is_taken_to_wait(monkeypatch: pytes
     finally:
         pulse._over.set()
         looker.join()
+
+
+def test_a_stream_that_answers_nothing_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As standard error is of Ray's workers: its `write` returns None."""
+
+    class Silent:
+        def __init__(self) -> None:
+            self.text = ""
+
+        def write(self, text: str) -> None:
+            self.text += text
+
+    stream = Silent()
+    monkeypatch.setattr(sys, "stderr", stream)
+    over = _Stderr.over(stream)
+    assert over.write("one\ntwo") == 7 and stream.text == "one\ntwo" and over.last() == ["one", "two"]
+    over.end()
+    assert sys.stderr is stream
