@@ -21,7 +21,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, conve
 from torch import nn
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import plan_for_world, precision_of, refuse
+from espalier.compat.plans import Readers, plan_for_world, precision_of, refuse
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.compat.torch.fsdp import sharding_of
 from espalier.engine import EngineModule, initialize
@@ -108,13 +108,7 @@ class Accelerator(accelerate.Accelerator):
         if self.distributed_type.value in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
             launched = "`accelerate launch` asked for it: start by `espalier run`, and write plan={...}"
             refuse("Accelerator", [("distributed_type", self.distributed_type.value, launched)])
-        place = 0
-        for axis in map(mesh.axis, self.plan.batch_axes):
-            place = place * mesh.shape[axis] + mesh.coordinate[axis]
-        places = gather_objects(place, mesh) if mesh.size() > 1 else [0]
-        self._place, self._readers = place, len(set(places))
-        self._firsts = [places.index(i) for i in range(self._readers)]
-        self._is_shared = self._readers < mesh.size()
+        self._readers = Readers(mesh, self.plan)
 
     # ---- what is prepared
 
@@ -155,13 +149,13 @@ class Accelerator(accelerate.Accelerator):
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """A loader of this rank's rows."""
-        if not self._is_shared or getattr(data_loader, "_is_accelerate_prepared", False):
+        if not self._readers.is_shared or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         made = prepare_data_loader(
             data_loader,
             self.device,
-            num_processes=self._readers,
-            process_index=self._place,
+            num_processes=self._readers.size,
+            process_index=self._readers.place,
             split_batches=self.split_batches,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=self.rng_types.copy(),
@@ -177,13 +171,13 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """A schedule that steps when the optimizer does."""
-        if not self._is_shared or self.split_batches or isinstance(scheduler, AcceleratedScheduler):
+        if not self._readers.is_shared or self.split_batches or isinstance(scheduler, AcceleratedScheduler):
             return super().prepare_scheduler(scheduler)
         own = [x for x in self._optimizers if x.optimizer is getattr(scheduler, "optimizer", None)]
         made = _Schedule(
             scheduler, own[0] if own else self._optimizers, self.step_scheduler_with_optimizer, True
         )
-        made.readers = self._readers if self.step_scheduler_with_optimizer else 1
+        made.readers = self._readers.size if self.step_scheduler_with_optimizer else 1
         self._schedulers.append(made)
         return made
 
@@ -214,18 +208,18 @@ class Accelerator(accelerate.Accelerator):
         return self._each_once(super().gather(tensor))
 
     def _each_once(self, gathered: Any) -> Any:
-        if not self._is_shared:
+        if not self._readers.is_shared:
             return gathered
 
         def chosen(x: torch.Tensor) -> torch.Tensor:
             parts = x.chunk(self._mesh.size())
-            return torch.cat([parts[i] for i in self._firsts])
+            return torch.cat([parts[i] for i in self._readers.firsts])
 
         return recursively_apply(chosen, gathered)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As :meth:`gather`, without the rows that fill up the last batch; objects too."""
-        if not self._is_shared:
+        if not self._readers.is_shared:
             return super().gather_for_metrics(input_data, use_gather_object)
         try:
             recursively_apply(lambda x: x, input_data, error_on_other_type=True)
@@ -234,7 +228,7 @@ class Accelerator(accelerate.Accelerator):
             is_plain = True
         if is_plain:
             of_all = gather_objects(input_data, self._mesh)
-            made: Any = [x for i in self._firsts for x in of_all[i]]
+            made: Any = [x for i in self._readers.firsts for x in of_all[i]]
         else:
             made = self.gather(input_data)
         rest = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
@@ -245,10 +239,9 @@ class Accelerator(accelerate.Accelerator):
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean of all ranks' tensors; of ranks that share a batch one counts."""
         made = super().reduce(tensor, reduction, scale)
-        if not self._is_shared or reduction != "sum":
+        if not self._readers.is_shared or reduction != "sum":
             return made
-        among = self._mesh.size() // self._readers
-        return recursively_apply(lambda x: x / among if x.is_floating_point() else x // among, made)
+        return recursively_apply(self._readers.one_of_each, made)
 
 
 def _of_fsdp(plugin: Any) -> dict[str, Any]:

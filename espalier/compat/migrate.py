@@ -1,9 +1,9 @@
 """``espalier migrate``: which line of a program becomes which, and what has no equivalent.
 
 The program is read, not run. Imports of DeepSpeed, Colossal-AI, torch's wrappers and DTensor, transformers'
-Trainer and accelerate become those of ``espalier.compat``, if the name is there; names used in full are
-replaced where they stand; configurations that stand in the program, or in a JSON file that it names, are
-examined key by key. The rest of the program stays as it is, to the letter.
+Trainer, accelerate and Lightning Fabric become those of ``espalier.compat``, if the name is there; names used
+in full are replaced where they stand; configurations that stand in the program, or in a JSON file that it
+names, are examined key by key. The rest of the program stays as it is, to the letter.
 """
 
 from __future__ import annotations
@@ -77,6 +77,12 @@ _FSDP = frozenset(
     "register_fsdp_forward_method".split()
 )
 _DTENSOR = _Move("torch's DTensor", "espalier", None, "docs/from-torch.md says what differs")
+_FABRIC = _Move(
+    "Lightning Fabric",
+    "espalier.compat.fabric",
+    frozenset("DDPStrategy FSDPStrategy DeepSpeedStrategy ModelParallelStrategy".split()),
+    "Fabric(strategy=EspalierStrategy(plan={...})) of espalier.compat.fabric, see docs/lightning-fabric.md",
+)
 _MOVES: Final = MappingProxyType(
     {
         "deepspeed": _Move("DeepSpeed", "espalier.compat.deepspeed", None, "see docs/deepspeed.md"),
@@ -113,6 +119,7 @@ _MOVES: Final = MappingProxyType(
             frozenset({"Accelerator", "notebook_launcher", "debug_launcher"}),
             "see docs/accelerate.md",
         ),
+        "lightning_fabric.strategies": _FABRIC,
     }
 )
 
@@ -138,6 +145,17 @@ _ARGUMENTS: Final = MappingProxyType(
             "Accelerator",
             ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin"),
         ),
+    }
+)
+# what Fabric calls strategies, as keys of a plan
+_STRATEGIES: Final = MappingProxyType(
+    {
+        "ddp": "",
+        "fsdp": "{'zero': 3}",
+        "deepspeed": "{'zero': 2}",
+        "deepspeed_stage_1": "{'zero': 1}",
+        "deepspeed_stage_2": "{'zero': 2}",
+        "deepspeed_stage_3": "{'zero': 3}",
     }
 )
 _TRAINER = 'Trainer(..., plan={"data": 2, "zero": 3}), say, tells how to lay the model out'
@@ -311,10 +329,21 @@ class _Program:
                     self.notes.append(
                         Note(keyword.value.lineno, f"{keyword.arg}= has no equivalent here: {told}", True)
                     )
+        if name in ("lightning_fabric.Fabric", "lightning_fabric.fabric.Fabric"):
+            self._strategy(node)
         owner, theirs = _ARGUMENTS.get(name, ("", ()))
         for keyword in node.keywords:
             if keyword.arg in theirs and not _is_none(keyword.value):
                 self._plan_instead(owner, str(keyword.arg), keyword.value)
+
+    def _strategy(self, node: ast.Call) -> None:
+        """What Fabric is asked for by a name: a strategy of the plan that says so."""
+        for keyword in node.keywords:
+            name = self._literal(keyword.value)[1]
+            if keyword.arg == "strategy" and name in _STRATEGIES:
+                self.systems.add(_FABRIC.system)
+                self.wanted.add((_FABRIC.to, "EspalierStrategy"))
+                self._replace(keyword.value, [f"EspalierStrategy({_STRATEGIES[name]})"])
 
     def _plan_instead(self, owner: str, name: str, node: ast.expr) -> None:
         """An argument that asks another library for parallelism: the plan that says so."""

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from espalier.comm.control import gather_objects
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.engine.module import optimizer_of
+from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.plan import known_as
 from espalier.texts import MistakeError
@@ -33,6 +35,34 @@ def plan_for_world(said: Mapping[str, Any], more: Plan | Mapping[str, Any] | Non
         beside = math.prod(int(given.get(name, 1)) for name in others)
         given["data"] = max(world_size() // beside, 1)
     return Plan(**given)
+
+
+class Readers:
+    """Which ranks read rows of their own: those that differ on an axis that shares the batch.
+
+    A collective where there are several ranks.
+
+    Attributes:
+        size: how many batches there are.
+        place: which of them is this rank's.
+        firsts: of each, the first rank that has it.
+        is_shared: whether several ranks have one batch.
+        among: how many ranks have each.
+    """
+
+    def __init__(self, mesh: Mesh, plan: Plan) -> None:
+        place = 0
+        for axis in map(mesh.axis, plan.batch_axes):
+            place = place * mesh.shape[axis] + mesh.coordinate[axis]
+        places = gather_objects(place, mesh) if mesh.size() > 1 else [0]
+        self.place, self.size = place, len(set(places))
+        self.firsts = [places.index(i) for i in range(self.size)]
+        self.is_shared = self.size < mesh.size()
+        self.among = mesh.size() // self.size
+
+    def one_of_each(self, total: torch.Tensor) -> torch.Tensor:
+        """A sum over all ranks, as one in which each batch counts once."""
+        return total / self.among if total.is_floating_point() else total // self.among
 
 
 def refuse(owner: str, mistakes: Iterable[tuple[str, Any, str]]) -> None:

@@ -119,6 +119,22 @@ def test_trainer_and_accelerate() -> None:
     assert "espalier.spawn" in found.notes[0].text
 
 
+def test_fabric() -> None:
+    """A strategy by name is one of the plan; one of another library's is told."""
+    program = (
+        "from lightning_fabric import Fabric\n"
+        "from lightning_fabric.strategies import FSDPStrategy\n"
+        "fabric = Fabric(devices=2, strategy='fsdp')\n"
+    )
+    found = migrate(program)
+    assert found.systems == ("Lightning Fabric",)
+    assert found.after == program.replace("'fsdp'", "EspalierStrategy({'zero': 3})").replace(
+        "FSDPStrategy\n", "FSDPStrategy\nfrom espalier.compat.fabric import EspalierStrategy\n"
+    )
+    (note,) = found.notes
+    assert note.is_missing and "FSDPStrategy has no equivalent here: Fabric(strategy=Espalier" in note.text
+
+
 def test_command(tmp_path: Path) -> None:
     """Diff and notes; exit code 1 where something has no equivalent; --write changes the file."""
     script = tmp_path / "train.py"

@@ -1,0 +1,187 @@
+"""A strategy of Lightning Fabric's on a plan: ``Fabric(devices=2, strategy=EspalierStrategy(plan={...}))``.
+
+Launchers, loaders, precision, callbacks, loggers and files are Fabric's. Each rank that reads rows of its own
+gives them to the model and gets what comes of them, as under its DDP strategy; ranks that share a model's
+layers read the same ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from lightning_fabric.plugins.environments import TorchElasticEnvironment
+from lightning_fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning_fabric.strategies import DDPStrategy
+from lightning_fabric.strategies.strategy import _BackwardSyncControl
+from torch import nn
+
+from espalier.comm.control import gather_objects
+from espalier.compat.plans import Readers, plan_for_world, refuse
+from espalier.compat.torch.data_parallel import whole_states
+from espalier.engine import Engine, EngineModule, initialize
+from espalier.mesh import Mesh
+from espalier.parallel import Plan
+from espalier.tensor.deferred import deferred
+
+_LOW: Mapping[str, str] = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
+_LAUNCHED = ("RANK", "WORLD_SIZE")
+
+
+class EspalierStrategy(DDPStrategy):
+    """Trains models on engines: started by ``espalier run -n 2 script.py``, torchrun, or ``fabric.launch``.
+
+    Args:
+        plan: a :class:`~espalier.Plan`, or keys of one. Without it all ranks are on the data axis.
+            ``Fabric(precision="bf16-mixed")`` is autocast, unless the plan says a precision. The program
+            accumulates (``no_backward_sync``) and clips.
+        options: of Fabric's ``DDPStrategy``: ``start_method``, ``timeout``, ``process_group_backend``,
+            ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``, ``precision``.
+
+    Raises:
+        MistakeError: options of torch's DistributedDataParallel, or what the plan leaves to the program.
+    """
+
+    def __init__(self, plan: Plan | Mapping[str, Any] | None = None, **options: Any) -> None:
+        if options.get("cluster_environment") is None and all(name in os.environ for name in _LAUNCHED):
+            options["cluster_environment"] = TorchElasticEnvironment()
+        super().__init__(**options)
+        known = "the plan says how gradients are summed: leave it out"
+        told: list[tuple[str, Any, str]] = [(name, x, known) for name, x in self._ddp_kwargs.items()]
+        refuse("EspalierStrategy", told)
+        self._said = plan
+        self._backward_sync_control = _NoSync()
+        self._modules: list[EngineModule] = []
+        self._mesh: Mesh | None = None
+        self._readers: Readers | None = None
+
+    # ---- the world
+
+    def setup_environment(self) -> None:
+        """Join the world, and see which ranks read which rows (a collective)."""
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self._set_world_ranks()
+        environment = self.cluster_environment
+        assert environment is not None
+        os.environ |= {
+            "RANK": str(environment.global_rank()),
+            "WORLD_SIZE": str(environment.world_size()),
+            "LOCAL_RANK": str(environment.local_rank()),
+        }
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
+        self._setup_distributed()
+        self.plan = self._planned()
+        self._mesh = Mesh.from_env(self.plan.axes, self.root_device.type)
+        self._readers = Readers(self._mesh, self.plan)
+
+    def _planned(self) -> Plan:
+        """The plan of what this is told and of Fabric's precision."""
+        plugin, said = self.precision, dict[str, Any]()
+        told: list[tuple[str, Any, str]] = []
+        if isinstance(plugin, MixedPrecision):
+            said["precision"] = {"compute": f"autocast-{_LOW[plugin.precision]}"}
+            if plugin.scaler is not None:  # Fabric scales
+                said["precision"]["loss_scale"] = {"init_scale": 1.0, "growth_factor": 1.0}
+        elif type(plugin) not in (Precision, DoublePrecision, HalfPrecision):
+            told.append(("precision", type(plugin).__name__, "expected 32, 64, bf16 or 16, true or mixed"))
+        plan = plan_for_world(said, self._said)
+        if plan.pipe > 1:
+            told.append(("plan.pipe", plan.pipe, "losses are asked for one by one: expected 1"))
+        if plan.accumulate > 1:
+            known = "accumulate by fabric.no_backward_sync, and divide losses: expected 1"
+            told.append(("plan.accumulate", plan.accumulate, known))
+        refuse("EspalierStrategy", told)
+        return plan
+
+    @property
+    def readers(self) -> Readers:
+        """Which ranks read rows of their own.
+
+        Raises:
+            RuntimeError: ``fabric.launch()`` was not called yet.
+        """
+        if self._readers is None:
+            raise RuntimeError("The ranks have not met yet: call fabric.launch() first.")
+        return self._readers
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """A loader has a part of the rows for each rank that reads some of its own."""
+        return {"num_replicas": self.readers.size, "rank": self.readers.place}
+
+    # ---- what is set up
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """The model on an engine of its own, see :meth:`engine_of`."""
+        made = EngineModule(initialize(module, None, self.plan, mesh=self._mesh), "own")
+        self._modules.append(made)
+        return made
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer, which its model's engine steps."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for module in self._modules:
+            if any(id(p) in held for p in module.parameters()):
+                module.engine.attach(optimizer)
+        return optimizer
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: the engine puts each rank's part of a model on its device."""
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Models that are built in it have no memory before they are set up, and then the values that their
+        constructors draw."""
+        stack = ExitStack()
+        stack.enter_context(self.precision.module_init_context())
+        stack.enter_context(deferred())
+        return stack
+
+    def engine_of(self, module: nn.Module) -> Engine:
+        """The engine that trains a model that was set up, given as ``fabric.setup`` gave it or as it was."""
+        plain = getattr(module, "_original_module", module)
+        return next(known.engine for known in self._modules if plain in (known, known.module))
+
+    # ---- states
+
+    def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> Any:
+        """With plain whole tensors (a collective)."""
+        return whole_states(optimizer.state_dict())
+
+    # ---- values of all ranks: of each that reads rows
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Stacked, ``[ranks that read rows, ...]``; those of ranks that share a batch once."""
+        made = super().all_gather(tensor, group, sync_grads)
+        return made[self.readers.firsts] if self.readers.is_shared and _is_world(group) else made
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The sum or mean of all ranks' tensors, in place; of ranks that share a batch one counts."""
+        made = super().all_reduce(tensor, group, reduce_op)
+        is_sum = reduce_op == "sum" or reduce_op == torch.distributed.ReduceOp.SUM
+        if not (is_sum and self.readers.is_shared and _is_world(group) and isinstance(made, torch.Tensor)):
+            return made
+        return made.copy_(self.readers.one_of_each(made))
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any of them, say yes."""
+        assert self._mesh is not None
+        said = gather_objects(bool(decision), self._mesh) if self._mesh.size() > 1 else [bool(decision)]
+        return False not in said if all else True in said
+
+
+class _NoSync(_BackwardSyncControl):
+    """Backward passes that only accumulate."""
+
+    def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[Any]:
+        return module.no_sync() if enabled else nullcontext()
+
+
+def _is_world(group: Any) -> bool:
+    return group is None or group.size() == torch.distributed.get_world_size()
+
+
+__all__ = ["EspalierStrategy"]

@@ -1,0 +1,106 @@
+"""compat.fabric.EspalierStrategy against Fabric's own: one program, with other imports, under plans."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+needs = "needs Lightning Fabric: pip install --no-deps lightning-fabric lightning-utilities"
+pytest.importorskip("lightning_fabric", reason=needs)
+
+PROGRAMS = Path(__file__).parent.parent.parent / "examples" / "coming_from"
+TOLERANCE = 2e-6  # float32
+
+
+def run(name: str, **options: Any) -> list[float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return runpy.run_path(str(PROGRAMS / f"{name}.py"))["main"](**options)
+
+
+def theirs(rank: int, world: int, batch: int) -> list[float]:
+    return run("fabric", batch=batch, devices=world)
+
+
+def close(expected: list[float], found: list[float], what: Any, tolerance: float = TOLERANCE) -> None:
+    assert len(expected) == len(found), (what, expected, found)
+    for i, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert abs(a - b) < tolerance * max(1.0, abs(a)), (what, i, a, b)
+
+
+def programs(rank: int, world: int, alone: list[float]) -> None:
+    expected = run("fabric")
+    for options in ({}, {"plan": {"data": 2, "zero": 3}}):
+        close(expected, run("fabric_here", **options), options)
+    close(alone, run("fabric_here", batch=32, plan={"tensor": 2}), "tensor")
+    close(run("fabric", precision="bf16-mixed"), run("fabric_here", precision="bf16-mixed"), "bf16", 0.02)
+    exact = run("fabric", precision="64-true")
+    close(exact, run("fabric_here", precision="64-true", plan={"data": 2, "zero": 2}), "float64", 1e-12)
+
+
+def shared(rank: int, world: int) -> None:
+    """Ranks that share a batch count once; what is refused."""
+    from lightning_fabric import Fabric
+
+    from espalier.compat.fabric import EspalierStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=EspalierStrategy({"tensor": 2}))
+    fabric.launch()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed.nn.functional.all_gather is deprecated")
+        assert fabric.all_gather(torch.tensor([7.0])).tolist() == [[7.0]]
+    assert fabric.all_reduce(torch.tensor(3), reduce_op="sum").item() == 3
+    assert fabric.all_reduce(torch.tensor(3.0), reduce_op="mean").item() == 3.0
+    assert fabric.strategy.reduce_boolean_decision(rank == 0, all=False)
+    assert not fabric.strategy.reduce_boolean_decision(rank == 0)
+    net = nn.Linear(4, 2)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    fabric.backward(model(torch.ones(3, 4)).sum())
+    fabric.clip_gradients(model, optimizer, clip_val=0.5)
+    optimizer.step()
+    engine = fabric.strategy.engine_of(model)
+    assert engine.module is net and engine.plan.axes["tensor"] == 2
+    assert model.state_dict()["weight"].shape == (2, 4)
+    with pytest.raises(ValueError, match="find_unused_parameters"):
+        EspalierStrategy(find_unused_parameters=True)
+    for plan, word in (({"pipe": 2}, "plan.pipe"), ({"data": 2, "accumulate": 2}, "plan.accumulate")):
+        with pytest.raises(ValueError, match=word):
+            Fabric(accelerator="cpu", devices=2, strategy=EspalierStrategy(plan)).launch()
+
+
+def test_a_program_with_another_import(ranks: Any) -> None:
+    (alone,) = ranks(1, theirs, 32)
+    ranks(2, programs, alone)
+
+
+def test_ranks_that_share_a_batch(ranks: Any) -> None:
+    ranks(2, shared)
+
+
+def test_fabrics_own_launcher() -> None:
+    """It starts the other ranks itself: no RANK in the environment."""
+    environment = {
+        name: x for name, x in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    told = subprocess.run(
+        [sys.executable, PROGRAMS / "fabric_here.py"], env=environment, capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count("of 58 right") == 1, told.stdout
+
+
+def test_the_two_files_differ_in_their_imports_alone() -> None:
+    bodies = [
+        (PROGRAMS / f"{name}.py").read_text("utf-8").partition("\n\n\n")[2]
+        for name in ("fabric", "fabric_here")
+    ]
+    assert bodies[0] == bodies[1] != ""
