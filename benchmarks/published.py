@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import math
 import statistics
@@ -38,12 +39,14 @@ _PROFILES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")
 _BARS = {"korthikanti": 0.05, "sc21-t1": 0.05}
 _GRID = {
     "ceiling": (0.35, 0.42, 0.5, 0.58, 0.66, 0.74, 0.82, 0.9),
+    "memory_share": (0.5, 0.6, 0.7, 0.8),
     "unfused": (0.15, 0.3, 0.45, 0.7, 1.0),
     "host_us_per_op": (1.0, 3.0, 6.0, 10.0, 14.0, 19.0, 25.0, 32.0, 40.0),
     "attention_ceiling": (None, 0.2, 0.27, 0.35, 0.45, 0.6),
 }
 _OF_A_GPU = ("ceiling", "attention_ceiling")
-_ORDER = ("ceiling", "unfused", "host_us_per_op", "attention_ceiling", "ceiling", "unfused")
+_ORDER = ("ceiling", "unfused", "host_us_per_op", "attention_ceiling", "memory_share", "ceiling", "unfused")
+_NEAR = 0.88, 0.94, 1, 1.06, 1.12
 
 
 class Run(NamedTuple):
@@ -214,7 +217,7 @@ def fitted(runs: list[Run]) -> str:
     Where the runs are of several GPUs, each has its own share of the peak.
     """
     name = runs[0].row["profile"]
-    begun = {"ceiling": 0.66, "unfused": 0.45, "host_us_per_op": 3.0}
+    begun = {"ceiling": 0.66, "memory_share": 0.8, "unfused": 0.45, "host_us_per_op": 3.0}
     kernels = ("flash", "math")
     common, error = min((_fit(runs, {"attention": x, **begun}, _ORDER) for x in kernels), key=lambda x: x[1])
     lines = [f"[profile.{name}]", *_lines(common)]
@@ -243,11 +246,12 @@ def _fit(runs: list[Run], kept: dict[str, Any], order: Iterable[str]) -> tuple[d
 
     for key in order:
         kept = min(({**kept, key: value} for value in _GRID[key]), key=error)
-    # ...and between two of the grid
-    for key in ("ceiling", "attention_ceiling"):
-        if kept.get(key):
-            near = [round(kept[key] * n, 3) for n in (0.88, 0.94, 1, 1.06, 1.12)]
-            kept = min(({**kept, key: min(value, 1.0)} for value in near), key=error)
+    # ...and between two of the grid; what is slow in memory looks like what is slow in products
+    for keys in (("ceiling", "memory_share", "unfused"), ("attention_ceiling",)):
+        known = [key for key in keys if kept.get(key)]
+        near = [[min(round(kept[key] * n, 3), 1.0) for n in _NEAR] for key in known]
+        mixes = [dict(zip(known, values, strict=True)) for values in itertools.product(*near)]
+        kept = min(({**kept, **mix} for mix in mixes), key=error)
     return kept, error(kept)
 
 
