@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from espalier.checkpoint.index import FormatError
+from espalier.checkpoint.megatron import in_names_of
 from espalier.checkpoint.sources import TREES, TensorSource, open_any
 from espalier.layout.layout import Box
 from espalier.texts import listed
@@ -31,6 +32,12 @@ def tied(model: nn.Module) -> dict[str, str]:
         kept = next((n for n in names if not any(p.search(n) for p in later)), names[0])
         first_names.update({name: kept for name in names if name != kept})
     return first_names
+
+
+def _config_of(model: nn.Module) -> Mapping[str, Any] | None:
+    """A model's config as config.json has it, if it is one of transformers."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    return to_dict() if callable(to_dict) else None
 
 
 def load_into(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -76,6 +83,7 @@ class Foreign(TensorSource):
         self, source: TensorSource, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
         super().__init__(source.path)
+        source = in_names_of(source, _config_of(model))
         self._source = source
         state = model.state_dict(keep_vars=True)
         ties = tied(model)

@@ -26,6 +26,7 @@ from torch.serialization import skip_data
 
 from espalier.checkpoint.folder import INDEX, SEAL, TORCH, commit, hidden, prepare, torch_metadata
 from espalier.checkpoint.index import Boxes, FormatError, Index, TensorInfo, encode
+from espalier.checkpoint.megatron import Composed, as_megatron, config_in, in_names_of
 from espalier.checkpoint.sources import DTYPES, SHARDS, TREES, Checkpoint, TensorSource, flat, open_any
 from espalier.checkpoint.tensor_file import CENTRAL, TensorFile
 from espalier.files import bytes_of, write_file
@@ -264,6 +265,7 @@ class FolderSink(Target):
         ties: further names.
         values: for torch's tools, by their whole names.
         ours: make a checkpoint that ``engine.load(model_only=True)`` takes, too.
+        files: further ones, by name.
     """
 
     def __init__(
@@ -274,8 +276,9 @@ class FolderSink(Target):
         values: Mapping[str, Any],
         *,
         ours: bool = False,
+        files: Mapping[str, bytes] | None = None,
     ) -> None:
-        self._out, self._values, self._ours = out, values, ours
+        self._out, self._values, self._ours, self._beside = out, values, ours, files or {}
         if ours:
             self._hidden = hidden(out, 0, secrets.token_hex(4))
             prepare(self._hidden)
@@ -315,6 +318,8 @@ class FolderSink(Target):
                 torch.save(value, buffer)
                 places[name] = file.name.rpartition("/")[2], file.tell(), buffer.tell()
                 file.write(buffer.getvalue())
+        for name, content in self._beside.items():
+            write_file(self._hidden / name, content)
         write_file(self._hidden / TORCH, torch_metadata(index, places))
         self._hidden.rename(self._out)
 
@@ -359,8 +364,7 @@ def laid_out(
         return sink
     if form not in (*FORMATS, "espalier"):
         raise ValueError(f"format = {form!r}: expected one of {', '.join(FORMATS)}.")
-    if any(path.iterdir()) if path.is_dir() else path.exists():
-        raise ValueError(f"{path} exists: nothing is written over. Give another path, or remove it first.")
+    _see_free(path)
     if form in ("dcp", "espalier"):
         return FolderSink(path, entries, ties, values or {}, ours=form == "espalier")
     sink = FileSink()
@@ -373,6 +377,11 @@ def laid_out(
         sink.__exit__(type(error))
         raise
     return sink
+
+
+def _see_free(path: Path) -> None:
+    if any(path.iterdir()) if path.is_dir() else path.exists():
+        raise ValueError(f"{path} exists: nothing is written over. Give another path, or remove it first.")
 
 
 def export(
@@ -391,13 +400,14 @@ def export(
         source: a checkpoint, or weights: what :func:`open_any` reads.
         out: a new folder; for ``"torch"`` a new file.
         form: ``"safetensors"``, ``"torch"``, or ``"dcp"``, which has the optimizer of a checkpoint of ours
-            too, as ``get_state_dict`` lays it out; ``"espalier"``: a folder of our own checkpoints.
+            too, as ``get_state_dict`` lays it out; ``"megatron"``: a folder of Megatron-core's
+            (``torch_dist``), with it as well; ``"espalier"``: a folder of our own checkpoints.
         dtype: of floating-point weights; by default their own.
         shard_gigabytes: (10^9 bytes) of a file of safetensors.
         tree: the dict, of those nested in the source, that holds the weights; by default ``model`` or the
             like, or the only one.
         companions: a folder whose files beside weights (config.json, a tokenizer) are copied to the new one;
-            by default the source, if it is a folder.
+            by default the source, if it is a folder. Its config.json says Megatron's names from others'.
 
     Returns:
         how many tensors were written.
@@ -405,7 +415,8 @@ def export(
     Raises:
         ValueError: the source cannot be read, or nothing be written.
     """
-    opened, out, root = open_any(source), Path(out), root_of(form)
+    config = config_in(Path(companions if companions is not None else source))
+    opened, out, root = in_names_of(open_any(source), config), Path(out), root_of(form)
     names = {f"{root}{name}": theirs for name, theirs in weights_in(opened, tree).items()}
     values: dict[str, Any] = {}
     first: dict[Any, str] = {}
@@ -415,7 +426,9 @@ def export(
         if kept != name:
             ties[name] = kept
     entries = {name: opened.entries[theirs].cast(dtype) for name, theirs in names.items() if name not in ties}
-    if form == "dcp" and isinstance(opened, Checkpoint):
+    if form == "megatron":
+        return _export_megatron(opened, out, {n: x for n, x in names.items() if n not in ties}, config, dtype)
+    if form == "dcp" and isinstance(opened, Checkpoint | Composed):
         values = _options(opened)
         states = {name: name for name in opened.entries if name.startswith("optimizer.state.")}
         names |= states
@@ -437,8 +450,34 @@ def export(
     return len(entries)
 
 
-def _options(checkpoint: Checkpoint) -> dict[str, Any]:
+def _export_megatron(
+    opened: TensorSource,
+    out: Path,
+    weights: Mapping[str, str],
+    config: Mapping[str, Any] | None,
+    dtype: torch.dtype | None,
+) -> int:
+    """A folder of Megatron's, with the optimizer that :func:`_options` knows."""
+    _see_free(out)
+    options = _options(opened) if isinstance(opened, Checkpoint | Composed) else {}
+    made = as_megatron(opened, config, weights, options)
+    entries = {
+        key: entry if key.startswith("optimizer.") else entry.cast(dtype)
+        for key, entry in made.tensors.entries.items()
+    }
+
+    def read(key: str, box: Box) -> torch.Tensor:
+        return made.tensors.read(key, box).to(entries[key].dtype)
+
+    with FolderSink(out, entries, {}, made.values, files=made.files) as sink:
+        stream(entries, read, sink.write)
+    return len(entries)
+
+
+def _options(checkpoint: Checkpoint | Composed) -> dict[str, Any]:
     """What an optimizer keeps beside tensors, named as torch's distributed checkpoint does."""
+    if isinstance(checkpoint, Composed):
+        return dict(checkpoint.values)
     known = checkpoint.values.get("optimizer")
     options: dict[str, Any] = {}
     for i, group in enumerate(known["groups"] if known else ()):

@@ -128,6 +128,7 @@ def open_any(path: str | os.PathLike[str]) -> TensorSource:
 
 
 def _folder(path: Path) -> TensorSource:
+    path = _iteration(path)
     if (path / SEAL).exists() or (path / INDEX).exists():
         return Checkpoint(path)
     if saved := checkpoints(path):
@@ -146,6 +147,16 @@ def _folder(path: Path) -> TensorSource:
         f"{path} holds no weights: expected .metadata of a distributed checkpoint, *.safetensors (with "
         "*.safetensors.index.json, if there are several), or a file of torch.save (*.pt, *.pth, *.bin)."
     )
+
+
+def _iteration(path: Path) -> Path:
+    """The folder that Megatron's tracker names; the folder itself if there is none."""
+    tracker = path / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        return path
+    with told(tracker, "Megatron's tracker"):
+        said = tracker.read_text("utf-8").strip()
+        return path / (said if said == "release" else f"iter_{int(said):07d}")
 
 
 def _only(paths: list[Path], path: Path) -> Path:
@@ -389,6 +400,8 @@ class _Values(Mapping[str, Any]):
 
 # ---- what others pickled
 
+_PLANNED = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+_MEGATRON = ("MCoreMetadata", "MCoreSavePlan")
 _METADATA = "torch.distributed.checkpoint.metadata"
 _CLASSES = {
     (_METADATA, "Metadata"),
@@ -400,6 +413,8 @@ _CLASSES = {
     (_METADATA, "StorageMeta"),
     (_METADATA, "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(("torch.distributed.checkpoint.planner", name) for name in _PLANNED),
+    *(("megatron.core.dist_checkpointing.strategies.torch", name) for name in _MEGATRON),
 }
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
 
@@ -442,7 +457,7 @@ def read_metadata(path: Path) -> Pickled:
     """
     with told(path, "the metadata of a distributed checkpoint"):
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
-        if not isinstance(metadata, Pickled) or metadata.kind != "Metadata":
+        if not isinstance(metadata, Pickled) or metadata.kind not in ("Metadata", "MCoreMetadata"):
             raise FormatError(
                 f"{path} holds no metadata of a distributed checkpoint, but something else. Use another copy."
             )

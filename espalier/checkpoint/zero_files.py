@@ -9,27 +9,18 @@ parameters do. Nothing that was pickled is executed: what is neither a tensor no
 from __future__ import annotations
 
 import math
-import pickle
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
 from espalier.checkpoint.index import FormatError
+from espalier.checkpoint.records import load_records
 
 MODEL, OPTIMIZER = "*model_states.pt", "*optim_states.pt"
-_PLAIN = {
-    "collections": ("OrderedDict",),
-    "builtins": ("set", "frozenset", "slice", "complex", "bytearray", "range"),
-    "torch._utils": ("_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_parameter_with_state"),
-    "torch._tensor": ("_rebuild_from_type_v2",),
-    "torch.nn.parameter": ("Parameter",),
-    "torch": ("Size", "Tensor"),
-}
 # options of DeepSpeed's own optimizers, which torch's have not
 _BESIDE = ("bias_correction", "step", "name", "use_muon", "adam_w_mode")
 _OWN = (
@@ -38,24 +29,6 @@ _OWN = (
     "checkpoint_parallel_dimensions global_samples dp_world_size mp_world_size ds_config ds_version "
     "micro_steps"
 ).split()
-
-
-class Record:
-    """Stands for an object of a class of theirs."""
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        self.given = given
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        known = name in _PLAIN.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        )
-        return super().find_class(module, name) if known else Record
 
 
 def is_zero(path: Path) -> bool:
@@ -246,11 +219,4 @@ def _files(path: Path, pattern: str) -> list[Path]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    module: Any = SimpleNamespace(Unpickler=_Unpickler, load=None, __name__="espalier")
-    try:
-        loaded = torch.load(path, map_location="cpu", pickle_module=module, weights_only=False)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise FormatError(f"{path} cannot be read as a checkpoint of DeepSpeed's: {error}") from None
-    if not isinstance(loaded, dict):
-        raise FormatError(f"{path} holds a {type(loaded).__name__}, expected a dict. Give another folder.")
-    return loaded
+    return load_records(path, "a checkpoint of DeepSpeed's")

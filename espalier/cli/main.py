@@ -71,6 +71,12 @@ To = Annotated[Path, typer.Argument(metavar="TO", help="What to write.", show_de
 Dtype = Annotated[
     str | None, typer.Option(help="Of the weights, as bfloat16; their own if not given.", show_default=False)
 ]
+Like = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", help="Whose config.json tells Megatron's names, and goes along.", show_default=False
+    ),
+]
 Tree = Annotated[str | None, typer.Option(help="The nested dict that holds the weights.", show_default=False)]
 
 
@@ -596,25 +602,33 @@ def doctor(
 def export(
     source: From,
     out: To,
-    form: Annotated[str, typer.Option("--format", help="safetensors, torch or dcp.")] = "safetensors",
+    form: Annotated[
+        str, typer.Option("--format", help="safetensors, torch, dcp or megatron.")
+    ] = "safetensors",
     dtype: Dtype = None,
     shard_gigabytes: Annotated[float, typer.Option(help="Largest file of safetensors, in 10^9 bytes.")] = 5.0,
     tree: Tree = None,
-    like: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Copy its config.json and tokenizer too.", show_default=False),
-    ] = None,
+    like: Like = None,
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint's weights for others: safetensors, torch.save, or torch's distributed checkpoint."""
+    """Write a checkpoint's weights for others: safetensors, torch.save, torch's distributed checkpoint, or
+    Megatron's.
+    """
     options: dict[str, Any] = {"shard_gigabytes": shard_gigabytes, "companions": like}
     _convert(source, out, form, dtype, tree, debug, **options)
 
 
 @app.command("import")
-def import_(source: From, out: To, dtype: Dtype = None, tree: Tree = None, debug: Debug = False) -> None:
+def import_(
+    source: From,
+    out: To,
+    dtype: Dtype = None,
+    tree: Tree = None,
+    like: Like = None,
+    debug: Debug = False,
+) -> None:
     """Make a folder of Espalier's checkpoints of others' weights, for engine.load(..., model_only=True)."""
-    _convert(source, out, "espalier", dtype, tree, debug)
+    _convert(source, out, "espalier", dtype, tree, debug, companions=like)
 
 
 def _convert(

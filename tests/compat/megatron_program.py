@@ -1,0 +1,187 @@
+"""A small GPT of Megatron-core on gloo ranks: trained, saved by Megatron itself, and loaded by it.
+
+Called as ``python megatron_program.py FOLDER KIND RANKS ACTION``; prints nothing. Megatron asks for CUDA in
+a few places although it computes on CPUs: there is nothing to wait for, and no other random stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+WORDS, PADDED = 60, 64
+SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48}
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt2": {"activation_func": F.gelu},
+    "llama": {
+        "num_query_groups": 2,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-6,
+    },
+}
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids, and what comes next."""
+    ids = torch.randint(WORDS, (2, 9), generator=torch.Generator().manual_seed(number))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def built(kind: str, ranks: int) -> Any:
+    """The model in float64."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import TransformerConfig
+
+    random.get_cuda_rng_tracker().fork = lambda *name: contextlib.nullcontext()
+    parallel_state.initialize_model_parallel(ranks)
+    config = TransformerConfig(
+        **SHAPE,
+        **KINDS[kind],
+        params_dtype=torch.float64,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=ranks,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+    torch.manual_seed(1)
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization=config.normalization),
+        vocab_size=PADDED,
+        max_sequence_length=16,
+        parallel_output=False,
+        position_embedding_type="rope" if kind == "llama" else "learned_absolute",
+        share_embeddings_and_output_weights=kind == "gpt2",
+    ).double()
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """Megatron's groups: matrices decay, biases and norms do not."""
+    held: list[list[torch.Tensor]] = [[], []]
+    for name, p in model.named_parameters():
+        held[p.ndim > 1 and not name.endswith(".bias")].append(p)
+    told = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    groups = [
+        {"params": held[1], "weight_decay": 0.1, "wd_mult": 1.0, **told},
+        {"params": held[0], "weight_decay": 0.0, "wd_mult": 0.0, **told},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Of the words that there are."""
+    n = ids.shape[1]
+    mask = torch.ones(1, 1, n, n).triu(1).bool()
+    out: torch.Tensor = model(ids, torch.arange(n).expand_as(ids), mask)
+    return out[..., :WORDS]
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Steps on all rows."""
+    for number in steps:
+        ids, labels = batch(number)
+        F.cross_entropy(logits_of(model, ids).flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def tree(model: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """What Megatron's FP32Optimizer makes of it."""
+    from megatron.core.dist_checkpointing.optimizer import (
+        get_param_id_to_sharded_param_map,
+        optim_state_to_sharding_state,
+    )
+
+    found: dict[str, Any] = {"model": model.sharded_state_dict()}
+    if optimizer is not None:
+        state = optimizer.state_dict()
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        sharded = get_param_id_to_sharded_param_map(model.sharded_state_dict(), held)
+        step = next(iter(state["state"].values()))["step"]
+        optim_state_to_sharding_state(state, sharded, exclude_keys="step")
+        state["state"]["common_step"] = step
+        found["optimizer"] = state
+    return found
+
+
+def load(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """What Megatron does with what it loads."""
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load(tree(model, optimizer), folder)
+    model.load_state_dict(loaded["model"])
+    state = loaded["optimizer"]
+    step = torch.as_tensor(state["state"].pop("common_step"), dtype=torch.float32)
+    for each in state["state"].values():
+        each["step"] = step.clone()
+    optimizer.load_state_dict(state)
+
+
+def main(rank: int, folder: str, kind: str, ranks: int, action: str) -> None:
+    """Train and save, twice; or load what stands in ``ours``, train, and save."""
+    warnings.simplefilter("ignore")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.cuda.synchronize = lambda device=None: None  # type: ignore[method-assign]
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[method-assign,assignment,return-value]
+    dist.init_process_group("gloo", f"file://{folder}/{action}.store", rank=rank, world_size=ranks)
+    from megatron.core import dist_checkpointing
+
+    def save(name: str, more: dict[str, Any]) -> None:
+        if rank == 0:
+            os.makedirs(f"{folder}/{name}")
+        dist.barrier()
+        common = {"args": argparse.Namespace(bf16=True), "iteration": 2, "checkpoint_version": 3.0}
+        dist_checkpointing.save({**more, **common}, f"{folder}/{name}")
+
+    import argparse
+
+    model = built(kind, ranks)
+    optimizer = optimizer_of(model)
+    if action == "save":
+        train(model, optimizer, range(2))
+        save("theirs", tree(model, optimizer))
+        with torch.no_grad():
+            logits = logits_of(model, batch(9)[0])
+        if rank == 0:
+            torch.save(logits, f"{folder}/logits.pt")
+        train(model, optimizer, range(2, 5))
+        save("end", tree(model, None))
+        train(model, optimizer, range(5, 7))
+        save("late", tree(model, None))
+    else:
+        load(model, optimizer_with_states(model, optimizer), f"{folder}/ours")
+        train(model, optimizer, range(5, 7))
+        save("again", tree(model, None))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def optimizer_with_states(model: Any, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """One that has made its states, which loading fills."""
+    train(model, optimizer, range(1))
+    return optimizer
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(
+        main, (sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]), nprocs=int(sys.argv[3])
+    )

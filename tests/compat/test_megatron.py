@@ -1,0 +1,282 @@
+"""Megatron-core's checkpoints in and out: its own, and such as are made here by its keys."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn import functional as F
+
+import espalier
+from espalier.checkpoint.foreign import Foreign, load_into
+from espalier.checkpoint.index import FormatError
+from espalier.checkpoint.sinks import export
+from espalier.checkpoint.sources import open_any
+from tests.compat.megatron_program import SHAPE, WORDS, batch
+
+pytest.importorskip("transformers")
+PROGRAM = Path(__file__).with_name("megatron_program.py")
+BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+
+
+def model_of(kind: str, seed: int) -> nn.Module:
+    """transformers' model of the program's sizes, in float64, with weights of its own."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": SHAPE["hidden_size"],
+        "num_attention_heads": SHAPE["num_attention_heads"],
+        "num_hidden_layers": SHAPE["num_layers"],
+        "max_position_embeddings": 16,
+        "vocab_size": WORDS,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    inner = SHAPE["ffn_hidden_size"]
+    if kind == "gpt2":
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = AutoConfig.for_model(kind, n_inner=inner, activation_function="gelu", **dropout, **sizes)
+    else:
+        config = AutoConfig.for_model(kind, intermediate_size=inner, num_key_value_heads=2, **sizes)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():  # also of norms and biases, which are 1 and 0
+            p += 0.1 * torch.randn_like(p)
+    return model  # type: ignore[no-any-return]
+
+
+def optimizer_of(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
+    """Two groups, as Megatron makes them."""
+    held = list(model.parameters())
+    groups = [{"params": [p for p in held if p.ndim > 1]}, {"params": [p for p in held if p.ndim == 1]}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def loss_of(out: Any, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+
+
+# ---- made here, by the keys of the format
+
+
+def as_theirs(kind: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's tensors as Megatron lays them out, by reshaping whole ones."""
+    n, heads, hidden = SHAPE["num_layers"], SHAPE["num_attention_heads"], SHAPE["hidden_size"]
+    head = hidden // heads
+
+    def stacked(name: str, start: str) -> torch.Tensor:
+        return torch.stack([state[f"{start}{i}.{name}"] for i in range(n)])
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, torch.full((4, x.shape[1]), 7.0, dtype=x.dtype)])
+
+    made: dict[str, torch.Tensor] = {}
+    if kind == "gpt2":
+        start = "transformer.h."
+        for word in ("weight", "bias"):
+            qkv = stacked(f"attn.c_attn.{word}", start)
+            qkv = qkv.mT if word == "weight" else qkv.unsqueeze(-1)
+            parts = [x.reshape(n, heads, head, -1) for x in qkv.chunk(3, dim=1)]
+            qkv = torch.cat(parts, dim=2).reshape(n, 3 * hidden, -1)
+            made[f"self_attention.linear_qkv.{word}"] = qkv if word == "weight" else qkv.squeeze(-1)
+            for theirs, name in (
+                ("self_attention.linear_proj", "attn.c_proj"),
+                ("mlp.linear_fc1", "mlp.c_fc"),
+                ("mlp.linear_fc2", "mlp.c_proj"),
+            ):
+                x = stacked(f"{name}.{word}", start)
+                made[f"{theirs}.{word}"] = x.mT.contiguous() if word == "weight" else x
+            made[f"self_attention.linear_qkv.layer_norm_{word}"] = stacked(f"ln_1.{word}", start)
+            made[f"mlp.linear_fc1.layer_norm_{word}"] = stacked(f"ln_2.{word}", start)
+        outside = {
+            "embedding.word_embeddings.weight": padded(state["transformer.wte.weight"]),
+            "embedding.position_embeddings.weight": state["transformer.wpe.weight"],
+            "decoder.final_layernorm.weight": state["transformer.ln_f.weight"],
+            "decoder.final_layernorm.bias": state["transformer.ln_f.bias"],
+        }
+    else:
+        start = "model.layers."
+        split = [stacked(f"self_attn.{x}_proj.weight", start).reshape(n, 2, -1, hidden) for x in "qkv"]
+        made["self_attention.linear_qkv.weight"] = torch.cat(split, dim=2).reshape(n, -1, hidden)
+        gated = [stacked(f"mlp.{x}_proj.weight", start) for x in ("gate", "up")]
+        made["mlp.linear_fc1.weight"] = torch.cat(gated, dim=1)
+        made["self_attention.linear_proj.weight"] = stacked("self_attn.o_proj.weight", start)
+        made["mlp.linear_fc2.weight"] = stacked("mlp.down_proj.weight", start)
+        made["self_attention.linear_qkv.layer_norm_weight"] = stacked("input_layernorm.weight", start)
+        made["mlp.linear_fc1.layer_norm_weight"] = stacked("post_attention_layernorm.weight", start)
+        outside = {
+            "embedding.word_embeddings.weight": padded(state["model.embed_tokens.weight"]),
+            "output_layer.weight": padded(state["lm_head.weight"]),
+            "decoder.final_layernorm.weight": state["model.norm.weight"],
+        }
+    return {f"decoder.layers.{key}": x for key, x in made.items()} | outside
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], common: dict[str, Any]) -> None:
+    """As Megatron lays files out; its arguments are an object of a class."""
+    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    torch.save({"args": argparse.Namespace(bf16=True), "iteration": 3, **common}, folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps(BACKENDS))
+
+
+def trained(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = model_of(kind, seed=1)
+    optimizer = optimizer_of(model, lr=0.01)
+    for number in range(2):
+        ids, labels = batch(number)
+        loss_of(model(ids), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("master", ["param", "fp32_param", None])
+def test_by_the_keys_of_the_format(tmp_path: Path, kind: str, master: str | None) -> None:
+    """In, as the distributed optimizer, the one for 16 bits and the plain one write; and out again."""
+    model, optimizer = trained(kind)
+    state = dict(model.state_dict())
+    names = dict(model.named_parameters())
+    kinds = ("exp_avg", "exp_avg_sq")
+    states = {key: {name: optimizer.state[p][key] for name, p in names.items()} for key in kinds}
+    tensors = as_theirs(kind, state)
+    for key, held in states.items():
+        tensors |= {f"optimizer.state.{key}.{at}": x for at, x in as_theirs(kind, held).items()}
+    if master is not None:  # weights beside masters are rounded
+        tensors |= {f"optimizer.state.{master}.{at}": x for at, x in as_theirs(kind, state).items()}
+        tensors |= {at: x.bfloat16() for at, x in as_theirs(kind, state).items()}
+    given = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "lr_mult": 1.0}
+    groups = [{**given, "weight_decay": 0.01 * i, "wd_mult": float(i)} for i in (0, 1)]
+    said: dict[str, Any] = {"param_groups": groups, "state": {"common_step": torch.tensor(2.0)}}
+    if master == "param":
+        said = {"optimizer": {"param_groups": [{**group, "step": 2} for group in groups]}}
+    write(tmp_path / "run" / "iter_0000003", tensors, {"optimizer": said})
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("3")
+
+    def check(path: Path) -> None:
+        other = model_of(kind, seed=2)
+        adam = optimizer_of(other)
+        load_into(other, path)
+        assert all(torch.equal(x, state[name]) for name, x in other.state_dict().items())
+        found = Foreign(open_any(path), other, adam)
+        for name in names:
+            for key in kinds:
+                assert torch.equal(found.read(f"optimizer.state.{name}.{key}"), states[key][name])
+            assert found.read(f"optimizer.state.{name}.step") == 2
+        decay = {
+            n: g["options"]["weight_decay"] for g in found.values["optimizer"]["groups"] for n in g["names"]
+        }
+        assert decay == {name: 0.01 * (p.ndim > 1) for name, p in names.items()}
+
+    check(tmp_path / "run")
+    if master != "param":
+        return
+    model.config.save_pretrained(tmp_path / "hub")  # type: ignore[operator,union-attr]
+    export(tmp_path / "run", tmp_path / "back", "megatron", companions=tmp_path / "hub")
+    back = dcp.FileSystemReader(tmp_path / "back").read_metadata().state_dict_metadata
+    found = {
+        key: torch.empty(x.size, dtype=x.properties.dtype) for key, x in back.items() if hasattr(x, "size")
+    }
+    dcp.load(found, checkpoint_id=tmp_path / "back", no_dist=True)
+    for key, x in found.items():
+        right = tensors[key if key.startswith("optimizer.") else f"optimizer.state.param.{key}"]
+        rows = (slice(0, WORDS),) if "word_embeddings" in key or "output_layer" in key else (...,)
+        assert torch.equal(x, right[rows]), key
+    assert found.keys() == {key for key in tensors if not key.startswith("optimizer.state.param.")}
+    check(tmp_path / "back")
+    assert export(tmp_path / "run", tmp_path / "ours", "espalier", companions=tmp_path / "hub") == len(names)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_layers_apart_and_what_is_told(tmp_path: Path) -> None:
+    model = model_of("llama", seed=1)
+    state = dict(model.state_dict())
+    tensors = as_theirs("llama", state)
+    apart = {key: x for key, x in tensors.items() if not key.startswith("decoder.layers.")}
+    for key in tensors.keys() - apart.keys():
+        end = key.removeprefix("decoder.layers.").replace(
+            "self_attention.linear_qkv.layer_norm", "input_layernorm."
+        )
+        apart |= {f"decoder.layers.{i}.{end.replace('._', '.')}": x for i, x in enumerate(tensors[key])}
+    write(tmp_path / "apart", apart, {})
+    other = model_of("llama", seed=2)
+    load_into(other, tmp_path / "apart")
+    assert all(torch.equal(x, state[name]) for name, x in other.state_dict().items())
+
+    with pytest.raises(FormatError, match="holds no optimizers"):
+        Foreign(open_any(tmp_path / "apart"), other, optimizer_of(other))
+    with pytest.raises(FormatError, match="no gpt2 has:"):
+        load_into(model_of("gpt2", seed=2), tmp_path / "apart")
+    with pytest.raises(FormatError, match=r"give a folder with the config.json .*--like"):
+        export(tmp_path / "apart", tmp_path / "out")
+    flat = {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(1, 1, 4)}
+    write(tmp_path / "flat", {**apart, **flat}, {})
+    with pytest.raises(FormatError, match=r"is flat, as megatron.core before 0.14"):
+        load_into(other, tmp_path / "flat")
+
+
+# ---- Megatron's own
+
+
+def program(folder: Path, kind: str, action: str) -> None:
+    """Run it, on two tensor-parallel ranks."""
+    path = os.pathsep.join(x for x in (str(PROGRAM.parents[2]), *sys.path) if x)
+    command = [sys.executable, str(PROGRAM), str(folder), kind, "2", action]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+
+
+def onward(rank: int, world: int, folder: str, kind: str) -> None:
+    """Three steps from what Megatron saved, on another plan than its."""
+    model = model_of(kind, seed=2)
+    optimizer = optimizer_of(model)
+    plan = {"data": 2, "zero": 3} if kind == "gpt2" else {"tensor": 2}
+    engine = espalier.initialize(model, optimizer, plan, loss_fn=loss_of, example=batch(0)[0])
+    engine.load_weights(f"{folder}/theirs", optimizer=True)
+    for number in range(2, 5):
+        engine.train_step(batch(number))
+    kept = engine.save(f"{folder}/kept")
+    if rank == 0:
+        model.config.save_pretrained(f"{folder}/hub")  # type: ignore[operator,union-attr]
+        export(kept, f"{folder}/ours", "megatron", companions=f"{folder}/hub")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs Megatron: pip install --no-deps megatron-core"
+)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_training_goes_on(ranks: Any, tmp_path: Path, kind: str) -> None:
+    """There, here, and there again; transformers' Llama takes norms in float32."""
+    near = {"rtol": 1e-9, "atol": 1e-12} if kind == "gpt2" else {"rtol": 1e-5, "atol": 2e-6}
+    program(tmp_path, kind, "save")
+    plain = model_of(kind, seed=3)
+    load_into(plain, tmp_path / "theirs")
+    with torch.no_grad():
+        logits = plain.eval()(batch(9)[0]).logits
+    torch.testing.assert_close(logits, torch.load(tmp_path / "logits.pt"), **near)
+
+    ranks(2, onward, str(tmp_path), kind)
+    program(tmp_path, kind, "load")
+    for ours, theirs in (("ours", "end"), ("again", "late")):
+        found, right = model_of(kind, seed=4), model_of(kind, seed=5)
+        load_into(found, tmp_path / ours)
+        load_into(right, tmp_path / theirs)
+        for name, x in found.state_dict().items():
+            torch.testing.assert_close(x, right.state_dict()[name], **near)
