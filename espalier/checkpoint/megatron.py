@@ -33,6 +33,7 @@ _BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 _LAYERS = "decoder.layers."
 _STATE = "optimizer.state."
 MASTERS = ("param", "fp32_param")  # of the distributed optimizer and of the one for 16 bits
@@ -316,9 +317,11 @@ def in_names_of(source: TensorSource, config: Mapping[str, Any] | None) -> Tenso
     weights = {key for key in source.entries if not key.startswith("optimizer.")}
     stacked = not any(key.startswith(f"{_LAYERS}0.") for key in weights)
     table = [place for place in places(config, stacked=stacked) if place.key in weights]
-    if unknown := sorted(weights - {place.key for place in table}):
+    wrong = [f"{key} is not in it" for key in sorted(weights - {place.key for place in table})]
+    wrong += _other_sizes(source, table)
+    if wrong:
         raise FormatError(
-            listed(f"{source.path} holds what no {config['model_type']} has:", unknown, 8)
+            listed(f"{source.path} does not hold the weights of this {config['model_type']}:", wrong, 8)
             + "\nGive the config of the model that was saved."
         )
     kinds = _kinds_of(source, weights)
@@ -326,7 +329,7 @@ def in_names_of(source: TensorSource, config: Mapping[str, Any] | None) -> Tenso
     for box, there, turned, name, key in ((p.box, p.there, p.turned, p.name, p.key) for p in table):
         master = next((f"{_STATE}{k}.{key}" for k in MASTERS if k in kinds), key)
         parts[f"model.{name}"].append(_Part(box, master, there, turned))
-        for kind in kinds - {*MASTERS}:
+        for kind in (k for k in kinds if k not in MASTERS):
             parts[f"{_STATE}{name}.{kind}"].append(_Part(box, f"{_STATE}{kind}.{key}", there, turned))
     shapes = {name: len(parts[f"model.{name}"][0].box.sizes) for name in dict.fromkeys(p.name for p in table)}
     steps, values = _options(source, shapes) if kinds else ({}, {})
@@ -335,7 +338,21 @@ def in_names_of(source: TensorSource, config: Mapping[str, Any] | None) -> Tenso
     return found
 
 
-def _kinds_of(source: TensorSource, weights: Collection[str]) -> set[str]:
+def _other_sizes(source: TensorSource, table: Iterable[Place]) -> list[str]:
+    """A line for each tensor whose size is not what the places in it need; words may be padded."""
+    ends: dict[str, list[int]] = {}
+    for place in table:
+        end = [o + n for o, n in zip(place.there.offsets, place.there.sizes, strict=True)]
+        ends[place.key] = [*map(max, ends.get(place.key, end), end)]
+    wrong = []
+    for key, end in ends.items():
+        shape = list(source.entries[key].shape)
+        if shape != end and not (key in _PADDED and shape[1:] == end[1:] and shape[0] > end[0]):
+            wrong.append(f"{key} is {shape}, expected {end}")
+    return wrong
+
+
+def _kinds_of(source: TensorSource, weights: Collection[str]) -> list[str]:
     """The kinds of states that lie as the weights do."""
     found: dict[str, set[str]] = defaultdict(set)
     for name in source.entries:
@@ -347,7 +364,7 @@ def _kinds_of(source: TensorSource, weights: Collection[str]) -> set[str]:
                     f"{source.path}: {name} is flat, as megatron.core before 0.14 wrote it. Save it again by "
                     "a later one, with dist_ckpt_optim_fully_reshardable."
                 )
-    return {kind for kind, keys in found.items() if len(keys) == len(weights)}
+    return [kind for kind, keys in found.items() if len(keys) == len(weights)]
 
 
 def _options(source: TensorSource, dims: Mapping[str, int]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -217,8 +217,11 @@ def test_layers_apart_and_what_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(FormatError, match="holds no optimizers"):
         Foreign(open_any(tmp_path / "apart"), other, optimizer_of(other))
-    with pytest.raises(FormatError, match="no gpt2 has:"):
+    with pytest.raises(FormatError, match=r"linear_fc1.weight is \[96, 32\], expected \[48, 32\]"):
         load_into(model_of("gpt2", seed=2), tmp_path / "apart")
+    write(tmp_path / "routed", {**apart, "decoder.layers.0.mlp.router.weight": torch.ones(2)}, {})
+    with pytest.raises(FormatError, match=r"layers.0.mlp.router.weight is not in it"):
+        load_into(other, tmp_path / "routed")
     with pytest.raises(FormatError, match=r"give a folder with the config.json .*--like"):
         export(tmp_path / "apart", tmp_path / "out")
     flat = {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(1, 1, 4)}
