@@ -113,7 +113,8 @@ class Foreign(TensorSource):
             names = {id(x): name for name, x in reversed(state.items())}
             order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
             known = {name.removeprefix(cut): names[id(x)] for name, x in state.items() if id(x) in names}
-            reader = _Optimizer(source, order, known, optimizer)
+            reader = StoredOptimizer(source, order, known)
+            reader.check(order, optimizer)
             self._names |= {f"optimizer.state.{at}": [theirs] for at, theirs in reader.tensors.items()}
             self.values = {"optimizer": {"groups": reader.groups, "states": reader.states}}
         self.entries = {name: source.entries[theirs[0]] for name, theirs in self._names.items()}
@@ -159,26 +160,24 @@ _GROUPS = re.compile(r"(?P<tree>(?:.*\.)?)param_groups\.")
 _BESIDE = ("params", "param_names", "initial_lr")  # what lies among options, and is none
 
 
-class _Optimizer:
+class StoredOptimizer:
     """What a source holds of an optimizer, as torch's ``get_state_dict`` or ``state_dict`` lay it out.
 
     Args:
-        order: names of the parameters, as the optimizer holds them.
+        order: names of the parameters, as the optimizer holds them; none, where that is not known.
         known: names in the source, to those.
 
     Attributes:
         tensors: ``NAME.KEY`` to the name in the source.
         states: by name and key, those that are no tensors.
         groups: names and options.
+
+    Raises:
+        FormatError: there is none, or more than one; its parameters have no names; states were lost.
     """
 
-    def __init__(
-        self,
-        source: TensorSource,
-        order: Sequence[str],
-        known: Mapping[str, str],
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
+    def __init__(self, source: TensorSource, order: Sequence[str], known: Mapping[str, str]) -> None:
+        self._source = source
         every = [*source.entries, *source.values]
         trees = {match["tree"] for name in every if (match := _GROUPS.match(name))}
         if len(trees) != 1:
@@ -199,7 +198,6 @@ class _Optimizer:
                 self.tensors[f"{of[word]}.{key}"] = theirs
             else:
                 self.states.setdefault(of[word], {})[key] = source.values[theirs]
-        self._check(source, order, optimizer)
         self._check_apart(source)
 
     def _read_groups(
@@ -222,22 +220,30 @@ class _Optimizer:
                     of[str(word)] = order[len(of)]  # numbered as they come
                 elif str(word) in known:
                     of[str(word)] = known[str(word)]
+                elif isinstance(word, int) and not order:
+                    raise FormatError(
+                        f"{source.path} numbers the optimizer's parameters, and their names are not in it: "
+                        "load it into the model, engine.load_weights(path, optimizer=True)."
+                    )
             names = [of[str(word)] for word in words if str(word) in of]
             kept = {key: value for key, value in group_options.items() if key not in _BESIDE}
             self.groups.append({"names": names, "options": kept})
         return of
 
-    def _check(self, source: TensorSource, order: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
+    def check(self, order: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
+        """See that it is of such an optimizer.
+
+        Raises:
+            FormatError: it is not.
+        """
         there = {name for group in self.groups for name in group["names"]}
         wrong = [f"{name} is not in it" for name in order if name not in there]
-        keys = {key for group in optimizer.param_groups for key in group}
-        strange = {key for group in self.groups for key in group["options"]} - keys
-        wrong += [f"it has the option {key}, which this one has not" for key in sorted(strange)]
+        wrong += strange_options(self.groups, optimizer)
         names = iter(order)
         grouped = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
         wrong += mixed_options(self.groups, grouped)
         if wrong:
-            first = f"{source.path} does not hold the state of this {type(optimizer).__name__}:"
+            first = f"{self._source.path} does not hold the state of this {type(optimizer).__name__}:"
             raise FormatError(
                 listed(first, wrong, 8)
                 + "\nBuild the optimizer that was saved, or load without optimizer=True."
@@ -262,6 +268,13 @@ class _Optimizer:
                     "offload_to_cpu=True. Save them with FullOptimStateDictConfig(offload_to_cpu=False), or "
                     "sharded."
                 )
+
+
+def strange_options(groups: Iterable[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> list[str]:
+    """A line for each option that an optimizer has elsewhere, and not here."""
+    keys = {key for group in optimizer.param_groups for key in group}
+    strange = {key for group in groups for key in group["options"]} - keys
+    return [f"it has the option {key}, which this one has not" for key in sorted(strange)]
 
 
 def mixed_options(groups: Iterable[Mapping[str, Any]], grouped: Sequence[Sequence[str]]) -> list[str]:

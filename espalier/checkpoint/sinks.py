@@ -25,6 +25,7 @@ import torch
 from torch.serialization import skip_data
 
 from espalier.checkpoint.folder import INDEX, SEAL, TORCH, commit, hidden, prepare, torch_metadata
+from espalier.checkpoint.foreign import StoredOptimizer
 from espalier.checkpoint.index import Boxes, FormatError, Index, TensorInfo, encode
 from espalier.checkpoint.megatron import Composed, as_megatron, config_in, in_names_of
 from espalier.checkpoint.sources import DTYPES, SHARDS, TREES, Checkpoint, TensorSource, flat, open_any
@@ -264,7 +265,7 @@ class FolderSink(Target):
         entries: tensors by their whole names, ``model.NAME``.
         ties: further names.
         values: for torch's tools, by their whole names.
-        ours: make a checkpoint that ``engine.load(model_only=True)`` takes, too.
+        ours: make a checkpoint that ``engine.load`` takes, too; the optimizer's part of ``values`` is for it.
         files: further ones, by name.
     """
 
@@ -304,7 +305,7 @@ class FolderSink(Target):
             state = without_tag(torch.get_rng_state())
             index.tensors[_RANDOM] = Boxes(TensorInfo(tuple(state.shape), state.dtype))
             self.write(_RANDOM, 0, Box((0,), tuple(state.shape)), state)
-            values: dict[str, Any] = {"steps": 0, "scaler": None, "extra": {}, "model": {}}
+            values: dict[str, Any] = {"steps": 0, "scaler": None, "extra": {}, "model": {}, **self._values}
             index.values = {key: encode(value, key, lambda at, _: at) for key, value in values.items()}
         self._file.close()
         index.files[_FILE] = self._file.size
@@ -393,6 +394,7 @@ def export(
     shard_gigabytes: float = 5.0,
     tree: str | None = None,
     companions: str | Path | None = None,
+    optimizer: bool = False,
 ) -> int:
     """Write the model's weights of a checkpoint as others read them, in one process, piece by piece.
 
@@ -408,6 +410,7 @@ def export(
             like, or the only one.
         companions: a folder whose files beside weights (config.json, a tokenizer) are copied to the new one;
             by default the source, if it is a folder. Its config.json says Megatron's names from others'.
+        optimizer: of ``"espalier"``: take the optimizer that lies beside the weights, by names, too.
 
     Returns:
         how many tensors were written.
@@ -433,6 +436,10 @@ def export(
         states = {name: name for name in opened.entries if name.startswith("optimizer.state.")}
         names |= states
         entries |= {name: opened.entries[name] for name in states}
+    if form == "espalier" and optimizer:
+        states, values = _named_optimizer(opened, names)
+        names |= states
+        entries |= {name: opened.entries[theirs] for name, theirs in states.items()}
 
     def read(name: str, box: Box) -> torch.Tensor:
         return opened.read(names[name], box).to(entries[name].dtype)
@@ -448,6 +455,25 @@ def export(
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error.strerror or error}.") from None
     return len(entries)
+
+
+def _named_optimizer(
+    opened: TensorSource, weights: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Names of states, with those in the source; and what a checkpoint of ours says of an optimizer."""
+    root = root_of("espalier")
+    own = [name.removeprefix(root) for name in weights]
+    reader = StoredOptimizer(opened, (), {name: name for name in own})
+    counts = [opened.read(theirs) for at, theirs in reader.tensors.items() if at.endswith(".step")]
+    steps = int(max((float(x) for x in counts if x.numel() == 1), default=0))
+    for group in reader.groups:
+        options = group["options"]
+        group["options"] = {k: x.item() if isinstance(x, torch.Tensor) else x for k, x in options.items()}
+    said = {"class": None, "groups": reader.groups, "states": reader.states}
+    return {f"optimizer.state.{at}": theirs for at, theirs in reader.tensors.items()}, {
+        "optimizer": said,
+        "steps": steps,
+    }
 
 
 def _export_megatron(

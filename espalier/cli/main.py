@@ -625,10 +625,13 @@ def import_(
     dtype: Dtype = None,
     tree: Tree = None,
     like: Like = None,
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="The optimizer's states and options too, for engine.load.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Make a folder of Espalier's checkpoints of others' weights, for engine.load(..., model_only=True)."""
-    _convert(source, out, "espalier", dtype, tree, debug, companions=like)
+    _convert(source, out, "espalier", dtype, tree, debug, companions=like, optimizer=optimizer)
 
 
 def _convert(

@@ -15,7 +15,7 @@ from torch import nn
 
 from espalier.checkpoint import Checkpoint, CheckpointError, Index, Lying, checkpoints, encode
 from espalier.checkpoint.folder import INDEX
-from espalier.checkpoint.foreign import Foreign, mixed_options, tied
+from espalier.checkpoint.foreign import Foreign, mixed_options, strange_options, tied
 from espalier.checkpoint.index import FormatError, TensorInfo
 from espalier.checkpoint.saver import index_of
 from espalier.checkpoint.sinks import Write, laid_out, root_of, stream
@@ -434,7 +434,10 @@ def _of_optimizer(
     known = values.get("optimizer")
     if known is None:
         return ["it has no optimizer: initialize the engine without one, or load(..., model_only=True)"]
-    if known["class"] != type(optimizer).__name__:
+    if known["class"] is None:  # it was imported
+        if strange := strange_options(known["groups"], optimizer):
+            return strange
+    elif known["class"] != type(optimizer).__name__:
         return [f"its optimizer is {known['class']}, not {type(optimizer).__name__}"]
     names = {id(p): name for name, p in module.named_parameters()}
     saved = {name for group in known["groups"] for name in group["names"]}

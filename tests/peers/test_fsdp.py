@@ -103,10 +103,17 @@ def onward(rank: int, world: int, folder: str, kind: str) -> None:
     middle = whole(theirs, adam)
     train(theirs, adam, 6, rank, world)
     end = whole(theirs, adam)
-    for i, path in enumerate(paths):
+    if rank == 0:
+        espalier.checkpoint.export(paths[-1], f"{folder}/imported", "espalier", optimizer=True)
+    torch.distributed.barrier()
+    for i, path in enumerate((*paths, f"{folder}/imported")):
         model, optimizer = net(plain, seed=2)
-        engine = espalier.initialize(model, optimizer, PLANS[i], loss_fn=loss_of, example=rows(0))
-        engine.load_weights(path, optimizer=True)
+        engine = espalier.initialize(model, optimizer, PLANS[i % 3], loss_fn=loss_of, example=rows(0))
+        if path == f"{folder}/imported":
+            engine.load(path)
+            assert engine.steps == 3
+        else:
+            engine.load_weights(path, optimizer=True)
         for number in range(3, 6):
             engine.train_step((rows(number), None))
         found = engine.full_state_dict()

@@ -215,8 +215,8 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
         Foreign(open_any(tmp_path / "flat.pt"), model, None)
 
 
-def test_states_that_are_one_tensor_are_told(tmp_path: Path) -> None:
-    """FSDP's full states on a CPU are so: the last kind takes the place of all."""
+def test_states_that_cannot_be_taken_are_told(tmp_path: Path) -> None:
+    """Without names; or one tensor, as FSDP's full states on a CPU: the last kind takes the place of all."""
     model = torch.nn.Linear(2, 4)
     adam = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -224,6 +224,8 @@ def test_states_that_are_one_tensor_are_told(tmp_path: Path) -> None:
     state = adam.state_dict()
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "whole.pt")
     Foreign(open_any(tmp_path / "whole.pt"), model, adam)
+    code, said = call("import", tmp_path / "whole.pt", tmp_path / "out", "--optimizer")
+    assert code == 1 and "numbers the optimizer's parameters" in said
     state["state"][1]["exp_avg"] = state["state"][1]["exp_avg_sq"]
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "lost.pt")
     with pytest.raises(FormatError, match="one and the same tensor as exp_avg and exp_avg_sq of bias"):
