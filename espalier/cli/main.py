@@ -630,7 +630,9 @@ def import_(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Make a folder of Espalier's checkpoints of others' weights, for engine.load(..., model_only=True)."""
+    """Make a folder of Espalier's checkpoints of others' weights, for engine.load(..., model_only=True); with
+    --optimizer for all of it.
+    """
     _convert(source, out, "espalier", dtype, tree, debug, companions=like, optimizer=optimizer)
 
 
