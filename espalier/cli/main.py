@@ -160,7 +160,9 @@ def _hosts(nodes: int | None, node_rank: int | None, rdzv: str | None, console: 
     return found
 
 
-def _on_ranks(action: Literal["train", "verify"], job: Any, console: Console, **options: Any) -> Any:
+def _on_ranks(
+    action: Literal["train", "verify", "compare"], job: Any, console: Console, **options: Any
+) -> Any:
     from espalier.mesh.process import outlive_terminal
     from espalier.train.run import run
 
@@ -254,14 +256,65 @@ def plan(
         Console().print(found.text, highlight=False, markup=False, soft_wrap=True)
         if json_ is not None:
             json_.write_text(json.dumps(found.table, indent=1) + "\n", "utf-8")
-        if html is not None and found.page:
-            html.write_text(found.page, "utf-8")
+        if html is not None and found.fits:
+            html.write_text(found.page(), "utf-8")
         if trace is not None and found.timeline is not None:
             trace.write_text(json.dumps(as_trace({"predicted": found.timeline})), "utf-8")
         elif trace is not None and found.fits:
             say(Console(stderr=True), f"{trace} is not written: the best plan has no pipeline.")
         if not found.fits:
             raise typer.Exit(1)
+
+
+@app.command()
+def compare(
+    job: JobFile,
+    set_: Set = None,
+    ranks: Ranks = None,
+    cluster: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="What the prediction is of: this machine, or another.")
+    ] = "here",
+    steps: Annotated[int, typer.Option(min=1, help="How many are timed.")] = 20,
+    json_: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON.", show_default=False)
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it as a page.", show_default=False)
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write both steps of its pipeline, for Perfetto.", show_default=False
+        ),
+    ] = None,
+    port: Port = None,
+    debug: Debug = False,
+) -> None:
+    """Lay what plan says of a job's own plan beside real steps of it on this machine's CPU, term by term."""
+    with one_clear_message(debug):
+        import json
+
+        loaded, console = load(job, set_ or [], ranks), Console()
+        from espalier.parallel.schedules.simulate import draw
+        from espalier.planner.compare import Comparison
+        from espalier.train.foresight import predicted
+        from espalier.train.plan_page import compare_page
+
+        told, timeline = predicted(loaded, cluster)
+        measured = _on_ranks("compare", loaded, console, port=port, debug=debug, steps=steps)
+        if measured is None:  # of torchrun's ranks the first tells it
+            return
+        found = Comparison(told.prediction, measured, told.bytes)
+        for line in found.lines():
+            say(console, line)
+        if json_ is not None:
+            json_.write_text(json.dumps(found.to_dict(), indent=1) + "\n", "utf-8")
+        if html is not None:
+            html.write_text(compare_page(loaded.name, found, timeline), "utf-8")
+        if trace is not None and timeline is not None and measured.timeline is not None:
+            draw(trace, {"predicted": timeline, "measured": measured.timeline})
+        elif trace is not None:
+            say(Console(stderr=True), f"{trace} is not written: the plan has no pipeline.")
 
 
 @app.command()

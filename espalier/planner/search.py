@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from espalier.planner.cluster import Cluster
 from espalier.planner.compose import pipe_rank
 from espalier.planner.prices import Prices, Spent
 from espalier.planner.recording import Sent
+from espalier.trees import leaves
 
 _TIMELINES = 10  # of the best are simulated, schedule by schedule
 _HIDDEN = 0.9  # of the computation behind which the data axis can hide what it sends
@@ -37,6 +39,7 @@ class Prediction:
             ``"update"``, and what is waited for along each axis.
         memory: bytes on the fullest rank, by kind.
         by_rank: the same of each rank along the pipe axis.
+        beside: seconds, by axis, of what is sent while the program goes on.
         sent: bytes that a rank sends in a step, by axis.
         fits: whether the cluster's devices have so much memory.
         error: by how much the seconds may be off, as a share.
@@ -53,6 +56,7 @@ class Prediction:
     error: float
     stage_seconds: tuple[tuple[float, float], ...] = ()
     by_rank: tuple[Mapping[str, float], ...] = ()
+    beside: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bytes(self) -> float:
@@ -62,7 +66,8 @@ class Prediction:
     def to_dict(self) -> dict[str, Any]:
         """As plain values, as JSON takes them."""
         given = plan_table(self.plan)
-        names = ("rows", "seconds", "terms", "memory", "sent", "fits", "error", "stage_seconds", "by_rank")
+        names = ["rows", "seconds", "terms", "beside", "memory", "sent", "fits", "error", "stage_seconds"]
+        names.append("by_rank")
         return {"plan": given, **{name: getattr(self, name) for name in names}}
 
 
@@ -159,7 +164,7 @@ class Search:
         if unknown:
             known = ", ".join(_SEARCHED)
             raise ValueError(f"--fix {unknown[0]}: a plan has no such key; searched are {known}")
-        sizes = {x.shape[0] for x in _tensors(recorder.batch)}
+        sizes = {x.shape[0] for x in leaves(recorder.batch, torch.Tensor) if x.ndim}
         if len(sizes) != 1:
             raise ValueError(f"The batch's tensors have {sorted(sizes)} rows: expected as many in each.")
         self._batch = sizes.pop()
@@ -268,7 +273,37 @@ class Search:
         few, more = divmod(self._recorder.blocks, stages)
         return [few + (i < more) for i in range(stages)]
 
+    def _layers_of(self, plan: Plan, stages: int) -> list[int]:
+        """Blocks of each of a plan's stages: by its cuts where they name blocks."""
+        depth, names = self._recorder.blocks, self._recorder.names
+        if plan.cuts is None or not set(plan.cuts) <= set(names):
+            return self._layers(stages) if stages > 1 else [depth]
+        starts = [0, *map(names.index, plan.cuts), depth]
+        return [b - a for a, b in pairwise(starts)]
+
     # ---- what one takes
+
+    def of(self, plan: Plan) -> Prediction:
+        """What one plan takes, its pipeline done action by action, whether it would be searched or not.
+
+        Raises:
+            ValueError: it has what is not priced, or the engine does not run it; says what.
+        """
+        table = plan_table(plan)
+        unpriced = [key for key in _UNPRICED if key in table]
+        if unpriced:
+            raise ValueError(f"plan.{unpriced[0]} = {table[unpriced[0]]}: the planner does not price it yet.")
+        rows, left = divmod(self._batch, plan.data * plan.accumulate)
+        if left or not rows:
+            raise ValueError(
+                f"A batch of {self._batch} rows is not divided evenly by data = {plan.data} and accumulate = "
+                f"{plan.accumulate}: change train.batch_size or the plan."
+            )
+        found = self.score(plan, rows)
+        if found is None:
+            why = "; ".join(f"{key}: {told}" for key, told in self.refused.items())
+            raise ValueError(f"The planner cannot price this plan: {why}")
+        return self.simulated(found)
 
     def score(self, plan: Plan, rows: int) -> Prediction | None:
         """What a plan takes; None where the engine does not run it."""
@@ -283,7 +318,7 @@ class Search:
             return None
         prices = self._priced(plan)
         stages = plan.pipe * plan.stages_per_rank
-        layers = self._layers(stages) if stages > 1 else [self._recorder.blocks]
+        layers = self._layers_of(plan, stages)
         # the head is at the end; looking tokens up costs next to nothing
         kinds = {n: self._stage(prices, cell, costs, n, False) for n in set(layers)}
         spent = [kinds[n] for n in layers]
@@ -335,6 +370,7 @@ class Search:
         late = 0.0 if plan.zero == 3 else seconds.get("all_gather", 0.0)
         beside = self.cluster.span(max(ranks, 1), plan.tensor)[0].beside
         exposed = max(early - beside * min(early, behind), early / calls) + late
+        hidden = early + late - exposed
         updated = self._updated(prices, update, size, ranks, plan.zero)
         # a ceiling that was not measured is one of whole steps, in which these copies are
         if ranks > 1 and self.cluster.device.operations:
@@ -376,6 +412,7 @@ class Search:
             self._error(shown, total),
             took,
             by_rank,
+            {"data": hidden} if hidden > 0 else {},
         )
 
     def _updated(self, prices: Prices, update: Update, size: float, ranks: int, zero: int) -> float:
@@ -566,6 +603,7 @@ class Search:
 
 
 _PHASES = ("forward", "backward")
+_UNPRICED = ("tensor_mode", "expert", "branch", "replicate", "offload")
 _SEARCHED = (
     "tensor",
     "context",
@@ -586,10 +624,3 @@ def _powers(most: int) -> list[int]:
 
 def _divisors(n: int) -> list[int]:
     return [i for i in range(1, min(n, 128) + 1) if n % i == 0]
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    values = (
-        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Sequence) else [batch]
-    )
-    return [x for x in values if isinstance(x, torch.Tensor) and x.ndim]

@@ -105,14 +105,18 @@ def check(
     found: Found, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
 ) -> list[Checked]:
     """Run the best dry, on their first and last stage's ranks."""
-    checked = []
-    for x in found.best[:_CHECKED]:
-        places: list[Any] = [{}] if x.plan.pipe == 1 else [{"pipe": 0}, {"pipe": x.plan.pipe - 1}]
-        totals = [
-            composed(model, x.plan, batch, optimizer=optimizer, coordinate=place, **given) for place in places
-        ]
-        checked.append(Checked(x, totals))
-    return checked
+    return [checked(x, model, batch, optimizer, given) for x in found.best[:_CHECKED]]
+
+
+def checked(
+    x: Prediction, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
+) -> Checked:
+    """Run a plan dry, on its first and last stage's ranks."""
+    places: list[Any] = [{}] if x.plan.pipe == 1 else [{"pipe": 0}, {"pipe": x.plan.pipe - 1}]
+    totals = [
+        composed(model, x.plan, batch, optimizer=optimizer, coordinate=place, **given) for place in places
+    ]
+    return Checked(x, totals)
 
 
 def sensitivity(search: Search, found: Found) -> list[str]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from espalier.parallel.schedules import Timeline
 from espalier.planner import Cluster, Found, Recorder, Search
-from espalier.planner.explain import report, to_dict
+from espalier.planner.explain import Checked, report, to_dict
 from espalier.planner.search import plan_table
-from espalier.planner.whole import check, chosen, more_ranks, recordings, sensitivity, too_large
+from espalier.planner.whole import check, checked, chosen, more_ranks, recordings, sensitivity, too_large
 from espalier.train.building import batch_on_meta, on_meta
 from espalier.train.job import AUTO, Job, parse_value
 from espalier.train.plan_page import plan_page
@@ -25,19 +25,27 @@ class Foresight:
         text: all of it, told.
         table: all of it, as JSON takes it.
         timeline: the step of the best one's pipeline, if it has one, of at most three micro-batches a rank.
-        page: all of it, as an HTML page; empty where nothing fits.
+        of: the job's name.
+        checked: the best ones' dry runs.
+        changes: lines on what would change the choice.
     """
 
     found: Found
     text: str
     table: dict[str, Any]
     timeline: Timeline | None = None
-    page: str = ""
+    of: str = ""
+    checked: Sequence[Checked] = ()
+    changes: Sequence[str] = ()
 
     @property
     def fits(self) -> bool:
         """Whether there is a plan."""
         return bool(self.found.best)
+
+    def page(self) -> str:
+        """All of it, as an HTML page, where something fits."""
+        return plan_page(self.of, self.found, self.checked, self.changes, self.timeline)
 
 
 def foresee(
@@ -76,12 +84,22 @@ def foresee(
         if enough is not None:
             text += f" With {enough} ranks something fits."
         return Foresight(found, text, to_dict(found))
-    checked = [] if quick else check(found, model, batch, optimizer, given)
+    dry = [] if quick else check(found, model, batch, optimizer, given)
     changes, best = sensitivity(search, found), found.best[0]
     timeline = search.timeline(best, min(best.plan.accumulate, 3 * best.plan.pipe))
-    text = report(found, checked, changes, timeline)
-    page = plan_page(job.name, found, checked, changes, timeline)
-    return Foresight(found, text, to_dict(found, checked), timeline, page)
+    text = report(found, dry, changes, timeline)
+    return Foresight(found, text, to_dict(found, dry), timeline, job.name, dry, changes)
+
+
+def predicted(job: Job, cluster: str) -> tuple[Checked, Timeline | None]:
+    """What a job's own plan takes on a cluster, run dry too, and the step of its pipeline, if it has one.
+
+    Raises:
+        ValueError: the cluster is wrong, or the plan has what is not priced.
+    """
+    search, (model, optimizer, batch, given) = _search(job, cluster, job.plan.world_size, {}, 1.0)
+    found = search.of(job.plan)
+    return checked(found, model, batch, optimizer, given), search.timeline(found, job.plan.accumulate)
 
 
 def planned(job: Job, ranks: int | None = None) -> Job:

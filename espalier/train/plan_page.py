@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from espalier.parallel.schedules import Timeline
 from espalier.planner import Found
+from espalier.planner.compare import Comparison, off_by
 from espalier.planner.explain import Checked, to_toml, told, why_not, words
 from espalier.planner.search import Prediction, plan_table
 from espalier.train.metrics import readable_bytes
@@ -67,6 +68,47 @@ def plan_page(
         _section("plan", "The plan, to paste into a job", _pre(to_toml(plan_table(first.plan)))),
         _section("known", "From where the figures are", _pre("\n".join(told(found)))),
     ]
+    return _document("espalier plan", title, what, sections, ("best", "plans"))
+
+
+def compare_page(name: str, compared: Comparison, timeline: Timeline | None = None) -> str:
+    """The page of a prediction beside a run.
+
+    Args:
+        name: of the job.
+        compared: both.
+        timeline: what was predicted of its pipeline, if it has one.
+    """
+    told, real = compared.predicted, compared.measured
+    title = f"Plan and run of {name}"
+    what = (
+        f"{words(told.plan)}: {_seconds(told.seconds)} a step predicted, {_seconds(real.seconds)} measured, "
+        f"{compared.error:+.1%}; {real.steps} steps, whose middle half is {real.scatter:.1%} apart."
+    )
+    bars = [("", "predicted", told.terms), ("", "measured", real.terms)]
+    tables = compared.rows()
+    sections = [
+        _section("time", "What a step's time goes to", _bars("time", bars, _TERMS, _seconds)),
+        _section("terms", "Term by term", _compared(tables["time"], _seconds)),
+        _section("memory", "Memory of the fullest rank", _compared(tables["memory"], readable_bytes)),
+        _section("sent", "Sent by a rank in a step", _compared(tables["sent"], readable_bytes)),
+    ]
+    for key, heading, of in (
+        ("predicted", "The pipeline's step, predicted", timeline),
+        ("measured", "The pipeline's step, measured", real.timeline),
+    ):
+        if of is not None:
+            sections.append(_section(key, heading, _pipeline(told, of)))
+    return _document("espalier compare", title, what, sections, ("time", "times"))
+
+
+def _compared(rows: Sequence[tuple[str, float, float]], say: Callable[[float], str]) -> str:
+    lines = [(name, say(x), say(y), off_by(x, y)) for name, x, y in rows]
+    return _table("predicted and measured", ("", "predicted", "measured", "off by"), lines, 1)
+
+
+def _document(brand: str, title: str, what: str, sections: Iterable[str], first: tuple[str, str]) -> str:
+    """A page; ``first`` is the section that is skipped to, and what it has."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -82,8 +124,8 @@ td.n {{ white-space: nowrap; }} .front {{ fill: none; stroke: var(--green); stro
 </style>
 </head>
 <body>
-<a class="skip" href="#best">Skip to the plans</a>
-<header><p class="brand">espalier plan</p><h1>{_text(title)}</h1><p class="what">{_text(what)}</p></header>
+<a class="skip" href="#{first[0]}">Skip to the {first[1]}</a>
+<header><p class="brand">{_text(brand)}</p><h1>{_text(title)}</h1><p class="what">{_text(what)}</p></header>
 <main>
 {"".join(sections)}
 </main>

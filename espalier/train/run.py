@@ -28,6 +28,7 @@ from espalier.mesh.hosts import Hosts, Task
 from espalier.mesh.launch import LaunchError, launch
 from espalier.mesh.process import finish, outlive_terminal, start
 from espalier.train.building import check_buildable
+from espalier.train.comparing import measured
 from espalier.train.corpus import prepare
 from espalier.train.job import Job
 from espalier.train.metrics import Display, Lines, Progress
@@ -41,7 +42,7 @@ LEAVE = ("SIGTERM", "SIGUSR1", "SIGHUP")
 PRINTED = "ranks"
 """Folder, in that of a run, with what ranks other than the first have printed."""
 
-Action = Literal["train", "verify"]
+Action = Literal["train", "verify", "compare"]
 
 
 class RunError(RuntimeError):
@@ -71,10 +72,10 @@ def run(
             number of the ranks; or the one rank that this process is; None for this machine alone.
         debug: let tracebacks through.
         report: told what takes time beforehand.
-        options: of the action: ``resume``, for training.
+        options: of the action: ``resume``, for training; ``steps``, to compare.
 
     Returns:
-        The `Summary`, `Preempted` or `Verification`; None on torchrun's ranks other than 0.
+        The `Summary`, `Preempted`, `Verification` or `Measured`; None on torchrun's ranks other than 0.
 
     Raises:
         ValueError: for what is wrong with the job's model, data or plan.
@@ -222,7 +223,7 @@ def execute(action: str, job: Job, **options: Any) -> Any:
         ValueError: when the job does not fit this world.
         TrainingError: when training cannot go on.
     """
-    world = start().world_size
+    world = start("cpu" if action == "compare" else None).world_size
     if job.faults.watch:
         watched(job.faults)
     else:
@@ -260,7 +261,9 @@ def _train(job: Job, resume: bool = False) -> Any:
     return train(job, progress, resume=resume)
 
 
-_ACTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({"train": _train, "verify": verify})
+_ACTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {"train": _train, "verify": verify, "compare": measured}
+)
 
 
 def main(argv: list[str]) -> int:
