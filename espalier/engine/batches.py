@@ -379,19 +379,22 @@ class GivenBatches:
 
     Args:
         place: this rank's, of so many ``places``.
+        readers: how many ranks may have rows of their own: then others than the first's are expected of them.
 
     Attributes:
         is_open: whether they are still to be compared.
     """
 
-    def __init__(self, mesh: Mesh, place: int, places: int) -> None:
-        self._mesh, self._place, self._places = mesh, place, places
+    def __init__(self, mesh: Mesh, place: int, places: int, readers: int = 1) -> None:
+        self._mesh, self._place, self._places, self._readers = mesh, place, places, readers
         self.is_open = mesh.size() > 1
         self._sum: torch.Tensor | float = 0.0
         self._weight = 0
+        self._is_own = False
 
-    def note(self, batch: Any) -> None:
-        """Look at a batch that is about to be trained on."""
+    def note(self, batch: Any, own: bool = False) -> None:
+        """Look at a batch that is about to be trained on; ``own``: at this rank's rows of one."""
+        self._is_own |= own
         if not self.is_open or not torch.is_grad_enabled():
             return
         for x in tensors_in(dict(batch) if isinstance(batch, Mapping) else batch):
@@ -422,9 +425,11 @@ class GivenBatches:
         if not self._mesh.is_dry:
             with raw():
                 rows = torch.stack(list(sums)).view(-1, 3).tolist()
-            for n, of, squares in rows:
-                if n and math.sqrt(max(squares / n - (of / n) ** 2, 0.0)) > _APART:
-                    raise ValueError(_DIFFERENT)
+            apart = [math.sqrt(max(squares / n - (of / n) ** 2, 0.0)) for n, of, squares in rows if n]
+            if max(apart, default=0.0) > _APART and not self._is_own:
+                raise ValueError(_DIFFERENT)
+            if apart and max(apart) <= _APART and self._is_own and self._readers > 1:
+                warnings.warn(_SAME, stacklevel=user_frame()[0])
         self.is_open = False
 
 
@@ -447,6 +452,12 @@ _DIFFERENT = (
     "Nothing was updated. If each rank loads its own rows (a DistributedSampler), write "
     "engine(engine.local_batch(batch)) in place of engine(batch), and so with train_step. Else give all "
     "ranks the same batch: one order, one seed."
+)
+
+_SAME = (
+    "All ranks gave the model the very same rows: a step computes what one rank alone would. If a DataLoader "
+    "reads the whole dataset on every rank, give it a DistributedSampler; or give it to espalier.prepare, "
+    "which cuts its batches over the ranks."
 )
 
 

@@ -579,7 +579,7 @@ class Engine(Surface):
                 "Write engine.step() in its place, after each: it updates after the last one, says so, and "
                 "drops the gradients then. Or call engine.finish_gradients() first, if the batch ends here."
             )
-        self._step(self.optimizer, keep=of_step is None and self.plan.gradients != "in-place")
+        self._step(self.optimizer, keep=self.passes.keeps_gradients and self.plan.gradients != "in-place")
         return True
 
     def _step(self, optimizer: torch.optim.Optimizer, keep: bool = False) -> bool:

@@ -249,7 +249,8 @@ class Passes(ABC):
         self.traffic = Traffic(mesh)
         # a stage may do with a part of the batch
         place = mesh.coordinate[mesh.axis("pipe")] if call.plan.pipe > 1 else 0
-        self.given = GivenBatches(mesh, place, call.plan.pipe)
+        readers = math.prod(call.mesh.shape[a] for a in call.batches.axes)
+        self.given = GivenBatches(mesh, place, call.plan.pipe, readers)
         self.pulse = Watchdog(Faults())
         self._trains, self._lay_out = trains, weakref.WeakMethod(lay_out)
 
@@ -348,6 +349,11 @@ class Passes(ABC):
     @abstractmethod
     def factor(self) -> torch.Tensor | None:
         """What makes finished gradients those of the whole batch, told once; riders were heard before."""
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay after a step that a loop asks the optimizer for, until it drops them."""
+        return self.accumulation is None
 
     @property
     def shows_gradients(self) -> bool:
@@ -474,6 +480,7 @@ class Direct(Passes):
     def outputs(self, inputs: Any, rows: str) -> Any:
         call, held, own = self.call, None, rows == "own"
         if own:
+            self.given.note(inputs, own=True)
             inputs, held = call.batches.own(inputs)
         batch = call.alone(inputs)
         if trains := torch.is_grad_enabled():

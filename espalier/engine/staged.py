@@ -64,7 +64,7 @@ class Staged(Passes):
         self._here = self.mesh.coordinate[self._axis]
         self._dtype: torch.dtype | None = None  # of the loss
         self._factor: torch.Tensor | None = None
-        self._weighs = self._is_finished = self._is_known = False
+        self._weighs = self._is_finished = self._is_known = self._is_of_loop = False
 
     # ---- to lay out
 
@@ -167,6 +167,9 @@ class Staged(Passes):
 
     def train(self, parts: Iterable[Any], phase: Phase, forward: Loss, backward: Backward) -> None:
         parts = list(parts)
+        if self.keeps_gradients and not self.has_gradients:  # a loop's, which it has not dropped
+            self.zero_grad()
+        self._is_of_loop = False
         if self.evaluation.closed or not parts:
             raise ValueError(
                 "engine.accumulate takes all micro-batches of one step: call engine.step() before the next."
@@ -272,6 +275,32 @@ class Staged(Passes):
         raise AssertionError("a rank has failed")
 
     # ---- gradients, and what the last stage knows
+
+    @property
+    def keeps_gradients(self) -> bool:
+        return self._is_of_loop
+
+    def taken_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """What a loop has not dropped yet, finished; the parameters have no gradients then."""
+        with raw():
+            grads = {p: gradient_of(p) for p in self.call.module.parameters()}
+        taken = {p: grad for p, grad in grads.items() if grad is not None}
+        if self.evaluation.closed:
+            self.zero_grad()
+        return taken
+
+    def add_gradients(self, taken: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Add what was taken to the gradients of a pass, as a loop on one process does."""
+        self._is_of_loop = True
+        if not taken:
+            return
+        with raw():
+            for p, grad in taken.items():
+                if (new := gradient_of(p)) is None:
+                    _grad.__set__(p, grad)
+                else:
+                    plain(new).add_(plain(grad))
+        self.seen.note()
 
     def finish(self) -> None:
         assert self.data is not None
@@ -406,6 +435,9 @@ class ModelRun:
     def train(self, captured: list[torch.Tensor], loss: LossFunction) -> torch.Tensor:
         """Forward and backward of all micro-batches; gives their loss as one."""
         passes, call = self._passes, self._passes.call
+        if self._is_own:
+            passes.given.note(self._inputs, own=True)
+        earlier = passes.taken_gradients()
         batch = self._inputs, captured
         parts = call.batches.cut(batch)
         if self._is_own:
@@ -416,6 +448,7 @@ class ModelRun:
             passes.finish_gradients()
         finally:
             call.loss_fn = before
+        passes.add_gradients(earlier)
         assert passes.loss is not None
         return full_tensor(passes.loss).detach().clone()
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import multiprocessing
+import os
 import runpy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +68,23 @@ def piped(rank: int, world: int) -> None:
         assert abs(a - b) <= TOLERANCE, (ours, theirs)
 
 
+def added_up(rank: int, world: int) -> None:
+    """A loop that never drops gradients, and goes back twice for one step, adds them up as on one process."""
+    found = []
+    for wrap in (lambda model: here.Pipe(model, chunks=4), lambda model: model):
+        model = wrap(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for i in (0, 1, 2, 3):
+            x, y = batch(i, 0)
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            if i != 1:
+                optimizer.step()
+            found.append(float(loss.detach()))
+    for a, b in zip(found[:4], found[4:], strict=True):
+        assert abs(a - b) < 1e-10, found
+
+
 class Plain(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -94,6 +114,21 @@ def test_programs_with_other_imports_have_the_same_losses(ranks: Any) -> None:
 
 def test_pipe(ranks: Any) -> None:
     ranks(2, piped)
+    ranks(2, added_up)
+
+
+def test_ranks_that_a_program_has_started_meet_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **more: told.append((given, more)))
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    here.distributed.init_process_group("gloo", rank=0, world_size=2)
+    assert "MASTER_ADDR" not in os.environ  # nobody has started this one: it may be one of several machines'
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=20_007))
+    here.distributed.init_process_group("gloo", rank=0, world_size=2)
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1" and os.environ["MASTER_PORT"] == "20007"
+    assert told == [(("gloo", None), {"rank": 0, "world_size": 2})] * 2
+    assert here.distributed.get_rank is dist.get_rank
 
 
 @pytest.mark.parametrize("name", NAMES)

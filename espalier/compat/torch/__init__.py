@@ -4,7 +4,7 @@ A program goes on as it is after a change of its imports: ``from espalier.compat
 DistributedDataParallel as DDP``, or ``from espalier.compat.torch import nn`` for ``nn.DataParallel``.
 """
 
-from espalier.compat.torch import fsdp, nn, pipelining
+from espalier.compat.torch import distributed, fsdp, nn, pipelining
 from espalier.compat.torch.data_parallel import (
     DataParallel,
     DistributedDataParallel,
@@ -22,6 +22,7 @@ __all__ = [
     "PipelineStage",
     "SplitPoint",
     "ZeroRedundancyOptimizer",
+    "distributed",
     "fsdp",
     "fully_shard",
     "nn",

@@ -23,6 +23,13 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    enable_wrap,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+    wrap,
+)
 
 from espalier.compat.plans import LateModule, precision_of, refuse, world_size
 from espalier.compat.torch.data_parallel import Said, of_group, whole_states
@@ -394,10 +401,15 @@ __all__ = [
     "FullyShardedDataParallel",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "ModuleWrapPolicy",
     "OffloadPolicy",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
     "StateDictType",
+    "enable_wrap",
     "fully_shard",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
 ]
