@@ -14,6 +14,7 @@ _TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # of matrix products, ro
 _UNITS = 132  # that work on tiles at once, of today's devices
 _HALVES = ("bfloat16", "float16")
 _FORWARD, _BACKWARD = 11, 14  # bytes a score that attention written out reads and writes
+_LATE = 0.3  # of what the host takes longer than the device for single operations is waited for
 VIEW = 0.25  # of the host's time for an operation is a view's
 _LIKE = {"broadcast": "send", "reduce": "send", "scatter": "send", "receive": "", "pass_on": "send"}
 _PROLOGUE = 64  # columns of the contracted dim that filling a pipeline of loads takes
@@ -27,34 +28,29 @@ class Spent:
         compute: of the device.
         host: that the host takes to start it all.
         sent: of collectives, by axis.
-        waits: the host does the device's work itself.
+        idle: in which the device has nothing to do for want of the host.
     """
 
     compute: float = 0.0
     host: float = 0.0
     sent: Mapping[str, float] = field(default_factory=dict)
-    waits: bool = False
-
-    @property
-    def idle(self) -> float:
-        """Seconds in which the device has nothing to do for want of the host."""
-        return self.host if self.waits else max(0.0, self.host - self.compute)
+    idle: float = 0.0
 
     @property
     def alone(self) -> float:
-        """Where what is sent along the axes is waited for: the host runs ahead, or it does not."""
+        """Where what is sent along the axes is waited for."""
         return self.compute + self.idle + sum(self.sent.values())
 
     def plus(self, other: Spent, times: float = 1.0) -> Spent:
         """With the other's, so many times."""
         axes = dict.fromkeys((*self.sent, *other.sent))
         sent = {a: self.sent.get(a, 0.0) + times * other.sent.get(a, 0.0) for a in axes}
-        waits = self.waits or other.waits
-        return Spent(self.compute + times * other.compute, self.host + times * other.host, sent, waits)
+        compute, host = self.compute + times * other.compute, self.host + times * other.host
+        return Spent(compute, host, sent, self.idle + times * other.idle)
 
     def under(self, host: float, compute: float) -> Spent:
         """The same where the host and the device take so many times as long."""
-        return Spent(self.compute * compute, self.host * host, self.sent, self.waits)
+        return Spent(self.compute * compute, self.host * host, self.sent, self.idle * host)
 
 
 class Prices:
@@ -174,11 +170,15 @@ class Prices:
         return between([(size, took) for n, size, took in rows if n == near], sent) * 1e-6
 
     def of(self, counts: Counts, phase: str) -> Spent:
-        """All that is counted in a phase."""
+        """All that is counted in a phase.
+
+        A host that runs ahead is waited for where it takes longer in all, and, for it cannot be ahead by any
+        number of operations, in part where it takes longer for one.
+        """
         device = self.cluster.device
         backward = device.backward_us_per_op if phase == "backward" else None
         each = (device.host_us_per_op if backward is None else backward) * 1e-6
-        compute = host = 0.0
+        compute = host = late = 0.0
         sent: dict[str, float] = {}
         for event, n in counts.get(phase, {}).items():
             if isinstance(event, Sent):
@@ -186,6 +186,9 @@ class Prices:
                 sent[event.axis] = sent.get(event.axis, 0.0) + took
                 host += n * each
             else:
-                compute += n * self.op(event)
-                host += n * each * (VIEW if event.kind == "view" else 1.0)
-        return Spent(compute, host, sent, device.waits)
+                takes, starts = self.op(event), each * (VIEW if event.kind == "view" else 1.0)
+                compute += n * takes
+                host += n * starts
+                late += n * max(0.0, starts - takes)
+        idle = host if device.waits else _LATE * late + (1 - _LATE) * max(0.0, host - compute)
+        return Spent(compute, host, sent, idle)

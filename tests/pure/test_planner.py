@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import espalier
 from espalier.models import GPT, GPTConfig
 from espalier.planner import Cluster, Totals, composed, shipped
 from espalier.planner.compose import NotComposed, shallow
+from espalier.planner.prices import Prices
+from espalier.planner.recording import Op
 
 SMALL = {"chunk_megabytes": 0.01, "prefetch_megabytes": 0.01}
 
@@ -155,3 +158,18 @@ def test_levels_stand_in_one_another() -> None:
         Cluster.from_dict(tables)
     with pytest.raises(ValueError, match="did you mean 'h100-sxm'"):
         Cluster.load("h100-smx")
+
+
+def test_a_device_waits_for_its_host_block_by_block() -> None:
+    h100 = Cluster.load("h100-sxm")
+    device = h100.device.model_copy(update={"host_us_per_op": 10.0})
+    prices = Prices(h100.model_copy(update={"device": device}), {"data": 1})
+    big, small = (Op("add", "other", (), "float32", 0, size) for size in (10**9, 100))
+    rate = device.bandwidth_gbs * 1e9 * device.memory_share
+    slow = prices.of({"forward": Counter({small: 10})}, "forward")
+    assert slow.idle == pytest.approx(10 * (10e-6 - 100 / rate))
+    ahead = prices.of({"forward": Counter({big: 10, small: 10})}, "forward")
+    assert ahead.host < ahead.compute and ahead.idle == pytest.approx(0.3 * slow.idle)
+    # what comes after it lends it no time
+    both = slow.plus(prices.of({"forward": Counter({big: 10})}, "forward"))
+    assert both.idle == slow.idle and both.alone == pytest.approx(both.compute + slow.idle)
