@@ -30,6 +30,7 @@ from espalier.checkpoint.index import Boxes, FormatError, Index, TensorInfo, enc
 from espalier.checkpoint.megatron import Composed, as_megatron, config_in, in_names_of
 from espalier.checkpoint.sources import DTYPES, SHARDS, TREES, Checkpoint, TensorSource, flat, open_any
 from espalier.checkpoint.tensor_file import CENTRAL, TensorFile
+from espalier.checkpoint.universal import LATEST, as_universal
 from espalier.files import bytes_of, write_file
 from espalier.layout.layout import Box
 from espalier.tensor.random import without_tag
@@ -403,7 +404,8 @@ def export(
         out: a new folder; for ``"torch"`` a new file.
         form: ``"safetensors"``, ``"torch"``, or ``"dcp"``, which has the optimizer of a checkpoint of ours
             too, as ``get_state_dict`` lays it out; ``"megatron"``: a folder of Megatron-core's
-            (``torch_dist``), with it as well; ``"espalier"``: a folder of our own checkpoints.
+            (``torch_dist``), with it as well; ``"universal"``: a folder of DeepSpeed's universal
+            checkpoints; ``"espalier"``: a folder of our own.
         dtype: of floating-point weights; by default their own.
         shard_gigabytes: (10^9 bytes) of a file of safetensors.
         tree: the dict, of those nested in the source, that holds the weights; by default ``model`` or the
@@ -429,6 +431,10 @@ def export(
         if kept != name:
             ties[name] = kept
     entries = {name: opened.entries[theirs].cast(dtype) for name, theirs in names.items() if name not in ties}
+    if form == "universal":
+        if dtype not in (None, torch.float32):
+            raise ValueError("DeepSpeed's universal checkpoints hold float32: leave dtype out.")
+        return _export_universal(opened, out, {n: x for n, x in names.items() if n not in ties})
     if form == "megatron":
         return _export_megatron(opened, out, {n: x for n, x in names.items() if n not in ties}, config, dtype)
     if form == "dcp" and isinstance(opened, Checkpoint | Composed):
@@ -498,6 +504,31 @@ def _export_megatron(
     with FolderSink(out, entries, {}, made.values, files=made.files) as sink:
         stream(entries, read, sink.write)
     return len(entries)
+
+
+def _export_universal(opened: TensorSource, out: Path, weights: Mapping[str, str]) -> int:
+    """A folder of DeepSpeed's universal checkpoints; its files are written one after the other."""
+    _see_free(out)
+    made = as_universal(
+        opened, weights, _options(opened) if isinstance(opened, Checkpoint | Composed) else {}
+    )
+    hidden = partial(out)
+    shutil.rmtree(hidden, ignore_errors=True)
+    try:
+        for file, theirs in made.tensors.items():
+            entry = opened.entries[theirs].cast(torch.float32)
+            with FileSink() as sink:
+                sink.add_torch(hidden / file, {"param": entry})
+                for start, box in contiguous_boxes(entry):
+                    sink.write("param", start, box, opened.read(theirs, box).to(entry.dtype))
+        for file, value in made.values.items():
+            (hidden / file).parent.mkdir(parents=True, exist_ok=True)
+            torch.save(value, hidden / file)
+        write_file(hidden / LATEST, made.tag.encode())
+        hidden.rename(out)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+    return len(made.tensors)
 
 
 def _options(checkpoint: Checkpoint | Composed) -> dict[str, Any]:

@@ -656,7 +656,7 @@ def export(
     source: From,
     out: To,
     form: Annotated[
-        str, typer.Option("--format", help="safetensors, torch, dcp or megatron.")
+        str, typer.Option("--format", help="safetensors, torch, dcp, megatron or universal.")
     ] = "safetensors",
     dtype: Dtype = None,
     shard_gigabytes: Annotated[float, typer.Option(help="Largest file of safetensors, in 10^9 bytes.")] = 5.0,
@@ -664,8 +664,8 @@ def export(
     like: Like = None,
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint's weights for others: safetensors, torch.save, torch's distributed checkpoint, or
-    Megatron's.
+    """Write a checkpoint's weights for others: safetensors, torch.save, torch's distributed checkpoint,
+    Megatron's, or DeepSpeed's universal one.
     """
     options: dict[str, Any] = {"shard_gigabytes": shard_gigabytes, "companions": like}
     _convert(source, out, form, dtype, tree, debug, **options)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +173,121 @@ def test_training_goes_on(tmp_path: Path, stage: int) -> None:
     for name, x in engine.state_dict().items():
         torch.testing.assert_close(x, right.state_dict()[name], rtol=1e-6, atol=1e-7)
     assert export(tmp_path / "theirs" / "tag", tmp_path / "ours", "espalier", tree="model") == 9
+
+
+# ---- out, as DeepSpeed's universal checkpoint
+
+
+def batch_of(number: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+
+
+def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    for number in numbers:
+        model(batch_of(number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def universal(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Three steps, saved by names and written so; gives what was saved."""
+    model = unwritten()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    plain_steps(model, optimizer, range(3))
+    names = [name for name, _ in model.named_parameters()]
+    state = optimizer.state_dict()
+    state["state"] = {name: state["state"][i] for i, name in enumerate(names)}
+    state["param_groups"][0]["params"] = names
+    torch.save({"model": model.state_dict(), "optimizer": state}, folder / "named.pt")
+    export(folder / "named.pt", folder / "ours", "espalier", optimizer=True)
+    assert export(folder / "ours", folder / "theirs", "universal") == 3 * len(names)
+    return model, optimizer
+
+
+def unwritten() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 3))
+
+
+def test_universal_files(tmp_path: Path) -> None:
+    """Whole tensors in float32, and what is common."""
+    model, optimizer = universal(tmp_path)
+    assert (tmp_path / "theirs" / "latest_universal").read_text() == "universal"
+    zero = tmp_path / "theirs" / "universal" / "zero"
+    for name, p in model.named_parameters():
+        for key, right in {"fp32": p, **optimizer.state[p]}.items():
+            found = torch.load(zero / name / f"{key}.pt")
+            assert torch.equal(found if key == "step" else found["param"], right)
+    (group,) = torch.load(zero / "optimizer_state.pt")["param_groups"]
+    assert group["lr"] == 0.02 and group["params"] == [0]
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match="has no optimizer"):
+        export(tmp_path / "weights.pt", tmp_path / "out", "universal")
+    assert not (tmp_path / "out").exists()
+
+
+REFERENCE = """
+import logging, sys
+sys.path.insert(0, {root!r})
+import deepspeed
+import torch
+from deepspeed.utils import logger
+from tests.compat.test_zero_files import batch_of, unwritten
+
+logger.setLevel(logging.ERROR)
+deepspeed.init_distributed(dist_backend="gloo")
+rank = torch.distributed.get_rank()
+for stage in (1, 2, 3):
+    model = unwritten()
+    given = {{"train_batch_size": 4, "zero_force_ds_cpu_optimizer": False}}
+    given |= {{"zero_allow_untested_optimizer": True}}
+    given |= {{"zero_optimization": {{"stage": stage}}, "checkpoint": {{"load_universal": True}}}}
+    adam = torch.optim.AdamW(model.parameters(), lr=0.5)
+    engine = deepspeed.initialize(model=model, optimizer=adam, config=given)[0]
+    engine.load_checkpoint({folder!r})
+    assert engine.global_steps == 3
+    for number in range(3, 6):
+        engine.backward(engine(batch_of(number)[2 * rank : 2 * rank + 2]).square().mean())
+        engine.step()
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+        if rank == 0:
+            found = {{name: p.detach().clone() for name, p in model.named_parameters()}}
+            torch.save(found, f"{{sys.argv[1]}}/{{stage}}.pt")
+"""
+
+
+def test_deepspeed_goes_on(tmp_path: Path) -> None:
+    """From it, on two ranks, under each stage."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip(
+            "needs DeepSpeed: pip install --no-deps deepspeed einops hjson msgpack ninja psutil py-cpuinfo"
+        )
+    model, optimizer = universal(tmp_path)
+    script = tmp_path / "reference.py"
+    root = str(Path(__file__).parents[2])
+    script.write_text(REFERENCE.format(root=root, folder=str(tmp_path / "theirs")))
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+    ]
+    done = subprocess.run(
+        [*launch, "--rdzv-endpoint", "localhost:0", str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    plain_steps(model, optimizer, range(3, 6))
+    for stage in (1, 2, 3):
+        found = torch.load(tmp_path / f"{stage}.pt")
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(found[name], p.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
