@@ -193,9 +193,49 @@ def compiler(name: str) -> Any:
     return lookup_backend(name)
 
 
-def inductor(mode: str | None, options: dict[str, Any] | None) -> Any:
-    """Inductor, with torch.compile's ``mode`` and ``options``."""
-    return torch._TorchCompileInductorWrapper(mode, options, False)
+def inductor(
+    mode: str | None, options: dict[str, Any] | None, rewrite: Callable[[torch.fx.Graph], None] | None
+) -> Any:
+    """Inductor, with torch.compile's ``mode`` and ``options``, and its graphs rewritten.
+
+    A rewriting may hang on what other ranks say, so what was compiled with one is not kept on disk.
+    """
+    if rewrite is None:
+        return torch._TorchCompileInductorWrapper(mode, options, False)
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Rewriting(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            assert rewrite is not None
+            rewrite(graph)
+
+        def uuid(self) -> None:
+            return None
+
+    asked = {"post_grad_custom_pre_pass": Rewriting(), **(options or {})}
+    return torch._TorchCompileInductorWrapper(mode, asked, False)
+
+
+def aot_eager(rewrite: Callable[[torch.fx.Graph], None]) -> Any:
+    """torch.compile's backend of that name, with its graphs, forward and backward, rewritten."""
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    whole = compiler("aot_eager")
+
+    def compile(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        rewrite(module.graph)
+        module.recompile()
+        return boxed_nop(module, inputs)
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        return whole(module, inputs, fw_compiler=compile, bw_compiler=compile)
+
+    return backend
+
+
+def with_effects() -> Any:
+    """What a traced graph calls, ``(token, operator, *args)``, where an operator's effects are ordered."""
+    return torch.ops.higher_order.with_effects
 
 
 def storage_info(file: str, start: int, size: int) -> Any:

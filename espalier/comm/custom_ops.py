@@ -79,32 +79,34 @@ def collective(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 @lru_cache
-def _library() -> Any:
+def library() -> Any:
+    """Where operators of the name space ``espalier`` are defined."""
     return torch.library.Library("espalier", "DEF")  # type: ignore[no-untyped-call]
 
 
 @lru_cache
 def _operator(function: Callable[..., torch.Tensor]) -> Any:
     # made when first traced: programs that compile nothing are spared the time
-    name, library = function.__name__, _library()
+    name, home = function.__name__, library()
 
     def kernel(x: torch.Tensor, mesh: str, axis: int, constants: str) -> torch.Tensor:
-        return function(x, _meshes[mesh], axis, *_parsed(constants))
+        return function(x, _meshes[mesh], axis, *parsed(constants))
 
     def shaped(x: torch.Tensor, mesh: str, axis: int, constants: str) -> torch.Tensor:
-        out = function(x, _dry(_meshes[mesh]), axis, *_parsed(constants))
+        out = function(x, _dry(_meshes[mesh]), axis, *parsed(constants))
         return torch.empty_like(x, memory_format=torch.contiguous_format) if out is x else out
 
-    library.define(f"{name}(Tensor x, str mesh, int axis, str constants) -> Tensor")
-    library.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"espalier::{name}", shaped, lib=library)
+    home.define(f"{name}(Tensor x, str mesh, int axis, str constants) -> Tensor")
+    home.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"espalier::{name}", shaped, lib=home)
     operator = getattr(torch.ops.espalier, name).default
     keep_order(operator)
     return operator
 
 
 @lru_cache(maxsize=4096)
-def _parsed(constants: str) -> Any:
+def parsed(constants: str) -> Any:
+    """What an operator of a collective is told in words."""
     return ast.literal_eval(constants)
 
 
@@ -116,6 +118,11 @@ def _word(mesh: Mesh) -> str:
         known = _words[mesh] = f"{axes} at {mesh.coordinate} #{len(_words)}"
         _meshes[known] = mesh
     return known
+
+
+def mesh_of(word: str) -> Mesh:
+    """The mesh that an operator of a collective names."""
+    return _meshes[word]
 
 
 def _dry(mesh: Mesh) -> Mesh:

@@ -59,6 +59,7 @@ class Mesh:
             ``espalier.tensor.saved``), weakly.
         streams: the random keys that its ranks draw, by seeding (see ``espalier.tensor.random``).
         carriers: by axis, what carries its tensors of the CPU (see ``espalier.comm.collectives``).
+        under_way: what compiled graphs have begun on it and not ended (see ``espalier.comm.bucketed_ops``).
         words: by axis, what a rule is told that may go several ways along it (see :meth:`telling`).
     """
 
@@ -99,6 +100,7 @@ class Mesh:
         self.emptied: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.streams: dict[int, Any] = {}
         self.within: Mesh | None = None
+        self.under_way: dict[int, Any] = {}
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
         self._backends: dict[tuple[int, torch.device], Any] = {}
         self.carriers: dict[int, Any] = {}

@@ -28,13 +28,22 @@ from espalier.comm.redistribute import redistribute_by
 from espalier.device import autocast_types
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.tensor.bucketing import Bucketing
 from espalier.tensor.dispatch import is_strict
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.tensor.fallback import writes
 from espalier.tensor.observers import watchers
 from espalier.tensor.random import draw_key
 from espalier.tensor.saved import close_saving, gather_before_backward, hold, open_saving
-from espalier.torch_private import compiler, inductor, method, raw, set_grad_enabled, torch_functions_on
+from espalier.torch_private import (
+    aot_eager,
+    compiler,
+    inductor,
+    method,
+    raw,
+    set_grad_enabled,
+    torch_functions_on,
+)
 from espalier.trees import flatten, leaves, tensors_in, tree_map, unflatten
 
 # answers that layouts, shapes and dtypes decide
@@ -333,6 +342,7 @@ def compile(  # torch's own name for it
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     disable: bool = False,
+    bucket_megabytes: float = 25.0,
 ) -> Any:
     """Compile a module or a function of DTensors: one graph, collectives included.
 
@@ -352,6 +362,9 @@ def compile(  # torch's own name for it
         mode: as in ``torch.compile``, for inductor.
         options: as in ``torch.compile``, for inductor.
         disable: give ``model`` back as it is.
+        bucket_megabytes: collectives of one kind, axis and dtype that do not wait for one another become one
+            message of at most so many megabytes, begun early; 0 leaves them as they are. So for the backends
+            ``"inductor"`` and ``"aot_eager"``.
 
     Raises:
         ValueError: ``dynamic=True``, or options for another backend than inductor.
@@ -363,7 +376,7 @@ def compile(  # torch's own name for it
         def decorate(model: Any) -> Any:
             return compile(
                 model, fullgraph=fullgraph, dynamic=dynamic, backend=backend, mode=mode, options=options,
-                disable=disable,
+                disable=disable, bucket_megabytes=bucket_megabytes,
             )  # fmt: skip
 
         return decorate
@@ -371,21 +384,24 @@ def compile(  # torch's own name for it
         raise ValueError("espalier.compile: shapes are static; leave dynamic= out.")
     if disable:
         return model
-    compiler = _backend(backend, mode, options)
+    compiler = _backend(backend, mode, options, bucket_megabytes * 1e6)
     if isinstance(model, torch.nn.Module):
         model._compiled_call_impl = _Region(model._call_impl, model, compiler)
         return model
     return _Region(model, model, compiler)
 
 
-def _backend(backend: str | Backend, mode: str | None, options: dict[str, Any] | None) -> Backend:
+def _backend(
+    backend: str | Backend, mode: str | None, options: dict[str, Any] | None, bucket: float
+) -> Backend:
+    rewrite = Bucketing(bucket) if bucket else None
     if backend == "inductor":
-        return inductor(mode, options)
+        return inductor(mode, options, rewrite)
     if mode is not None or options is not None:
         raise ValueError(f"espalier.compile: mode= and options= are inductor's; the backend is {backend!r}.")
     if callable(backend):
         return backend
-    return compiler(backend)
+    return aot_eager(rewrite) if backend == "aot_eager" and rewrite else compiler(backend)
 
 
 class _Region:
