@@ -47,6 +47,7 @@ def model_of(kind: str, seed: int) -> nn.Module:
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config = AutoConfig.for_model(kind, n_inner=inner, activation_function="gelu", **dropout, **sizes)
     else:
+        sizes |= {"head_dim": 16} if kind == "qwen3" else {}  # not hidden_size / heads
         config = AutoConfig.for_model(kind, intermediate_size=inner, num_key_value_heads=2, **sizes)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
@@ -109,6 +110,12 @@ def as_theirs(kind: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tens
         start = "model.layers."
         split = [stacked(f"self_attn.{x}_proj.weight", start).reshape(n, 2, -1, hidden) for x in "qkv"]
         made["self_attention.linear_qkv.weight"] = torch.cat(split, dim=2).reshape(n, -1, hidden)
+        if kind == "qwen2":
+            split = [stacked(f"self_attn.{x}_proj.bias", start).reshape(n, 2, -1) for x in "qkv"]
+            made["self_attention.linear_qkv.bias"] = torch.cat(split, dim=2).flatten(1)
+        if kind == "qwen3":
+            for x in "qk":
+                made[f"self_attention.{x}_layernorm.weight"] = stacked(f"self_attn.{x}_norm.weight", start)
         gated = [stacked(f"mlp.{x}_proj.weight", start) for x in ("gate", "up")]
         made["mlp.linear_fc1.weight"] = torch.cat(gated, dim=1)
         made["self_attention.linear_proj.weight"] = stacked("self_attn.o_proj.weight", start)
@@ -142,8 +149,13 @@ def trained(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("master", ["param", "fp32_param", None])
+@pytest.mark.parametrize(
+    ("kind", "master"),
+    [
+        *((kind, master) for kind in ("gpt2", "llama") for master in ("param", "fp32_param", None)),
+        *((kind, "param") for kind in ("mistral", "qwen2", "qwen3")),
+    ],
+)
 def test_by_the_keys_of_the_format(tmp_path: Path, kind: str, master: str | None) -> None:
     """In, as the distributed optimizer, the one for 16 bits and the plain one write; and out again."""
     model, optimizer = trained(kind)

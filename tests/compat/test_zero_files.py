@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from espalier.checkpoint.sinks import export
+from espalier.checkpoint.sources import open_any
 from espalier.checkpoint.zero_files import read_zero, run_of, tagged
 from espalier.compat import deepspeed
 
@@ -172,7 +173,14 @@ def test_training_goes_on(tmp_path: Path, stage: int) -> None:
         engine.step()
     for name, x in engine.state_dict().items():
         torch.testing.assert_close(x, right.state_dict()[name], rtol=1e-6, atol=1e-7)
-    assert export(tmp_path / "theirs" / "tag", tmp_path / "ours", "espalier", tree="model") == 9
+    out = tmp_path / "ours"
+    assert export(tmp_path / "theirs" / "tag", out, "espalier", tree="model", optimizer=True) == 9 + 3 * 5
+    found, (model, optimizer) = open_any(out), trained()
+    assert found.values["steps"] == 3
+    assert [group["options"]["lr"] for group in found.values["optimizer"]["groups"]] == [0.02, 0.1]
+    for name, p in model.named_parameters():
+        for key, x in optimizer.state[p].items():
+            assert torch.equal(found.read(f"optimizer.state.{name}.{key}"), x)
 
 
 # ---- out, as DeepSpeed's universal checkpoint
