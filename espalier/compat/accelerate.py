@@ -21,7 +21,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, conve
 from torch import nn
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import Readers, plan_for_world, precision_of, refuse
+from espalier.compat.plans import PIPELINES, Readers, plan_for_world, precision_of, refuse
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.compat.torch.fsdp import sharding_of
 from espalier.engine import EngineModule, initialize
@@ -96,7 +96,7 @@ class Accelerator(accelerate.Accelerator):
             said["precision"] = {**said.get("precision", {}), **precision, **fixed}  # accelerate scales
         self.plan = plan_for_world(said, plan)
         if self.plan.pipe > 1:
-            told.append(("plan.pipe", self.plan.pipe, "losses are asked for one by one: expected 1"))
+            told.append(("plan.pipe", self.plan.pipe, PIPELINES))
         if self.plan.accumulate > 1:
             known = "say gradient_accumulation_steps=, by which losses are divided: expected 1"
             told.append(("plan.accumulate", self.plan.accumulate, known))

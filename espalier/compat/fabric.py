@@ -20,7 +20,7 @@ from lightning_fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import Readers, plan_for_world, refuse
+from espalier.compat.plans import PIPELINES, Readers, plan_for_world, refuse
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.mesh import Mesh
@@ -90,7 +90,7 @@ class EspalierStrategy(DDPStrategy):
             told.append(("precision", type(plugin).__name__, "expected 32, 64, bf16 or 16, true or mixed"))
         plan = plan_for_world(said, self._said)
         if plan.pipe > 1:
-            told.append(("plan.pipe", plan.pipe, "losses are asked for one by one: expected 1"))
+            told.append(("plan.pipe", plan.pipe, PIPELINES))
         if plan.accumulate > 1:
             known = "accumulate by fabric.no_backward_sync, and divide losses: expected 1"
             told.append(("plan.accumulate", plan.accumulate, known))

@@ -19,6 +19,13 @@ from espalier.parallel import Plan
 from espalier.parallel.plan import known_as
 from espalier.texts import MistakeError
 
+# why trainers that ask for each loss by itself have no pipelines, and who has
+PIPELINES = (
+    "a loss goes back and is clipped by itself, where stages take a step's micro-batches together: expected "
+    "1. Write the loop around espalier.prepare(model, optimizer, loader, plan={'pipe': 2, 'accumulate': 8, "
+    "'clip': 1.0}), or a job for espalier train"
+)
+
 
 def world_size() -> int:
     """Ranks of the running world, whether it was joined yet or not."""

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME
 
-from espalier.compat.plans import plan_for_world, refuse
+from espalier.compat.plans import PIPELINES, plan_for_world, refuse
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.mesh import Mesh
@@ -86,7 +86,7 @@ class Trainer(transformers.Trainer):
             if (given := getattr(args, name, None))
         ]
         if self.plan.pipe > 1:
-            told.append(("plan.pipe", self.plan.pipe, "losses are asked for one by one: expected 1"))
+            told.append(("plan.pipe", self.plan.pipe, PIPELINES))
         if self.plan.accumulate > 1:
             said_by = "say gradient_accumulation_steps in the arguments: expected 1"
             told.append(("plan.accumulate", self.plan.accumulate, said_by))

@@ -112,7 +112,10 @@ def asked(rank: int, world: int) -> None:
         assert own == ["row of 0"]
         assert accelerator.gather(torch.tensor([7])).tolist() == [7]
         assert accelerator.reduce(torch.tensor(3.0)).item() == 3.0
-        with pytest.raises(ValueError, match=r"3 mistakes(.|\n)*megatron_lm(.|\n)*plan.pipe(.|\n)*plan.acc"):
+        with pytest.raises(
+            ValueError,
+            match=r"3 mistakes(.|\n)*megatron_lm(.|\n)*plan.pipe(.|\n)*espalier.prepare(.|\n)*plan.acc",
+        ):
             plan = {"pipe": 2, "accumulate": 2}
             Accelerator(megatron_lm_plugin=object.__new__(MegatronLMPlugin), plan=plan)
 

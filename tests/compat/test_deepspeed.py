@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DistributedSampler, TensorDataset
 
 from espalier.compat import deepspeed
 from espalier.tensor import DTensor
@@ -159,6 +161,44 @@ def _environment() -> dict[str, str]:
     import os
 
     return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def test_layers_of_experts_are_refused_in_words() -> None:
+    with pytest.raises(ImportError, match=r'plain model(.|\n)*plan=\{"expert": n\}'):
+        importlib.import_module("espalier.compat.deepspeed.moe.layer")
+
+
+PROGRAMS = ROOT / "examples" / "coming_from"
+
+
+def half(rank: int, world: int) -> None:
+    """A whole program in float16 with its JSON, ZeRO 1 and 2: a plain loop's losses, within its rounding."""
+    names = runpy.run_path(str(PROGRAMS / "deepspeed_zero_here.py"))
+    found = [names["main"](stage) for stage in (1, 2)]
+    rows, model = names["digits"](640), names["network"]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+    order = [*DistributedSampler(rows, 1, 0)]
+    losses: list[float] = []
+    for ids in [order[i : i + 64] for i in range(0, 640, 64)] * 2:
+        images, labels = rows[ids]
+        each = F.cross_entropy(model(images), labels, reduction="none")
+        losses.append(each[rank::world].mean().item())
+        optimizer.zero_grad()
+        each.mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert found[0] == found[1] and len(losses) == 20 and losses[-1] < 0.9 * losses[0]
+    assert found[0] == pytest.approx(losses, abs=4e-3)
+
+
+@pytest.mark.world(2)
+def test_a_program_in_float16(ranks: Any) -> None:
+    ranks(2, half)
+    bodies = [
+        (PROGRAMS / f"{name}.py").read_text("utf-8").partition("\n\n\n")[2]
+        for name in ("deepspeed_zero", "deepspeed_zero_here")
+    ]
+    assert bodies[0] == bodies[1] != ""
 
 
 # ---- what else an engine does

@@ -45,7 +45,11 @@ def test_all_with_a_constructor_of_their_own_are_here() -> None:
     found = set()
     for module in pkgutil.walk_packages(espalier.__path__, "espalier."):
         if module.name != "espalier.__main__":
-            members = vars(importlib.import_module(module.name)).values()
+            try:
+                members = vars(importlib.import_module(module.name)).values()
+            except ImportError as missing:  # of a package that need not be installed
+                assert str(missing.name).partition(".")[0] in ("deepspeed", "lightning_fabric", "ray")
+                continue
             found |= {x for x in members if inspect.isclass(x) and issubclass(x, Exception)}
     own = {x for x in found if x.__module__.startswith("espalier") and "__init__" in vars(x)}
     assert own <= {type(error) for error in EXAMPLES}
