@@ -35,7 +35,7 @@ class Cell:
     """What changes the local shapes.
 
     Attributes:
-        tensor, sequence_parallel, context, recompute, precision: as of a plan.
+        tensor, tensor_mode, depth, sequence_parallel, context, recompute, precision: as of a plan.
         rows: of a micro-batch on a rank.
     """
 
@@ -45,6 +45,8 @@ class Cell:
     recompute: str = "none"
     precision: str = "float32"
     rows: int = 1
+    tensor_mode: str = "1d"
+    depth: int = 1
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -113,6 +115,14 @@ class _Wanted(NamedTuple):
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+
+def _recorded(cell: Cell) -> tuple[int, ...]:
+    """Rows of the micro-batches that are recorded for a cell: its own, or one and two.
+
+    In 2D to 3D tensor modes what is cheapest to move hangs on the rows: more of them are another program.
+    """
+    return (cell.rows,) if cell.rows <= 2 or cell.tensor_mode != "1d" else (1, 2)
 
 
 def _of_cell(cell: Cell, depth: int) -> _Wanted:
@@ -233,9 +243,10 @@ class Recorder:
         return (_SHALLOW, _SHALLOW + 1) if self.blocks else (0,)
 
     def _at(self, cell: Cell, depth: int) -> Recording:
-        if cell.rows <= 2:
+        few = _recorded(cell)
+        if few == (cell.rows,):
             return self._run(cell, depth)
-        one, two = (self._run(replace(cell, rows=n), depth) for n in (1, 2))
+        one, two = (self._run(replace(cell, rows=n), depth) for n in few)
         return grown(one, two, cell.rows)
 
     def _run(self, cell: Cell, depth: int) -> Recording:
@@ -276,7 +287,7 @@ class Recorder:
             _of_cell(replace(cell, rows=rows), depth)
             for cell in cells
             for depth in self._depths()
-            for rows in ((cell.rows,) if cell.rows <= 2 else (1, 2))
+            for rows in _recorded(cell)
         ]
         wanted += [_alone(precision, self._depths()[-1])]
         wanted += [_of_zero(zero, precision, m, self._depths()[-1]) for zero in zeros for m in (1, 2)]

@@ -22,7 +22,7 @@ _OF_TERMS = {
     "update": ("device.bandwidth_gbs", "device.memory_share"),
     "bubble": ("device.tflops", "device.ceiling"),
 }
-_NEXT = ("tensor", "pipe", "zero", "recompute", "sequence_parallel", "schedule")
+_NEXT = ("tensor", "tensor_mode", "pipe", "zero", "recompute", "sequence_parallel", "schedule")
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def words(plan: Any) -> str:
     """A plan in a few words."""
     said = [f"{key} {getattr(plan, key)}" for key in ("pipe", "data", "context", "tensor")]
     said = [x for x in said if not x.endswith(" 1")]
+    said += [plan.tensor_mode] if plan.tensor_mode != "1d" else []
     if plan.pipe > 1:
         said.append(plan.schedule + (f" v{plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""))
     said += [f"ZeRO-{plan.zero}"] if plan.zero else []
@@ -161,7 +162,7 @@ def told(found: Found) -> list[str]:
     lines += in_columns(known, "<<>")
     lines += [
         "assumed: no stragglers, experts routed evenly, the data axis hides behind 90 % of what it may.",
-        "not searched: 2D to 3D tensor modes, experts, branches, offload; give them in [plan] or with --fix.",
+        "not searched: experts, branches, offload, where axes lie: give them in [plan].",
     ]
     if found.refused:
         lines.append("refused:")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from espalier.parallel import Plan, PlanError
+from espalier.parallel.plan import ROWS, Mode
 from espalier.parallel.schedules import Costs as Times
 from espalier.parallel.schedules import Schedule, Timeline, find_schedule, simulate
 from espalier.planner.cells import Cell, Costs, Recorder, Refused, Update
@@ -24,6 +25,8 @@ _TIMELINES = 10  # of the best are simulated, schedule by schedule
 _HIDDEN = 0.9  # of the computation behind which the data axis can hide what it sends
 _ZEROS = (0, 1, 2, 3)
 _RECOMPUTES = ("none", "selective", "full")
+_GRIDS: tuple[tuple[Mode, int, int], ...] = (("2d", 1, 4), ("2.5d", 2, 8), ("3d", 1, 8))
+"""Modes beside 1D that are searched: how deep, and on how many ranks, which is the least of each."""
 _DIVIDED = ("zb-h1", "zbv")  # schedules whose backward pass is divided in two
 
 
@@ -221,31 +224,52 @@ class Search:
                 if self._fixed.get("accumulate", micro) != micro or (pipe > 1 and micro < pipe):
                     continue
                 cuts = self._cuts(pipe * virtual)
-                for sequence in self._values("sequence_parallel", [False, True] if tensor > 1 else [False]):
-                    for recompute in self._values("recompute", list(_RECOMPUTES)):
-                        zeros = _ZEROS if data * context > 1 else (0,)
-                        for zero in self._values("zero", list(zeros)):
-                            if pipe > 1 and zero > 1 and "zero" not in self._fixed:
-                                continue  # gathered or reduced for each micro-batch
-                            given = {
-                                **base,
-                                "tensor": tensor,
-                                "context": context,
-                                "pipe": pipe,
-                                "data": data,
-                                "accumulate": micro,
-                                "sequence_parallel": sequence,
-                                "recompute": recompute,
-                                "zero": zero,
-                                "schedule": schedule,
-                                "stages_per_rank": virtual,
-                                "cuts": cuts,
-                                **self._fixed,
-                            }
-                            try:
-                                yield Plan(**given), rows
-                            except PlanError as error:
-                                self.refused.setdefault(str(error.mistakes[0]), "the plan's own checks")
+                for way, recompute in self._ways(tensor, schedule):
+                    zeros = _ZEROS if data * context > 1 else (0,)
+                    for zero in self._values("zero", list(zeros)):
+                        if pipe > 1 and zero > 1 and "zero" not in self._fixed:
+                            continue  # gathered or reduced for each micro-batch
+                        given = {
+                            **base,
+                            "tensor": tensor,
+                            "context": context,
+                            "pipe": pipe,
+                            "data": data,
+                            "accumulate": micro,
+                            **way,
+                            "recompute": recompute,
+                            "zero": zero,
+                            "schedule": schedule,
+                            "stages_per_rank": virtual,
+                            "cuts": cuts,
+                            **self._fixed,
+                        }
+                        try:
+                            plan = Plan(**given)
+                        except PlanError as error:
+                            self.refused.setdefault(str(error.mistakes[0]), "the plan's own checks")
+                            continue
+                        unit = math.prod(plan.axes[x] for x in ROWS[plan.tensor_mode])
+                        few = unit == 1 or rows <= 2 * unit or "tensor_mode" in self._fixed
+                        if few and rows % unit == 0:
+                            yield plan, rows
+
+    def _ways(self, tensor: int, schedule: str) -> Iterator[tuple[dict[str, Any], str]]:
+        """How tensor ranks share layers, each with a kind of recomputation."""
+        modes: list[tuple[Any, int]] = [("1d", 1)]
+        if schedule == "1f1b" and tensor <= self.cluster.level[0].ranks:
+            modes += [(mode, deep) for mode, deep, n in _GRIDS if n == tensor]
+        if (fixed := self._fixed.get("tensor_mode")) is not None:
+            modes = [(fixed, self._fixed.get("depth", 1))]
+        for mode, deep in modes:
+            line = mode == "1d"
+            sequences = [False, True] if line and tensor > 1 else [False]
+            recomputes = list(_RECOMPUTES) if line else ["none", "full"]
+            for sequence in self._values("sequence_parallel", sequences):
+                if sequence and not line:
+                    continue
+                for recompute in self._values("recompute", recomputes):
+                    yield {"tensor_mode": mode, "depth": deep, "sequence_parallel": sequence}, recompute
 
     def _values(self, key: str, all_of: list[Any]) -> list[Any]:
         return [self._fixed[key]] if key in self._fixed else all_of
@@ -332,7 +356,8 @@ class Search:
 
     def _cell(self, plan: Plan, rows: int) -> Cell:
         sequence, recompute = bool(plan.sequence_parallel), str(plan.recompute)
-        return Cell(plan.tensor, sequence, plan.context, recompute, self._precision, rows)
+        mode = (plan.tensor_mode, plan.depth) if plan.tensor > 1 else ("1d", 1)
+        return Cell(plan.tensor, sequence, plan.context, recompute, self._precision, rows, *mode)
 
     def _whole(
         self,
@@ -603,9 +628,11 @@ class Search:
 
 
 _PHASES = ("forward", "backward")
-_UNPRICED = ("tensor_mode", "expert", "branch", "replicate", "offload")
+_UNPRICED = ("expert", "branch", "replicate", "offload")
 _SEARCHED = (
     "tensor",
+    "tensor_mode",
+    "depth",
     "context",
     "pipe",
     "data",

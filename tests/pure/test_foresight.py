@@ -19,7 +19,7 @@ from espalier.cli.main import app
 from espalier.models import GPT, GPTConfig
 from espalier.parallel.schedules import Costs, generate, live, simulate
 from espalier.planner import Cluster, Recorder, Search
-from espalier.planner.cells import Cell
+from espalier.planner.cells import Cell, _recorded
 from espalier.planner.explain import report, to_dict, to_toml, why_not, words
 from espalier.planner.prices import Prices
 from espalier.planner.recording import Op, Recording, Sent, added, grown
@@ -59,7 +59,14 @@ def totals(counts: Any) -> dict[Any, list[int]]:
 
 
 @pytest.mark.parametrize(
-    "cell", [Cell(recompute="full"), Cell(tensor=2, sequence_parallel=True, precision="bfloat16")], ids=str
+    "cell",
+    [
+        Cell(recompute="full"),
+        Cell(tensor=2, sequence_parallel=True, precision="bfloat16"),
+        Cell(tensor=4, tensor_mode="2d", rows=2),
+        Cell(tensor=8, tensor_mode="3d", rows=4),
+    ],
+    ids=str,
 )
 def test_blocks_add_up_to_the_whole(recorder: Recorder, cell: Cell) -> None:
     costs = recorder.costs(cell)
@@ -77,6 +84,7 @@ def test_blocks_add_up_to_the_whole(recorder: Recorder, cell: Cell) -> None:
 def test_rows_add_up(recorder: Recorder) -> None:
     one, two, four = (recorder._run(Cell(rows=n), 2) for n in (1, 2, 4))
     told = grown(one, two, 4)
+    assert _recorded(Cell(rows=4)) == (1, 2) and _recorded(Cell(rows=4, tensor_mode="2d")) == (4,)
     assert (told.events, told.held, told.kept) == (four.events, four.held, four.kept)
     assert four.peak * 0.9 < told.peak <= four.peak, "another moment may be the fullest one"
 
@@ -130,6 +138,7 @@ def test_the_best_is_the_best_of_all(search: Search) -> None:
     assert len(scored) == found.scored == len(found.best)
     assert found.best[0].seconds == min(search.simulated(x).seconds for x in scored) <= scored[0].seconds
     assert all(x.plan.world_size == 8 for x in found.best)
+    assert {x.plan.tensor_mode for x in found.best} == {"1d", "2d", "2.5d", "3d"}
     assert {x.plan.pipe for x in found.best} > {1, 2} and {x.plan.tensor for x in found.best} >= {1, 2, 4}
     assert [x.plan.zero for x in found.plain] == [0, 3]
     assert all(found.best[0].seconds <= x.seconds for x in found.plain)
