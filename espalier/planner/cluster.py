@@ -181,7 +181,11 @@ class Cluster(Settings):
                 mistakes.append((f"device.tflops.{dtype}", peak, did_you_mean(dtype, _DTYPES, _KNOWN)))
             if peak > 100_000:
                 mistakes.append((f"device.tflops.{dtype}", peak, _units("operations a second", "10^12")))
-        mistakes += _points(self)
+        if not d.tflops:
+            mistakes.append(
+                ("device.tflops", {}, "expected a peak for one dtype or more, as {bfloat16 = 989}")
+            )
+        mistakes += [*_points(self), *_times(self), *_strangers(self)]
         for name, shares in d.kinds.items():
             if name not in KINDS:
                 told = did_you_mean(name, KINDS, f"expected one of {', '.join(KINDS)}")
@@ -304,6 +308,39 @@ def shipped() -> tuple[str, ...]:
 
 def _units(what: str, unit: str = "10^9") -> str:
     return f"more than any device has: expected {unit} {what}"
+
+
+def _times(cluster: Cluster) -> list[tuple[str, Any, str]]:
+    """Times that are in no microseconds."""
+    device = cluster.device
+    given = {f"level.{i}.latency_us": level.latency_us for i, level in enumerate(cluster.level)}
+    given |= {"device.host_us_per_op": device.host_us_per_op}
+    if device.backward_us_per_op is not None:
+        given["device.backward_us_per_op"] = device.backward_us_per_op
+    return [
+        (key, x, f"{'less' if x < 1 else 'more'} than any machine takes: expected microseconds (10^-6 s)")
+        for key, x in given.items()
+        if 0 < x < 1e-3 or x > 1e5
+    ]
+
+
+def _strangers(cluster: Cluster) -> list[tuple[str, Any, str]]:
+    """Provenance of what there is not."""
+    known = {
+        "device": Device.model_fields.keys(),
+        "level": {*Level.model_fields, *(level.name for level in cluster.level)},
+    }
+    found: list[tuple[str, Any, str]] = []
+    for i, row in enumerate(cluster.provenance):
+        table, _, rest = row.key.partition(".")
+        name = rest.partition(".")[0]
+        if table not in known:
+            told = did_you_mean(table, known, "expected device or level, and after a dot one of its keys")
+            found.append((f"provenance.{i}.key", row.key, f"there is no such table; {told}"))
+        elif name and name not in known[table]:
+            told = did_you_mean(name, known[table], f"known are {', '.join(known[table])}")
+            found.append((f"provenance.{i}.key", row.key, f"{table} has no such key; {told}"))
+    return found
 
 
 def _tuples(x: Any) -> Any:

@@ -141,12 +141,40 @@ def test_a_cluster_as_toml(tmp_path: Path) -> None:
         ({"tflops": {"bfloat": 989.0}}, "did you mean"),
         ({"memroy_gb": 3.0}, "unknown key"),
         ({"reserved_gb": 81.0}, "expected less than memory_gb"),
+        ({"tflops": {}}, "expected a peak for one dtype or more"),
+        (
+            {"host_us_per_op": 6e-6},
+            "device.host_us_per_op = 6e-06: less than any machine takes: expected micro",
+        ),
     ],
     ids=str,
 )
 def test_a_cluster_with_mistakes(change: dict[str, Any], told: str) -> None:
     tables = tomllib.loads(Cluster.load("h100-sxm").to_toml())
     tables["device"].update(change)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Cluster.from_dict(tables)
+
+
+@pytest.mark.parametrize(
+    ("table", "change", "told"),
+    [
+        ("level", {"bandwidth_gbs": -50.0}, "level.0.bandwidth_gbs = -50.0: expected greater than 0"),
+        (
+            "level",
+            {"bandwidth_gbs": 450e9},
+            "level.0.bandwidth_gbs = 450000000000.0: more than any device has",
+        ),
+        ("level", {"latency_us": 9e6}, "level.0.latency_us = 9000000.0: more than any machine takes"),
+        ("level", {"bandwith_gbs": 3.0}, "did you mean level.0.bandwidth_gbs?"),
+        ("provenance", {"key": "device.celing"}, "device has no such key; did you mean 'ceiling'?"),
+        ("provenance", {"key": "devise.ceiling"}, "there is no such table; did you mean 'device'?"),
+    ],
+    ids=str,
+)
+def test_links_with_mistakes(table: str, change: dict[str, Any], told: str) -> None:
+    tables = tomllib.loads(Cluster.load("h100-sxm").to_toml())
+    tables[table][0].update(change)
     with pytest.raises(ValueError, match=re.escape(told)):
         Cluster.from_dict(tables)
 
