@@ -333,9 +333,9 @@ def in_names_of(source: TensorSource, config: Mapping[str, Any] | None) -> Tenso
             parts[f"{_STATE}{name}.{kind}"].append(_Part(box, f"{_STATE}{kind}.{key}", there, turned))
     shapes = {name: len(parts[f"model.{name}"][0].box.sizes) for name in dict.fromkeys(p.name for p in table)}
     steps, values = _options(source, shapes) if kinds else ({}, {})
-    found = Composed(source, parts, steps)
-    found.values, found.trees = values, frozenset(("model", "optimizer") if kinds else ("model",))
-    return found
+    composed = Composed(source, parts, steps)
+    composed.values, composed.trees = values, frozenset(("model", "optimizer") if kinds else ("model",))
+    return composed
 
 
 def _other_sizes(source: TensorSource, table: Iterable[Place]) -> list[str]:
@@ -354,17 +354,17 @@ def _other_sizes(source: TensorSource, table: Iterable[Place]) -> list[str]:
 
 def _kinds_of(source: TensorSource, weights: Collection[str]) -> list[str]:
     """The kinds of states that lie as the weights do."""
-    found: dict[str, set[str]] = defaultdict(set)
+    holders: dict[str, set[str]] = defaultdict(set)
     for name in source.entries:
         kind, _, key = name.removeprefix(_STATE).partition(".")
         if name.startswith(_STATE) and key in weights:
-            found[kind].add(key)
+            holders[kind].add(key)
             if source.entries[name].shape != source.entries[key].shape:
                 raise FormatError(
                     f"{source.path}: {name} is flat, as megatron.core before 0.14 wrote it. Save it again by "
                     "a later one, with dist_ckpt_optim_fully_reshardable."
                 )
-    return [kind for kind, keys in found.items() if len(keys) == len(weights)]
+    return [kind for kind, keys in holders.items() if len(keys) == len(weights)]
 
 
 def _options(source: TensorSource, dims: Mapping[str, int]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

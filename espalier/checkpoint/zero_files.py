@@ -201,14 +201,14 @@ class _Third(_Lies):
 
 def _frozen(models: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, torch.Tensor]:
     """Parameters that were not trained."""
-    shapes, found = models[0].get("frozen_param_shapes") or {}, {}
+    shapes, tensors = models[0].get("frozen_param_shapes") or {}, {}
     for name, shape in shapes.items():
         parts = [model["frozen_param_fragments"][name] for model in models]
         whole = (
             torch.cat([part.flatten() for part in parts]) if len(parts) == ranks > 1 else parts[0].flatten()
         )
-        found[name] = whole.narrow(0, 0, math.prod(shape)).view(tuple(shape))
-    return found
+        tensors[name] = whole.narrow(0, 0, math.prod(shape)).view(tuple(shape))
+    return tensors
 
 
 def _files(path: Path, pattern: str) -> list[Path]:

@@ -154,10 +154,10 @@ def _hosts(nodes: int | None, node_rank: int | None, rdzv: str | None, console: 
     """The machines that take part."""
     from espalier.mesh.hosts import Hosts, find_hosts
 
-    found = find_hosts(nodes, node_rank, rdzv)
-    if isinstance(found, Hosts):
-        say(console, str(found))
-    return found
+    hosts = find_hosts(nodes, node_rank, rdzv)
+    if isinstance(hosts, Hosts):
+        say(console, str(hosts))
+    return hosts
 
 
 def _on_ranks(
@@ -252,17 +252,17 @@ def plan(
         from espalier.train.foresight import foresee
         from espalier.train.job import Job
 
-        found = foresee(Job.load(job, set_ or []), cluster, ranks, fix or [], memory, quick=quick)
-        Console().print(found.text, highlight=False, markup=False, soft_wrap=True)
+        foreseen = foresee(Job.load(job, set_ or []), cluster, ranks, fix or [], memory, quick=quick)
+        Console().print(foreseen.text, highlight=False, markup=False, soft_wrap=True)
         if json_ is not None:
-            json_.write_text(json.dumps(found.table, indent=1) + "\n", "utf-8")
-        if html is not None and found.fits:
-            html.write_text(found.page(), "utf-8")
-        if trace is not None and found.timeline is not None:
-            trace.write_text(json.dumps(as_trace({"predicted": found.timeline})), "utf-8")
-        elif trace is not None and found.fits:
+            json_.write_text(json.dumps(foreseen.table, indent=1) + "\n", "utf-8")
+        if html is not None and foreseen.fits:
+            html.write_text(foreseen.page(), "utf-8")
+        if trace is not None and foreseen.timeline is not None:
+            trace.write_text(json.dumps(as_trace({"predicted": foreseen.timeline})), "utf-8")
+        elif trace is not None and foreseen.fits:
             say(Console(stderr=True), f"{trace} is not written: the best plan has no pipeline.")
-        if not found.fits:
+        if not foreseen.fits:
             raise typer.Exit(1)
 
 
@@ -304,13 +304,13 @@ def compare(
         measured = _on_ranks("compare", loaded, console, port=port, debug=debug, steps=steps)
         if measured is None:  # of torchrun's ranks the first tells it
             return
-        found = Comparison(told.prediction, measured, told.bytes)
-        for line in found.lines():
+        comparison = Comparison(told.prediction, measured, told.bytes)
+        for line in comparison.lines():
             say(console, line)
         if json_ is not None:
-            json_.write_text(json.dumps(found.to_dict(), indent=1) + "\n", "utf-8")
+            json_.write_text(json.dumps(comparison.to_dict(), indent=1) + "\n", "utf-8")
         if html is not None:
-            html.write_text(compare_page(loaded.name, found, timeline), "utf-8")
+            html.write_text(compare_page(loaded.name, comparison, timeline), "utf-8")
         if trace is not None and timeline is not None and measured.timeline is not None:
             draw(trace, {"predicted": timeline, "measured": measured.timeline})
         elif trace is not None:
@@ -341,9 +341,9 @@ def calibrate(
 
         path = out or here()
         path.parent.mkdir(parents=True, exist_ok=True)
-        found = measured(ranks, show, anyway=anyway)
-        write_file(path, found.to_toml().encode())
-        for line in found.told():
+        cluster = measured(ranks, show, anyway=anyway)
+        write_file(path, cluster.to_toml().encode())
+        for line in cluster.told():
             say(Console(), line)
         say(Console(), f"written: {path}{'' if out else ' (--cluster here)'}")
 
@@ -594,17 +594,17 @@ def migrate(
 
         try:
             source = script.read_text("utf-8")
-            found = migrated(source, script.parent)
+            migration = migrated(source, script.parent)
         except (SyntaxError, UnicodeDecodeError) as error:
             raise ValueError(f"{script} is no Python program: {error}.") from None
-        typer.echo(found.diff(script.name), nl=False)
-        for note in found.notes:
+        typer.echo(migration.diff(script.name), nl=False)
+        for note in migration.notes:
             typer.echo(f"{script.name}:{note.line}: {note.text}", err=True)
-        if not found.systems:
+        if not migration.systems:
             typer.echo(f"{script.name}: nothing of another system was found", err=True)
-        if write and found.after != found.before:
-            script.write_text(found.after, "utf-8")
-        if any(note.is_missing for note in found.notes):
+        if write and migration.after != migration.before:
+            script.write_text(migration.after, "utf-8")
+        if any(note.is_missing for note in migration.notes):
             raise typer.Exit(1)
 
 

@@ -77,12 +77,12 @@ class _Timed:
         self.backend, self._axis, self._waits = backend, axis, waits
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.backend, name)
-        if name == "beyond" or not callable(found):
-            return found
+        inner = getattr(self.backend, name)
+        if name == "beyond" or not callable(inner):
+            return inner
 
         def call(*args: Any, **given: Any) -> Any:
-            out = self._waits.time(self._axis, lambda: found(*args, **given))
+            out = self._waits.time(self._axis, lambda: inner(*args, **given))
             if isinstance(out, Work | Summing):
                 self._waits.follow(self._axis, out)
             return out

@@ -173,7 +173,7 @@ def _evaluated(
     if of._known is not None and not fresh:
         return of._known
     if of._step is None:
-        found = output()
+        value = output()
     else:
 
         def inner(x: Any) -> Any:
@@ -182,6 +182,6 @@ def _evaluated(
             return given.get(id(x), x) if isinstance(x, torch.Tensor) else x
 
         step = of._step
-        found = step.func(*tree_map(inner, step.args), **tree_map(inner, dict(step.kwargs)))
-    done[id(of)] = found
-    return found
+        value = step.func(*tree_map(inner, step.args), **tree_map(inner, dict(step.kwargs)))
+    done[id(of)] = value
+    return value

@@ -190,10 +190,10 @@ def _compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
     Raises:
         ValueError: something in them hangs on values or on hooks, and no graph can have it.
     """
-    found = blocks(model)
+    listed = blocks(model)
     experts = stacks(model)
     refused = (
-        (not found, "the model has no list of blocks: espalier.compile(module) compiles what you name"),
+        (not listed, "the model has no list of blocks: espalier.compile(module) compiles what you name"),
         (plan.pipe > 1, "a pipeline's stages run what a trace of the model says: expected pipe = 1"),
         (plan.zero == 3, "zero = 3 gathers within blocks as they run: expected zero of 0 to 2"),
         (plan.recompute != "none", "recomputed blocks run as they are written: expected recompute = none"),
@@ -203,7 +203,7 @@ def _compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
     wrong = [told for is_so, told in refused if is_so]
     if wrong:
         raise ValueError("compile: " + "; ".join(wrong) + ". Or leave compile out.")
-    return [*found.values()]
+    return [*listed.values()]
 
 
 class Engine(Surface):

@@ -77,9 +77,9 @@ class EngineModule(nn.Module):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
         """See :meth:`espalier.Engine.state_dict`."""
-        found = OrderedDict() if destination is None else destination
-        found.update({f"{prefix}{name}": x for name, x in self.engine.state_dict().items()})
-        return found
+        states = OrderedDict() if destination is None else destination
+        states.update({f"{prefix}{name}": x for name, x in self.engine.state_dict().items()})
+        return states
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -99,19 +99,19 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
         ValueError: there are several.
     """
     own = {id(p) for p in module.parameters()}
-    found = [
+    owners = [
         x
         for x in gc.get_objects()
         if issubclass(type(x), torch.optim.Optimizer)
         and any(id(p) in own for group in x.param_groups for p in group["params"])
     ]
-    if len(found) > 1:
-        kinds = ", ".join(type(x).__name__ for x in found)
+    if len(owners) > 1:
+        kinds = ", ".join(type(x).__name__ for x in owners)
         raise ValueError(
-            f"{len(found)} optimizers ({kinds}) hold parameters of this model, and an engine steps one. Make "
-            "one optimizer with a group for each, or say which by engine.attach(optimizer)."
+            f"{len(owners)} optimizers ({kinds}) hold parameters of this model, and an engine steps one. "
+            "Make one optimizer with a group for each, or say which by engine.attach(optimizer)."
         )
-    return found[0] if found else None
+    return owners[0] if owners else None
 
 
 class Prepared:

@@ -113,10 +113,10 @@ def bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return tuple(args)
     if not args:
         return dict(kwargs)
-    found = inspect.signature(module.forward).bind(*args, **kwargs)
+    call = inspect.signature(module.forward).bind(*args, **kwargs)
     named: dict[str, Any] = {}
-    for name, value in found.arguments.items():
-        kind = found.signature.parameters[name].kind
+    for name, value in call.arguments.items():
+        kind = call.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
             named |= value
         elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):

@@ -68,17 +68,17 @@ def find_hosts(nodes: int | None, node: int | None, rendezvous: str | None) -> H
     Raises:
         ValueError: a part is missing, and nothing else tells it.
     """
-    found = None if nodes == 1 else told_by(os.environ, socket.gethostname(), nodes)
+    launcher = None if nodes == 1 else told_by(os.environ, socket.gethostname(), nodes)
     if nodes is None and node is None and rendezvous is None:
-        return found
-    if isinstance(found, Task):
+        return launcher
+    if isinstance(launcher, Task):
         raise ValueError(
             "each rank was started by a launcher (srun, mpirun), one process for each: leave --nodes out, or "
             "start one process a machine (srun --ntasks-per-node=1, mpirun --npernode 1)"
         )
-    total = nodes or (found.nodes if found else None)
-    this = node if node is not None else found.node if found else None
-    first = rendezvous or (found.endpoint if found else None)
+    total = nodes or (launcher.nodes if launcher else None)
+    this = node if node is not None else launcher.node if launcher else None
+    first = rendezvous or (launcher.endpoint if launcher else None)
     if total == 1:
         return None
     missing = [
@@ -96,7 +96,9 @@ def find_hosts(nodes: int | None, node: int | None, rendezvous: str | None) -> H
     host, _, port = first.rpartition(":") if ":" in first else (first, "", str(PORT))
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"--rdzv {first}: expected HOST:PORT of the first node, as first-host:29500")
-    return Hosts(total, this, host, int(port), found.source if found and nodes is None else "the options")
+    return Hosts(
+        total, this, host, int(port), launcher.source if launcher and nodes is None else "the options"
+    )
 
 
 def told_by(environ: Mapping[str, str], hostname: str, nodes: int | None = None) -> Hosts | Task | None:

@@ -62,12 +62,12 @@ def generate(
     model.eval()
     caches = ExitStack()
     try:
-        found = keepers(model) if cache else []
-        caches.enter_context(keeping(found))
+        caching = keepers(model) if cache else []
+        caches.enter_context(keeping(caching))
         seen = 0  # tokens whose keys and values are kept
         for _ in range(max_new_tokens):
             context = ids if max_positions is None else ids[:, -max_positions:]
-            if found and context.shape == ids.shape:
+            if caching and context.shape == ids.shape:
                 positions = torch.arange(seen, ids.shape[1], device=ids.device).repeat(len(ids), 1)
                 logits = model(ids[:, seen:], position_ids=positions).logits[:, -1, :]
                 seen = ids.shape[1]
@@ -160,8 +160,8 @@ def keepers(model: Any) -> list[nn.Module]:
     if getattr(config, "capacity", None) is not None:
         return []  # whether an expert has room for a token depends on the earlier ones, beside attention
     taking = {m for m in model.modules() if _name(m) is not None}
-    found = [m for m in model.modules() if m in taking and not any(x in taking for x in _inner(m))]
-    return found if all(getattr(m, "is_causal", False) for m in found) else []
+    layers = [m for m in model.modules() if m in taking and not any(x in taking for x in _inner(m))]
+    return layers if all(getattr(m, "is_causal", False) for m in layers) else []
 
 
 @contextmanager

@@ -97,19 +97,19 @@ class GPTConfig:
 
     def _mistakes(self) -> list[str]:
         positive = ("vocab_size", "max_positions", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")
-        found = below_one(self, positive)
-        if found:
-            return found
+        mistakes = below_one(self, positive)
+        if mistakes:
+            return mistakes
         if self.head_dim is None and self.hidden % self.heads:
-            found.append(
+            mistakes.append(
                 f"hidden = {self.hidden} is not a multiple of heads = {self.heads}; "
                 "change one of them, or give head_dim"
             )
         elif self.size_of_head % 2:
-            found.append(f"the width of a head, {self.size_of_head}, must be even for rotary positions")
+            mistakes.append(f"the width of a head, {self.size_of_head}, must be even for rotary positions")
         if self.heads % self.size_of_kv:
-            found.append(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
-        return found + no_probability(self.dropout)
+            mistakes.append(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
+        return mistakes + no_probability(self.dropout)
 
     @property
     def size_of_head(self) -> int:
@@ -151,19 +151,19 @@ class MoEConfig(GPTConfig):
     z: float = 0.001
 
     def _mistakes(self) -> list[str]:
-        found = super()._mistakes()
+        mistakes = super()._mistakes()
         if self.experts < 1:
-            found.append(f"experts = {self.experts} must be at least 1")
+            mistakes.append(f"experts = {self.experts} must be at least 1")
         if not 1 <= self.top_k <= max(self.experts, 1):
-            found.append(f"top_k = {self.top_k} must be at least 1 and at most experts = {self.experts}")
+            mistakes.append(f"top_k = {self.top_k} must be at least 1 and at most experts = {self.experts}")
         if self.capacity is not None and self.capacity <= 0:
-            found.append(f"capacity = {self.capacity} must be above 0, or left out")
-        found += [
+            mistakes.append(f"capacity = {self.capacity} must be above 0, or left out")
+        mistakes += [
             f"{name} = {value} must be at least 0"
             for name in ("shared", "balance", "z")
             if (value := getattr(self, name)) < 0
         ]
-        return found
+        return mistakes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,10 +203,10 @@ class GPT2Config:
 
     def _mistakes(self) -> list[str]:
         positive = ("vocab_size", "max_positions", "layers", "hidden", "heads", "ffn")
-        found = below_one(self, positive)
-        if not found and self.hidden % self.heads:
-            found.append(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
-        return found + no_probability(self.dropout)
+        mistakes = below_one(self, positive)
+        if not mistakes and self.hidden % self.heads:
+            mistakes.append(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
+        return mistakes + no_probability(self.dropout)
 
     @property
     def size_of_ffn(self) -> int:
@@ -256,12 +256,12 @@ class ViTConfig:
 
     def _mistakes(self) -> list[str]:
         positive = ("image", "patch", "channels", "classes", "layers", "hidden", "heads", "ffn")
-        found = below_one(self, positive)
-        if not found and self.hidden % self.heads:
-            found.append(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
-        if not found and self.image % self.patch:
-            found.append(f"image = {self.image} is not a multiple of patch = {self.patch}")
-        return found + no_probability(self.dropout)
+        mistakes = below_one(self, positive)
+        if not mistakes and self.hidden % self.heads:
+            mistakes.append(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
+        if not mistakes and self.image % self.patch:
+            mistakes.append(f"image = {self.image} is not a multiple of patch = {self.patch}")
+        return mistakes + no_probability(self.dropout)
 
     @property
     def size_of_ffn(self) -> int:

@@ -276,14 +276,14 @@ def known_as(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         PlanError: one thing is said twice.
     """
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     said: dict[str, str] = {}
     twice: list[tuple[str, Any, str]] = []
 
     def say(name: str, value: Any, by: str) -> None:
         if name in said:
             twice.append((by, given[by], f"{said[name]} says the same: leave one of them out"))
-        found[name], said[name] = value, by
+        keys[name], said[name] = value, by
 
     for key, value in given.items():
         if key == "fsdp":
@@ -294,16 +294,16 @@ def known_as(given: Mapping[str, Any]) -> dict[str, Any]:
                 say("precision", _DTYPES[key], key)
         else:
             say(_NAMES.get(key, key), value, key)
-    if isinstance(precision := found.get("precision"), str):
+    if isinstance(precision := keys.get("precision"), str):
         way, dash, dtype = precision.rpartition("-")
-        found["precision"] = f"{way}{dash}{_DTYPES.get(dtype, dtype)}"
-    if isinstance(schedule := found.get("schedule"), str):
+        keys["precision"] = f"{way}{dash}{_DTYPES.get(dtype, dtype)}"
+    if isinstance(schedule := keys.get("schedule"), str):
         name = schedule.lower().removeprefix("schedule")
         name = _SCHEDULES.get(name, name)
-        found["schedule"] = name if name in KINDS else schedule
+        keys["schedule"] = name if name in KINDS else schedule
     if twice:
         raise PlanError(twice)
-    return found
+    return keys
 
 
 class Plan(Settings):

@@ -38,5 +38,5 @@ def measured(job: Job, steps: int) -> Measured | None:
             for rows, size in engine.micro_batches(batches.size)
         ]
 
-    found = measure(engine, batch, steps)
-    return found if engine.mesh.rank == 0 else None
+    seconds = measure(engine, batch, steps)
+    return seconds if engine.mesh.rank == 0 else None

@@ -125,8 +125,8 @@ class Corpus:
 
 
 def _mask(tokenizer: Tokenizer) -> int:
-    found = first_of(tokenizer, MASKS)
-    return 1 if found is None else found
+    mask = first_of(tokenizer, MASKS)
+    return 1 if mask is None else mask
 
 
 def end_of(tokenizer: Tokenizer, file: Path | None = None) -> int | None:
@@ -238,13 +238,13 @@ def _prepared(
     key = _key(part, files, vocab_size, val_fraction, tokenizer, template)
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / key
-    found = _open(folder)
-    if found:
-        return found
+    dataset = _open(folder)
+    if dataset:
+        return dataset
     with FileLock(cache / f"{key}.lock"):
-        found = _open(folder)
-        if found:
-            return found
+        dataset = _open(folder)
+        if dataset:
+            return dataset
         by = f"a tokenizer of {vocab_size}" if tokenizer is None else str(tokenizer)
         kinds = ", ".join(sorted({path.suffix or path.name for path in files.paths}))
         count = files.paths[0].name if len(files.paths) == 1 else f"{len(files.paths)} files ({kinds})"

@@ -67,14 +67,14 @@ def facts_of(engine: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of what a run is made of."""
-    found = {"python": platform.python_version()}
+    known = {"python": platform.python_version()}
     for name in _PACKAGES:
         if name in sys.modules:
             try:
-                found[name] = version(name)
+                known[name] = version(name)
             except PackageNotFoundError:  # run from its source
-                found[name] = str(getattr(sys.modules[name], "__version__", "?"))
-    return {**found, "system": platform.platform()}
+                known[name] = str(getattr(sys.modules[name], "__version__", "?"))
+    return {**known, "system": platform.platform()}
 
 
 def held_by_kind(engine: Any) -> dict[str, int]:
@@ -124,12 +124,12 @@ def holdings(engine: Any) -> list[dict[str, Any]]:
 def _parts(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     """The parameters of each block, and of what stands between them, by the names of both."""
     prefixes = [name for name in parts(module) if name]
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, p in module.named_parameters():
         inside = [prefix for prefix in prefixes if name.startswith(f"{prefix}.")]
         key = inside[0] if inside else name.rpartition(".")[0] or name
-        found.setdefault(key, {})[name] = p
-    return found
+        tensors.setdefault(key, {})[name] = p
+    return tensors
 
 
 def _part(
@@ -155,10 +155,10 @@ def _share(layout: Layout | None) -> list[float] | None:
     box, shape = local_box(layout), layout.shape
     if not math.prod(box.sizes):
         return None
-    found: list[float] = []
+    edges: list[float] = []
     for dim in (0, len(shape) - 1) if len(shape) > 1 else (0,):
-        found += [box.offsets[dim] / shape[dim], (box.offsets[dim] + box.sizes[dim]) / shape[dim]]
-    return [*found, 0.0, 1.0][:4] if shape else [0.0, 1.0, 0.0, 1.0]
+        edges += [box.offsets[dim] / shape[dim], (box.offsets[dim] + box.sizes[dim]) / shape[dim]]
+    return [*edges, 0.0, 1.0][:4] if shape else [0.0, 1.0, 0.0, 1.0]
 
 
 # ---- what devices can do

@@ -77,18 +77,18 @@ def foresee(
             raise ValueError(f"--fix {text}: expected key=value, as --fix tensor=8")
         fixed[key.strip().removeprefix("plan.")] = parse_value(value.strip())
     search, (model, optimizer, batch, given) = _search(job, cluster, ranks, fixed, memory)
-    found = search.run()
-    if not found.best:
-        text = f"{report(found)}\n\n{too_large(found)}"
+    searched = search.run()
+    if not searched.best:
+        text = f"{report(searched)}\n\n{too_large(searched)}"
         enough = more_ranks(search)
         if enough is not None:
             text += f" With {enough} ranks something fits."
-        return Foresight(found, text, to_dict(found))
-    dry = [] if quick else check(found, model, batch, optimizer, given)
-    changes, best = sensitivity(search, found), found.best[0]
+        return Foresight(searched, text, to_dict(searched))
+    dry = [] if quick else check(searched, model, batch, optimizer, given)
+    changes, best = sensitivity(search, searched), searched.best[0]
     timeline = search.timeline(best, min(best.plan.accumulate, 3 * best.plan.pipe))
-    text = report(found, dry, changes, timeline)
-    return Foresight(found, text, to_dict(found, dry), timeline, job.name, dry, changes)
+    text = report(searched, dry, changes, timeline)
+    return Foresight(searched, text, to_dict(searched, dry), timeline, job.name, dry, changes)
 
 
 def predicted(job: Job, cluster: str) -> tuple[Checked, Timeline | None]:
@@ -98,8 +98,10 @@ def predicted(job: Job, cluster: str) -> tuple[Checked, Timeline | None]:
         ValueError: the cluster is wrong, or the plan has what is not priced.
     """
     search, (model, optimizer, batch, given) = _search(job, cluster, job.plan.world_size, {}, 1.0)
-    found = search.of(job.plan)
-    return checked(found, model, batch, optimizer, given), search.timeline(found, job.plan.accumulate)
+    prediction = search.of(job.plan)
+    return checked(prediction, model, batch, optimizer, given), search.timeline(
+        prediction, job.plan.accumulate
+    )
 
 
 def planned(job: Job, ranks: int | None = None) -> Job:

@@ -452,15 +452,15 @@ def _read_config(path: Any) -> dict[str, Any]:
     """
     file = Path(str(path)) / "config.json"
     try:
-        found = json.loads(file.read_text("utf-8"))
+        config = json.loads(file.read_text("utf-8"))
     except OSError:
         told = "expected a local folder with a config.json, as save_pretrained writes (nothing is downloaded)"
         raise ValueError(told) from None
     except ValueError as error:
         raise ValueError(f"{file} is no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ValueError(f"{file} holds no config")
-    return found
+    return config
 
 
 def _has_weights(folder: Path) -> bool:
@@ -506,8 +506,8 @@ def _class_name(name: Any, config: Mapping[str, Any], task: Any) -> str:
     if kind not in names:
         hint = did_you_mean(str(kind), names, lead="; ")
         raise ValueError(f"transformers has no {task or 'causal-lm'} model of model_type = {kind!r}{hint}")
-    found = names[kind]
-    return str(found if isinstance(found, str) else found[0])
+    classes = names[kind]
+    return str(classes if isinstance(classes, str) else classes[0])
 
 
 def _labels_of(name: str) -> Labels:
@@ -536,13 +536,13 @@ def transformers_class(name: str) -> Any:
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         # Its advice on configs is about checkpoints; none are loaded here.
         transformers.logging.set_verbosity_error()
-    found = getattr(transformers, name, None)
-    if found is None:
+    kind = getattr(transformers, name, None)
+    if kind is None:
         hint = did_you_mean(name, filter(_has_known_ending, dir(transformers)), lead="; ")
         raise ValueError(f"transformers {transformers.__version__} has no such class{hint}")
-    if not hasattr(found, "config_class"):
+    if not hasattr(kind, "config_class"):
         raise ValueError("this is not a model class of transformers, for it has no config_class")
-    return found
+    return kind
 
 
 def _has_known_ending(name: str) -> bool:

@@ -17,10 +17,10 @@ _UNUSABLE = ("Optimizer", "LBFGS")
 @cache
 def optimizers() -> dict[str, tuple[str, ...]]:
     """The arguments of each optimizer of torch.optim that a job may name, but for its parameters."""
-    found = find_spec("torch")
-    if found is None or not found.submodule_search_locations:
+    torch_spec = find_spec("torch")
+    if torch_spec is None or not torch_spec.submodule_search_locations:
         raise ImportError("torch is not installed")
-    folder = Path(found.submodule_search_locations[0]) / "optim"
+    folder = Path(torch_spec.submodule_search_locations[0]) / "optim"
     return {
         name: arguments
         for name, arguments in _classes(folder)

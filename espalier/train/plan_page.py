@@ -31,7 +31,7 @@ _ACTIONS = {"F": "forward", "B": "backward", "I": "backward, of inputs", "W": "o
 
 def plan_page(
     name: str,
-    found: Found,
+    searched: Found,
     checked: Sequence[Checked] = (),
     changes: Sequence[str] = (),
     timeline: Timeline | None = None,
@@ -45,28 +45,28 @@ def plan_page(
         changes: lines on what would change the choice.
         timeline: of the best one's pipeline, if it has one, maybe of fewer micro-batches than its own.
     """
-    first = found.best[0]
-    cluster = found.cluster
+    first = searched.best[0]
+    cluster = searched.cluster
     title = f"Plan for {name}"
     what = (
         f"{words(first.plan)}, micro-batches of {first.rows} rows, on {first.plan.world_size:,} ranks of "
-        f"{cluster.device.kind}; the best of {found.scored:,} plans scored."
+        f"{cluster.device.kind}; the best of {searched.scored:,} plans scored."
     )
     sections = [
-        _figures(found),
-        _section("best", "The best plans", _best(found)),
-        _section("time", "What a step's time goes to", _stacks(_rows(found), "terms", _TERMS, _seconds)),
+        _figures(searched),
+        _section("best", "The best plans", _best(searched)),
+        _section("time", "What a step's time goes to", _stacks(_rows(searched), "terms", _TERMS, _seconds)),
         _section(
-            "memory", "Memory of the fullest rank", _stacks(_rows(found), "memory", _KINDS, readable_bytes)
+            "memory", "Memory of the fullest rank", _stacks(_rows(searched), "memory", _KINDS, readable_bytes)
         ),
         _section("ranks", "Memory along the pipeline", _ranks(first)) if len(first.by_rank) > 1 else "",
-        _section("pareto", "Time against memory", _pareto(found)),
+        _section("pareto", "Time against memory", _pareto(searched)),
         _section("pipeline", "The pipeline's step", _pipeline(first, timeline)) if timeline else "",
-        _section("why", "Why not another", _list(why_not(found))),
+        _section("why", "Why not another", _list(why_not(searched))),
         _section("changes", "What would change it", _list(changes)) if changes else "",
         _section("dry", "Run dry", _dry(checked)) if checked else "",
         _section("plan", "The plan, to paste into a job", _pre(to_toml(plan_table(first.plan)))),
-        _section("known", "From where the figures are", _pre("\n".join(told(found)))),
+        _section("known", "From where the figures are", _pre("\n".join(told(searched)))),
     ]
     return _document("espalier plan", title, what, sections, ("best", "plans"))
 
@@ -174,23 +174,23 @@ def _table(label: str, head: Sequence[str], rows: Iterable[Sequence[str]], text:
     )
 
 
-def _rows(found: Found) -> list[tuple[str, Prediction]]:
+def _rows(searched: Found) -> list[tuple[str, Prediction]]:
     """The best, and pure data parallelism and ZeRO-3 where they are none of them, each with its name."""
-    best = list(found.best[:SHOWN])
-    plain = [x for x in found.plain if all(x is not y for y in best)]
+    best = list(searched.best[:SHOWN])
+    plain = [x for x in searched.plain if all(x is not y for y in best)]
     return [(f"{i + 1}", x) for i, x in enumerate(best)] + [("plain", x) for x in plain]
 
 
-def _figures(found: Found) -> str:
-    first = found.best[0]
-    plain = min((x for x in found.plain if x.fits), key=lambda x: x.seconds, default=None)
+def _figures(searched: Found) -> str:
+    first = searched.best[0]
+    plain = min((x for x in searched.plain if x.fits), key=lambda x: x.seconds, default=None)
     boxes = [
         ("step", _seconds(first.seconds), f"± {first.error:.0%}"),
-        ("samples a second", f"{found.batch / first.seconds:,.4g}", f"{found.batch:,} a step"),
+        ("samples a second", f"{searched.batch / first.seconds:,.4g}", f"{searched.batch:,} a step"),
         (
             "fullest rank",
             readable_bytes(first.bytes),
-            f"of {readable_bytes(found.cluster.memory_bytes)}",
+            f"of {readable_bytes(searched.cluster.memory_bytes)}",
         ),
         ("sent a step", readable_bytes(sum(first.sent.values())), "by a rank"),
     ]
@@ -203,7 +203,7 @@ def _figures(found: Found) -> str:
     return f'<dl class="figures">{"".join(cells)}</dl>\n'
 
 
-def _best(found: Found) -> str:
+def _best(searched: Found) -> str:
     head = ("", "plan", "rows", "step", "±", "samples/s", "memory", "sent")
     rows = [
         (
@@ -212,11 +212,11 @@ def _best(found: Found) -> str:
             str(x.rows),
             _seconds(x.seconds),
             f"{x.error:.0%}",
-            f"{found.batch / x.seconds:,.4g}",
+            f"{searched.batch / x.seconds:,.4g}",
             f"{readable_bytes(x.bytes)}{'' if x.fits else ' (too much)'}",
             ", ".join(f"{axis} {readable_bytes(n)}" for axis, n in x.sent.items() if n),
         )
-        for number, x in _rows(found)
+        for number, x in _rows(searched)
     ]
     return _table("table of the best plans", head, rows, 2)
 
@@ -290,20 +290,20 @@ def _ticks(low: float, high: float) -> Iterator[float]:
         yield from (n * 10.0**power for n in steps if low <= n * 10.0**power <= high)
 
 
-def front(found: Found) -> list[Prediction]:
+def front(searched: Found) -> list[Prediction]:
     """Those that nothing beats in both time and memory, fastest first."""
     least, kept = math.inf, []
-    for x in sorted(found.best, key=lambda x: (x.seconds, x.bytes)):
+    for x in sorted(searched.best, key=lambda x: (x.seconds, x.bytes)):
         if x.bytes < least:
             least = x.bytes
             kept.append(x)
     return kept
 
 
-def _pareto(found: Found) -> str:
-    step = math.ceil(len(found.best) / DOTS)
-    edge = front(found)
-    dots = list(found.best[::step])
+def _pareto(searched: Found) -> str:
+    step = math.ceil(len(searched.best) / DOTS)
+    edge = front(searched)
+    dots = list(searched.best[::step])
     everyone = [*dots, *edge]
     low, high = (f(x.bytes for x in everyone) for f in (min, max))
     fast, slow = (f(x.seconds for x in everyone) for f in (min, max))

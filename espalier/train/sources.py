@@ -96,9 +96,9 @@ def _matching(root: Path, given: Source) -> tuple[list[Path], str]:
         kept = [p for p in below if p.is_file() and not _SKIPPED & set(p.relative_to(root).parts)]
         return sorted(kept, key=lambda p: p.relative_to(root).as_posix()), "*.py"
     for pattern in [given.pattern] if given.pattern is not None else _PATTERNS:
-        found = [p for p in root.rglob(pattern) if p.is_file()]
-        if found:
-            return sorted(found, key=lambda p: p.relative_to(root).as_posix()), pattern
+        files = [p for p in root.rglob(pattern) if p.is_file()]
+        if files:
+            return sorted(files, key=lambda p: p.relative_to(root).as_posix()), pattern
     return [], given.pattern or ", ".join(_PATTERNS)
 
 

@@ -21,13 +21,13 @@ def trackers(track: str | Iterable[str]) -> list[Callback]:
         ValueError: there is none of that name, or its package is missing.
     """
     words = [track] if isinstance(track, str) else list(track)
-    found: list[Callback] = []
+    callbacks: list[Callback] = []
     for word in words:
         if word not in TRACKERS:
             hint = did_you_mean(word, TRACKERS, f"expected one of {', '.join(TRACKERS)}")
             raise ValueError(f"track = {word!r}: there is no such tracker; {hint}")
-        found.append(TensorBoard() if word == "tensorboard" else WeightsAndBiases())
-    return found
+        callbacks.append(TensorBoard() if word == "tensorboard" else WeightsAndBiases())
+    return callbacks
 
 
 def _missing(word: str, package: str) -> ValueError:

@@ -48,10 +48,10 @@ def config_typos(name: Any, model_type: Any, config: Mapping[str, Any]) -> list[
 def _kind_of(root: Path, name: str) -> str:
     """The kind of architecture that a class is of."""
     text = (root / "models" / "auto" / "modeling_auto.py").read_text("utf-8")
-    found = re.search(rf'\("([\w-]+)",\s*"{re.escape(name)}"\)', text)
-    if found is None:
+    match = re.search(rf'\("([\w-]+)",\s*"{re.escape(name)}"\)', text)
+    if match is None:
         raise ValueError(name)
-    return found[1]
+    return match[1]
 
 
 def _fields(text: str) -> Iterator[str]:

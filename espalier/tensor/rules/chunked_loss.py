@@ -153,13 +153,13 @@ class _Chunked(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         kept = keeps_graph()
-        found = [
+        gradients = [
             None if x is None else (x * grad if kept else x.mul_(grad)).to(dtype)
             for x, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
         ]
         if not kept:
             ctx.grads = [None] * 3
-        return (*found, *[None] * 6)
+        return (*gradients, *[None] * 6)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
