@@ -97,6 +97,7 @@ except (ImportError, AttributeError) as missing:
 _dispatching = importlib.import_module("torch.utils._python_dispatch")
 disable_modes: Any = getattr(_dispatching, "_disable_current_modes", None)
 mesh_resources: Any = getattr(torch.distributed.device_mesh, "_mesh_resources", None)  # the open meshes
+scaled_mm: Any = getattr(torch, "_scaled_mm", None)  # products of 8-bit floats
 set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 
 

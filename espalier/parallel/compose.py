@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from fnmatch import fnmatch
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from espalier.blocks import blocks
+from espalier.blocks import around, blocks
 from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.mesh import Mesh
 from espalier.mesh.parts import at
@@ -32,6 +34,7 @@ from espalier.tensor.deferred import make_the_rest_real
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.modules import unwatched
 from espalier.tensor.observers import user_frame
+from espalier.tensor.rules.float8 import MULTIPLE, float8_linear, refused
 from espalier.tensor.traces import NotCopiedError
 from espalier.torch_private import raw
 
@@ -43,11 +46,13 @@ class Arrangement(dict[str, Layout]):
         chosen: what was chosen on the tensor axis.
         branches: the modules that are branches, and of which number.
         parts: of a pipeline, the names of the parameters that each stage of this rank uses.
+        float8: the names of the layers whose products are of 8-bit floats.
     """
 
     chosen: Chosen
     branches: Branches
     parts: tuple[frozenset[str], ...] = ()
+    float8: tuple[str, ...] = ()
 
 
 def arrange(
@@ -169,6 +174,8 @@ def lay_out_model(
         DiskError: there is no space for the states.
     """
     _refuse_laid_out(model)
+    if plan.precision.compute == "float8":
+        layouts.float8 = _in_float8(model, layouts, mesh, plan.precision.keep)
     data = _share_parameters(model, layouts, mesh, plan, optimizer)
     send_tokens(model)
     place_branches(model, layouts.branches, mesh)
@@ -179,6 +186,46 @@ def lay_out_model(
         cut_inputs(blocks(model).values(), mesh.axis("context"))
     torch.clear_autocast_cache()  # the user's may hold parameters, cast, from when they were whole
     return data
+
+
+def _in_float8(model: nn.Module, layouts: Arrangement, mesh: Mesh, keep: Iterable[str]) -> tuple[str, ...]:
+    """Let the linear layers of a model's blocks multiply 8-bit floats, in place; their names.
+
+    Not those of the names to keep, those that anyone gave another forward, and those whose weight has a dim
+    that is no multiple of 16 on every rank.
+
+    Raises:
+        ValueError: the device has no such products, or there is no such layer.
+    """
+    if not mesh.is_dry and (reason := refused(mesh.device())):
+        raise ValueError(f'precision = "float8": {mesh.device_type} cannot multiply 8-bit floats: {reason}')
+    inside = {id(m) for block in blocks(model).values() for m in block.modules()}
+    found = []
+    for name, module in model.named_modules():
+        if id(module) not in inside or type(module).forward is not nn.Linear.forward:
+            continue
+        kept = "forward" in vars(module) or any(fnmatch(name, pattern) for pattern in keep)
+        if not kept and _in_sixteens(layouts[f"{name}.weight"]):
+            around(module, _float8)
+            found.append(name)
+            why = layouts.chosen.why.get(f"{name}.weight", layouts.chosen.rest)
+            layouts.chosen.why[f"{name}.weight"] = f"{why}, float8" if why else "float8"
+    if not found:
+        raise ValueError(
+            'precision = "float8": no linear layer in a list of blocks has a weight whose dims are multiples '
+            f'of {MULTIPLE} on every rank. Take precision = "bfloat16".'
+        )
+    return tuple(found)
+
+
+def _in_sixteens(layout: Layout) -> bool:
+    ways = [math.prod(layout.mesh.shape[axis] for axis in cut) for cut in layout.cuts]
+    return all(size % (MULTIPLE * n) == 0 for size, n in zip(layout.shape, ways, strict=True))
+
+
+def _float8(module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    x = args[0] if args else kwargs["input"]
+    return float8_linear(x, cast("Any", module).weight, cast("Any", module).bias)
 
 
 def _refuse_laid_out(model: nn.Module) -> None:

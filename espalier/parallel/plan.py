@@ -174,6 +174,10 @@ class LossScale(Settings):
     min_scale: Positive = 1.0
 
 
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 class Precision(Settings):
     """In which dtypes a plan computes, sends gradients and updates; a lone string is ``compute``.
 
@@ -181,18 +185,25 @@ class Precision(Settings):
         compute: ``"float32"`` casts nothing: parameters are as given. With ``"bfloat16"`` and ``"float16"``
             the model computes in parameters of that dtype, and the optimizer updates float32 masters of
             them. With ``"autocast-bfloat16"`` and ``"autocast-float16"`` the parameters stay as given and
-            the forward pass runs under ``torch.autocast``.
+            the forward pass runs under ``torch.autocast``. ``"float8"`` is ``"bfloat16"`` with products of
+            8-bit floats, forward and backward, in the linear layers of the model's blocks.
+        keep: patterns of the names of layers that stay in bfloat16 under ``"float8"``: ``"*.router"``.
         reduce: the dtype in which gradients travel and are summed; by default the parameters' own.
         loss_scale: settings of the loss scaling that every form of float16 has.
     """
 
-    compute: Literal["float32", "bfloat16", "float16", "autocast-bfloat16", "autocast-float16"] = "float32"
+    compute: Literal["float32", "bfloat16", "float16", "autocast-bfloat16", "autocast-float16", "float8"] = (
+        "float32"
+    )
+    keep: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     reduce: Literal["float32", "bfloat16", "float16"] | None = None
     loss_scale: LossScale = LossScale()
 
     @property
     def parameters(self) -> str | None:
         """The dtype to which parameters are cast; None where they stay as given."""
+        if self.compute == "float8":
+            return "bfloat16"
         return self.compute if self.compute in ("bfloat16", "float16") else None
 
     @property
@@ -228,10 +239,6 @@ def _recompute(value: Any) -> Any:
             'expected "none", "full", "selective", or a table of patterns of block names to these',
         )
     return value
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _schedule(value: Any) -> Any:
@@ -351,8 +358,8 @@ class Plan(Settings):
         prefetch_megabytes: with ``zero=3``, so much of the parameters is gathered before it is needed, and in
             any case the next block, if it is above 0.
         precision: ``"float32"`` (parameters as given, nothing is cast), ``"bfloat16"``, ``"float16"``
-            (both with float32 masters), ``"autocast-bfloat16"``, ``"autocast-float16"``, or a table of the
-            arguments of :class:`~espalier.parallel.plan.Precision`.
+            (both with float32 masters), ``"float8"``, ``"autocast-bfloat16"``, ``"autocast-float16"``, or a
+            table of the arguments of :class:`~espalier.parallel.plan.Precision`.
         offload: where parameters, gradients and states lie between their uses, a table of the arguments of
             :class:`~espalier.parallel.plan.Offload`: ``{states = "host"}``, say. Parameters off the device
             need ``zero=3``, gradients ``zero`` of 1 or more; a data axis of 1 needs neither.
@@ -514,6 +521,10 @@ class Plan(Settings):
         return [("gradients", self.gradients, reason) for wrong, reason in reasons if wrong]
 
     def _tensor_mistakes(self) -> list[tuple[str, Any, str]]:
+        if self.tensor_mode != "1d" and self.precision.compute == "float8":
+            return [("tensor_mode", self.tensor_mode, "products of float8 go with tensor_mode = '1d'")]
+        if self.pipe > 1 and self.precision.compute == "float8":
+            return [("pipe", self.pipe, "products of float8 go with pipe = 1")]
         if self.tensor_mode == "2.5d" and self.tensor > 1 and self.depth == 1:
             return [("depth", 1, "2.5d needs 2 grids or more (one alone is tensor_mode = '2d')")]
         if self.tensor_mode != "2.5d" and self.depth > 1:

@@ -166,7 +166,8 @@ def _share(layout: Layout | None) -> list[float] | None:
 
 def compute_dtype(engine: Any) -> torch.dtype:
     """In which most of the work is done."""
-    named = engine.plan.precision.compute.rpartition("-")[2]
+    precision = engine.plan.precision
+    named = precision.parameters or precision.compute.rpartition("-")[2]
     if named != "float32":
         return getattr(torch, named)
     return next((p.dtype for p in engine.module.parameters()), torch.float32)

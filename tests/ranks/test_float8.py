@@ -1,0 +1,139 @@
+"""Products of 8-bit floats: against the same arithmetic by hand, under every layout, and counted dry."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import espalier
+from espalier.models.gpt import GPT, GPTConfig
+from espalier.tensor.rules import float8
+
+SIZES = {"vocab_size": 24, "max_positions": 8, "layers": 2, "hidden": 32, "heads": 2, "ffn": 64}
+LAYERS = 2 * 7  # linear, of two blocks
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values that 8 bits hold, in float32."""
+    factor = torch.finfo(dtype).max / x.abs().max().float().clamp(min=1e-12)
+    return (x.float() * factor).to(dtype).float() / factor
+
+
+class ByHand(torch.autograd.Function):
+    """A linear layer's product of rounded operands, in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return (rounded(x, torch.float8_e4m3fn) @ rounded(weight, torch.float8_e4m3fn).t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        g = rounded(grad, torch.float8_e5m2).flatten(0, -2)
+        of_x = (g @ rounded(weight, torch.float8_e4m3fn)).view_as(x)
+        return of_x.to(x.dtype), (g.t() @ rounded(x, torch.float8_e4m3fn).flatten(0, -2)).to(x.dtype)
+
+
+def by_hand(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    product: torch.Tensor = ByHand.apply(x, weight)
+    return product if bias is None else product + bias
+
+
+@pytest.mark.parametrize("tokens", [16, 21])  # a sum over 21 tokens is one over 32
+def test_product_and_gradients(tokens: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, tokens, 32).bfloat16(), (torch.randn(48, 32) * 40).bfloat16()
+    upstream = torch.randn(3, tokens, 48).bfloat16() * 1e-4
+    results = []
+    for call in (float8.float8_linear, by_hand):
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        y = call(*leaves, torch.ones(48).bfloat16())
+        y.backward(upstream)
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    plain = F.linear(x.float(), weight.float(), torch.ones(48))
+    for found, expected in zip(*results, strict=True):
+        # to the rounding of bfloat16, of sums in another order
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=float(expected.abs().max()) * 2**-9)
+    assert (results[0][0].float() - plain).abs().max() > 0.01 * plain.abs().max()  # it was rounded
+
+
+def engine_of(plan: dict[str, Any], precision: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**SIZES))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return espalier.initialize(model, optimizer, {**plan, "precision": precision})
+
+
+def losses(engine: Any) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(0, 24, (4, 8), generator=generator) for _ in range(3)]
+    return [engine.train_step({"input_ids": x, "labels": x}).item() for x in tokens]
+
+
+def _trains(rank: int, world: int, expected: list[float]) -> None:
+    for plan in (
+        {"data": world, "zero": 3},
+        {"tensor": world, "sequence_parallel": True},
+        {"data": world, "zero": 1, "recompute": "full"},
+    ):
+        engine = engine_of(plan, "float8")
+        assert losses(engine) == pytest.approx(expected, abs=1e-2), plan
+        assert len(engine.arrangement.float8) == LAYERS
+
+
+def test_trains_under_every_layout(ranks: Any) -> None:
+    """Ranks scale what they multiply: losses differ by what that rounds otherwise."""
+    expected = losses(engine_of({}, "float8"))
+    plain = losses(engine_of({}, "bfloat16"))
+    with mock.patch("espalier.parallel.compose.float8_linear", by_hand):
+        assert losses(engine_of({}, "float8")) == pytest.approx(expected, abs=2e-3)
+    assert expected != plain and expected == pytest.approx(plain, abs=3e-2)
+    ranks(2, _trains, expected)
+
+
+def test_dry_run_counts_the_same_work() -> None:
+    reports = []
+    for precision in ("bfloat16", "float8"):
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**SIZES))
+            tokens = torch.zeros(4, 8, dtype=torch.int64)
+        plan = {"data": 2, "zero": 3, "precision": precision}
+        reports.append(espalier.dry_run(model, plan, {"input_ids": tokens, "labels": tokens}))
+    assert reports[0].flops == reports[1].flops > 0
+    assert reports[0].ledger == reports[1].ledger
+
+
+def test_layers_that_are_converted() -> None:
+    engine = engine_of({}, {"compute": "float8", "keep": ["*.0.*"]})
+    losses(engine)
+    names = engine.arrangement.float8
+    assert len(names) == LAYERS // 2 and all(".1." in name for name in names)
+    assert isinstance(engine.module.get_submodule(names[0]), nn.Linear)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="tensor_mode = '1d'"):
+        espalier.Plan(tensor=4, tensor_mode="2d", precision="float8")
+    with (
+        mock.patch.object(float8, "scaled_mm", None),
+        pytest.raises(ValueError, match="cannot multiply 8-bit"),
+    ):
+        losses(engine_of({}, "float8"))
+
+    def unsupported(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("only on compute capability 8.9 and above\nand more")
+
+    with (
+        mock.patch.object(float8, "scaled_mm", unsupported),
+        pytest.raises(ValueError, match="8.9 and above$"),
+    ):
+        losses(engine_of({}, "float8"))
+    narrow = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    with pytest.raises(ValueError, match="multiples of 16"):
+        espalier.initialize(narrow, None, {"precision": "float8"})
