@@ -13,6 +13,7 @@ from espalier.planner.recording import Counts, Op, Sent
 _TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # of matrix products, rows and columns
 _UNITS = 132  # that work on tiles at once, of today's devices
 _HALVES = ("bfloat16", "float16")
+_EIGHT = "float8"  # of which no rates are known: priced as bfloat16
 _FORWARD, _BACKWARD = 11, 14  # bytes a score that attention written out reads and writes
 _LATE = 0.3  # of what the host takes longer than the device for single operations is waited for
 VIEW = 0.25  # of the host's time for an operation is a view's
@@ -118,13 +119,14 @@ class Prices:
         if op.kind == "attention":
             grid = self._attentions.get((op.dtype, "backward" in op.name))
             return grid.at(*op.sizes[-2:]) * 1e9 if grid else None
-        grid = self._products.get(op.dtype)
+        grid = self._products.get("bfloat16" if op.dtype.startswith(_EIGHT) else op.dtype)
         return grid.at(*op.sizes[1:]) * 1e9 if grid else None
 
     def _peak(self, dtype: str) -> float:
-        """Operations a second; of 16 bits where a device has one kind of them, those of that."""
+        """Operations a second; of 16 bits where a device has one kind of them, and of 8, those of that."""
         tflops = self.cluster.device.tflops
-        kinds = (dtype, *(_HALVES if dtype in _HALVES else ()), "float32", *tflops)
+        halves = _HALVES if dtype in _HALVES or dtype.startswith(_EIGHT) else ()
+        kinds = (dtype, *halves, "float32", *tflops)
         return next(tflops[kind] for kind in kinds if kind in tflops) * 1e12
 
     def _share(self, op: Op) -> float:

@@ -201,3 +201,11 @@ def test_a_device_waits_for_its_host_block_by_block() -> None:
     # what comes after it lends it no time
     both = slow.plus(prices.of({"forward": Counter({big: 10})}, "forward"))
     assert both.idle == slow.idle and both.alone == pytest.approx(both.compute + slow.idle)
+
+
+@pytest.mark.parametrize("name", ["h100-sxm", "v100-sxm"])
+def test_products_of_8_bits_are_priced_as_those_of_16(name: str) -> None:
+    prices = Prices(Cluster.load(name), {"data": 1})
+    kinds = ("float8_e4m3fn", "bfloat16")
+    eight, half = (Op("mm", "matmul", (1, 4096, 4096, 4096), kind, 2 * 4096**3, 0) for kind in kinds)
+    assert prices.op(eight) == prices.op(half) > 0
