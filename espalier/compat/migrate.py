@@ -99,7 +99,7 @@ _MOVES: Final = MappingProxyType(
             "torch",
             _TORCH,
             frozenset(
-                "pipeline SplitPoint pipe_split PipelineStage ScheduleGPipe Schedule1F1B "
+                "pipeline SplitPoint pipe_split get_schedule_class PipelineStage ScheduleGPipe Schedule1F1B "
                 "ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleZBVZeroBubble".split()
             ),
             'espalier.initialize(model, optimizer, {"pipe": n, "schedule": ...}) cuts the model by itself',

@@ -277,6 +277,9 @@ def test_what_cannot_be_done_is_refused_in_words() -> None:
         here.Pipe(net(), deferred_batch_norm=True)
     with pytest.raises(ValueError, match=r"nothing behind it(.|\n)*no such module"):
         here.pipeline(net(), split_spec={"2": here.SplitPoint.END, "9": here.SplitPoint.BEGINNING})
+    assert pipelining.get_schedule_class("interleaved1f1b") is pipelining.ScheduleInterleaved1F1B
+    with pytest.raises(ValueError, match=r"DualPipeV(.|\n)*GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble"):
+        pipelining.get_schedule_class("DualPipeV")
     stage = pipelining.PipelineStage(net(), 0, 2)
     with pytest.raises(ValueError, match="expected True"):
         pipelining.ScheduleGPipe(stage, 4, scale_grads=False)

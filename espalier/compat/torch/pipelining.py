@@ -223,6 +223,21 @@ class ScheduleZBVZeroBubble(_Schedule):
     schedule = "zbv"
 
 
+def get_schedule_class(schedule_name: str) -> type[_Schedule]:
+    """A schedule by torch's name for it, in capitals or not.
+
+    Raises:
+        MistakeError: there is none of this name here.
+    """
+    made = (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble)
+    by_name = {kind.__name__.removeprefix("Schedule").lower(): kind for kind in made}
+    if schedule_name.lower() not in by_name:
+        names = ", ".join(kind.__name__.removeprefix("Schedule") for kind in made)
+        told = f"expected {names}; more are said by plan={{'schedule': 'zb-h1'}}, see docs/pipeline.md"
+        refuse("get_schedule_class", [("schedule_name", schedule_name, told)])
+    return by_name[schedule_name.lower()]
+
+
 __all__ = [
     "Pipe",
     "PipelineStage",
@@ -231,5 +246,6 @@ __all__ = [
     "ScheduleInterleaved1F1B",
     "ScheduleZBVZeroBubble",
     "SplitPoint",
+    "get_schedule_class",
     "pipeline",
 ]
