@@ -19,7 +19,7 @@ from espalier.comm.collectives import all_reduce_
 from espalier.comm.waits import waiting
 from espalier.planner.compare import Measured
 from espalier.planner.explain import to_toml
-from espalier.train.building import batch_on_meta, on_meta
+from espalier.train.building import batch_on_meta, build_model, on_meta
 from espalier.train.comparing import measured
 from espalier.train.job import Job
 
@@ -121,6 +121,50 @@ def test_a_run_is_what_its_dry_run_says(
     assert page.count("</svg><ul") == (2 if name == "pipe" else 0) and "Term by term" in page
     assert (tmp_path / "trace.json").exists() == (name == "pipe")
     assert ("the plan has no pipeline" in done.output) == (name != "pipe")
+
+
+QUARTERS = ["blocks.1", "blocks.2", "blocks.3"]
+FULLER: list[dict[str, Any]] = [
+    {"pipe": 2, "schedule": "interleaved", "stages_per_rank": 2, "cuts": QUARTERS, "accumulate": 4},
+    {
+        "pipe": 2,
+        "schedule": "zbv",
+        "stages_per_rank": 2,
+        "cuts": QUARTERS,
+        "accumulate": 8,
+        "recompute": "full",
+    },
+    {"pipe": 2, "cuts": ["blocks.2"], "accumulate": 4, "recompute": "selective", "precision": "bfloat16"},
+    {"data": 2, "zero": 1, "offload": {"states": "host"}},
+]
+
+
+def peaks(rank: int, world: int) -> list[int]:
+    """The most that lives at once on this rank, plan by plan."""
+    found = []
+    for plan in FULLER:
+        job = Job.from_dict({**JOB, "plan": plan}, source="job.toml")
+        net = build_model(job.model, 0, torch.float32)
+        optimizer = torch.optim.AdamW(net.parameters())
+        engine = espalier.initialize(net, optimizer, job.plan, max_grad_norm=job.clip)
+        batch = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in batch_on_meta(job).items()}
+        engine.train_step(batch)
+        watch = engine.watch()
+        with watch:
+            engine.train_step(batch)
+        found.append(watch.peak)
+    return found
+
+
+def test_real_peaks_are_dry_ones(ranks: Any) -> None:
+    for rank, found in enumerate(ranks(2, peaks)):
+        for plan, real in zip(FULLER, found, strict=True):
+            job = Job.from_dict({**JOB, "plan": plan}, source="job.toml")
+            model, made, _ = on_meta(job)
+            place = {"pipe" if made.pipe > 1 else "data": rank}
+            given = {"optimizer": torch.optim.AdamW(model.parameters()), "max_grad_norm": job.clip}
+            told = espalier.dry_run(model, made, batch_on_meta(job), coordinate=place, **given).peak_bytes
+            assert abs(real / told - 1) < 0.01, (plan, rank, real, told)
 
 
 def toml(tables: dict[str, Any]) -> str:
