@@ -65,6 +65,8 @@ class Costs(NamedTuple):
         block_bytes, rest_bytes: of parameters on a rank.
         block_kept, rest_kept: bytes that live between forward and backward.
         transient: bytes more that live at the fullest time.
+        waiting: what a backward pass that is divided holds of gradients between its two parts, as a share of
+            what is kept: of the outputs of products and norms, from which weights' gradients are taken.
     """
 
     block: Counts
@@ -74,6 +76,7 @@ class Costs(NamedTuple):
     block_kept: int
     rest_kept: int
     transient: int
+    waiting: float = 0.0
 
 
 class Update(NamedTuple):
@@ -123,6 +126,15 @@ def _recorded(cell: Cell) -> tuple[int, ...]:
     In 2D to 3D tensor modes what is cheapest to move hangs on the rows: more of them are another program.
     """
     return (cell.rows,) if cell.rows <= 2 or cell.tensor_mode != "1d" else (1, 2)
+
+
+def _output(event: Event) -> float:
+    """Bytes of the output of a product with weights, or of a norm; 0 of all else."""
+    if not isinstance(event, Op):
+        return 0
+    if event.kind == "matmul" and event.sizes[0] == 1:
+        return event.sizes[1] * event.sizes[2] * int(getattr(torch, event.dtype).itemsize)
+    return event.moved / 2 if "norm" in event.name else 0
 
 
 def _of_cell(cell: Cell, depth: int) -> _Wanted:
@@ -237,6 +249,7 @@ class Recorder:
             kept,
             shallow_run.kept - _SHALLOW * kept,
             max(0, over - _SHALLOW * (more - over)),
+            sum(n * _output(op) for op, n in block.get("forward", {}).items()) / kept if kept > 0 else 0.0,
         )
 
     def _depths(self) -> tuple[int, ...]:

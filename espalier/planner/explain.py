@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +33,17 @@ class Checked:
     Attributes:
         prediction: that.
         totals: of the first stage's rank, and in a pipeline of the last one's.
+        limit: bytes that it may take.
     """
 
     prediction: Prediction
     totals: Sequence[Totals]
+    limit: float = math.inf
+
+    @property
+    def fits(self) -> bool:
+        """Whether it takes no more than it may."""
+        return self.bytes <= self.limit
 
     @property
     def bytes(self) -> int:
@@ -95,7 +103,7 @@ def report(
         lines += ["Nothing fits.", "", *_table([x for x in (found.least, *found.plain) if x], found)]
     if checked:
         lines += ["", "run dry, as one rank of the first and one of the last stage:"]
-        lines += in_columns([("  plan", "predicted GB", "dry GB"), *map(_checked, checked)], "<>>")
+        lines += in_columns([("  plan", "predicted GB", "dry GB", ""), *map(_checked, checked)], "<>><")
     if found.best:
         lines += ["", "why not:", *(f"  {x}" for x in why_not(found))]
     if changes:
@@ -106,8 +114,9 @@ def report(
     return "\n".join(lines)
 
 
-def _checked(x: Checked) -> tuple[str, str, str]:
-    return f"  {words(x.prediction.plan)}", f"{x.prediction.bytes / 1e9:.2f}", f"{x.bytes / 1e9:.2f}"
+def _checked(x: Checked) -> tuple[str, str, str, str]:
+    left = "" if x.fits else f"left out: more than the {x.limit / 1e9:.2f} that it may take"
+    return f"  {words(x.prediction.plan)}", f"{x.prediction.bytes / 1e9:.2f}", f"{x.bytes / 1e9:.2f}", left
 
 
 def _table(rows: Iterable[Prediction], found: Found) -> list[str]:
@@ -193,7 +202,8 @@ def to_dict(found: Found, checked: Sequence[Checked] = ()) -> dict[str, Any]:
         "recorded": found.recorded,
         "refused": dict(found.refused),
         "checked": [
-            {"plan": plan_table(x.prediction.plan), "bytes": x.bytes, "sent": x.sent} for x in checked
+            {"plan": plan_table(x.prediction.plan), "bytes": x.bytes, "sent": x.sent, "fits": x.fits}
+            for x in checked
         ],
     }
 

@@ -13,7 +13,7 @@ import torch
 from espalier.parallel import Plan, PlanError
 from espalier.parallel.plan import ROWS, Mode
 from espalier.parallel.schedules import Costs as Times
-from espalier.parallel.schedules import Schedule, Timeline, find_schedule, simulate
+from espalier.parallel.schedules import Schedule, Timeline, find_schedule, live, simulate
 from espalier.planner.cells import Cell, Costs, Recorder, Refused, Update
 from espalier.planner.cluster import Cluster
 from espalier.planner.compose import pipe_rank
@@ -162,7 +162,7 @@ class Search:
         if not 0 < memory <= 1:
             raise ValueError(f"--memory {memory}: expected a share of the device's memory, as 0.92")
         self._share = memory
-        self._fixed, self._limit = dict(fixed or {}), memory * cluster.memory_bytes
+        self._fixed, self.limit = dict(fixed or {}), memory * cluster.memory_bytes  # bytes of a rank
         unknown = [key for key in self._fixed if key not in Plan.model_fields]
         if unknown:
             known = ", ".join(_SEARCHED)
@@ -174,6 +174,7 @@ class Search:
         self.refused: dict[str, str] = {}
         self._prices: dict[tuple[tuple[str, int], ...], Prices] = {}
         self._spent: dict[Any, Spent] = {}
+        self._lives: dict[Any, Sequence[float]] = {}
         self._updates: dict[int, Update | None] = {}
         self._precision = base.precision.compute
         self._schedules: dict[tuple[Any, ...], Schedule | None] = {}
@@ -433,7 +434,7 @@ class Search:
             shown,
             memory,
             bytes_sent,
-            taken <= self._limit,
+            taken <= self.limit,
             self._error(shown, total),
             took,
             by_rank,
@@ -465,7 +466,7 @@ class Search:
     ) -> tuple[dict[str, float], ...]:
         """Bytes of each rank along the pipe axis, by kind."""
         ranks, by_rank = plan.data * plan.context, []
-        lives = self._live(plan)
+        lives = self._live(plan, costs.waiting)
         keeps = [0.0] * plan.pipe
         for rank, n in zip(rank_of, layers, strict=True):
             keeps[rank] += n * costs.block_kept
@@ -482,11 +483,19 @@ class Search:
             by_rank.append(kinds)
         return tuple(by_rank)
 
-    def _live(self, plan: Plan) -> Sequence[float]:
+    def _live(self, plan: Plan, waiting: float) -> Sequence[float]:
         """Micro-batches that each rank keeps at its fullest, as the schedules' ``live`` counts them."""
         p, m, v = plan.pipe, plan.accumulate, plan.stages_per_rank
         if plan.schedule in _DIVIDED:
-            return [min(m, p)] * p
+            # a block that is recomputed has its backward pass whole
+            more = waiting if plan.recompute == "none" else 0.0
+            schedule = self._schedule(plan, min(m, 3 * p)) if p > 1 else None
+            if schedule is None:
+                return [min(m, p)] * p
+            key = schedule.kind, p, schedule.micro_batches, v, more
+            if key not in self._lives:
+                self._lives[key] = live(schedule, more)
+            return self._lives[key]
         if v > 1:
             return [min(m, ((v - 1) * p + 2 * (p - 1 - rank) + 1) / v) for rank in range(p)]
         return [min(m, p - rank) for rank in range(p)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from espalier.planner.explain import Checked, variants, words
 from espalier.planner.search import Found, Prediction, Search
 
 _NEAR = 200  # of the best are priced again for each change of the cluster
-_CHECKED = 3
+_CHECKED, _MOST = 3, 8  # of the best that fit are run dry, of so many
 
 
 def recordings() -> Path:
@@ -102,10 +103,28 @@ def more_ranks(search: Search) -> int | None:
 
 
 def check(
-    found: Found, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
-) -> list[Checked]:
-    """Run the best dry, on their first and last stage's ranks."""
-    return [checked(x, model, batch, optimizer, given) for x in found.best[:_CHECKED]]
+    search: Search,
+    found: Found,
+    model: nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer,
+    given: Mapping[str, Any],
+) -> tuple[Found, list[Checked]]:
+    """Run the best dry, on their first and last stage's ranks, until some are known to fit.
+
+    Returns:
+        what was found without those that take more than they may; all dry runs.
+    """
+    runs: list[Checked] = []
+    for x in found.best[:_MOST]:
+        run = checked(x, model, batch, optimizer, given)
+        runs.append(replace(run, limit=search.limit))
+        if sum(run.fits for run in runs) == _CHECKED:
+            break
+    wrong = [run.prediction for run in runs if not run.fits]
+    best = [x for x in found.best if all(x is not y for y in wrong)]
+    least = found.least if best else min((run for run in runs), key=lambda run: run.bytes).prediction
+    return replace(found, best=best, least=least), runs
 
 
 def checked(

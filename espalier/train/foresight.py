@@ -78,13 +78,15 @@ def foresee(
         fixed[key.strip().removeprefix("plan.")] = parse_value(value.strip())
     search, (model, optimizer, batch, given) = _search(job, cluster, ranks, fixed, memory)
     searched = search.run()
+    dry: list[Checked] = []
+    if searched.best and not quick:
+        searched, dry = check(search, searched, model, batch, optimizer, given)
     if not searched.best:
-        text = f"{report(searched)}\n\n{too_large(searched)}"
+        text = f"{report(searched, dry)}\n\n{too_large(searched)}"
         enough = more_ranks(search)
         if enough is not None:
             text += f" With {enough} ranks something fits."
-        return Foresight(searched, text, to_dict(searched))
-    dry = [] if quick else check(searched, model, batch, optimizer, given)
+        return Foresight(searched, text, to_dict(searched, dry))
     changes, best = sensitivity(search, searched), searched.best[0]
     timeline = search.timeline(best, min(best.plan.accumulate, 3 * best.plan.pipe))
     text = report(searched, dry, changes, timeline)

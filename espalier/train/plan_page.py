@@ -268,7 +268,11 @@ def _ranks(first: Prediction) -> str:
 
 def _dry(checked: Sequence[Checked]) -> str:
     rows = [
-        (words(x.prediction.plan), readable_bytes(x.prediction.bytes), readable_bytes(x.bytes))
+        (
+            words(x.prediction.plan),
+            readable_bytes(x.prediction.bytes),
+            readable_bytes(x.bytes) + ("" if x.fits else ": left out, too much"),
+        )
         for x in checked
     ]
     note = (

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from espalier import Plan
+from espalier import Plan, dry_run
 from espalier.cli.main import app
 from espalier.models import GPT, GPTConfig
 from espalier.parallel.schedules import Costs, generate, live, simulate
@@ -24,7 +24,7 @@ from espalier.planner.explain import report, to_dict, to_toml, why_not, words
 from espalier.planner.prices import Prices
 from espalier.planner.recording import Op, Recording, Sent, added, grown
 from espalier.planner.search import plan_table
-from espalier.planner.whole import more_ranks, sensitivity, too_large
+from espalier.planner.whole import check, more_ranks, sensitivity, too_large
 from espalier.train.plan_page import front, plan_page
 from tests.pure.browsing import all_of, opened, violations
 
@@ -203,8 +203,8 @@ def test_a_pipeline_of_equal_stages_takes_its_closed_form(search: Search) -> Non
 def test_micro_batches_that_live(search: Search) -> None:
     for kind, v in (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2)):
         plan = Plan(pipe=4, accumulate=12, schedule=kind, stages_per_rank=v)
-        counted = live(generate(kind, 4, 12, v))
-        told = search._live(plan)
+        counted = live(generate(kind, 4, 12, v), 0.7)
+        told = search._live(plan, 0.7)
         assert all(a <= b <= a + 1 for a, b in zip(counted, told, strict=True)), (kind, counted, told)
 
 
@@ -308,3 +308,37 @@ def test_a_plan_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     fixed: dict[str, Any] = {"pipe": 1, "tensor": 1, "recompute": "none", "precision": "bfloat16"}
     plan = Plan.auto(net, batch, "h100-sxm", optimizer=optimizer, ranks=2, **fixed)
     assert plan.data == 2 and plan.why.startswith("best of")
+
+
+def test_what_does_not_fit_when_run_dry_is_left_out(recorder: Recorder) -> None:
+    net, optimizer, batch = given()
+    search = Search(recorder, H100, Plan(), ranks=4)
+    found = search.run()
+    kept, runs = check(search, found, net, batch, optimizer, {})
+    assert kept.best == found.best and len(runs) == 3 and all(run.fits for run in runs)
+    fullest = max(run.bytes for run in runs)
+    search.limit = fullest - 1
+    left, runs = check(search, found, net, batch, optimizer, {})
+    wrong = [run.prediction for run in runs if not run.fits]
+    assert wrong and sum(run.fits for run in runs) == 3
+    assert [x for x in found.best if all(x is not y for y in wrong)] == left.best
+    assert f"left out: more than the {search.limit / 1e9:.2f} that it may take" in report(left, runs)
+    search.limit = 1
+    nothing, runs = check(search, found, net, batch, optimizer, {})
+    assert len(runs) == 8 and not any(run.fits for run in runs)
+    assert all(x.prediction not in nothing.best for x in runs)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("zb-h1", 1), ("zbv", 2)])
+def test_memory_of_a_divided_backward_pass_is_that_of_the_dry_run(schedule: str, stages: int) -> None:
+    """Gradients that wait for the second part are as large as the activations."""
+    with torch.device("meta"):
+        net = GPT(GPTConfig(vocab_size=64, max_positions=64, layers=8, hidden=32, heads=2))
+        x = torch.empty(64, 64, dtype=torch.int64)
+    optimizer, batch = torch.optim.AdamW(net.parameters()), {"input_ids": x, "labels": x}
+    plan = Plan(pipe=4, accumulate=8, schedule=schedule, stages_per_rank=stages)
+    search = Search(Recorder(net, optimizer, batch, {}), H100, plan, ranks=4)
+    told = search.of(plan)
+    for place, kinds in ((0, told.by_rank[0]), (3, told.by_rank[-1])):
+        dry = dry_run(net, told.plan, batch, optimizer=optimizer, coordinate={"pipe": place})
+        assert sum(kinds.values()) == pytest.approx(dry.peak_bytes, rel=0.1)

@@ -148,7 +148,7 @@ def test_live_counts_what_is_held() -> None:
     for kind in KINDS:
         schedule = generate(kind, 3, 7, STAGES[kind])
         for rank, row in enumerate(schedule.actions):
-            most = 0
+            most = waiting = 0.0
             for end in range(len(row) + 1):
                 kinds = [action.kind for action in row[:end]]
                 most = max(
@@ -156,7 +156,11 @@ def test_live_counts_what_is_held() -> None:
                     sum(k is ActionKind.F for k in kinds)
                     - sum(k in (ActionKind.B, ActionKind.W) for k in kinds),
                 )
+                done = [sum(k is of for k in kinds) for of in (ActionKind.I, ActionKind.W)]
+                held = sum(k is ActionKind.F for k in kinds) - sum(k is ActionKind.B for k in kinds)
+                waiting = max(waiting, held - done[1] + 0.5 * (done[0] - done[1]))
             assert live(schedule)[rank] == most / STAGES[kind]
+            assert live(schedule, 0.5)[rank] == waiting / STAGES[kind]
 
 
 def schedules() -> st.SearchStrategy[Schedule]:

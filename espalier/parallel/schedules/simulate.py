@@ -412,20 +412,22 @@ def check(schedule: Schedule, costs: Costs | None = None) -> Report:
     )
 
 
-def live(schedule: Schedule) -> tuple[float, ...]:
+def live(schedule: Schedule, waiting: float = 0.0) -> tuple[float, ...]:
     """Micro-batches whose activations each rank holds at its fullest: kept from `F` to the end of `B` or `W`.
 
     A rank with v stages counts 1/v for each.
+
+    Args:
+        waiting: what a micro-batch holds more from `I` to `W`, for its activations: gradients, from which
+            those of weights are still to be taken.
     """
+    more = {F: 1.0, B: -1.0, I: waiting, W: -1.0 - waiting}
     peaks = []
     for rank, row in enumerate(schedule.actions):
-        now = peak = 0
+        now = peak = 0.0
         for kind, _, _ in row:
-            if kind is F:
-                now += 1
-                peak = max(peak, now)
-            elif kind is B or kind is W:
-                now -= 1
+            now += more.get(kind, 0.0)
+            peak = max(peak, now)
         peaks.append(peak / max(1, schedule.stage_to_rank.count(rank)))
     return tuple(peaks)
 
