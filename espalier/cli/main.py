@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +13,10 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from espalier.cli.jobs import load
 from espalier.cli.tell import (
+    complain,
+    one_clear_message,
     say,
     tell_checkpoints,
     tell_preempted,
@@ -460,7 +461,7 @@ def run(
             code = error.exit_code
             if code is None or debug:
                 raise
-            _complain(str(error))
+            complain(str(error))
             raise typer.Exit(code if code > 0 else 128 - code) from None
 
 
@@ -702,83 +703,6 @@ def _convert(
             raise ValueError(f"--dtype {dtype}: expected a dtype of floats, as float32, bfloat16 or float16.")
         count = export(source, out, form, dtype=kind, tree=tree, **more)
         Console().print(f"{count} tensors written to {out}", highlight=False, markup=False, soft_wrap=True)
-
-
-def load(path: Path, overrides: list[str], ranks: int | None) -> Any:
-    """Load a job, its data axis sized so that the plan has ``ranks`` ranks, where a number is given.
-
-    Raises:
-        ValueError: when the job has mistakes or its other axes do not divide ``ranks``.
-    """
-    from espalier.train.job import Job
-
-    job = Job.load(path, overrides)
-    if job.auto:
-        from espalier.train.foresight import planned
-
-        return planned(job, ranks)
-    plan = job.plan
-    if ranks is None or ranks == plan.world_size:
-        return job
-    others = plan.world_size // plan.data
-    if ranks % others:
-        rest = " × ".join(
-            f"{name} {size}"
-            for name, size in plan.axes.items()
-            if name not in ("data", "expert") and size > 1
-        )
-        below = ranks - ranks % others
-        near = [str(n) for n in (below, below + others) if n]
-        raise ValueError(
-            f"-n {ranks} does not fit the plan of {path}: its other axes ({rest}) multiply to {others}, so "
-            f"it must be a multiple of {others}, as {' or '.join(near)}; or change the plan, "
-            "--set plan.<axis>=<size>"
-        )
-    return Job.load(path, [*overrides, f"plan.data={ranks // others}"])
-
-
-@contextmanager
-def one_clear_message(debug: bool) -> Iterator[None]:
-    """Turn every error into a message and exit code 2; with ``debug``, let it through."""
-    reported: set[str] = set()
-
-    def tell(message: Warning | str, *_: Any) -> None:
-        if str(message) not in reported:
-            reported.add(str(message))
-            _complain(f"note: {message}")
-
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = tell  # type: ignore[assignment]
-            yield
-    except typer.Exit:
-        raise
-    except KeyboardInterrupt:
-        _complain("interrupted; all ranks have been stopped")
-        raise typer.Exit(130) from None
-    except Exception as error:
-        if debug:
-            raise
-        _complain(_message(error))
-        raise typer.Exit(2) from None
-
-
-def _message(error: Exception) -> str:
-    if isinstance(error, ValueError):
-        return str(error)
-    from espalier.mesh.launch import LaunchError
-    from espalier.train.run import RunError
-    from espalier.train.trainer import TrainingError
-
-    if isinstance(error, LaunchError | RunError | TrainingError):
-        return str(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}. Give another path, or see to this one."
-    return f"{type(error).__name__}: {error}\nThis was not foreseen; --debug shows where it comes from."
-
-
-def _complain(message: str) -> None:
-    Console(stderr=True).print(f"espalier: {message}", highlight=False, markup=False, soft_wrap=True)
 
 
 def main() -> None:

@@ -1,10 +1,13 @@
-"""How results are shown on the terminal."""
+"""How results and mistakes are shown on the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -140,3 +143,48 @@ def tell_schedule(console: Console, timeline: Timeline) -> None:
 
 def _cell(difference: Difference, tolerance: float) -> Text:
     return Text(f"{difference.value:.2e}", style="" if difference.value <= tolerance else "bold red")
+
+
+@contextmanager
+def one_clear_message(debug: bool) -> Iterator[None]:
+    """Turn every error into a message and exit code 2; with ``debug``, let it through."""
+    reported: set[str] = set()
+
+    def tell(message: Warning | str, *_: Any) -> None:
+        if str(message) not in reported:
+            reported.add(str(message))
+            complain(f"note: {message}")
+
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = tell  # type: ignore[assignment]
+            yield
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        complain("interrupted; all ranks have been stopped")
+        raise typer.Exit(130) from None
+    except Exception as error:
+        if debug:
+            raise
+        complain(_message(error))
+        raise typer.Exit(2) from None
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, ValueError):
+        return str(error)
+    from espalier.mesh.launch import LaunchError
+    from espalier.train.run import RunError
+    from espalier.train.trainer import TrainingError
+
+    if isinstance(error, LaunchError | RunError | TrainingError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}. Give another path, or see to this one."
+    return f"{type(error).__name__}: {error}\nThis was not foreseen; --debug shows where it comes from."
+
+
+def complain(message: str) -> None:
+    """Show a mistake, or a note."""
+    Console(stderr=True).print(f"espalier: {message}", highlight=False, markup=False, soft_wrap=True)

@@ -270,7 +270,7 @@ def test_missing_job_file(job, tmp_path):
 
 
 def test_the_data_axis_takes_the_remaining_ranks(job):
-    from espalier.cli.main import load
+    from espalier.cli.jobs import load
 
     assert load(job, [], None).plan == Plan()
     assert load(job, [], 6).plan == Plan(data=6)
