@@ -12,6 +12,7 @@ from espalier.sharding.spec import rule
 from espalier.tensor import rules
 from espalier.tensor.guard import _attended
 from espalier.tensor.rules import RULES
+from espalier.tensor.rules.float8 import float8_linear
 from espalier.tensor.rules.pointwise import nonlinear
 from tests.ranks.brute import name_of
 from tests.ranks.cases import CASES
@@ -28,6 +29,8 @@ def test_every_ruled_function_has_a_case():
     functions += [getattr(torch.Tensor, name) for name in MOVES if name != "cpu"]
     # flex_attention, whose arguments are functions, in tests/ranks/test_functions.py
     functions.append(_attended)
+    # float8_linear, whose rounding depends on what a rank holds, in tests/ranks/test_float8.py
+    functions.append(float8_linear)
     missing = [name_of(f) for f in RULES.functions() if f not in functions]
     assert not missing, f"give these a case in tests/ranks/cases: {', '.join(missing)}"
 

@@ -144,7 +144,14 @@ def test_two_hosts_meet(tmp_path):
                     line = started[0].stdout.readline()
                     assert line, said
                     said += line
-        outputs = [each.communicate(timeout=240)[0] for each in started]
+        late: list[str] = []
+        try:
+            outputs = [each.communicate(timeout=240)[0] for each in started]
+        except subprocess.TimeoutExpired:
+            for each in started:
+                each.kill()
+                late.append(each.communicate()[0])
+        assert not late, "\n--\n".join(late)
     assert [each.returncode for each in started] == [0, 0], outputs
     assert "met 2 ('0', '0')" in outputs[1] and "all 2 nodes are there" in outputs[0]
 
