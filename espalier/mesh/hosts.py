@@ -275,10 +275,21 @@ def meeting(hosts: Hosts | None, ranks: int) -> Iterator[None]:
 
 
 def settings_for(hosts: Hosts) -> dict[str, str]:
-    """What ranks need in their environment, where it is silent: gloo's interface, by the way to the first."""
-    if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
+    """What ranks need in their environment, where it is silent: gloo's interface, by the way to the first.
+
+    Raises:
+        ValueError: the interface that it names is one that no other machine reaches.
+    """
+    address = own_address(hosts.host, hosts.port)
+    given = os.environ.get("GLOO_SOCKET_IFNAME")
+    if given == "lo" and not address.startswith("127."):
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME={given}: no other machine reaches this one's loopback, and the ranks of "
+            f"{hosts.nodes} would wait for each other. Unset it, or name the interface that has {address}."
+        )
+    if given is not None or sys.platform != "linux":
         return {}
-    name = _interface(own_address(hosts.host, hosts.port))
+    name = _interface(address)
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name}
 
 
