@@ -249,7 +249,9 @@ class Passes(ABC):
         self.traffic = Traffic(mesh)
         # a stage may do with a part of the batch
         place = mesh.coordinate[mesh.axis("pipe")] if call.plan.pipe > 1 else 0
-        readers = math.prod(call.mesh.shape[a] for a in call.batches.axes)
+        # ranks of tensor axes that cut rows may well be given the same ones
+        reading = [a for a in call.batches.axes if call.mesh.names[a] in call.plan.data_axes]
+        readers = math.prod(call.mesh.shape[a] for a in reading)
         self.given = GivenBatches(mesh, place, call.plan.pipe, readers)
         self.pulse = Watchdog(Faults())
         self._trains, self._lay_out = trains, weakref.WeakMethod(lay_out)

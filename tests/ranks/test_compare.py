@@ -95,7 +95,8 @@ def test_a_run_is_what_its_dry_run_says(
         for axis, n in report.ledger.by_axis().items():
             sent[axis] = max(n, sent.get(axis, 0))
     assert found.sent == {axis: n for axis, n in sent.items() if n}
-    assert {"compute", "host", "update"} <= found.terms.keys() and min(found.terms.values()) > 0
+    # of a rank whose waits were long nothing may be left for the host
+    assert {"compute", "update"} <= found.terms.keys() and min(found.terms.values()) > 0
     assert ("bubble" in found.terms) == (found.timeline is not None) == (name == "pipe")
     assert ("tensor" in found.terms) == (name == "tensor")
     # the command says it
