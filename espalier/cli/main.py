@@ -72,6 +72,10 @@ To = Annotated[Path, typer.Argument(metavar="TO", help="What to write.", show_de
 Dtype = Annotated[
     str | None, typer.Option(help="Of the weights, as bfloat16; their own if not given.", show_default=False)
 ]
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON.", show_default=False)
+]
+Page = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it as a page.", show_default=False)]
 Like = Annotated[
     Path | None,
     typer.Option(
@@ -185,9 +189,7 @@ def dry(
             show_default=False,
         ),
     ] = None,
-    json_: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON.", show_default=False)
-    ] = None,
+    json_: Json = None,
     debug: Debug = False,
 ) -> None:
     """Predict one step on any number of ranks, without starting one: bytes per axis, peak memory."""
@@ -228,12 +230,8 @@ def plan(
     ] = None,
     memory: Annotated[float, typer.Option(help="The share of a device's memory that may be taken.")] = 0.92,
     quick: Annotated[bool, typer.Option("--quick", help="Leave the best ones' dry runs out.")] = False,
-    json_: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON.", show_default=False)
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it as a page.", show_default=False)
-    ] = None,
+    json_: Json = None,
+    html: Page = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -276,12 +274,8 @@ def compare(
         str, typer.Option(metavar="NAME|FILE", help="What the prediction is of: this machine, or another.")
     ] = "here",
     steps: Annotated[int, typer.Option(min=1, help="How many are timed.")] = 20,
-    json_: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON.", show_default=False)
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it as a page.", show_default=False)
-    ] = None,
+    json_: Json = None,
+    html: Page = None,
     trace: Annotated[
         Path | None,
         typer.Option(

@@ -123,7 +123,7 @@ def check(
             break
     wrong = [run.prediction for run in runs if not run.fits]
     best = [x for x in found.best if all(x is not y for y in wrong)]
-    least = found.least if best else min((run for run in runs), key=lambda run: run.bytes).prediction
+    least = found.least if best else min(runs, key=lambda run: run.bytes).prediction
     return replace(found, best=best, least=least), runs
 
 

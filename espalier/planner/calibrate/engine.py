@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from espalier.engine.engine import initialize
+from espalier.engine.engine import Engine, initialize
 from espalier.mesh import Mesh
 from espalier.models import GPT, GPTConfig
 from espalier.parallel import Plan
@@ -37,6 +37,17 @@ class Trial(NamedTuple):
             tokens = torch.zeros(self.rows, self.config.max_positions, dtype=torch.int64)
         return net, {"input_ids": tokens, "labels": tokens}
 
+    def engine(self, plan: Plan, mesh: Mesh) -> tuple[Engine, dict[str, torch.Tensor]]:
+        """An engine that trains it, and a batch."""
+        net, batch = self.build("cpu")
+        optimizer = torch.optim.AdamW(net.parameters(), foreach=None)
+        return initialize(net, optimizer, plan, mesh=mesh, max_grad_norm=1.0), batch
+
+    def recorder(self) -> Recorder:
+        """What notes the dry steps of such engines."""
+        net, batch = self.build("meta")
+        return Recorder(net, torch.optim.AdamW(net.parameters()), batch, {"max_grad_norm": 1.0})
+
 
 SMALL = Trial(GPTConfig(vocab_size=64, max_positions=8, layers=6, hidden=16, heads=2), 2)
 LARGE = (
@@ -47,9 +58,7 @@ LARGE = (
 
 def phases(mesh: Mesh, trial: Trial) -> dict[str, float]:
     """Seconds of a step's phases, of the same model on every rank, each by itself."""
-    net, batch = trial.build("cpu")
-    optimizer = torch.optim.AdamW(net.parameters(), foreach=None)
-    engine = initialize(net, optimizer, Plan(), mesh=Mesh.single(tuple(Plan().axes)), max_grad_norm=1.0)
+    engine, batch = trial.engine(Plan(), Mesh.single(tuple(Plan().axes)))
     took: dict[str, list[float]] = {}
     clock = time.thread_time  # it stands while others have the core
     for i in range(_STEPS + 2):
@@ -76,10 +85,7 @@ def phases(mesh: Mesh, trial: Trial) -> dict[str, float]:
 
 def counts(trial: Trial) -> Mapping[str, Counter[Event]]:
     """What such a step does, by phase: the engine's dry step."""
-    net, batch = trial.build("meta")
-    optimizer = torch.optim.AdamW(net.parameters())
-    recorder = Recorder(net, optimizer, batch, {"max_grad_norm": 1.0})
-    return recorder.whole(Cell(rows=trial.rows))
+    return trial.recorder().whole(Cell(rows=trial.rows))
 
 
 def overhead(prices: Prices, took: Mapping[str, float]) -> dict[str, float]:

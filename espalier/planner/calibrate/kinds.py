@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from espalier.comm import all_reduce
-from espalier.engine.engine import initialize
 from espalier.mesh import Mesh
 from espalier.models import GPTConfig
 from espalier.parallel import Plan
@@ -61,10 +60,8 @@ def measure(mesh: Mesh, trial: Trial) -> dict[str, float]:
     """Seconds of a step under each kind, the slower rank's, all kinds in turns."""
     engines = {}
     for name, plan in plans(mesh.size()).items():
-        net, batch = trial.build("cpu")
-        optimizer = torch.optim.AdamW(net.parameters(), foreach=None)
         around = Mesh.from_env(plan.axes) if mesh.size() > 1 else Mesh.single(tuple(plan.axes))
-        engines[name] = initialize(net, optimizer, plan, mesh=around, max_grad_norm=1.0)
+        engines[name], batch = trial.engine(plan, around)
     took: dict[str, list[float]] = {name: [] for name in engines}
     for i in range(_WARM + _STEPS):
         for name, engine in engines.items():
@@ -79,12 +76,7 @@ def measure(mesh: Mesh, trial: Trial) -> dict[str, float]:
 
 def recorders(ranks: int) -> list[Recorder]:
     """Those of :func:`trials`."""
-    found = []
-    for trial in trials(ranks):
-        net, batch = trial.build("meta")
-        optimizer = torch.optim.AdamW(net.parameters())
-        found.append(Recorder(net, optimizer, batch, {"max_grad_norm": 1.0}))
-    return found
+    return [trial.recorder() for trial in trials(ranks)]
 
 
 def predicted(recorder: Recorder, cluster: Cluster) -> dict[str, Prediction]:
