@@ -289,14 +289,13 @@ class _First(nn.Module):
 # ---- by libraries
 
 
-def by_espalier(whole: Block, *, sequence: bool = False) -> tuple[nn.Module, espalier.Mesh]:
-    """The block laid out by ``espalier.initialize``, and the mesh on which it lies."""
+def by_espalier(whole: Block, *, sequence: bool = False) -> espalier.Engine:
+    """The engine of the block: while it is held, gradients are summed within the backward pass."""
     block = Block(whole.width)
     block.load_state_dict(whole.state_dict())
     layouts = dict.fromkeys(COLUMN, "column") | dict.fromkeys(ROW, "row")
     plan = {"tensor": RANKS, "sequence_parallel": sequence}
-    engine = espalier.initialize(block, plan=plan, layouts=layouts)
-    return engine.module, engine.mesh
+    return espalier.initialize(block, plan=plan, layouts=layouts)
 
 
 def by_torch(whole: Block, *, prepared: bool = False, sequence: bool = False) -> nn.Module:
@@ -345,7 +344,7 @@ class Entrant:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | espalier.Engine,
         x: torch.Tensor,
         upstream: torch.Tensor,
         *,
@@ -353,7 +352,9 @@ class Entrant:
         finish: Callable[[], None] = lambda: None,
         ready: Callable[[], object] = dist.barrier,
     ) -> None:
-        self.module, self.x, self.upstream = module, x.requires_grad_(), upstream
+        self.held = module
+        self.module = module.module if isinstance(module, espalier.Engine) else module
+        self.x, self.upstream = x.requires_grad_(), upstream
         self.cut, self.finish, self.ready = cut, finish, ready
         self.out: torch.Tensor | None = None
 

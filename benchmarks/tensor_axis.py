@@ -65,7 +65,8 @@ WIDTHS, ROUNDS = (256, 512), 40
 
 def entrants(whole: Block, x: torch.Tensor, upstream: torch.Tensor, rank: int) -> dict[str, Entrant]:
     """All that are able to enter here."""
-    laid_out, mesh = by_espalier(whole)
+    laid_out = by_espalier(whole)
+    mesh = laid_out.mesh
     tensor = mesh.axis("tensor")
 
     def typed(x: torch.Tensor, *, cut: bool) -> torch.Tensor:
@@ -83,7 +84,7 @@ def entrants(whole: Block, x: torch.Tensor, upstream: torch.Tensor, rank: int) -
         "torch, prepared": Entrant(by_torch(whole, prepared=True), x.clone(), upstream),
         "by hand, sequence": Entrant(sequence, part(x), part(upstream), cut=True, finish=sequence.finish),
         "Espalier, sequence": Entrant(
-            by_espalier(whole, sequence=True)[0], typed(x, cut=True), typed(upstream, cut=True), cut=True
+            by_espalier(whole, sequence=True), typed(x, cut=True), typed(upstream, cut=True), cut=True
         ),
         "torch, sequence": Entrant(by_torch(whole, sequence=True), part(x), part(upstream), cut=True),
     }
