@@ -155,6 +155,8 @@ DOORS = {
     "vmap": "torch._functorch.vmap:_add_batch_dim",
     "grad": "torch._functorch.eager_transforms:_wrap_for_grad",
     "functionalize": "torch._functorch.eager_transforms:_wrap_all_tensors_to_functional",
+    "norm": "torch.nn.utils.clip_grad:_get_total_norm",
+    "clipping": "torch.nn.utils.clip_grad:_clip_grads_with_norm_",
     # torch's helpers for state dicts
     "walk": "torch.distributed._state_dict_utils:_iterate_state_dict",
     "broadcast": "torch.distributed._state_dict_utils:_broadcast_tensors",

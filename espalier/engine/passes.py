@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -27,18 +26,17 @@ from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches, GivenBatches, loss_of
 from espalier.engine.norm import LossScaler, Rider, loss_riders, scale_gradients, share_of
 from espalier.engine.report import PeakMemory, Traffic
+from espalier.engine.seen import SeenGradients
 from espalier.faults.settings import Faults
 from espalier.faults.watchdog import Watchdog
 from espalier.layout import Layout, Partial, Replicate
 from espalier.mesh import Mesh
 from espalier.parallel import Arrangement, Plan, arrange, everywhere
 from espalier.parallel.compose import Stages
-from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline.record import called, leaves, mapped
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_runs import DryAutocast
-from espalier.tensor.observers import user_frame
 from espalier.tensor.rules.joint_failure import CountsAhead
 from espalier.torch_private import after_backward, current_graph_task_id, raw
 from espalier.trees import tensors_in, tree_map
@@ -140,72 +138,6 @@ def plain_output(output: Any) -> Any:
     return mapped(lambda x: full_tensor(x).detach() if isinstance(x, torch.Tensor) else x, output)
 
 
-class SeenGradients:
-    """Bars ``p.grad`` while it is no gradient of the whole batch; tells of changes to what is another thing.
-
-    Gradients of several micro-batches lack a factor, or are under way, until they are finished. Those of a
-    pipeline are one rank's, those of float16 are scaled: fine to look at, wrong to clip by their norm.
-    """
-
-    def __init__(self, module: nn.Module, plan: Plan) -> None:
-        self._module, self._plan = module, plan
-        self._noted: tuple[int, int] | None = None
-        self._reasons: list[str] = []  # to bar them; the parameters hold it
-
-    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Bar these when all are barred."""
-        for p in parameters:
-            p._unfinished = self._reasons  # type: ignore[attr-defined]
-
-    @property
-    def is_barred(self) -> bool:
-        """Whether reading a gradient is an error."""
-        return bool(self._reasons)
-
-    def bar(self) -> None:
-        """Gradients are not finished."""
-        here = ", on each rank those of its own stages" if self._plan.pipe > 1 else ""
-        self._reasons.append(
-            "p.grad between engine.accumulate(parts) and engine.step(): gradients are known after "
-            f"engine.finish_gradients(){here}. To clip by the norm of all, write Plan(clip=1.0), or "
-            "initialize(..., max_grad_norm=1.0); to drop them, engine.zero_grad()."
-        )
-
-    def admit(self) -> None:
-        """Gradients are about to be finished."""
-        self._reasons.clear()
-
-    def forget(self) -> None:
-        """There are none."""
-        self._reasons.clear()
-        self._noted = None
-
-    def note(self) -> None:
-        """Remember gradients as they were finished, where they are not those of the whole batch."""
-        if self._plan.precision.scales or self._plan.pipe > 1:
-            self._noted = self._mark()
-
-    def _mark(self) -> tuple[int, int] | None:
-        """Changes when gradients are written to."""
-        with raw():
-            grads = (gradient_of(p) for p in self._module.parameters())
-            return next(((id(grad), grad._version) for grad in grads if grad is not None), None)
-
-    def check(self) -> None:
-        """Before a step: tell of gradients that were changed since."""
-        noted, self._noted = self._noted, None
-        if noted is not None and self._mark() != noted:
-            reason = f"the gradient times engine.scale ({self._plan.precision})"
-            if self._plan.pipe > 1:
-                reason = "that of this rank's stages alone"
-            warnings.warn(
-                f"p.grad was changed before the step. With {self._plan} what is there is {reason}: a norm of "
-                "all of them, as clip_grad_norm_ takes, is another. Plan(clip=1.0), or initialize(..., "
-                "max_grad_norm=1.0), clips by the right one.",
-                stacklevel=user_frame()[0],
-            )
-
-
 class Passes(ABC):
     """The passes of an engine, and the gradients that come of them until the step.
 
@@ -245,7 +177,7 @@ class Passes(ABC):
         self.watch: PeakMemory | None = None
         self.evaluation = Accumulation(call.plan.accumulate, count, call.mesh, call.batches.axes)
         self.accumulation: Accumulation | None = self.evaluation
-        self.seen = SeenGradients(call.module, call.plan)
+        self.seen = SeenGradients(call.module, mesh, call.plan, weakref.WeakMethod(self.counted), scaler)
         self.traffic = Traffic(mesh)
         # a stage may do with a part of the batch
         place = mesh.coordinate[mesh.axis("pipe")] if call.plan.pipe > 1 else 0
@@ -456,6 +388,7 @@ class Direct(Passes):
     def begin(self, data: ZeroState) -> None:
         if self.accumulation is not None:
             self.seen.watch(m.p for m in data.members)
+        self.seen.watch_clipping()
         data.gradients.announce(self._hooks.come_late)
 
     def one_by_one(self, what: str) -> Direct:

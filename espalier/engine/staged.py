@@ -118,6 +118,7 @@ class Staged(Passes):
 
     def begin(self, data: ZeroState) -> None:
         self.seen.watch(m.p for m in data.members)
+        self.seen.watch_clipping()
         data.gradients.share({id(p) for p, _ in self._shared(data)})
         self._share_values(data)
 

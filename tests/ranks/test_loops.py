@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -374,7 +375,7 @@ def refused(rank: int, world: int) -> None:
         engine((x.float(), y)).backward()
     engine.zero_grad()
     engine.backward(engine((x.float(), y)))
-    clip(net.parameters(), 0.1)
+    net.weight.grad.mul_(0.5)
     with pytest.warns(UserWarning, match=r"times engine.scale(.|\n)*Plan\(clip=1.0\)"):
         engine.optimizer.step()
 
@@ -399,7 +400,9 @@ def staged(rank: int, world: int) -> None:
             clip(net.parameters(), 0.1)
         if step == 1:
             engine.finish_gradients()
-            clip(net.parameters(), 1e9)
+            for p in net.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(1.0)
             with pytest.warns(UserWarning, match="this rank's stages alone"):
                 ours.step()
         else:
@@ -409,6 +412,66 @@ def staged(rank: int, world: int) -> None:
         theirs.zero_grad()
         for name, value in engine.full_state_dict().items():
             assert (value - plain.state_dict()[name]).abs().max() < TOLERANCE, (step, name)
+
+
+class Tied(nn.Module):
+    """Three stages' worth of layers, whose first and last share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle, self.head = nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.middle(self.embed(x))))
+
+
+def clipped(rank: int, world: int, plan: dict[str, Any], dtype: torch.dtype) -> None:
+    """A loop that clips by itself: by norms of several orders, of all parameters, and of one stage's."""
+    torch.manual_seed(0)
+    net = Tied().to(dtype)
+    plain = copy.deepcopy(net)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (net, plain))
+    mean, exact = nn.functional.cross_entropy, TOLERANCE if dtype is torch.float64 else 5e-3
+    engine = espalier.initialize(net, ours, plan, loss_fn=lambda out, y: mean(out.to(dtype), y))
+    for step, order in enumerate((2.0, 1.0, 3.0, math.inf)):
+        x = torch.randint(0, 7, (8,), generator=torch.Generator().manual_seed(step))
+        mean(plain(x), x).backward()
+        if plan.get("pipe", 1) > 1:
+            engine.accumulate(engine.cut((x, x)))
+            engine.finish_gradients()
+        else:
+            engine.backward(engine((x, x)))
+        for of in ("", "middle", "embed"):
+            parts = [m.get_submodule(of).parameters() for m in (net, plain)]
+            norm, expected = (clip(part, 0.5**step / 20, order) for part in parts)
+            norm, expected = float(espalier.full_tensor(norm)), float(expected)
+            assert math.isclose(norm, expected, rel_tol=exact), (plan, order, of, norm, expected)
+        ours.step()
+        ours.zero_grad()
+        theirs.step()
+        theirs.zero_grad()
+        for name, value in engine.full_state_dict().items():
+            off = (value - plain.state_dict()[name]).abs().max()
+            assert off < exact, (plan, order, name, off)
+
+
+def all_clipped(rank: int, world: int) -> None:
+    staged = {"pipe": 2, "accumulate": 2, "cuts": ["head"]}
+    clipped(rank, world, staged, torch.float64)
+    scaled = {"compute": "float16", "loss_scale": {"init_scale": 1024.0}}
+    clipped(rank, world, {"data": 2, "zero": 2, "precision": scaled}, torch.float32)
+
+
+def clipped_on_four(rank: int, world: int) -> None:
+    for zero in (0, 3):
+        clipped(rank, world, {"pipe": 2, "data": 2, "zero": zero, "accumulate": 2}, torch.float64)
+    clipped(rank, world, {"pipe": 2, "tensor": 2, "accumulate": 2}, torch.float64)
+
+
+def test_clipping_by_hand_takes_the_norm_of_all_stages(ranks: Any) -> None:
+    ranks(2, all_clipped)
+    ranks(4, clipped_on_four)
 
 
 def test_what_a_loop_cannot_say_is_refused_with_the_line_to_write(ranks: Any) -> None:
