@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -322,6 +323,18 @@ def autocast_types() -> tuple[str, ...]:
 def has_grouped_products(kind: str) -> bool:
     """Whether torch multiplies groups of rows by matrices of their own in one kernel there."""
     return kind == "cuda" and hasattr(torch.nn.functional, "grouped_mm")
+
+
+@lru_cache(maxsize=64)
+def has_flash_attention(device: torch.device) -> bool:
+    """Whether torch's flash attention, for 16 bits and grouped queries, runs there: on CUDA from 8.0 on.
+
+    ``torch.backends.cuda.enable_flash_sdp(False)`` turns it off, as it does for torch's own function.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    there: bool = torch.backends.cuda.is_flash_attention_available()
+    return there and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def has_efficient_attention(kind: str) -> bool:

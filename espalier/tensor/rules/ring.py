@@ -26,7 +26,7 @@ from torch.overrides import handle_torch_function
 from espalier.comm import collectives
 from espalier.comm.custom_ops import recorders, symbolic
 from espalier.comm.row_exchange import Spans, exchange
-from espalier.device import has_efficient_attention
+from espalier.device import has_efficient_attention, has_flash_attention
 from espalier.layout import Layout, local_box
 from espalier.mesh import Mesh
 from espalier.tensor.dry_runs import autocast_dtype, without_autocast
@@ -535,6 +535,9 @@ def _plainly(
 _OPS = torch.ops.aten
 _CPU: Any = getattr(_OPS, "_scaled_dot_product_flash_attention_for_cpu", None)
 _CPU_BACK: Any = getattr(_OPS, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+_FLASH: Any = getattr(_OPS, "_scaled_dot_product_flash_attention", None)
+_FLASH_BACK: Any = getattr(_OPS, "_scaled_dot_product_flash_attention_backward", None)
+_WIDEST = 192  # heads that flash attention differentiates on every device that has it
 _EFFICIENT: Any = getattr(_OPS, "_scaled_dot_product_efficient_attention", None)
 _EFFICIENT_BACK: Any = getattr(_OPS, "_scaled_dot_product_efficient_attention_backward", None)
 _ROWS = 32  # of which the efficient kernel gives lse in multiples
@@ -572,14 +575,23 @@ class Block(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """Which kernel computes it: that of the ``"cpu"``, the ``"efficient"`` one, or ``"plain"`` torch."""
+        """Which computes it: ``"flash"``, ``"efficient"``, the ``"cpu"``'s kernel, or ``"plain"`` torch."""
         q, device = self.q, self.q.device.type
         if self.plainly or self.keep is not None or q.shape[-1] != self.v.shape[-1]:
             return "plain"
         if device in ("cpu", "meta") and _CPU is not None:
             return "cpu"
         fits = q.dtype is not torch.float64 and q.shape[-1] % 8 == 0 and self.bias is None
+        # of queries and keys that differ in number it sees other keys as causal than torch does
+        square = not self.causal or q.shape[-2] == self.k.shape[-2]
+        if fits and square and q.dtype.itemsize == 2 and q.shape[-1] <= _WIDEST and flash_serves(q.device):
+            return "flash"
         return "efficient" if has_efficient_attention(device) and _EFFICIENT is not None and fits else "plain"
+
+
+def flash_serves(device: torch.device) -> bool:
+    """Whether flash attention is there, and nobody turned it off."""
+    return _FLASH is not None and has_flash_attention(device) and torch.backends.cuda.flash_sdp_enabled()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -592,6 +604,9 @@ def forward(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     kernel = block.kernel
     if kernel == "plain":
         return _plain(block)
+    if kernel == "flash":
+        out, lse, *_ = _FLASH(block.q, block.k, block.v, 0.0, block.causal, scale=block.scale)
+        return out, lse
     q, k, v = block.q, _spread(block.k, block.q), _spread(block.v, block.q)
     if kernel == "cpu":
         bias = _full(block)
@@ -631,6 +646,14 @@ def backward(
     kernel = block.kernel
     if kernel == "plain":
         return _plain_back(block, grad, out, lse)
+    if kernel == "flash":
+        unused = torch.empty((), dtype=torch.int64, device=grad.device)  # where there is no dropout
+        rows, columns = block.q.shape[-2], block.k.shape[-2]
+        dq, dk, dv = _FLASH_BACK(
+            grad, block.q, block.k, block.v, out, lse.contiguous(), None, None, rows, columns, 0.0,
+            block.causal, unused, unused, scale=block.scale,
+        )  # fmt: skip
+        return dq, dk, dv, None
     q, k, v = block.q, _spread(block.k, block.q), _spread(block.v, block.q)
     if kernel == "cpu":
         dq, dk, dv = _CPU_BACK(
