@@ -93,7 +93,8 @@ def run(
         **plan,
     )
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer.train(resume_from_checkpoint=os.path.join(folder, f"checkpoint-{STEPS // 2}") if resume else None)
+        middle = os.path.join(folder, f"checkpoint-{STEPS // 2}")
+        trainer.train(resume_from_checkpoint=middle if resume else None)
         losses = [*seen.losses]
     return trainer, losses
 
