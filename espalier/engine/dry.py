@@ -215,7 +215,7 @@ def _copied(
     if optimizer is None:
         return twin.module, None
     other = object.__new__(type(optimizer))  # not as it is pickled: that leaves out what subclasses have
-    other.__dict__.update(twin.given)
+    other.__dict__.update(twin.extra)
     return twin.module, other
 
 

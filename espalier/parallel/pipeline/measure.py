@@ -67,7 +67,7 @@ def measured(
         stack.enter_context(torch.enable_grad())
         for name, program in zip(names, programs, strict=True):
             try:
-                seconds[name] = _seconds(program.on(twin.module), twin.given, device, rounds)
+                seconds[name] = _seconds(program.on(twin.module), twin.extra, device, rounds)
             except Exception as error:
                 raise SplitError(
                     f"{name!r} cannot be run by itself on random values, to be measured ({error}). Let its "

@@ -108,7 +108,7 @@ def _copied(stand_ins: ModelStandIns, fake: FakeTensorMode, batch: Any) -> Itera
 
 
 def _recorded(twin: Apart, device: torch.device, fake: FakeTensorMode, whole: Collection[str]) -> Trace:
-    recorder, batch = _Recorder(twin, device, fake, whole), twin.given
+    recorder, batch = _Recorder(twin, device, fake, whole), twin.extra
     recorder.begin(batch)
     with _calls_seen(recorder.module), recorder.worked, recorder:
         out = called(twin.module, batch)
