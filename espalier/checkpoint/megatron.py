@@ -22,7 +22,7 @@ import torch
 
 from espalier.checkpoint.index import FormatError, TensorInfo
 from espalier.checkpoint.records import load_records
-from espalier.checkpoint.sources import TensorSource, told
+from espalier.checkpoint.sources import TensorSource, reading
 from espalier.layout.layout import Box, overlap
 from espalier.texts import listed
 
@@ -523,7 +523,7 @@ def config_in(folder: Path) -> Mapping[str, Any] | None:
     path = folder / "config.json"
     if not path.is_file():
         return None
-    with told(path, "the config of a model"):
+    with reading(path, "the config of a model"):
         config = json.loads(path.read_text("utf-8"))
         if not isinstance(config, dict):
             raise TypeError("it is no dict")

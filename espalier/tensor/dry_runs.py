@@ -259,8 +259,6 @@ class Recalled(TorchDispatchMode):
             new = [
                 torch.empty_strided(*shapes, dtype=dtype, device=_META) for *shapes, dtype in known.outputs
             ]
-                torch.empty_strided(*shapes, dtype=dtype, device=_META) for *shapes, dtype in known.outputs
-            ]
             return new[0] if known.kind is torch.Tensor else known.kind(new)
         before = self.flops
         out = self._called(func, args, kwargs)

@@ -485,7 +485,7 @@ def _inputs(call: tuple[Any, Any], mesh: Mesh, rows: int, sequence: bool) -> tup
     first = next(x for x in tensors_in((args, kwargs)) if x.is_floating_point())
     features = first.shape[-1]
 
-    def made(x: Any) -> Any:
+    def sharded(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         if not (x.is_floating_point() and x.ndim == first.ndim and x.shape[-1] == features):
@@ -493,7 +493,7 @@ def _inputs(call: tuple[Any, Any], mesh: Mesh, rows: int, sequence: bool) -> tup
         layout = _between(mesh, (rows, *x.shape[1:]), sequence and x is first)
         return stamp(x.new_empty(layout.local_shape), layout).requires_grad_()
 
-    inputs: tuple[Any, Any] = tree_map(made, (args, kwargs))
+    inputs: tuple[Any, Any] = tree_map(sharded, (args, kwargs))
     return inputs
 
 
