@@ -471,8 +471,8 @@ def load_weights(
     """See :meth:`espalier.Engine.load_weights`; ``data`` as for :func:`restore`."""
     weights, error = None, None
     try:
-        given = Loaded(Path("The state dict"), path) if isinstance(path, Mapping) else open_any(path)
-        weights = Foreign(given, own.module, own.optimizer if optimizer else None)
+        source = Loaded(Path("The state dict"), path) if isinstance(path, Mapping) else open_any(path)
+        weights = Foreign(source, own.module, own.optimizer if optimizer else None)
     except FormatError as met:
         error = met
     agreed(error, own.mesh, ValueError)

@@ -184,7 +184,7 @@ class Passes(ABC):
         # ranks of tensor axes that cut rows may well be given the same ones
         reading = [a for a in call.batches.axes if call.mesh.names[a] in call.plan.data_axes]
         readers = math.prod(call.mesh.shape[a] for a in reading)
-        self.given = GivenBatches(mesh, place, call.plan.pipe, readers)
+        self.first_batches = GivenBatches(mesh, place, call.plan.pipe, readers)
         self.pulse = Watchdog(Faults())
         self._trains, self._lay_out = trains, weakref.WeakMethod(lay_out)
 
@@ -195,11 +195,11 @@ class Passes(ABC):
         self._trains = True
 
     @abstractmethod
-    def arrange(self, batch: Any, **given: Any) -> Arrangement | None:
+    def arrange(self, batch: Any, **options: Any) -> Arrangement | None:
         """The layouts of the parameters; None if a batch is needed and missing.
 
         Args:
-            given: more for :func:`~espalier.parallel.arrange`.
+            options: more for :func:`~espalier.parallel.arrange`.
         """
 
     @abstractmethod
@@ -256,7 +256,7 @@ class Passes(ABC):
         """A batch is about to be trained on."""
         if self._trains:
             self.traffic.begin()
-            self.given.note(batch)
+            self.first_batches.note(batch)
 
     # ---- gradients
 
@@ -370,20 +370,20 @@ class Passes(ABC):
 class Direct(Passes):
     """Micro-batches one after the other, forward and backward each when it is asked for."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         if self.plan.accumulate == 1:
             self.accumulation = None
         self._counts = CountsAhead()
         self._hooks = BackwardHooks(self._begin_backward, self._end_backward, self._refused, self._have)
-        self._given: torch.Tensor | None = None  # the loss of the last call
+        self._last_loss: torch.Tensor | None = None
         self._is_own = False  # each rank makes a loss of its own rows
         self.is_syncing = self._finishes = True
         self._is_within = False  # train()
 
-    def arrange(self, batch: Any, **given: Any) -> Arrangement | None:
+    def arrange(self, batch: Any, **options: Any) -> Arrangement | None:
         sample, rows = self.call.sample(batch), self.call.batches.share(batch)
-        return arrange(self.call.module, self.plan, self.mesh, batch=sample, rows=rows, **given)
+        return arrange(self.call.module, self.plan, self.mesh, batch=sample, rows=rows, **options)
 
     def begin(self, data: ZeroState) -> None:
         if self.accumulation is not None:
@@ -401,7 +401,7 @@ class Direct(Passes):
         loss = self._loss_of(batch) if of_step is None else of_step.forward(batch, self._loss_of)
         if loss.requires_grad:
             self.follow(loss)
-            self._given = loss.detach()
+            self._last_loss = loss.detach()
         self._is_own = False
         return loss
 
@@ -415,7 +415,7 @@ class Direct(Passes):
     def outputs(self, inputs: Any, rows: str) -> Any:
         call, held, own = self.call, None, rows == "own"
         if own:
-            self.given.note(inputs, own=True)
+            self.first_batches.note(inputs, own=True)
             inputs, held = call.batches.own(inputs)
         batch = call.alone(inputs)
         if trains := torch.is_grad_enabled():
@@ -426,7 +426,7 @@ class Direct(Passes):
             output = call.output(tree_map(call.cast, typed))
         if trains and self.accumulation is not None:
             self.accumulation.expect()
-        self._given, self._is_own = None, own
+        self._last_loss, self._is_own = None, own
 
         def leave(x: Any) -> Any:
             share = 1.0
@@ -531,7 +531,7 @@ class Direct(Passes):
             gradients.stop()  # torch.autograd.grad, or a pass of others: no gradients are added
             return
         self.has_gradients = True
-        self.loss = self.loss if asked else self._given
+        self.loss = self.loss if asked else self._last_loss
         self.data.end_backward()
         if self.accumulation is not None and not asked:
             self.accumulation.pass_by()

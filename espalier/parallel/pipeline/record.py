@@ -499,7 +499,8 @@ class ProgramStep:
             if len(tensors) != len(wanted):
                 raise SplitError(
                     f"{self.name!r} gave {len(tensors)} tensors, and {len(wanted)} when it was traced. A "
-                    "stage is called as it was traced: let the number not depend on what its forward remembers."
+                    "stage is called as it was traced: let the number not depend on what its forward "
+                    "remembers."
                 )
             env.update((ref.number, x) for ref, x in zip(wanted, tensors, strict=True))
         for n in self.free:
