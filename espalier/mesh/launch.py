@@ -333,7 +333,7 @@ def _explain(exits: Mapping[int, int], nproc: int, folder: Path, here: range) ->
             f"rank {rank} of {nproc} failed, on another host: ranks {here[0]} to {here[-1]} were stopped"
         )
         return LaunchError(
-            "\n".join([head, *account, f"The logs of this host: {folder}"]), rank, code, folder
+            "\n".join([heading, *account, f"The logs of this host: {folder}"]), rank, code, folder
         )
     path = _stderr(folder, rank)
     text = path.read_text(encoding="utf-8", errors="replace").rstrip() if path.exists() else ""
