@@ -365,11 +365,11 @@ class Loop:
             except FloatingPointError as error:
                 raise TrainingError(f"step {step}: {error}") from error
         self._schedule.step()
-        guard_told = "" if engine.guard is None else engine.guard.told
-        if guard_told:
-            self.log.event("spike", f"step {step} is left out: {guard_told}")
-            self._progress.say(f"step {step} is left out: {guard_told}")
-        return engine.loss, not guard_told, book.by_axis() if book is not None else {}, held
+        message = "" if engine.guard is None else engine.guard.told
+        if message:
+            self.log.event("spike", f"step {step} is left out: {message}")
+            self._progress.say(f"step {step} is left out: {message}")
+        return engine.loss, not message, book.by_axis() if book is not None else {}, held
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """What a validation measures; the best model so far is kept."""
