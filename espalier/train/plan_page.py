@@ -83,7 +83,8 @@ def compare_page(name: str, compared: Comparison, timeline: Timeline | None = No
     title = f"Plan and run of {name}"
     what = (
         f"{words(predicted.plan)}: {_seconds(predicted.seconds)} a step predicted, "
-        f"{_seconds(real.seconds)} measured, {compared.error:+.1%}; {real.steps} steps, whose middle half is {real.scatter:.1%} apart."
+        f"{_seconds(real.seconds)} measured, {compared.error:+.1%}; {real.steps} steps, "
+        f"whose middle half is {real.scatter:.1%} apart."
     )
     bars = [("", "predicted", predicted.terms), ("", "measured", real.terms)]
     tables = compared.rows()
