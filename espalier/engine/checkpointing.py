@@ -37,8 +37,6 @@ from espalier.torch_private import raw
 
 _RANDOM, _STREAMS = "random.torch", "random.device"  # the latter has a row for each rank
 
-Fill = Callable[[torch.Tensor], None]
-
 
 def tree_of(
     module: nn.Module,
