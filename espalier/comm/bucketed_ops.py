@@ -107,7 +107,7 @@ def _behind_each_other(xs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _views(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    parts = flat.split([math.prod(shape) for shape in shapes])
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes])
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 

@@ -175,12 +175,6 @@ class Hosts(Gloo):
 
         return Work(rest=lambda: handed.use(joined))
 
-    def gather_rows(self, rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis: int) -> Work[Any]:
-        here = rows[self._here]
-        if own is not None:
-            here.copy_(own)
-        return self.share(here, rows.unbind(0), mesh, axis)
-
     def share(self, own: torch.Tensor, wires: Sequence[torch.Tensor], mesh: Mesh, axis: int) -> Work[Any]:
         sizes = [own.numel()] * mesh.shape[axis]
         handed = self._gather(own, sizes, mesh, axis)

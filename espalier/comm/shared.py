@@ -195,12 +195,6 @@ class Shared(Gloo):
         expected = [self.expect(source, _OWN + tag, x.nbytes) for x in xs]
         return Work(rest=lambda: self._fill(xs, expected))
 
-    def gather_rows(self, rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis: int) -> Work[Any]:
-        here = rows[self._here]
-        if own is not None:
-            here.copy_(own)
-        return self.share(here, rows.unbind(0), mesh, axis)
-
     def share(self, own: torch.Tensor, wires: Sequence[torch.Tensor], mesh: Mesh, axis: int) -> Work[Any]:
         self.post(own, self._others, _SHARE)
         expected = [

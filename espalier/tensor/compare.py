@@ -22,6 +22,7 @@ from espalier.comm.control import Absent, OutOfBand, named
 from espalier.comm.custom_ops import collective, recorders
 from espalier.layout import Layout, Shard, gradient_layout, local_box
 from espalier.mesh import Mesh
+from espalier.tensor.loans import version
 from espalier.tensor.observers import site, user_frame
 from espalier.tensor.random import bits
 from espalier.torch_private import after_backward, current_graph_task_id, raw
@@ -91,11 +92,6 @@ class CheckRecord:
         if self.layout is not None:
             index = [i + start for i, start in zip(index, local_box(self.layout).offsets, strict=True)]
         return str(index)
-
-
-def version(x: torch.Tensor) -> int:
-    """How often a tensor was changed in place; inference tensors don't count."""
-    return -1 if x.is_inference() else x._version
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from espalier.comm import Collective
 from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import D, R
 from espalier.mesh import Mesh
-from espalier.tensor.compare import CheckRecord, Comparison, fingerprint, version
+from espalier.tensor.compare import CheckRecord, Comparison, fingerprint
 from espalier.tensor.dtensor import DTensor, plain
 from espalier.tensor.fallback import writes
+from espalier.tensor.loans import version
 from espalier.tensor.observers import (
     Trail,
     Watcher,
