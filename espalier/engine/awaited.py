@@ -50,6 +50,11 @@ class Awaited:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            raise TypeError(
+                "torch.autograd.grad of an output: In a pipeline it is yet to be computed, and not where the "
+                "input is. Take the gradient in the model's forward, or train under a plan without pipe."
+            )
         return _kept(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:

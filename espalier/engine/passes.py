@@ -414,11 +414,14 @@ class Direct(Passes):
 
     def outputs(self, inputs: Any, rows: str) -> Any:
         call, held, own = self.call, None, rows == "own"
+        trains = torch.is_grad_enabled()
+        if trains:
+            inputs = tree_map(partial(self._entering, own), inputs)
         if own:
             self.first_batches.note(inputs, own=True)
             inputs, held = call.batches.own(inputs)
         batch = call.alone(inputs)
-        if trains := torch.is_grad_enabled():
+        if trains:
             self._begins(batch)
         self._laid_out(batch).begin_forward()
         typed = call.batches.typed(inputs)
@@ -443,14 +446,28 @@ class Direct(Passes):
 
         return mapped(leave, output)
 
+    def _entering(self, own: bool, x: Any) -> Any:
+        """An input, whose gradient is to be that of the loss that the program sees."""
+        factor = self.call.batches.readers if own else 1
+        if not isinstance(x, torch.Tensor) or not x.requires_grad or isinstance(x, DTensor):
+            return x
+        if factor == 1 and self.scaler is None:
+            return x
+        entering = x.view_as(x)
+        entering.register_hook(partial(_gone_back, weakref.WeakMethod(self._give_back), factor))
+        return entering
+
+    def _give_back(self, grad: torch.Tensor, factor: float) -> torch.Tensor:
+        """The gradient of an input, in which the engine's own factors are."""
+        return _times(grad, factor if self.scaler is None else factor / self.scaler.scale)
+
     def _come_back(self, grad: torch.Tensor, share: float) -> torch.Tensor:
         """The gradient of an output has come, of a loss made elsewhere."""
         if not self._hooks.is_open:
             self._hooks.come(is_known=True)
             if self.scaler is not None:
                 share *= self.scaler.scale
-        with raw():
-            return grad if share == 1 else grad * share
+        return _times(grad, share)
 
     def follow(self, x: torch.Tensor) -> None:
         """See :meth:`espalier.Engine.follow`."""
@@ -686,6 +703,25 @@ class BackwardHooks:
     def _over(self) -> None:
         self._of = None
         _called(self._end, False)
+
+
+class _Times(torch.autograd.Function):
+    """A factor of a gradient that says how ranks share a loss: no part of what a second derivative is of."""
+
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, factor: float) -> torch.Tensor:
+        return grad * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def _times(grad: torch.Tensor, factor: float) -> torch.Tensor:
+    with raw():
+        return grad if factor == 1 else _Times.apply(grad, factor)
 
 
 def _called(method: weakref.WeakMethod[Any], *args: Any) -> Any:
