@@ -281,6 +281,28 @@ class Engine(Surface):
             self._data.reserve(optimizer)
             self._begin_updates(optimizer, self._data)
 
+    def resize(self, accumulate: int) -> None:
+        """Let steps have another number of micro-batches from now on, as if the plan had said so.
+
+        Raises:
+            ValueError: a step is begun, or no plan has so many.
+        """
+        if self.passes.may_step:
+            raise ValueError(
+                f"engine.resize({accumulate}): a step is begun. Call it behind engine.step() or zero_grad()."
+            )
+        self.plan = Plan(**{**dict(self.plan), "accumulate": accumulate})
+        self.passes.resize(accumulate)
+
+    def compile(self, backend: str | Backend = "inductor") -> None:
+        """Compile each block of the model, as ``initialize(..., compile=backend)`` does.
+
+        Raises:
+            ValueError: something in the blocks hangs on values or on hooks, and no graph can have it.
+        """
+        for block in _compilable(self.module, self.plan):
+            compile_region(block, backend=backend)
+
     def lay_out(self, batch: Any = None) -> None:
         """Lay the parameters out; without a batch only if none is needed to know how."""
         if self._data is not None:

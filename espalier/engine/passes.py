@@ -194,6 +194,10 @@ class Passes(ABC):
         """There will be steps, after all."""
         self._trains = True
 
+    def resize(self, micro_batches: int) -> None:
+        """Steps have another number of micro-batches from now on."""
+        self.evaluation.size = self.call.batches.micro_batches = micro_batches
+
     @abstractmethod
     def arrange(self, batch: Any, **options: Any) -> Arrangement | None:
         """The layouts of the parameters; None if a batch is needed and missing.
@@ -384,6 +388,13 @@ class Direct(Passes):
     def arrange(self, batch: Any, **options: Any) -> Arrangement | None:
         sample, rows = self.call.sample(batch), self.call.batches.share(batch)
         return arrange(self.call.module, self.plan, self.mesh, batch=sample, rows=rows, **options)
+
+    def resize(self, micro_batches: int) -> None:
+        super().resize(micro_batches)
+        if micro_batches > 1 and self.accumulation is None:
+            self.accumulation = self.evaluation
+            if self.data is not None:
+                self.seen.watch(m.p for m in self.data.members)
 
     def begin(self, data: ZeroState) -> None:
         if self.accumulation is not None:

@@ -40,6 +40,7 @@ def plan(ranks: int = 2, **tables: Any) -> Plan:
     ("tables", "means"),
     [
         ({}, {"data": 2}),
+        ({"gradient_clipping": 0.0}, {"data": 2, "clip": None}),
         (
             {"gradient_accumulation_steps": 3, "gradient_clipping": 0.5},
             {"data": 2, "accumulate": 3, "clip": 0.5},
@@ -103,13 +104,13 @@ def plan(ranks: int = 2, **tables: Any) -> Plan:
 )
 def test_plans(tables: dict[str, Any], means: dict[str, Any]) -> None:
     """What a configuration means."""
-    assert plan(**tables) == Plan(**means)
+    assert plan(**tables) == Plan(**{"clip": 1.0, **means})
 
 
 def test_hpz() -> None:
     """Parameters are cut inside of groups."""
     made = plan(8, zero_optimization={"stage": 3, "zero_hpz_partition_size": 4})
-    assert made == Plan(data=4, replicate=2, zero=3)
+    assert made == Plan(data=4, replicate=2, zero=3, clip=1.0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +22,7 @@ from espalier.texts import MISSING, Mistake, MistakeError, listed, unknown_key
 _OWNER = "DeepSpeed's configuration"
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _PLACES = {"none": "device", "cpu": "host", "nvme": "disk"}
+_CLIPS = 1.0  # DeepSpeed's own, where a configuration says nothing
 _AUTO = "auto"  # filled in by transformers' Trainer; DeepSpeed takes it for its default
 _DEFAULT_CHUNK = Plan().chunk_megabytes
 
@@ -45,6 +46,7 @@ class Config:
         skips: whether steps whose gradients are not finite are skipped (beside those of float16, which are).
         values: each key that was given and is honoured, dotted, with its value.
         idle: keys that were given and have no effect here.
+        given: each key that was given, dotted, with its value.
     """
 
     plan: Plan
@@ -55,6 +57,7 @@ class Config:
     skips: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
     idle: tuple[Key, ...] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def notes(self) -> str:
@@ -113,23 +116,20 @@ def read(
     Raises:
         ValueError: listing every mistake: unknown keys, wrong values, what is not to be had here.
     """
-    values, idle, mistakes = examine(load(config))
+    tables = load(config)
+    values, idle, mistakes = examine(tables)
     made = _Reading(values, ranks, pipe, mistakes).config(plan or {}, tuple(idle))
     if mistakes or made is None:
         raise MistakeError(_OWNER, mistakes)
-    return made
+    return replace(made, given={**_flat(tables, []), **values})
 
 
 def examine(tables: Mapping[str, Any]) -> tuple[dict[str, Any], list[Key], list[Mistake]]:
     """Each key of a configuration by itself: those that are honoured with their values, those without an
     effect, and what is wrong with the others."""
-    tables = dict(tables)
     mistakes: list[Mistake] = []
-    values: dict[str, Any] = {}
+    values = _flat(tables, mistakes)
     idle: list[Key] = []
-    if isinstance(tables.get("zero_optimization"), bool):  # of old
-        tables["zero_optimization"] = {"stage": int(tables["zero_optimization"])}
-    _flatten(tables, "", values, mistakes)
     for name, given in [*values.items()]:
         key = KEYS[name]
         if key.fate == "honoured":
@@ -146,6 +146,15 @@ def examine(tables: Mapping[str, Any]) -> tuple[dict[str, Any], list[Key], list[
         elif not _is_harmless(given, key.harmless):
             mistakes.append(Mistake(name, given, f"not to be had here: {key.told}"))
     return values, idle, mistakes
+
+
+def _flat(tables: Mapping[str, Any], mistakes: list[Mistake]) -> dict[str, Any]:
+    """Each known key that was given, dotted."""
+    tables, values = dict(tables), dict[str, Any]()
+    if isinstance(tables.get("zero_optimization"), bool):  # of old
+        tables["zero_optimization"] = {"stage": int(tables["zero_optimization"])}
+    _flatten(tables, "", values, mistakes)
+    return values
 
 
 def _flatten(
@@ -204,7 +213,7 @@ class _Reading:
             "zero": stage,
             "accumulate": accumulate,
             "precision": (precision := self._precision()),
-            "clip": get("gradient_clipping") or None,
+            "clip": get("gradient_clipping", _CLIPS) or None,
             **self._sizes(stage, 2 if precision["compute"] in ("float16", "bfloat16") else 4),
         }
         if context > 1:

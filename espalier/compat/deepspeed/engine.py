@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from espalier.compat.deepspeed import answers
 from espalier.compat.deepspeed.checkpoints import load, save
 from espalier.compat.deepspeed.config import Config
 from espalier.compat.deepspeed.monitor import Flops, Monitor
+from espalier.compat.deepspeed.timers import BACKWARD, FORWARD, STEP, Timers
 from espalier.engine import Engine, EngineModule
 from espalier.mesh.process import start
 
@@ -38,6 +42,9 @@ class DeepSpeedEngine(EngineModule):
         global_steps: steps so far, those that were skipped too.
         global_samples: rows so far, over all ranks.
         monitor: writes events where the configuration says.
+        timers: of forward, backward and step (``fwd``, ``bwd``, ``step``), and of the program's own.
+        client_optimizer, client_lr_scheduler: what the program brought; None where the configuration says.
+        mpu, has_moe_layers, num_experts: None, False and []: axes and experts are the plan's.
     """
 
     def __init__(
@@ -55,9 +62,15 @@ class DeepSpeedEngine(EngineModule):
         self.global_rank, self.world_size = engine.mesh.rank, engine.mesh.size()
         self.local_rank = engine.device.index or 0
         self._boundary: bool | None = None
+        self._since = 0  # micro-batches behind the last step
         self._applied = False
         self._losses: list[torch.Tensor] = []
-        self._times = dict.fromkeys(("forward", "backward", "step"), 0.0)
+        self.timers = Timers()
+        self.client_optimizer: Any = None
+        self.client_lr_scheduler: Any = None
+        self.mpu, self.has_moe_layers = None, False
+        self.num_experts: list[int] = []
+        self._is_compiled = False
         self.monitor = Monitor(settings.values if self.global_rank == 0 else {})
         self._flops = Flops(settings.values, self.module) if self._wants("flops_profiler.enabled") else None
         if self._wants("comms_logger.enabled"):
@@ -66,6 +79,14 @@ class DeepSpeedEngine(EngineModule):
 
     def _wants(self, key: str, otherwise: Any = None) -> Any:
         return self.settings.values.get(key, otherwise)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in answers.GIVEN or name in answers.OFF:
+            return partial(answers.answer, name, self.settings.given)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(answers.missing(name, type(self).__name__)) from None
 
     @property
     def plan(self) -> Any:
@@ -81,12 +102,13 @@ class DeepSpeedEngine(EngineModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives for this rank's rows."""
-        begin = time.perf_counter()
+        self.timers(FORWARD).start()
         if self._flops is not None and torch.is_grad_enabled():
             self._flops.begin(self.global_steps + 1)
-        output = super().forward(*args, **kwargs)
-        self._times["forward"] += time.perf_counter() - begin
-        return output
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.timers(FORWARD).stop()
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -101,20 +123,30 @@ class DeepSpeedEngine(EngineModule):
                 "backward(scale_wrt_gas=False): a step's gradients are the mean over its micro-batches. "
                 "Multiply the loss by gradient_accumulation_steps in place of it."
             )
-        begin = time.perf_counter()
         self._losses.append(loss.detach())
-        if retain_graph:
-            loss.backward(retain_graph=True)
-        else:
-            self.engine.backward(loss)
-        self._times["backward"] += time.perf_counter() - begin
+        self.timers(BACKWARD).start()
+        try:
+            if retain_graph:
+                loss.backward(retain_graph=True)
+            else:
+                self.engine.backward(loss)
+        finally:
+            self.timers(BACKWARD).stop()
         return loss.detach() / self.gradient_accumulation_steps() if scale_wrt_gas else loss.detach()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """A loss times :meth:`loss_scale`, for ``engine.scale(loss).backward()``.
+
+        Gradients are scaled where they enter the model, so that none is twice.
+        """
+        scale = self.engine.scale
+        return loss if scale == 1 else loss + (scale - 1) * loss.detach()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch that is under way is the last of a step."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._since + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the step ends with this micro-batch; not after more than the configuration says."""
@@ -122,16 +154,21 @@ class DeepSpeedEngine(EngineModule):
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Update, after the last micro-batch of a step; and go on in the learning-rate schedule."""
-        begin, is_boundary = time.perf_counter(), self.is_gradient_accumulation_boundary()
+        is_boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
+        self._since += 1
         self._applied = False
         if not is_boundary:
             return
-        passes = self.engine.passes
-        if passes.may_step and not passes.is_complete:
-            self.engine.finish_gradients()
-        self._applied = self.engine.step()
-        self._times["step"] += time.perf_counter() - begin
+        self._since = 0
+        self.timers(STEP).start()
+        try:
+            passes = self.engine.passes
+            if passes.may_step and not passes.is_complete:
+                self.engine.finish_gradients()
+            self._applied = self.engine.step()
+        finally:
+            self.timers(STEP).stop()
         self._after_step(lr_kwargs)
 
     def _after_step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -149,7 +186,7 @@ class DeepSpeedEngine(EngineModule):
             if self.engine.scaler is not None:
                 events.append(("Train/Samples/loss_scale", self.engine.scale))
             self.monitor.write_events([(name, value, self.global_samples) for name, value in events])
-        every = self._wants("steps_per_print", 10)
+        every = self.steps_per_print()
         if every and self.global_steps % every == 0:
             self._report()
 
@@ -157,9 +194,7 @@ class DeepSpeedEngine(EngineModule):
         rates = f"lr {self.get_lr()}, mom {self.get_mom()}"
         lines = [f"step {self.global_steps}, skipped {self.skipped_steps}, {rates}"]
         if self._wants("wall_clock_breakdown"):
-            told = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in self._times.items())
-            lines.append(f"milliseconds since the last report: {told}")
-        self._times = dict.fromkeys(self._times, 0.0)
+            lines.append(f"milliseconds since the last report: {self.timers.told((FORWARD, BACKWARD, STEP))}")
         if self._wants("memory_breakdown"):
             lines.append(str(self.engine.memory()))
         if self._wants("comms_logger.enabled") and self._wants("comms_logger.verbose"):
@@ -206,6 +241,10 @@ class DeepSpeedEngine(EngineModule):
     def _of_groups(self, get: Callable[[dict[str, Any]], Any]) -> list[Any]:
         return [] if self.optimizer is None else [get(group) for group in self.optimizer.param_groups]
 
+    def get_type(self) -> list[Any]:
+        """The ``type`` of each group, where it has one."""
+        return self._of_groups(lambda group: group.get("type", 0.0))
+
     def train_batch_size(self) -> int:
         """Rows of a step, over all ranks."""
         return self.settings.train_batch
@@ -213,6 +252,24 @@ class DeepSpeedEngine(EngineModule):
     def train_micro_batch_size_per_gpu(self) -> int:
         """Rows of a micro-batch on one rank."""
         return self.settings.micro_batch
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """From the next step on there are so many rows in one, by more or fewer micro-batches.
+
+        Raises:
+            ValueError: it is no multiple of a micro-batch of all ranks, or a step is begun.
+        """
+        each = self.settings.micro_batch * self.dp_world_size
+        if train_batch_size < each or train_batch_size % each:
+            told = f"{self.settings.micro_batch} rows of a micro-batch × {self.dp_world_size} rank(s)"
+            raise ValueError(f"set_train_batch_size({train_batch_size}): expected a multiple of {told}.")
+        self.engine.resize(train_batch_size // each)
+        self.settings = replace(self.settings, train_batch=train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """From now on a rank's micro-batches have so many rows; there are as many of them."""
+        rows = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
+        self.settings = replace(self.settings, train_batch=rows, micro_batch=micro_batch_size)
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of a step."""
@@ -255,10 +312,181 @@ class DeepSpeedEngine(EngineModule):
         return self.plan.clip or 0.0
 
     def steps_per_print(self) -> int:
-        """How often rank 0 tells."""
-        return int(self._wants("steps_per_print", 10) or 0)
+        """How often rank 0 tells; 0 for never."""
+        return int(self._wants("steps_per_print") or 0)
+
+    def optimizer_name(self) -> str | None:
+        """The class of the program's optimizer, or the configuration's word."""
+        if self.client_optimizer is not None:
+            return type(self.client_optimizer).__name__
+        chosen = self.settings.optimizer
+        if chosen is None:
+            return None
+        return chosen.name.lower() if chosen.name.lower() in answers.OPTIMIZERS else chosen.name
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of parameters, and in which gradients are summed."""
+        own = getattr(torch, self.plan.precision.parameters or "float32")
+        word = self.settings.given.get("data_types.grad_accum_dtype")
+        return own, own if word is None else getattr(torch, answers.dtype_word(word))
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """In which gradients are summed over the ranks; the configuration says it."""
+        word = self.settings.given.get("communication_data_type")
+        return self.get_data_types()[0] if word is None else getattr(torch, answers.dtype_word(word))
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """Of the autocast; None without."""
+        word = self.plan.precision.autocast
+        return None if word is None else getattr(torch, word)
+
+    def initial_dynamic_scale(self) -> int:
+        """The loss scale that training begins with, where it follows the gradients."""
+        return int(2 ** self.settings.given.get("fp16.initial_scale_power", 16))
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """How it follows them."""
+        get = self.settings.given.get
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": get("fp16.loss_scale_window", 1000),
+            "delayed_shift": get("fp16.hysteresis", 2),
+            "consecutive_hysteresis": get("fp16.consecutive_hysteresis", False),
+            "min_scale": get("fp16.min_loss_scale", 1),
+        }
+
+    def postscale_gradients(self) -> bool:
+        """Whether gradients are divided behind their sum."""
+        return not self.settings.given.get("prescale_gradients", False)
+
+    def zero_overlap_comm(self) -> bool:
+        """As the configuration says; by default at stage 3."""
+        return bool(self.settings.given.get("zero_optimization.overlap_comm", self.plan.zero == 3))
+
+    def zero_offload_optimizer(self) -> Any:
+        """``device``, ``nvme_path``, ``ratio``, ...; None where nothing is said."""
+        return answers.offload(self.settings.given, "offload_optimizer")
+
+    def zero_offload_param(self) -> Any:
+        """``device``, ``nvme_path``, ...; None where nothing is said."""
+        return answers.offload(self.settings.given, "offload_param")
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether states lie on the host."""
+        return getattr(self.zero_offload_optimizer(), "device", "none") == "cpu"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether states lie on a disk."""
+        return getattr(self.zero_offload_optimizer(), "device", "none") == "nvme"
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether states are updated on the host."""
+        return self.zero_cpu_offload() or self.zero_nvme_offload_optimizer()
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are cut."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are cut."""
+        return self.zero_optimization_stage() == 3
+
+    is_first_weights_partition_group = zero_optimization_partition_weights
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether tags are asked to be compared; all ranks write one checkpoint in any case."""
+        return self._tag_validation() != "IGNORE"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether tags that differ are asked to be errors."""
+        return self._tag_validation() == "FAIL"
+
+    def _tag_validation(self) -> str:
+        return str(self.settings.given.get("checkpoint.tag_validation", "Warn")).upper()
+
+    def checkpoint_writer_enabled(self) -> bool:
+        """Whether the configuration speaks of a writer."""
+        return any(key.startswith("checkpoint.writer.") for key in self.settings.given)
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of each timer, with ``wall_clock_breakdown``; they run on."""
+        if not self._wants("wall_clock_breakdown"):
+            return {}
+        return {name: timer.elapsed(reset=False) for name, timer in self.timers.get_timers().items()}
+
+    def collect_python_gc(self) -> int:
+        """``gc.collect()``."""
+        return gc.collect()
+
+    # ---- ranks
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that share the batch."""
+        return self._place()[1]
+
+    seq_dp_world_size = dp_world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks of the tensor axis."""
+        return int(self.plan.tensor)
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share a sequence."""
+        return int(self.plan.context)
+
+    @property
+    def pipeline_parallelism(self) -> bool:
+        """Whether there are stages."""
+        return bool(self.plan.pipe > 1)
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer: nothing is wrapped around it."""
+        return self.optimizer
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among those that share the batch."""
+        return self._place()[0]
+
+    def get_tensor_parallel_rank(self) -> int:
+        """This rank's place on the tensor axis."""
+        mesh = self.engine.mesh
+        return mesh.coordinate[mesh.axis("tensor")] if self.mp_world_size > 1 else 0
+
+    get_model_parallel_rank = get_tensor_parallel_rank
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that share a sequence.
+
+        Raises:
+            ValueError: none do.
+        """
+        if self.plan.context == 1:
+            raise ValueError("No ranks share a sequence: expected sequence_parallel_size above 1.")
+        return self.engine.mesh.group("context")
+
+    def _place(self) -> tuple[int, int]:
+        """This rank among those that share the batch, and how many these are."""
+        mesh, share, here = self.engine.mesh, 1, 0
+        for axis in map(mesh.axis, self.plan.batch_axes):
+            share, here = share * mesh.shape[axis], here * mesh.shape[axis] + mesh.coordinate[axis]
+        return here, share
 
     # ---- data
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
+        """Whether it has rows by number."""
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
+        """Whether it gives rows one after the other."""
+        return isinstance(obj, IterableDataset)
 
     def deepspeed_io(
         self,
@@ -268,10 +496,7 @@ class DeepSpeedEngine(EngineModule):
         **options: Any,
     ) -> DataLoader[Any]:
         """Micro-batches of a dataset: this rank's rows."""
-        mesh, share, here = self.engine.mesh, 1, 0
-        for name in self.plan.batch_axes:
-            axis = mesh.axis(name)
-            share, here = share * mesh.shape[axis], here * mesh.shape[axis] + mesh.coordinate[axis]
+        here, share = self._place()
         sampler: DistributedSampler[Any] = DistributedSampler(
             cast(Any, dataset), num_replicas=share, rank=here
         )
@@ -376,11 +601,20 @@ class DeepSpeedEngine(EngineModule):
     def empty_partition_cache(self) -> None:
         """Nothing gathered is kept after a pass."""
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: ``espalier.compile(module)`` compiles a part of the model before ``initialize``."""
-        raise ValueError(
-            "engine.compile(): call espalier.compile(block) for the model's blocks, before initialize."
-        )
+    def compile(self, backend: Any = "inductor", *args: Any, **kwargs: Any) -> None:
+        """Compile the model's blocks, collectives included; options of ``torch.compile`` have no effect.
+
+        Raises:
+            ValueError: no graph can have them under this plan.
+        """
+        if not self._is_compiled:
+            self.engine.compile(backend)
+            self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called."""
+        return self._is_compiled
 
 
 def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:

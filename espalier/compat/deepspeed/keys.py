@@ -97,7 +97,7 @@ _TABLE: Final = (
         type=(str, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or one of torch's"),
         params=(Named, "its arguments, unknown ones refused"),
     ),
-    *_yes("", gradient_clipping=(Number, "`Plan(clip=)`; 0 is none")),
+    *_yes("", gradient_clipping=(Number, "`Plan(clip=)`; 0 is none, and 1.0 where it is left out, as there")),
     *_idle("", "any optimizer is exact under each stage", "zero_allow_untested_optimizer"),
     *_idle("", "any optimizer updates where its states lie, on the host too", "zero_force_ds_cpu_optimizer"),
     # ---- precision
@@ -354,7 +354,7 @@ _TABLE: Final = (
         "",
         steps_per_print=(
             Elements | None,
-            "so often rank 0 prints step, skipped steps, learning rate, momentum",
+            "so often rank 0 prints step, skipped steps, learning rate, momentum; by default never, as there",
         ),
         dump_state=(bool, "prints what the configuration became"),
         memory_breakdown=(bool, "prints `engine.memory()` with it"),

@@ -31,6 +31,13 @@ class PipelineEngine(DeepSpeedEngine):
         mesh = self.engine.mesh
         return mesh.coordinate[mesh.axis("pipe")] if self.num_stages > 1 else 0
 
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.stage_id
+
+    def reset_activation_shape(self) -> None:
+        """Nothing: stages tell each other the shapes of every micro-batch that is of another."""
+
     def is_first_stage(self) -> bool:
         """Whether this rank holds the first layers."""
         return self.stage_id == 0

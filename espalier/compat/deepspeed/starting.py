@@ -75,12 +75,12 @@ def initialize(
     if isinstance(model, PipelineModule):
         settings = model.arranged(settings)
         options.setdefault("loss_fn", model.loss_fn)
+    brought = {"client_optimizer": optimizer, "client_lr_scheduler": lr_scheduler}
     if optimizer is None and settings.optimizer is not None:
         optimizer = optimizers.make(*settings.optimizer, model, model_parameters)
     elif callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model.parameters()) if model_parameters is None else model_parameters)
-    if settings.plan.accumulate > 1:
-        options.setdefault("count", _alike)
+    options.setdefault("count", _alike)
     if settings.skips:
         options.setdefault("spikes", Spikes(on_nan="skip", limit=_LIMIT))
     inner = lay_on_mesh(model, optimizer, settings.plan, **options)
@@ -97,6 +97,8 @@ def initialize(
             print(f"DeepSpeed's configuration became {settings.plan!r}", flush=True)
     kind = PipelineEngine if is_pipeline else DeepSpeedEngine
     engine = kind(inner, settings, tables, lr_scheduler)
+    for name, given in brought.items():
+        setattr(engine, name, given)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
