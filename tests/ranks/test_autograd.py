@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import weakref
@@ -101,6 +102,58 @@ def clips(rank: int, world: int, foreach: bool | None) -> None:
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_clipping_sees_the_global_norm(ranks: Any, foreach: bool | None) -> None:
     ranks(4, clips, foreach)
+
+
+LISTS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "lerp_": lambda a, b: torch._foreach_lerp_([a], [b], 0.3),
+    "copy_": lambda a, b: torch._foreach_copy_([a], [b]),
+    "mul": lambda a, b: torch._foreach_mul([a], [b])[0],
+    "mul by one tensor": lambda a, b: torch._foreach_mul([a], b.sum())[0],
+    "mul by scalars": lambda a, b: torch._foreach_mul([a], [b.norm()])[0],
+}
+
+
+def mixed_lists(rank: int, world: int) -> None:
+    """Calls on lists where plain tensors, which are whole, stand beside DTensors."""
+    mesh = line(world)
+    a, b = values(2, 4), values(2, 4, seed=1)
+    halves = DTensor.from_local(b * (0.25, 0.75)[rank], mesh, [Partial()])
+    for name, call in LISTS.items():
+        for laid in (*(distribute_tensor(b, mesh, [at]) for at in (S(0), S(1), R)), halves):
+            for swapped in (False, True) if not name.endswith("_") else (False,):
+                ours, plain = (a.clone(), laid), (a.clone(), b.clone())
+                got = call(*ours[::-1]) if swapped else call(*ours)
+                expected = call(*plain[::-1]) if swapped else call(*plain)
+                pair = (ours[0], plain[0]) if name.endswith("_") else (got, expected)
+                assert (espalier.full_tensor(pair[0]) - pair[1]).abs().max() < 1e-12, (name, laid, swapped)
+
+
+def test_lists_of_plain_tensors_and_dtensors(ranks: Any) -> None:
+    ranks(2, mixed_lists)
+
+
+def averaged(rank: int, world: int) -> None:
+    """An average of weights that was made of the model before it was laid out."""
+    for plan in ({"tensor": 2}, {"data": 2, "zero": 3}):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 4)).double()
+        of_each = [(m, torch.optim.SGD(m.parameters(), lr=0.5)) for m in (net, copy.deepcopy(net))]
+        model = espalier.prepare(*of_each[0], plan=plan)[0]
+        averages = []
+        for m, (held, optimizer) in zip((model, of_each[1][0]), of_each, strict=True):
+            ema = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+            averages.append(torch.optim.swa_utils.AveragedModel(held, multi_avg_fn=ema))
+            for step in range(3):
+                m(values(4, 4, seed=step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                averages[-1].update_parameters(held)
+        for p, q in zip(*(x.parameters() for x in averages), strict=True):
+            assert (espalier.full_tensor(p) - q).abs().max() < 1e-12, plan
+
+
+def test_an_average_of_weights_made_before_the_layout(ranks: Any) -> None:
+    ranks(2, averaged)
 
 
 def checkpointed(rank: int, world: int) -> None:

@@ -22,7 +22,7 @@ from espalier.sharding.spec import (
     rule_with,
     special,
 )
-from espalier.tensor.dtensor import DTensor, layout_of, stamp
+from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp
 from espalier.torch_private import check_and_unscale_, foreach_norms, plain_call, raw
 from espalier.trees import leaves
 
@@ -291,7 +291,7 @@ def like(x: Operand, *args: Any, **kwargs: Any) -> Spec:
 #
 # Both work element by element, so where the tensors at one place of all lists lie alike, the call runs on
 # the local tensors. Where they do not (a gradient that still is Partial), the tensors of the later lists
-# are brought to the layout of the first.
+# are brought to the layout of the first; and beside a plain one of the first, which is whole, to all ranks.
 
 
 @special(
@@ -308,7 +308,10 @@ def foreach(
     layouts = [x._layout if type(x) is DTensor else None for x in args[0]]
     name = func.__name__
     written = name.endswith("_")
+    args = tuple(map(_whole_scalar, args))
     if not _alike((*args, *kwargs.values()), layouts):
+        if not written:
+            layouts = [_as_others(i, lay, args) for i, lay in enumerate(layouts)]
         layouts = [None if lay is None else _firm(lay) for lay in layouts]
         # fused optimizers write all lists but the gradients, the others only the first
         fused = name.startswith("_fused_")
@@ -345,11 +348,42 @@ def _firm(layout: Layout) -> Layout:
     return Layout.of(layout.mesh, axes, layout.cuts, layout.shape)
 
 
+def _whole(x: DTensor) -> torch.Tensor:
+    return plain(move(x, x._layout, Layout.replicated(x._layout.mesh, x._layout.shape)))
+
+
+def _whole_scalar(x: Any) -> Any:
+    """One tensor for all of a list, a factor say, as a number."""
+    if type(x) is not DTensor:
+        return x
+    with raw():
+        return _whole(x)
+
+
+def _as_others(i: int, layout: Layout | None, lists: tuple[Any, ...]) -> Layout | None:
+    """The layout of the first list's tensor at a place; of a plain one that of its like in another list."""
+    if layout is not None:
+        return layout
+    for a in lists[1:]:
+        x = a[i] if isinstance(a, tuple | list) and len(a) == len(lists[0]) else None
+        if type(x) is DTensor and x.shape == lists[0][i].shape:
+            return x._layout
+    return None
+
+
 def _aligned(a: Any, layouts: list[Layout | None], written: bool) -> Any:
     if not isinstance(a, tuple | list) or len(a) != len(layouts):
         return a
     out = []
     for x, lay in zip(a, layouts, strict=True):
+        if type(x) is DTensor and lay is None:
+            if written:
+                raise ValueError(
+                    f"A call on lists writes to a DTensor that lies as {x._layout!r} beside a plain tensor: "
+                    "of each place all must be DTensors, or none."
+                )
+            out.append(_whole(x))
+            continue
         if not isinstance(x, torch.Tensor) or lay is None or (type(x) is not DTensor and x.ndim == 0):
             out.append(x)
             continue
