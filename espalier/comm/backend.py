@@ -69,6 +69,11 @@ class Work(Generic[T]):
         work._result = result
         return work
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether a wait would be over at once, so far as c10d can say without one."""
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> T:
         """The result, when it is in place (on accelerators: when the stream may use it); again, the same."""
         for work in self._works:
@@ -220,11 +225,8 @@ class Backend(ABC):
         """Start to send each coordinate its row; those that come are added up in the coordinates' order."""
 
     def share(self, own: torch.Tensor, wires: Sequence[torch.Tensor], mesh: Mesh, axis: int) -> Work[Any]:
-        """Start to send ``own`` to all, and to fill the others' wires: from any memory to any other.
-
-        Only of backends that have :attr:`fetches`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not send from any memory: see Backend.fetches")
+        """Start to send ``own`` to all, and to fill the others' wires: from any memory to any other."""
+        raise NotImplementedError
 
 
 class C10d(Backend):
@@ -277,14 +279,20 @@ class C10d(Backend):
         return Work(dist.batch_isend_irecv(ops) if ops else (), lambda: out)
 
     def send(self, xs: Sequence[torch.Tensor], mesh: Mesh, axis: int, to: int, tag: int) -> Work[Any]:
+        backend = self.lane(mesh, axis, mesh.coordinate[axis], to, xs[0].device)
         place = (mesh.order(axis) or range(mesh.shape[axis]))[to]
         wires = [as_wire(x) for x in xs]
         # held until the wait, and no longer
-        return Work([mesh.backend(axis, w.device).send([w], place, tag) for w in wires], wires.clear)
+        return Work([backend.send([w], place, tag) for w in wires], wires.clear)
 
     def receive(self, xs: Sequence[torch.Tensor], mesh: Mesh, axis: int, source: int, tag: int) -> Work[Any]:
+        backend = self.lane(mesh, axis, source, mesh.coordinate[axis], xs[0].device)
         place = (mesh.order(axis) or range(mesh.shape[axis]))[source]
-        return Work([mesh.backend(axis, x.device).recv([as_wire(x)], place, tag) for x in xs])
+        return Work([backend.recv([as_wire(x)], place, tag) for x in xs])
+
+    def lane(self, mesh: Mesh, axis: int, source: int, to: int, device: torch.device) -> Any:
+        """What of c10d carries messages between two coordinates: the places there are the axis' group's."""
+        return mesh.backend(axis, device)
 
 
 def all_reduced(x: torch.Tensor, op: str, mesh: Mesh, axis: int, beside: bool = True) -> Work[Any]:

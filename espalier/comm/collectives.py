@@ -396,6 +396,21 @@ def send_to(xs: Sequence[torch.Tensor], mesh: Mesh, axis: int, to: int, tag: int
     return carrier(mesh, axis, xs[0].device).send(xs, mesh, axis, to, tag)
 
 
+def open_lanes(mesh: Mesh, axis: int, pairs: Iterable[tuple[int, int]]) -> None:
+    """Give messages from a coordinate of the axis to another a way of their own (a collective along it).
+
+    A communicator that NCCL makes when the device is known has one queue, in which each message stands until
+    its other end is there. One that is made as ranks meet is made anew for each two of them. So with one such
+    for each direction a message waits for none but those of the same two ranks, the same way. Elsewhere
+    nothing is done.
+
+    Args:
+        pairs: coordinates that have something for each other.
+    """
+    if not mesh.is_dry and is_accelerator(mesh.device_type):
+        _NCCL.open_lanes(mesh, axis, pairs)
+
+
 def swap_with(
     x: torch.Tensor, mesh: Mesh, axis: int, peers: Sequence[int], tag: int
 ) -> Work[list[torch.Tensor]]:

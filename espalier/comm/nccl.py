@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from espalier.comm.backend import C10d, Summing, Work, as_it_lies, as_wire, pad_to, summable
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
+from espalier.mesh.mesh import group_among
 
 T = TypeVar("T")
 
@@ -84,6 +85,25 @@ class Nccl(C10d):
         into, outof = ([n * scale for n in counts] for counts in (gets, gives))
         dist.all_to_all_single(as_wire(out), as_wire(wire), into, outof, group=mesh.group(axis))
         return out if order is None else torch.cat(_by_coordinate(torch.split(out, gets), order))
+
+    def open_lanes(self, mesh: Mesh, axis: int, pairs: Iterable[tuple[int, int]]) -> None:
+        """See :func:`espalier.comm.collectives.open_lanes`."""
+        if axis in mesh.lanes:
+            return
+        here, ranks, device = mesh.coordinate[axis], mesh.along(axis), mesh.device()
+        up, down = (group_among(ranks)._get_backend(device) for _ in range(2))
+        mesh.lanes[axis] = up, down
+        # NCCL joins two ranks as they first meet, which holds up both: now, in an order that all keep
+        word = torch.zeros(1, device=device)
+        for pair in sorted(set(pairs) | {(to, source) for source, to in pairs}):
+            if here == pair[0]:
+                self.send([word], mesh, axis, pair[1], 0).wait()
+            elif here == pair[1]:
+                self.receive([word], mesh, axis, pair[0], 0).wait()
+
+    def lane(self, mesh: Mesh, axis: int, source: int, to: int, device: torch.device) -> Any:
+        lanes = mesh.lanes.get(axis)
+        return mesh.backend(axis, device) if lanes is None else lanes[to < source]
 
     def swap(
         self,

@@ -59,6 +59,8 @@ class Mesh:
             ``espalier.tensor.saved``), weakly.
         streams: the random keys that its ranks draw, by seeding (see ``espalier.tensor.random``).
         carriers: by axis, what carries its tensors of the CPU (see ``espalier.comm.collectives``).
+        lanes: by axis, what carries messages alone, to higher coordinates and to lower ones (see
+            ``espalier.comm.collectives.open_lanes``).
         under_way: what compiled graphs have begun on it and not ended (see ``espalier.comm.bucketed_ops``).
         words: by axis, what a rule is told that may go several ways along it (see :meth:`telling`).
     """
@@ -104,6 +106,7 @@ class Mesh:
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
         self._backends: dict[tuple[int, torch.device], Any] = {}
         self.carriers: dict[int, Any] = {}
+        self.lanes: dict[int, tuple[Any, Any]] = {}
         self._index = {name: i for i, name in enumerate(names)}
         self._parts: dict[tuple[str, ...], Mesh] = {}
         if device_mesh is not None and self.is_member:
@@ -319,7 +322,7 @@ class Mesh:
         if self._whole is None and self.size() == dist.get_world_size():
             self._whole = dist.group.WORLD
         elif self._whole is None:
-            self._whole = _group_among(self.ranks)
+            self._whole = group_among(self.ranks)
         assert self._whole is not None
         return self._whole
 
@@ -531,6 +534,7 @@ def _release() -> None:
         mesh._whole = mesh.comparing = None
         mesh._backends.clear()
         mesh.carriers.clear()
+        mesh.lanes.clear()
         if mesh._device_mesh is not None:
             vars(_root(mesh._device_mesh)).get("_pg_registry", {}).clear()
     Mesh.built = (None, {})
@@ -555,7 +559,7 @@ def _root(device_mesh: DeviceMesh) -> DeviceMesh:
     return device_mesh._get_root_mesh() if hasattr(device_mesh, "_get_root_mesh") else device_mesh
 
 
-def _group_among(ranks: Sequence[int]) -> dist.ProcessGroup:
+def group_among(ranks: Sequence[int]) -> dist.ProcessGroup:
     """A process group that its members make, and nobody else.
 
     Torch would split the communicator of a world that is bound to its devices, at which all of the world

@@ -188,9 +188,9 @@ class CostMode(TorchDispatchMode):
         count = self._counts.get(packet)
         flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
         is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
-        written = 0 if is_view else sum(x.nbytes for x in tensors_in([out]))
+        made = 0 if is_view else sum(x.nbytes for x in tensors_in([out]))
         read = 0 if is_view else sum(x.nbytes for x in tensors_in([args, kwargs]))
-        self.total = self.total.plus(OpCost(flops, written + read, written))
+        self.total = self.total.plus(OpCost(flops, made + read, made))
         return out
 
 
@@ -253,13 +253,11 @@ class Recalled(TorchDispatchMode):
         inputs: list[torch.Tensor] = []
         if not (_described(args, key, inputs) and _described(kwargs.items(), key, inputs) and inputs):
             return self._called(func, args, kwargs)
-        known = self._known.get(call := tuple(key))
-        if known is not None:
-            self.flops += known.flops
-            new = [
-                torch.empty_strided(*shapes, dtype=dtype, device=_META) for *shapes, dtype in known.outputs
-            ]
-            return new[0] if known.kind is torch.Tensor else known.kind(new)
+        made = self._known.get(call := tuple(key))
+        if made is not None:
+            self.flops += made.flops
+            new = [torch.empty_strided(*shapes, dtype=dtype, device=_META) for *shapes, dtype in made.outputs]
+            return new[0] if made.kind is torch.Tensor else made.kind(new)
         before = self.flops
         out = self._called(func, args, kwargs)
         if call not in self._known:
@@ -267,9 +265,9 @@ class Recalled(TorchDispatchMode):
         return out
 
 
-def _described(arguments: Iterable[Any], key: list[Any], tensors: list[torch.Tensor]) -> bool:
+def _described(given: Iterable[Any], key: list[Any], tensors: list[torch.Tensor]) -> bool:
     """Add what tells arguments apart to a key; false where tensors may not be described so."""
-    for x in arguments:
+    for x in given:
         if isinstance(x, torch.Tensor):
             if not x.is_meta or x.layout is not torch.strided or x.dtype.is_complex:
                 return False
@@ -355,12 +353,12 @@ class Drawing(TorchDispatchMode):
         device: on which what has no data here is drawn all the same; None: it is not.
 
     Attributes:
-        draws: all of them, in order.
+        found: the draws, in order.
     """
 
     def __init__(self, device: torch.device | None) -> None:
         super().__init__()
-        self.draws: list[Draw] = []
+        self.found: list[Draw] = []
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -375,11 +373,11 @@ class Drawing(TorchDispatchMode):
             out = func(*args, **kwargs)
             if isinstance(out, torch.Tensor) and out.is_meta and self._device is not None:
                 draw.again(self._device)
-        last = self.draws[-1] if self.draws else None
+        last = self.found[-1] if self.found else None
         if last is not None and last[:3] == draw[:3]:
-            self.draws[-1] = last._replace(times=last.times + 1)
+            self.found[-1] = last._replace(times=last.times + 1)
         else:
-            self.draws.append(draw)
+            self.found.append(draw)
         return out
 
 

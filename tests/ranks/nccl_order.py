@@ -40,6 +40,9 @@ class _Work:
     def __init__(self, works: Sequence[Any], wait: Callable[[], object]) -> None:
         self._works, self._told = works, wait
 
+    def is_completed(self) -> bool:
+        return False  # as far as the host can say
+
     def wait(self) -> None:
         self._told()
         for work in self._works:
@@ -74,6 +77,18 @@ class _Backend:
         return self._noted("recv", [("receive", dist.get_global_rank(self._group, source))], xs, source, tag)
 
 
+class _Lane(_Backend):
+    """One in which each two ranks have a communicator."""
+
+    def __init__(self, backend: Any, group: Any, note: Callable[..., Any], up: bool) -> None:
+        super().__init__(backend, group, note)
+        self._way = "up" if up else "down"
+
+    def _noted(self, name: str, parts: Sequence[tuple[str, int]], *given: Any) -> Any:
+        pair = tuple(sorted((dist.get_rank(), parts[0][1])))
+        return self._note((f"{self._way} {pair}", pair), parts, [getattr(self._backend, name)(*given)])
+
+
 @contextmanager
 def as_on_nccl() -> Iterator[Program]:
     """While open, tensors of the CPU go the ways of an accelerator's; gives the program of this rank."""
@@ -82,8 +97,9 @@ def as_on_nccl() -> Iterator[Program]:
     def note(group: Any, parts: Sequence[tuple[str, int]], works: Sequence[Any]) -> _Work:
         group = group or dist.group.WORLD
         number = len(program)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        program.append(Call(number, group.group_name, ranks, tuple(parts)))
+        if not isinstance(group, tuple):
+            group = group.group_name, tuple(dist.get_process_group_ranks(group))
+        program.append(Call(number, *group, tuple(parts)))
         return _Work(works, lambda: program.append(Wait(number)))
 
     def noted(name: str, call: Any) -> Any:
@@ -114,6 +130,13 @@ def as_on_nccl() -> Iterator[Program]:
         def of_axis(mesh: Mesh, axis: int, device: Any) -> Any:
             return _Backend(backend(mesh, axis, device), mesh.group(axis), note)
 
+        def of_lane(of: Any, mesh: Mesh, axis: int, source: int, to: int, device: Any) -> Any:
+            # made as ranks meet, for each two anew
+            lane = plainly(of, mesh, axis, source, to, device)
+            return lane if axis not in mesh.lanes else _Lane(lane, mesh.group(axis), note, source < to)
+
+        plainly = nccl.Nccl.lane
+        stack.enter_context(patch.object(nccl.Nccl, "lane", of_lane))
         stack.enter_context(patch.object(Mesh, "backend", of_axis))
         yield program
 

@@ -22,6 +22,7 @@ from espalier.comm.collectives import all_gather, all_to_all, reduce_scatter
 from espalier.engine import norm
 from espalier.parallel.data import residency
 from espalier.parallel.data.unshard import Unsharded
+from espalier.parallel.pipeline.runtime import Runtime
 from tests.sim.order import Asked, Entry, Waited, check
 from tests.sim.plans import STEPS, alone, trained
 from tests.sim.transport import Shared
@@ -208,6 +209,48 @@ def test_what_is_brought_keeps_no_kernel_waiting(on_sim: Callable[..., list[Any]
     ((started, waits, threads),) = on_sim(1, brought)
     assert started >= 3 * 4 and waits == 0
     assert threads == {max(1, len(os.sched_getaffinity(0)))}
+
+
+def messages(shared: Shared, rank: int, world: int) -> tuple[int, int, int]:
+    """Of a pipeline: receives, those that come while this rank computes, sends that held up what follows."""
+    begun: list[int] = []  # so much was asked for when each computation began
+    compute, send, held = Runtime._compute, Runtime._send, 0
+
+    def watched(runtime: Runtime, action: Any) -> None:
+        begun.append(len(shared.log))
+        compute(runtime, action)
+
+    def watched_send(runtime: Runtime, action: Any) -> None:
+        nonlocal held
+        before = len(shared.log)
+        send(runtime, action)
+        held += any(isinstance(entry, Waited) for entry in shared.log[before:])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runtime, "_compute", watched)
+        patch.setattr(Runtime, "_send", watched_send)
+        calls = trained(shared, rank, world, {"pipe": 2, "accumulate": 4}, TIED, "").calls
+    waited = {call.number: i for i, call in enumerate(calls) if isinstance(call, Waited)}
+    # but those of tied weights, which go in batches
+    alone = [(i, call) for i, call in enumerate(calls) if isinstance(call, Asked) and call.batch is None]
+    receives = [(i, call.number) for i, call in alone if call.kind == "recv"]
+    # the last computation that begins till it is waited for is that which wants it
+    early = sum(sum(i < at <= waited[number] for at in begun) > 1 for i, number in receives)
+    return len(receives), early, held
+
+
+@pytest.mark.world(2)
+def test_messages_come_and_go_while_stages_compute(
+    on_sim: Callable[..., list[Any]], figures: list[str]
+) -> None:
+    """A message has a way of its own; all but a schedule's first are on it while something is computed."""
+    found = on_sim(2, messages)
+    for rank, (receives, early, held) in enumerate(found):
+        figures.append(
+            f"1f1b, rank {rank}                 {early} of {receives} receives under way while it computes"
+        )
+        assert receives == 4 * STEPS and held == 0
+    assert [early for _, early, _ in found] == [4 * STEPS, 3 * STEPS]
 
 
 def carried(shared: Shared, rank: int, world: int) -> dict[tuple[str, int], int]:

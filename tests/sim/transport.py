@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from espalier.comm import nccl
 from tests.sim.device import Simulated
 from tests.sim.order import Asked, Entry, Waited
 
@@ -70,6 +71,7 @@ class Shared:
     Attributes:
         waits: whether the current stream waits for a call at its end. A test takes that away.
         batch: the number of the batch of messages that is being put together.
+        unbound: groups are made that are told of no device.
     """
 
     def __init__(self, sim: Simulated) -> None:
@@ -77,6 +79,7 @@ class Shared:
         self.log: list[Entry] = []
         self.waits = True
         self.batch: int | None = None
+        self.unbound = False
 
     @contextmanager
     def without_waits(self) -> Iterator[None]:
@@ -92,9 +95,19 @@ class Group(_ProcessGroup):
     """One communicator. What it does with tensors of the CPU is gloo's."""
 
     def __init__(
-        self, shared: Shared, store: Any, rank: int, size: int, timeout: timedelta, name: str = "world"
+        self,
+        shared: Shared,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str = "world",
+        eager: bool = True,
     ) -> None:
         super().__init__(rank, size)
+        # not one that was made while no device was known: there each two have a communicator, and a stream
+        self._eager = eager
+        self._of_pairs: dict[tuple[int, int], torch.Stream] = {}
         self.shared, self._store, self._timeout, self._name = shared, store, timeout, name
         self._rank, self._size = rank, size
         self.gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
@@ -136,7 +149,8 @@ class Group(_ProcessGroup):
         if self._rank not in ranks:
             return None
         place = sorted(ranks).index(self._rank)
-        return Group(self.shared, self._store, place, len(ranks), self._timeout, str(group_name))
+        eager = not self.shared.unbound
+        return Group(self.shared, self._store, place, len(ranks), self._timeout, str(group_name), eager)
 
     # ---- calls
 
@@ -158,10 +172,13 @@ class Group(_ProcessGroup):
         """
         shared, number = self.shared, next(_ids)
         size = sum(t.nbytes for t in (reads or writes))
-        shared.log.append(
-            Asked(number, self._name, self._size, self._rank, by, peer, size, shared.batch, beside)
-        )
-        stream = self.stream if beside else torch.accelerator.current_stream()
+        name, stream = self._name, self.stream
+        if peer is not None and shared.batch is None and not self._eager:
+            pair = min(peer, self._rank), max(peer, self._rank)
+            name = f"{name}, {pair}"
+            stream = self._of_pairs.setdefault(pair, torch.Stream(self.stream.device))
+        shared.log.append(Asked(number, name, self._size, self._rank, by, peer, size, shared.batch, beside))
+        stream = stream if beside else torch.accelerator.current_stream()
         if beside:
             stream.wait_event(torch.accelerator.current_stream().record_event())
         with stream:
@@ -283,9 +300,18 @@ def register(sim: Simulated) -> Shared:
         finally:
             shared.batch = None
 
+    among = nccl.group_among
+
+    def group_among(ranks: Sequence[int]) -> dist.ProcessGroup:
+        shared.unbound = True
+        try:
+            return among(ranks)
+        finally:
+            shared.unbound = False
+
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Group:
         return Group(shared, store, rank, size, timeout)
 
-    dist.batch_isend_irecv = batch_isend_irecv
+    dist.batch_isend_irecv, nccl.group_among = batch_isend_irecv, group_among
     dist.Backend.register_backend(NAME, make, devices=["sim"])
     return shared

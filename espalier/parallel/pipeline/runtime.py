@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from espalier.comm import Work
-from espalier.comm.collectives import receive_from, send_to
+from espalier.comm.collectives import open_lanes, receive_from, send_to
 from espalier.device import is_accelerator
 from espalier.layout import Layout
 from espalier.layout.layout import AxisState
@@ -124,6 +124,7 @@ class Runtime:
     def __init__(self, mesh: Mesh, stage_mesh: Mesh, parts_backward: bool) -> None:
         self._mesh, self._stage_mesh, self._parts = mesh, stage_mesh, parts_backward
         self._axis = mesh.axis("pipe")
+        self._is_ahead = is_accelerator(mesh.device_type)  # a host, of its device
         self.live: dict[tuple[int, int], _Live] = {}
         self.failure: Exception | None = None
         self.most = 0
@@ -137,7 +138,7 @@ class Runtime:
         self.live.clear()
         self._inbox: dict[Action, Work[list[torch.Tensor]]] = {}
         self._outbox: dict[Action, list[torch.Tensor]] = {}
-        self._sending: dict[tuple[ActionKind, int], tuple[Action, Work[Any]]] = {}
+        self._sending: list[tuple[Action, Work[Any]]] = []
         self._ending: Action | None = None
 
     def run(self, schedule: Schedule, agreed: Sequence[InferredShapes], work: StageWork) -> None:
@@ -156,6 +157,7 @@ class Runtime:
         if row is not self._row:
             self._row, self._early = row, self._posted_early(row)
             self._there = self._matched(row)
+            open_lanes(self._mesh, self._axis, self._pairs())
         self._last = {
             a.stage: a for a in row if a.kind in (ActionKind.B, ActionKind.W if self._parts else ActionKind.I)
         }
@@ -171,7 +173,7 @@ class Runtime:
                 if self.failure is not None:
                     self._stand_in(action)
             self._tried(self._end)
-            for _, pending in self._sending.values():
+            for _, pending in self._sending:
                 pending.wait()
         finally:
             self._clear()
@@ -188,13 +190,12 @@ class Runtime:
     def _posted_early(self, row: Sequence[Action]) -> list[Action]:
         """The row, each receive before the computation that it stands behind.
 
-        So what is sent arrives while this rank computes. Not on accelerators: there messages are done in the
-        order in which they are posted, on both sides.
+        So what is sent arrives while this rank computes.
         """
         row_actions: list[Action] = []
         at: int | None = None  # the last computation
         for action in row:
-            if action.kind in _RECEIVES and at is not None and not is_accelerator(self._mesh.device_type):
+            if action.kind in _RECEIVES and at is not None:
                 row_actions.insert(at, action)
                 at += 1
                 continue
@@ -218,6 +219,12 @@ class Runtime:
             ends[action] = peer, rows[peer][Action(_OTHER[kind], to, micro)]
         return ends
 
+    def _pairs(self) -> set[tuple[int, int]]:
+        """Who sends to whom, of all ranks along the axis."""
+        rows = enumerate(self._schedule.actions)
+        sends = ((rank, a) for rank, row in rows for a in row if a.kind in _OTHER and a.kind not in _RECEIVES)
+        return {(rank, self._schedule.peer(a)) for rank, a in sends}
+
     # ---- messages
 
     def _wires(self, action: Action) -> list[Wire]:
@@ -237,11 +244,15 @@ class Runtime:
             self._send(action)
 
     def _send(self, action: Action) -> None:
-        way = action.kind, action.stage
-        if way in self._sending:  # no more than one on the way, so that what was sent is let go
-            self._sending[way][1].wait()
+        # what was sent is let go: on the CPU no more than one is on its way; a device would stand still for
+        # it, so there those that have arrived
+        for sent, pending in [*self._sending]:
+            same = (sent.kind, sent.stage) == (action.kind, action.stage)
+            if pending.has_ended if self._is_ahead else same:
+                pending.wait()
+                self._sending.remove((sent, pending))
         xs, peer = self._outbox.pop(action), self._schedule.peer(action)
-        self._sending[way] = action, send_to(xs, self._mesh, self._axis, peer, _tag(action))
+        self._sending.append((action, send_to(xs, self._mesh, self._axis, peer, _tag(action))))
 
     def _receive(self, action: Action) -> None:
         like = [(wire.shape, wire.dtype) for wire in self._wires(action)]
@@ -268,11 +279,11 @@ class Runtime:
     def _let_go(self, came: Action) -> None:
         """Let go what was sent to where a message came from, if that was sent after it was awaited there."""
         peer, place = self._there.get(came, (-1, -1))
-        for way, (sent, pending) in [*self._sending.items()]:
+        for sent, pending in [*self._sending]:
             to, received = self._there[sent]
             if to == peer and received < place:
                 pending.wait()
-                del self._sending[way]
+                self._sending.remove((sent, pending))
 
     def timeline(self) -> Timeline:
         """When all ranks along the axis ``pipe``, which all call this, did what in the last step.
