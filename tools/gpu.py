@@ -1,8 +1,9 @@
 """``make gpu``: all that wants a GPU, in ten minutes, on one page.
 
-    python tools/gpu.py [--only NAME ...] [--write docs/figures-gpu.md]
+    python tools/gpu.py [--only NAME ...] [--minutes 10] [--write docs/figures-gpu.md]
 
 Each section is a process of its own with a time limit: where one fails, it says so, and the others go on.
+What the minutes do not reach for is left out, and said to be. The page is written anew after each section.
 Without a GPU it says so and runs the simulated device's tests.
 """
 
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHECKS = str(ROOT / "tools" / "gpu_checks.py")
 SHARES = (2, 30)  # from this version of NCCL on ranks may share a device
 LINES = 60  # of a section's words on the page
+LEAST = 20  # seconds that are worth a start
 
 
 class Section(NamedTuple):
@@ -100,10 +102,13 @@ def sections() -> list[Section]:
     ]
 
 
-def run(section: Section) -> Outcome:
-    """Run a section, to its limit at most, and what it started."""
+def run(section: Section, left: float) -> Outcome:
+    """Run a section, and what it started, to its limit at most, or that of all, which is so far away."""
     if section.needs:
         return Outcome(section, None, section.needs)
+    if left < LEAST:
+        return Outcome(section, None, f"no time was left: --minutes N, or --only {section.name}")
+    limit = min(section.limit, left)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **section.env}
     began = time.perf_counter()
     process = subprocess.Popen(
@@ -111,13 +116,16 @@ def run(section: Section) -> Outcome:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=section.limit)
+        said, _ = process.communicate(timeout=limit)
         held = process.returncode == 0
         words = "" if held else f"exit status {process.returncode}"
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
-        said, _ = process.communicate()
-        held, words = False, f"not done in {section.limit} s"
+        try:
+            said, _ = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:  # something that it started holds its output still
+            said = ""
+        held, words = False, f"not done in {limit:.0f} s"
     return Outcome(section, held, words, time.perf_counter() - began, said.splitlines()[-LINES:])
 
 
@@ -144,6 +152,7 @@ def main() -> int:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--only", nargs="*", metavar="NAME", help="sections to run; by default all")
     words.add_argument("--write", type=Path, help="a file for the page")
+    words.add_argument("--minutes", type=float, default=10, help="for all of it; by default 10")
     said = words.parse_args()
     chosen = sections()
     unknown = set(said.only or ()) - {section.name for section in chosen}
@@ -155,16 +164,17 @@ def main() -> int:
         else "No GPU is visible here: only the simulated part is run."
     )
     outcomes = []
+    end = time.perf_counter() + 60 * said.minutes
     for section in chosen:
         if said.only and section.name not in said.only:
             continue
         print(f"== {section.title}", flush=True)
-        outcomes.append(run(section))
+        outcomes.append(run(section, end - time.perf_counter()))
         for line in outcomes[-1].lines:
             print(f"   {line}")
         print(f"   {outcomes[-1].mark} {outcomes[-1].words} ({outcomes[-1].seconds:.0f} s)", flush=True)
-    if said.write:
-        said.write.write_text(page(outcomes), encoding="utf-8")
+        if said.write:
+            said.write.write_text(page(outcomes), encoding="utf-8")
     failed = [o.section.name for o in outcomes if o.held is False]
     print(f"failed: {', '.join(failed)}" if failed else "all that was run holds")
     return 1 if failed else 0

@@ -1,21 +1,26 @@
 """What ``make gpu`` looks at on an accelerator, a check each: ``python tools/gpu_checks.py NAME``.
 
-A check prints what it found, a line each, and fails where something is wrong. On one rank: ``offload``,
-``waits``, ``sanitizer``, ``kernels``. On several, which it starts itself: ``plans``, ``killed``.
+A check prints what it found, a line each, and fails where something is wrong; one part's error is told, and
+the others go on. On one rank: ``offload``, ``waits``, ``sanitizer``, ``kernels``. On several, which it starts
+itself: ``plans``, ``killed``. With ``--on cpu`` they run without an accelerator, to try the checks themselves
+(but ``kernels``, which has nothing to count there).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import faulthandler
 import math
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +38,10 @@ SIZES = {"vocab_size": 512, "max_positions": 64, "hidden": 256, "heads": 8, "kv_
 BIG = {"vocab_size": 50304, "max_positions": 1024, "hidden": 768, "heads": 12, "layers": 12}
 STEPS, CLOSE, NARROW = 3, 1e-4, 3e-2
 LAUNCHES, PEAK = 1.05, 1.15  # the bars of `kernels`: against plain torch, and against the dry run
+A_PLAN = 75  # seconds, after which one that hangs is given up
+UNDER_WAY, MISSES = "under-way", "misses"  # files of `plans`: the part that runs, what was missed
 
+CHECKPOINT = "from a checkpoint of zero 3 to tensor"
 Batch = dict[str, torch.Tensor]
 
 OFFLOADS: dict[str, dict[str, Any]] = {
@@ -81,6 +89,31 @@ TOGETHER: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
+def kind() -> str:
+    """The type of device that is looked at."""
+    return os.environ.get("ESPALIER_GPU_CHECKS_ON") or accelerator() or "cpu"
+
+
+def here() -> torch.device:
+    """This rank's own."""
+    index = torch.accelerator.current_device_index() if kind() != "cpu" else None
+    return torch.device(kind()) if index is None else torch.device(kind(), index)
+
+
+def each(parts: Mapping[str, Callable[[], bool]]) -> bool:
+    """Look at one part after the other; an error is told, and the next one goes on."""
+    held = True
+    for name, part in parts.items():
+        try:
+            held &= part()
+        except Exception as error:
+            held = False
+            first = (str(error).strip().splitlines() or [""])[0]
+            print(f"MISS {name}: {type(error).__name__}: {first}", flush=True)
+            traceback.print_exc()
+    return held
+
+
 def batch(step: int, sizes: Mapping[str, int] = SIZES, rows: int = 8) -> Batch:
     """A global batch, the same on all ranks; on the host."""
     draw = torch.Generator().manual_seed(step)
@@ -100,8 +133,8 @@ def followed(
     """The losses of a few steps by a plan."""
     net = model(name, sizes)
     engine = espalier.initialize(net, of(net.parameters(), lr=1e-3), dict(plan), max_grad_norm=1.0)
-    if engine.mesh.device_type != accelerator():
-        raise AssertionError(f"the plan {plan} lies on {engine.mesh.device_type}, not on {accelerator()}")
+    if engine.mesh.device_type != kind():
+        raise AssertionError(f"the plan {plan} lies on {engine.mesh.device_type}, not on {kind()}")
     return [engine.train_step(batch(step, sizes)).item() for step in range(STEPS)]
 
 
@@ -122,49 +155,54 @@ def told(name: str, figure: float, limit: float) -> bool:
 
 def offload(folder: str) -> bool:
     """Each optimizer in each precision, offloaded and not: the same losses."""
-    held = True
-    for precision in ("float32", "bfloat16"):
-        for name, of in OPTIMIZERS.items():
-            expected = followed({"precision": precision}, of)
-            for where, plan in OFFLOADS.items():
-                there = {
-                    **plan["offload"],
-                    **({"directory": folder} if "directory" in plan["offload"] else {}),
-                }
-                found = followed({"precision": precision, "offload": there}, of)
-                limit = CLOSE if precision == "float32" else NARROW
-                held &= told(f"{precision}, {name}, {where}: losses apart", apart(found, expected), limit)
-    return held
+
+    def compared(precision: str, name: str) -> bool:
+        of, held = OPTIMIZERS[name], True
+        expected = followed({"precision": precision}, of)
+
+        def placed(where: str) -> bool:
+            there = dict(OFFLOADS[where]["offload"])
+            if "directory" in there:
+                there["directory"] = folder
+            found = followed({"precision": precision, "offload": there}, of)
+            limit = CLOSE if precision == "float32" else NARROW
+            return told(f"{precision}, {name}, {where}: losses apart", apart(found, expected), limit)
+
+        held &= each({f"{precision}, {name}, {where}": partial(placed, where) for where in OFFLOADS})
+        return held
+
+    pairs = [(precision, name) for precision in ("float32", "bfloat16") for name in OPTIMIZERS]
+    return each({", ".join(pair): partial(compared, *pair) for pair in pairs})
 
 
 def waits(folder: str) -> bool:
     """A step under ``set_sync_debug_mode("error")``: whoever waits for the device is an error."""
-    module = torch.get_device_module(accelerator())
+    module = torch.get_device_module(kind())
     if not hasattr(module, "set_sync_debug_mode"):
-        print(f"{accelerator()} has no set_sync_debug_mode: not looked at")
+        print(f"{kind()} has no set_sync_debug_mode: not looked at")
         return True
-    held = True
-    for name, plan in ALONE.items():
+
+    def without(name: str) -> bool:
         net = model()
-        engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), dict(plan), max_grad_norm=1.0)
+        plan = dict(ALONE[name])
+        engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan, max_grad_norm=1.0)
         for step in range(2):
             engine.train_step(batch(step))
         try:
             module.set_sync_debug_mode("error")
             engine.train_step(batch(2))
-        except RuntimeError as error:
-            held = False
-            print(f"MISS {name}: {error}", flush=True)
-        else:
-            print(f"ok   {name}: no wait", flush=True)
         finally:
             module.set_sync_debug_mode("default")
-    return held
+        print(f"ok   {name}: no wait", flush=True)
+        return True
+
+    return each({name: partial(without, name) for name in ALONE})
 
 
 def sanitizer(folder: str) -> bool:
     """Uses several streams, for torch's sanitizer, which the environment turns on; it ends the process."""
-    for plan in (ALONE["inputs on the host"], {**OFFLOADS["states on the host"]}, {}):
+
+    def saved(plan: Mapping[str, Any]) -> bool:
         net = model()
         engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), dict(plan))
         for step in range(STEPS):
@@ -172,14 +210,17 @@ def sanitizer(folder: str) -> bool:
             engine.save(Path(folder, "saved"), asynchronous=True, keep=1)
         engine.wait_saved()
         print(f"ok   {plan or 'saved beside training'}", flush=True)
-    return True
+        return True
+
+    some: tuple[dict[str, Any], ...] = (ALONE["inputs on the host"], {**OFFLOADS["states on the host"]}, {})
+    return each({str(plan): partial(saved, plan) for plan in some})
 
 
 def kernels(folder: str) -> bool:
     """Kernels and launches a step beside plain torch, and the peak of memory beside the dry run's."""
     from torch.profiler import ProfilerActivity, profile
 
-    device = torch.device(str(accelerator()))
+    device = here()
     data = batch(0, BIG, 4)
     net = model("gpt2", BIG).to(device, torch.bfloat16)
     plain, counts = copy.deepcopy(net), {}
@@ -196,14 +237,14 @@ def kernels(folder: str) -> bool:
         for _ in range(3):
             step()
         torch.accelerator.synchronize()
-        began = time.perf_counter()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            began = time.perf_counter()
             step()
             torch.accelerator.synchronize()
-        took = time.perf_counter() - began
+            took = time.perf_counter() - began
         ran = [e for e in seen.events() or () if e.device_type == torch.profiler.DeviceType.CUDA]
         launched = sum(
-            e.name in ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel")
+            e.name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "hipLaunchKernel"))
             for e in seen.events() or ()
         )
         busy = sum(e.device_time for e in ran) / 1e6 / took
@@ -234,32 +275,49 @@ def kernels(folder: str) -> bool:
 # ---- several ranks
 
 
-def plans(folder: str) -> bool:
-    """Every plan on the ranks that there are; each as one rank alone. Then a checkpoint, read by others."""
+def plans(folder: str, names: Sequence[str]) -> bool:
+    """On a rank: plans, each as one rank alone, and a checkpoint; what is missed goes to a file.
+
+    A plan that hangs ends the process, with what its threads stand at.
+    """
     ranks = int(os.environ["WORLD_SIZE"])
-    held = True
-    for name, plan in TOGETHER[ranks].items():
-        kind = "moe" if "expert" in plan else "gpt"
-        sizes = {**SIZES, "tied": "tied" in name}
-        of = torch.optim.AdamW
-        found = followed(plan, of, kind, sizes)
-        net = model(kind, sizes).to(
-            torch.device(str(accelerator()), torch.accelerator.current_device_index())
-        )
-        expected, own = [], of(net.parameters(), lr=1e-3)
-        for step in range(STEPS):
-            loss = net(**{key: x.to(net.head.weight.device) for key, x in batch(step, sizes).items()}).loss  # type: ignore
-            loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            own.step()
-            own.zero_grad()
-            expected.append(loss.item())
-        # the balance of experts is over each rank's own tokens
-        limit = NARROW if "bfloat16" in name or kind == "moe" else CLOSE
-        difference = torch.tensor([apart(found, expected)], device="cpu")
-        dist.all_reduce(difference, dist.ReduceOp.MAX)
-        if dist.get_rank() == 0:
-            held &= told(f"{ranks} ranks, {name}: losses apart", difference.item(), limit)
+    for name in names:
+        Path(folder, UNDER_WAY).write_text(name)
+        faulthandler.dump_traceback_later(A_PLAN, exit=True)
+        difference, limit = checkpoint(folder) if name == CHECKPOINT else planned(name, TOGETHER[ranks][name])
+        everywhere = torch.tensor([difference], device="cpu")
+        dist.all_reduce(everywhere, dist.ReduceOp.MAX)
+        faulthandler.cancel_dump_traceback_later()
+        if dist.get_rank() == 0 and not told(
+            f"{ranks} ranks, {name}: losses apart", everywhere.item(), limit
+        ):
+            with Path(folder, MISSES).open("a") as file:
+                file.write(f"{name}\n")
+    return True
+
+
+def planned(name: str, plan: Mapping[str, Any]) -> tuple[float, float]:
+    """How far the losses of a plan are from those of one rank alone, and how far they may be."""
+    net_name = "moe" if "expert" in plan else "gpt"
+    sizes = {**SIZES, "tied": "tied" in name}
+    of = torch.optim.AdamW
+    found = followed(plan, of, net_name, sizes)
+    net = model(net_name, sizes).to(here())
+    expected, own = [], of(net.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        loss = net(**{key: x.to(here()) for key, x in batch(step, sizes).items()}).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        own.step()
+        own.zero_grad()
+        expected.append(loss.item())
+    # the balance of experts is over each rank's own tokens
+    return apart(found, expected), NARROW if "bfloat16" in name or net_name == "moe" else CLOSE
+
+
+def checkpoint(folder: str) -> tuple[float, float]:
+    """The same of training that goes on from what zero 3 has saved, by tensor."""
+    ranks, folder = int(os.environ["WORLD_SIZE"]), str(Path(folder, "checkpoint"))
     net = model()
     engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), {"data": ranks, "zero": 3})
     engine.train_step(batch(0))
@@ -270,15 +328,28 @@ def plans(folder: str) -> bool:
     again = espalier.initialize(other, torch.optim.AdamW(other.parameters()), {"tensor": ranks})
     again.lay_out(batch(0))
     again.load(folder)
-    difference = torch.tensor(
-        [apart([again.train_step(batch(step)).item() for step in (1, 2)], after)], device="cpu"
-    )
-    dist.all_reduce(difference, dist.ReduceOp.MAX)
-    if dist.get_rank() == 0:
-        held &= told(
-            f"{ranks} ranks, from a checkpoint of zero 3 to tensor: losses apart", difference.item(), CLOSE
-        )
-    return held
+    return apart([again.train_step(batch(step)).item() for step in (1, 2)], after), CLOSE
+
+
+def all_plans(folder: str, ranks: int) -> bool:
+    """Start the ranks, and start them again behind a plan that failed."""
+    left, failed = [*TOGETHER[ranks], CHECKPOINT], []
+    under_way, misses = Path(folder, UNDER_WAY), Path(folder, MISSES)
+    while left:
+        under_way.unlink(missing_ok=True)
+        words = ["--rank", "--folder", folder, "--on", kind(), "--names", *left]
+        try:
+            launch([str(Path(__file__).resolve()), "plans", *words], ranks)
+            break
+        except LaunchError as error:
+            print(error)
+            if not under_way.exists():
+                print(f"MISS {ranks} ranks do not start: what is left is not looked at: {', '.join(left)}")
+                return False
+            failed.append(under_way.read_text())
+            print(f"MISS {ranks} ranks, {failed[-1]}: see above", flush=True)
+            left = left[left.index(failed[-1]) + 1 :]
+    return not failed and not misses.exists()
 
 
 def dying(folder: str) -> bool:
@@ -297,7 +368,8 @@ def killed(folder: str) -> bool:
     """A rank is killed: the others end, in words, and soon."""
     began = time.perf_counter()
     try:
-        launch([str(Path(__file__).resolve()), "dying", "--rank", "--folder", folder], 2)
+        words = ["dying", "--rank", "--folder", folder, "--on", kind()]
+        launch([str(Path(__file__).resolve()), *words], 2)
     except LaunchError as error:
         took = time.perf_counter() - began
         print(str(error).splitlines()[0])
@@ -311,7 +383,6 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "waits": waits,
     "sanitizer": sanitizer,
     "kernels": kernels,
-    "plans": plans,
     "dying": dying,
     "killed": killed,
 }
@@ -320,31 +391,28 @@ CHECKS: dict[str, Callable[[str], bool]] = {
 def main() -> int:
     """Run a check; the exit status: 1 if something is missed."""
     words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("check", choices=CHECKS)
+    words.add_argument("check", choices=[*CHECKS, "plans"])
     words.add_argument("--rank", action="store_true", help="this process is a rank of several")
     words.add_argument("--ranks", type=int, default=2, help="of `plans`")
+    words.add_argument("--names", nargs="*", default=(), help="of plans, for a rank")
     words.add_argument("--folder", help="for files")
+    words.add_argument("--on", help="a type of device; by default the accelerator's")
     said = words.parse_args()
-    if accelerator() is None:
+    if said.on:
+        os.environ["ESPALIER_GPU_CHECKS_ON"] = said.on
+    elif accelerator() is None:
         print("no accelerator is visible here")
         return 1
     with nullcontext(said.folder) if said.folder else tempfile.TemporaryDirectory() as folder:
-        if said.check == "plans" and not said.rank:
-            if count() < said.ranks:
+        if not said.rank and said.check in ("plans", "killed"):
+            if kind() != "cpu" and count() < (said.ranks if said.check == "plans" else 2):
                 os.environ["ESPALIER_SHARE_DEVICE"] = "1"
-            try:
-                launch([__file__, "plans", "--rank", "--folder", folder], said.ranks)
-            except LaunchError as error:
-                print(error)
-                return 1
-            return 0
-        if said.check == "killed":
-            if count() < 2:
-                os.environ["ESPALIER_SHARE_DEVICE"] = "1"
-            return 0 if killed(folder) else 1
-        start(accelerator())
+            held = killed(folder) if said.check == "killed" else all_plans(folder, said.ranks)
+            return 0 if held else 1
+        start(kind())
         try:
-            return 0 if CHECKS[said.check](folder) else 1
+            held = plans(folder, said.names) if said.check == "plans" else CHECKS[said.check](folder)
+            return 0 if held else 1
         finally:
             finish()
 

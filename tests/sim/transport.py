@@ -300,7 +300,8 @@ def register(sim: Simulated) -> Shared:
         finally:
             shared.batch = None
 
-    among = nccl.group_among
+    module: Any = nccl
+    among = module.group_among
 
     def group_among(ranks: Sequence[int]) -> dist.ProcessGroup:
         shared.unbound = True
@@ -312,6 +313,6 @@ def register(sim: Simulated) -> Shared:
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Group:
         return Group(shared, store, rank, size, timeout)
 
-    dist.batch_isend_irecv, nccl.group_among = batch_isend_irecv, group_among
+    dist.batch_isend_irecv, module.group_among = batch_isend_irecv, group_among
     dist.Backend.register_backend(NAME, make, devices=["sim"])
     return shared
