@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,11 +24,14 @@ from espalier.layout import Layout
 from espalier.layout.layout import state_name
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
+from espalier.parallel.data.zero import ZeroState
 from espalier.tensor.dry_runs import LiveMemory, Recalled
 from espalier.tensor.dtensor import DTensor, recorded_layout
 from espalier.tensor.observers import by_module, user_frame
 from espalier.tensor.traces import Apart, NotCopiedError
 from espalier.texts import in_columns
+
+Line = Sequence[tuple[str, int, int]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class DryReport:
         peaks: the most that lives at once in each phase, as ``peak_at`` names them.
         slots: bytes of this rank's pieces of parameters that stay whole, and how many have so many: the
             smallest of them, a chunk's bytes at most, are copied while the optimizer updates.
+        lines: of each part of the model the parameters in the order in which they go into chunks, where these
+            are by size: names, kinds of which each chunk has one, and bytes.
     """
 
     plan: Plan
@@ -61,6 +66,7 @@ class DryReport:
     rank: Mapping[str, int] = field(default_factory=dict)
     peaks: Mapping[str, int] = field(default_factory=dict)
     slots: Mapping[int, int] = field(default_factory=dict)
+    lines: Sequence[Line] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, as JSON takes them."""
@@ -151,7 +157,16 @@ def dry_run(
         dict(zip(mesh.names, mesh.coordinate, strict=True)),
         dict(memory.peaks),
         dict(engine._laid_out().copies),
+        _lines(engine._laid_out()),
     )
+
+
+def _lines(data: ZeroState) -> list[Line]:
+    """Names, kinds by number, and bytes, of what goes into chunks by size."""
+    kinds: dict[Any, int] = {}
+    return [
+        [(m.name, kinds.setdefault(m.kind, len(kinds)), m.chunk_bytes) for m in line] for line in data.lines
+    ]
 
 
 def dry_engine(

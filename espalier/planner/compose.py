@@ -8,7 +8,8 @@ them is a check: where it is not what the others say, or where blocks are not al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -19,12 +20,12 @@ import torch
 from torch import nn
 
 from espalier.blocks import blocks
-from espalier.engine.dry import DryReport, dry_run
+from espalier.engine.dry import DryReport, Line, dry_run
 from espalier.parallel import Plan
-from espalier.parallel.data.chunks import smallest_within
+from espalier.parallel.data.chunks import Filling, smallest_within
 from espalier.trees import leaves, tree_map
 
-_DEPTHS = ((2, 3, 4), (4, 5, 7))  # blocks of the two runs, and of the check
+_DEPTHS = ((2, 1, 2), (4, 1, 3))  # least blocks, and how many more those of the second run and the check have
 # by which a block knows its place
 _NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number", "layer_index", "index", "idx"})
 Sent = tuple[str, str]
@@ -39,10 +40,10 @@ class Totals:
         rank: which rank, by the mesh axes' names.
         flops: floating-point operations.
         sent: bytes that the rank sends, by axis and operation.
-        calls: the number of such collectives, which may be one off where it is composed.
+        calls: the number of such collectives.
         parameter_bytes, state_bytes: held.
         peaks: the most bytes that live at once, by phase.
-        slots: see :class:`~espalier.engine.dry.DryReport`.
+        slots, lines: see :class:`~espalier.engine.dry.DryReport`; where it is composed, the lines of a run.
         runs: dry runs that it took; 1: it is that of the whole model.
         why: why it was not composed; empty if it was.
     """
@@ -56,6 +57,7 @@ class Totals:
     state_bytes: int
     peaks: Mapping[str, int]
     slots: Mapping[int, int] = field(default_factory=dict)
+    lines: Sequence[Line] = ()
     runs: int = 1
     why: str = ""
 
@@ -83,6 +85,7 @@ class Totals:
             report.state_bytes,
             dict(report.peaks),
             dict(report.slots),
+            report.lines,
             why=why,
         )
 
@@ -99,29 +102,15 @@ class Totals:
             counts[_UPDATE] -= _copied(self.slots, self.plan)
         return counts
 
-    def slack(self, key: Any) -> int:
-        """By how much a number that is composed may be off: what a whole model rounds once.
-
-        A call, more or less, where chunks span blocks. ZeRO-0 sends a flag for each parameter, and pads all
-        of a chunk to the number of ranks.
-        """
-        plan = self.plan
-        ranks = plan.data * plan.replicate * plan.context
-        if key[0] == "calls":
-            return 1
-        if plan.zero == 0 and ranks > 2 and key[0] in ("sent", "peaks"):
-            return 16 * ranks
-        return 0
-
     def differs(self, other: Totals) -> list[str]:
-        """Where two are not the same, but for what no composition can know (see :meth:`slack`)."""
+        """Where two are not the same."""
         ours, theirs = self.numbers(), other.numbers()
-        differing = []
-        for key in sorted(ours.keys() | theirs.keys(), key=str):
-            here, there = ours.get(key, 0), theirs.get(key, 0)
-            if abs(here - there) > self.slack(key):
-                differing.append(f"{_name(key)}: {here:,} and {there:,}")
-        return differing
+        pairs = {key: (ours.get(key, 0), theirs.get(key, 0)) for key in ours.keys() | theirs.keys()}
+        return [
+            f"{_name(key)}: {here:,} and {there:,}"
+            for key, (here, there) in sorted(pairs.items(), key=str)
+            if here != there
+        ]
 
 
 _COUNTS = ("flops", "parameter_bytes", "state_bytes")
@@ -191,6 +180,7 @@ class _Family:
     given: Mapping[str, Any]
     layers: list[int] = field(init=False)
     own: list[int] = field(init=False)
+    _runs: dict[tuple[int, int], Totals] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         plan, every_block = self.plan, blocks(self.model)
@@ -207,21 +197,19 @@ class _Family:
         if len(kinds) > 1:
             raise NotComposed(f"there are {len(kinds)} kinds of blocks")
         if plan.data * plan.replicate * plan.context > 1:
-            self._check_chunks(next(iter(every_block.values())))
+            self._check_ahead(next(iter(every_block.values())))
         number, self.own = len(every_block), [0]
         self.layers = [number]
         if plan.pipe > 1:
             self._divide(number)
         self.most = min(self.layers[i] for i in self.own)
 
-    def _check_chunks(self, block: nn.Module) -> None:
-        """Chunks that span blocks are other ones in a deeper model."""
+    def _check_ahead(self, block: nn.Module) -> None:
+        """What is gathered ahead reaches over more blocks than shallow models have."""
         plan = self.plan
         low = plan.precision.parameters
         each = 0 if low is None else getattr(torch, low).itemsize
         size = sum(p.numel() * (each or p.element_size()) for p in block.parameters()) / plan.tensor
-        if plan.zero < 3 and size < plan.chunk_megabytes * 1e6:
-            raise NotComposed("several blocks go into one chunk (plan.chunk_megabytes)")
         if plan.zero == 3 and size * _DEPTHS[0][0] < plan.prefetch_megabytes * 1e6:
             raise NotComposed("several blocks are gathered ahead (plan.prefetch_megabytes)")
 
@@ -242,19 +230,25 @@ class _Family:
         )
         self.own = [i for i in range(len(self.layers)) if pipe_rank(plan, i) == here]
 
-    def totals(self, low: int, high: int, check: int) -> Totals | None:
-        """The whole's, of runs of so many blocks; None: the check fails."""
+    def totals(self, least: int, more: int, most: int) -> Totals | None:
+        """The whole's, of runs with so many blocks at least, and more, by steps; None: the check fails."""
         few, step = self._micro_batches()
-        more = few + step
+        micro = few, few + step
+        shared = self.plan.data * self.plan.replicate * self.plan.context > 1
+        first, every = (0, 1)
+        if shared and self.most > least + most:
+            first, every = self._rhythm(self._run(least, few).lines, least)
+        low = max(least, first)
+        low += (self.most - low) % every
+        high, check = low + more * every, low + most * every
         if self.most <= check and few == self.plan.accumulate:
-            raise NotComposed("it is not deep")
+            raise NotComposed(
+                "it is not deep" + (f": chunks are alike every {every} blocks" if every > 1 else "")
+            )
         deep = self.most > check
         depths = (low, high) if deep else (self.most, self.most)
-        runs: dict[tuple[int, int], Totals] = {}
-        for point in [(k, m) for k in depths for m in ((few, more) if step else (few, few))]:
-            if point not in runs:
-                runs[point] = self._run(*point)
-        grid = _Grid(depths, (few, more), runs)
+        runs = {(k, m): self._run(k, m) for k in depths for m in micro}
+        grid = _Grid(depths, micro, runs)
         point = (check if deep else self.most, few + 2 * step)
         tested = self._run(*point)
         found = grid.at(*point)
@@ -263,7 +257,44 @@ class _Family:
         numbers = grid.at(self.most, self.plan.accumulate)
         if numbers is None:
             return None
-        return replace(_with(tested, numbers), plan=self.plan, runs=len(runs) + 1)
+        return replace(_with(tested, numbers), plan=self.plan, runs=len(self._runs))
+
+    def _rhythm(self, lines: Sequence[Line], depth: int) -> tuple[int, int]:
+        """From which depth on, and after how many blocks each time, blocks are put into chunks alike.
+
+        Chunks span blocks: where those begin within a block hangs on all that goes into them before it. After
+        some blocks it is as it was before.
+
+        Args:
+            lines: of a run of so many blocks.
+        """
+        first, every = 0, 1
+        for line in lines:
+            places = [self._block_of(name) for name, _, _ in line]
+            numbers = list(dict.fromkeys(i for i in places if i is not None))
+            if not numbers:
+                continue
+            filling, start = Filling(self.plan.chunk_megabytes), places.index(numbers[0])
+            one = [x for x, i in zip(line, places, strict=True) if i == numbers[0]]
+            for _, kind, size in line[:start]:
+                filling.place(kind, size)
+            seen = {filling.state: 0}
+            for done in range(1, self.most + 1):
+                for _, kind, size in one:
+                    filling.place(kind, size)
+                if filling.state in seen:
+                    break
+                seen[filling.state] = done
+            before = seen.get(filling.state, done)
+            first = max(first, before + depth - len(numbers))
+            every = math.lcm(every, max(1, done - before))
+        return first, every
+
+    def _block_of(self, parameter: str) -> str | None:
+        """The place of the block that has a parameter of that name; None: none has it."""
+        start = f"{self.list}." if self.list else ""
+        place = parameter.removeprefix(start).partition(".")[0]
+        return place if parameter.startswith(start) and place.isdigit() else None
 
     def _micro_batches(self) -> tuple[int, int]:
         """So many, from which on each more costs the same, and how many more at a time; 0: they are all."""
@@ -279,6 +310,12 @@ class _Family:
         return few, step
 
     def _run(self, depth: int, micro_batches: int) -> Totals:
+        point = depth, micro_batches
+        if point not in self._runs:
+            self._runs[point] = self._dry(*point)
+        return self._runs[point]
+
+    def _dry(self, depth: int, micro_batches: int) -> Totals:
         layers = [1] * len(self.layers)
         for i in self.own:
             layers[i] = self.layers[i] - self.most + depth
@@ -322,9 +359,7 @@ class _Grid:
         for key in set().union(*(self._runs[point].keys() for point in weights)):
             value = sum(w * self._runs[point].get(key, 0) for point, w in weights.items())
             if value.denominator != 1 or value < 0:
-                if key[0] != "calls":
-                    return None
-                value = Fraction(max(round(value), 0))
+                return None
             numbers[key] = int(value)
         return numbers
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, repeat
 from typing import Any, NamedTuple, Protocol
@@ -138,6 +138,16 @@ class ShardedParam:
         self.even = self.dim == 0 and shape[0] % self._n == 0
         self.size, self.largest = math.prod(shape), math.prod(full.padded_shape)
         self.slot, self.room = whole_vectors(self._most, self.dtype), whole_vectors(self.size, self.dtype)
+
+    @property
+    def kind(self) -> ParamKind:
+        """What is the same of all parameters of a chunk."""
+        return self.dtype, self.full.mesh.device(), self.shard_group, self.outer, self.p.requires_grad
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Those by which it is given to chunks."""
+        return self.largest * self.dtype.itemsize
 
     def piece(self, full: torch.Tensor, coordinate: int | None = None) -> torch.Tensor:
         """The view, of a local tensor that is whole along the axis, that a coordinate holds."""
@@ -575,18 +585,18 @@ def by_unit(members: Sequence[ShardedParam], model: nn.Module) -> list[tuple[lis
         parameters = unit.parameters(recurse=not divided)
         fresh = [m for p in parameters if (m := by_id.pop(id(p), None)) is not None]
         parts += (([unit], alike) for alike in _alike(fresh).values())
-    small = _small([sum(m.largest * m.dtype.itemsize for m in part) for _, part in parts])
+    small = _small([sum(m.chunk_bytes for m in part) for _, part in parts])
     pools: dict[ParamKind, tuple[list[nn.Module], list[ShardedParam]]] = {}
     together: list[tuple[list[nn.Module], list[ShardedParam]]] = []
     for i, (modules, part) in enumerate(parts):
-        pool = pools.get(_kind(part[0])) if i in small else None
+        pool = pools.get(part[0].kind) if i in small else None
         if pool is not None:
             pool[0].extend(modules)
             pool[1].extend(part)
             continue
         together.append((modules, part))
         if i in small:  # where the first stands: as gradients come from the last on, these are whole late
-            pools[_kind(part[0])] = together[-1]
+            pools[part[0].kind] = together[-1]
     chunks = [(modules, Chunk(part)) for modules, part in together]
     pooled = {id(part[0]) for _, part in pools.values()}
     for _, chunk in chunks:
@@ -611,21 +621,39 @@ def _called(unit: nn.Module, here: Collection[int]) -> list[nn.Module]:
     return [unit, *(part for child in unit.children() for part in _called(child, here))]
 
 
+class Filling:
+    """Which of the parameters that come one after the other share a chunk of about so many megabytes.
+
+    The first chunk is a tenth, so that sending starts early.
+    """
+
+    def __init__(self, megabytes: float) -> None:
+        self._bytes, self._chunks = megabytes * 1e6, 0
+        self._limit = self._bytes / 10
+        self._open: dict[Hashable, tuple[int, float]] = {}
+
+    def place(self, kind: Hashable, size: int) -> int:
+        """The number of the chunk of the next parameter, with others of its kind."""
+        number, filled = self._open.get(kind, (-1, 0.0))
+        if number < 0 or filled + size > self._limit:
+            self._limit = self._bytes if self._chunks else self._bytes / 10
+            number, filled, self._chunks = self._chunks, 0.0, self._chunks + 1
+        self._open[kind] = number, filled + size
+        return number
+
+    @property
+    def state(self) -> Hashable:
+        """What decides which chunks all that comes next goes to."""
+        filled = {kind: n for kind, (_, n) in self._open.items()}
+        return self._limit, frozenset(filled.items())
+
+
 def by_size(members: Sequence[ShardedParam], megabytes: float) -> list[Chunk]:
-    """Chunks of about that size; the first is a tenth, so that sending starts early."""
-    groups: list[list[ShardedParam]] = []
-    limit = megabytes * 1e5
-    open_: dict[ParamKind, tuple[list[ShardedParam], float]] = {}
+    """Chunks of about that size (see :class:`Filling`)."""
+    filling, groups = Filling(megabytes), dict[int, list[ShardedParam]]()
     for m in members:
-        kind, size = _kind(m), m.largest * m.dtype.itemsize
-        group, filled = open_.get(kind, ([], 0.0))
-        if not group or filled + size > limit:
-            limit = megabytes * (1e6 if groups else 1e5)
-            group, filled = [], 0.0
-            groups.append(group)
-        group.append(m)
-        open_[kind] = group, filled + size
-    return [Chunk(group) for group in groups]
+        groups.setdefault(filling.place(m.kind, m.chunk_bytes), []).append(m)
+    return [Chunk(group) for group in groups.values()]
 
 
 def by_part(members: Sequence[ShardedParam], parts: Sequence[Collection[str]]) -> list[list[ShardedParam]]:
@@ -672,13 +700,9 @@ def _small(sizes: Sequence[int]) -> set[int]:
     return set(sorted(range(len(sizes)), key=lambda i: sizes[i])[:number])
 
 
-def _kind(m: ShardedParam) -> ParamKind:
-    return m.dtype, m.full.mesh.device(), m.shard_group, m.outer, m.p.requires_grad
-
-
 def _alike(members: Sequence[ShardedParam]) -> dict[ParamKind, list[ShardedParam]]:
     """Members apart by dtype, device, axes, and whether they are trained."""
     groups: dict[ParamKind, list[ShardedParam]] = {}
     for m in members:
-        groups.setdefault(_kind(m), []).append(m)
+        groups.setdefault(m.kind, []).append(m)
     return groups

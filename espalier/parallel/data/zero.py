@@ -48,6 +48,7 @@ class ZeroState:
         prefetcher: gathers parameters; None where they stay whole.
         chunks: of the trained parameters.
         copies: how many pieces have so many bytes; the smallest of them are copied for an update.
+        lines: the trained parameters of each part as they go into chunks, where these are by size.
     """
 
     def __init__(
@@ -77,14 +78,16 @@ class ZeroState:
         cut = self.stage.parameters == "S"
         used: list[tuple[list[nn.Module], Chunk]] = []
         groups: list[list[Chunk]] = []
+        self.lines: list[list[ShardedParam]] = []
         for members in by_part(self.members, parts):
             if cut:
                 users = by_unit(members, model)
                 used += users
                 groups.append([chunk for _, chunk in users if chunk.members[0].p.requires_grad][::-1])
             else:
-                trained = [m for m in members if m.p.requires_grad]
-                groups.append(by_size(trained[::-1], plan.chunk_megabytes))
+                trained = [m for m in members if m.p.requires_grad][::-1]
+                self.lines.append(trained)
+                groups.append(by_size(trained, plan.chunk_megabytes))
         self.chunks = [chunk for group in groups for chunk in group]
         chunks = [chunk for _, chunk in used] if cut else self.chunks
         self._store = self._place(chunks, plan.offload)
