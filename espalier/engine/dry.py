@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,7 +31,26 @@ from espalier.tensor.observers import by_module, user_frame
 from espalier.tensor.traces import Apart, NotCopiedError
 from espalier.texts import in_columns
 
-Line = Sequence[tuple[str, int, int]]
+
+class Lined(NamedTuple):
+    """A parameter among those that go into chunks by size.
+
+    Attributes:
+        name: of the parameter.
+        kind: each chunk has one.
+        size: bytes by which it is given to a chunk.
+        slot: bytes of this rank's piece, with what is left free behind it.
+        ranks: that have pieces of it.
+    """
+
+    name: str
+    kind: int
+    size: int
+    slot: int
+    ranks: int
+
+
+Line = Sequence[Lined]
 
 
 @dataclass(frozen=True)
@@ -52,7 +71,7 @@ class DryReport:
         slots: bytes of this rank's pieces of parameters that stay whole, and how many have so many: the
             smallest of them, a chunk's bytes at most, are copied while the optimizer updates.
         lines: of each part of the model the parameters in the order in which they go into chunks, where these
-            are by size: names, kinds of which each chunk has one, and bytes.
+            are by size.
     """
 
     plan: Plan
@@ -162,10 +181,14 @@ def dry_run(
 
 
 def _lines(data: ZeroState) -> list[Line]:
-    """Names, kinds by number, and bytes, of what goes into chunks by size."""
+    """What goes into chunks by size."""
     kinds: dict[Any, int] = {}
     return [
-        [(m.name, kinds.setdefault(m.kind, len(kinds)), m.chunk_bytes) for m in line] for line in data.lines
+        [
+            Lined(m.name, kinds.setdefault(m.kind, len(kinds)), m.chunk_bytes, m.slot_bytes, m.shard_group.n)
+            for m in line
+        ]
+        for line in data.lines
     ]
 
 

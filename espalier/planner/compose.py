@@ -9,18 +9,19 @@ them is a check: where it is not what the others say, or where blocks are not al
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from espalier.blocks import blocks
-from espalier.engine.dry import DryReport, Line, dry_run
+from espalier.engine.dry import DryReport, Line, Lined, dry_run
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import Filling, smallest_within
 from espalier.trees import leaves, tree_map
@@ -102,15 +103,24 @@ class Totals:
             counts[_UPDATE] -= _copied(self.slots, self.plan)
         return counts
 
+    def slack(self, key: Any) -> int:
+        """By how much a number that is composed may be off: what a whole model rounds once.
+
+        With ZeRO-0 the last chunk has a flag for each parameter, and is padded to the number of ranks.
+        """
+        plan = self.plan
+        ranks = plan.data * plan.replicate * plan.context
+        return 16 * ranks if plan.zero == 0 and ranks > 2 and key[0] in ("sent", "peaks") else 0
+
     def differs(self, other: Totals) -> list[str]:
-        """Where two are not the same."""
+        """Where two are not the same, but for what is rounded (see :meth:`slack`)."""
         ours, theirs = self.numbers(), other.numbers()
-        pairs = {key: (ours.get(key, 0), theirs.get(key, 0)) for key in ours.keys() | theirs.keys()}
-        return [
-            f"{_name(key)}: {here:,} and {there:,}"
-            for key, (here, there) in sorted(pairs.items(), key=str)
-            if here != there
-        ]
+        differing = []
+        for key in sorted(ours.keys() | theirs.keys(), key=str):
+            here, there = ours.get(key, 0), theirs.get(key, 0)
+            if abs(here - there) > self.slack(key):
+                differing.append(f"{_name(key)}: {here:,} and {there:,}")
+        return differing
 
 
 _COUNTS = ("flops", "parameter_bytes", "state_bytes")
@@ -197,19 +207,21 @@ class _Family:
         if len(kinds) > 1:
             raise NotComposed(f"there are {len(kinds)} kinds of blocks")
         if plan.data * plan.replicate * plan.context > 1:
-            self._check_ahead(next(iter(every_block.values())))
+            self._check_chunks(next(iter(every_block.values())))
         number, self.own = len(every_block), [0]
         self.layers = [number]
         if plan.pipe > 1:
             self._divide(number)
         self.most = min(self.layers[i] for i in self.own)
 
-    def _check_ahead(self, block: nn.Module) -> None:
-        """What is gathered ahead reaches over more blocks than shallow models have."""
+    def _check_chunks(self, block: nn.Module) -> None:
+        """Where chunks have several blocks, another moment may be the fullest one in a deeper model."""
         plan = self.plan
         low = plan.precision.parameters
         each = 0 if low is None else getattr(torch, low).itemsize
         size = sum(p.numel() * (each or p.element_size()) for p in block.parameters()) / plan.tensor
+        if plan.zero < 3 and size < plan.chunk_megabytes * 1e6:
+            raise NotComposed("several blocks go into one chunk (plan.chunk_megabytes)")
         if plan.zero == 3 and size * _DEPTHS[0][0] < plan.prefetch_megabytes * 1e6:
             raise NotComposed("several blocks are gathered ahead (plan.prefetch_megabytes)")
 
@@ -237,10 +249,11 @@ class _Family:
         shared = self.plan.data * self.plan.replicate * self.plan.context > 1
         first, every = (0, 1)
         if shared and self.most > least + most:
-            first, every = self._rhythm(self._run(least, few).lines, least)
+            first, every = self._rhythm(self._run(least, few), least)
         low = max(least, first)
         low += (self.most - low) % every
-        high, check = low + more * every, low + most * every
+        # where chunks span blocks what grows slower at first is overtaken late
+        high, check = low + more * every, low + (most if every == 1 else most + 1) * every
         if self.most <= check and few == self.plan.accumulate:
             raise NotComposed(
                 "it is not deep" + (f": chunks are alike every {every} blocks" if every > 1 else "")
@@ -259,36 +272,31 @@ class _Family:
             return None
         return replace(_with(tested, numbers), plan=self.plan, runs=len(self._runs))
 
-    def _rhythm(self, lines: Sequence[Line], depth: int) -> tuple[int, int]:
+    def _rhythm(self, run: Totals, depth: int) -> tuple[int, int]:
         """From which depth on, and after how many blocks each time, blocks are put into chunks alike.
 
-        Chunks span blocks: where those begin within a block hangs on all that goes into them before it. After
-        some blocks it is as it was before.
-
         Args:
-            lines: of a run of so many blocks.
+            run: of so many blocks.
         """
-        first, every = 0, 1
-        for line in lines:
-            places = [self._block_of(name) for name, _, _ in line]
-            numbers = list(dict.fromkeys(i for i in places if i is not None))
-            if not numbers:
-                continue
-            filling, start = Filling(self.plan.chunk_megabytes), places.index(numbers[0])
-            one = [x for x, i in zip(line, places, strict=True) if i == numbers[0]]
-            for _, kind, size in line[:start]:
-                filling.place(kind, size)
-            seen = {filling.state: 0}
-            for done in range(1, self.most + 1):
-                for _, kind, size in one:
-                    filling.place(kind, size)
-                if filling.state in seen:
-                    break
-                seen[filling.state] = done
-            before = seen.get(filling.state, done)
-            first = max(first, before + depth - len(numbers))
-            every = math.lcm(every, max(1, done - before))
+        parts = [self._part(line, depth) for line in run.lines]
+        beats = [part.beat(self.most, self.plan.chunk_megabytes) for part in parts]
+        first = max((x for x, _ in beats), default=0)
+        every = math.lcm(*(x for _, x in beats))
+        if run.slots:
+            late = [_late(parts, n, self.plan) for n in range(first, self.most + 1)]
+            first += next((len(late) - i for i, x in enumerate(reversed(late)) if x != late[-1]), 0)
         return first, every
+
+    def _part(self, line: Line, depth: int) -> _Part:
+        """A line of a run of so many blocks, as one of any number of them."""
+        numbers = [self._block_of(x.name) for x in line]
+        own = list(dict.fromkeys(i for i in numbers if i is not None))
+        if not own:
+            return _Part(line, (), (), 0)
+        start = numbers.index(own[0])
+        end = len(numbers) - numbers[::-1].index(own[-1])
+        one = [x for x, i in zip(line, numbers, strict=True) if i == own[0]]
+        return _Part(line[:start], one, line[end:], len(own) - depth)
 
     def _block_of(self, parameter: str) -> str | None:
         """The place of the block that has a parameter of that name; None: none has it."""
@@ -334,6 +342,67 @@ class _Family:
         with shallow(self.model, self.given["optimizer"], self.list, sum(layers)):
             made = plan.model_copy(update=change)
             return Totals.of(dry_run(self.model, made, batch, coordinate=self.coordinate, **self.given))
+
+
+class _Part(NamedTuple):
+    """A line of parameters that go into chunks.
+
+    Chunks span blocks: where those begin within a block hangs on all that goes into them before it. After
+    some blocks it is as it was before.
+
+    Attributes:
+        head, block, tail: those before the first block's, of each block, and after the last block's.
+        more: blocks that it has more than the model is deep.
+    """
+
+    head: Line
+    block: Line
+    tail: Line
+    more: int
+
+    def at(self, depth: int) -> list[Lined]:
+        """The line of a model that is so deep."""
+        return [*self.head, *(x for _ in range(depth + self.more) for x in self.block), *self.tail]
+
+    def beat(self, most: int, megabytes: float) -> tuple[int, int]:
+        """From which depth on, and after how many blocks each time, chunks begin at the same places."""
+        if not self.block:
+            return 0, 1
+        filling = Filling(megabytes)
+        for x in self.head:
+            filling.place(x.kind, x.size)
+        seen = {filling.state: 0}
+        for done in range(1, most + self.more + 1):
+            for x in self.block:
+                filling.place(x.kind, x.size)
+            before = seen.setdefault(filling.state, done)
+            if before < done:
+                return before - self.more, done - before
+        return most, most
+
+
+def _late(parts: Sequence[_Part], depth: int, plan: Plan) -> int:
+    """Bytes more that live while an update is gathered than of pieces that are copied for it.
+
+    Each chunk's rows are made before its copies are let go, and three chunks are under way.
+    """
+    chunks: list[list[Lined]] = []
+    for part in parts:
+        filling, groups = Filling(plan.chunk_megabytes), dict[int, list[Lined]]()
+        for x in part.at(depth):
+            groups.setdefault(filling.place(x.kind, x.size), []).append(x)
+        chunks += groups.values()
+    pieces = sorted(((x.slot, i) for i, chunk in enumerate(chunks) for x in chunk), key=lambda x: x[0])
+    number, copied = smallest_within(Counter(slot for slot, _ in pieces), plan.chunk_megabytes * 1e6)
+    freed = Counter[int]()
+    for slot, i in pieces[:number]:
+        freed[i] += slot
+    rows = [sum(x.slot * x.ranks for x in chunk) for chunk in chunks]
+    gone, most = 0, -copied
+    for i in range(len(chunks)):
+        most = max(most, sum(rows[max(0, i - 2) : i + 1]) - gone)
+        gone += freed[i]
+    return most
 
 
 class _Grid:

@@ -145,6 +145,11 @@ class ShardedParam:
         return self.dtype, self.full.mesh.device(), self.shard_group, self.outer, self.p.requires_grad
 
     @property
+    def slot_bytes(self) -> int:
+        """Of what it takes in each row."""
+        return self.slot * self.dtype.itemsize
+
+    @property
     def chunk_bytes(self) -> int:
         """Those by which it is given to chunks."""
         return self.largest * self.dtype.itemsize
@@ -670,8 +675,8 @@ def copy_smallest(chunks: Sequence[Chunk], most: float) -> Counter[int]:
 
     Gives how many of all pieces have slots of so many bytes.
     """
-    members = sorted(((c, m) for c in chunks for m in c.members), key=lambda both: _bytes(both[1]))
-    counts = Counter(_bytes(m) for _, m in members)
+    members = sorted(((c, m) for c in chunks for m in c.members), key=lambda both: both[1].slot_bytes)
+    counts = Counter(m.slot_bytes for _, m in members)
     for chunk, m in members[: smallest_within(counts, most)[0]]:
         chunk.copied.append(m.number)
     for chunk in chunks:
@@ -688,10 +693,6 @@ def smallest_within(counts: Mapping[int, int], most: float) -> tuple[int, int]:
         if fit < counts[size]:
             break
     return number, taken
-
-
-def _bytes(m: ShardedParam) -> int:
-    return m.slot * m.dtype.itemsize
 
 
 def _small(sizes: Sequence[int]) -> set[int]:
