@@ -117,12 +117,12 @@ class MistakeError(ValueError):
         return type(self), (self.owner, self.mistakes, self.overridden)
 
 
-def unknown_key(key: str, given: Any, known: Iterable[str]) -> Mistake:
+def unknown_key(key: str, value: Any, known: Iterable[str]) -> Mistake:
     """The mistake of a dotted ``key`` whose last part is not among ``known``."""
     names = list(known)
     section, dot, name = key.rpartition(".")
     hint = did_you_mean(name, names, f"known keys: {', '.join(names)}", show=lambda n: f"{section}{dot}{n}")
-    return Mistake(key, given, f"unknown key; {hint}")
+    return Mistake(key, value, f"unknown key; {hint}")
 
 
 class Settings(BaseModel):
@@ -153,12 +153,12 @@ def read_table(kind: type[T], values: Mapping[str, Any], section: str = "") -> T
         mistakes += [unknown_key(_dotted(section, key), values[key], known) for key in strange]
         # Pydantic's strict mode takes a dataclass from JSON but not from a dict.
         text = json.dumps({key: value for key, value in values.items() if key in known}, default=str)
-        made: T = TypeAdapter(kind).validate_json(text, strict=True)
+        table: T = TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         mistakes += mistakes_in(error, kind, section)
     if mistakes:
         raise MistakeError(section or kind.__name__, mistakes)
-    return made
+    return table
 
 
 def mistakes_in(error: ValidationError, kind: Any, section: str = "") -> list[Mistake]:

@@ -38,7 +38,6 @@ try:
     # ---- transforms of functions
     from torch._functorch import apis as functorch_apis
     from torch._functorch import eager_transforms as functorch_transforms
-    from torch._functorch import vmap as functorch_vmap
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
     from torch._higher_order_ops.flex_attention import math_attention  # flex_attention, without compilation
     from torch._ops import OpOverload, OpOverloadPacket

@@ -22,7 +22,7 @@ import torch
 
 from espalier.checkpoint.index import FormatError, TensorInfo
 from espalier.checkpoint.records import load_records
-from espalier.checkpoint.sources import TensorSource, told
+from espalier.checkpoint.sources import TensorSource, reading
 from espalier.layout.layout import Box, overlap
 from espalier.texts import listed
 
@@ -237,15 +237,15 @@ class Composed(TensorSource):
     """Tensors whose values stand in boxes of those of another source.
 
     Args:
-        given: further ones, in memory.
+        extra: further ones, in memory.
     """
 
     def __init__(
-        self, source: TensorSource, parts: Mapping[str, Sequence[_Part]], given: Mapping[str, torch.Tensor]
+        self, source: TensorSource, parts: Mapping[str, Sequence[_Part]], extra: Mapping[str, torch.Tensor]
     ) -> None:
         super().__init__(source.path)
-        self._source, self._parts, self._given = source, parts, given
-        self.entries = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in given.items()}
+        self._source, self._parts, self._extra = source, parts, extra
+        self.entries = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in extra.items()}
         for name, of in parts.items():
             ends = zip(
                 *([o + n for o, n in zip(p.box.offsets, p.box.sizes, strict=True)] for p in of), strict=True
@@ -256,13 +256,13 @@ class Composed(TensorSource):
             self.entries[name] = TensorInfo(shape, source.entries[of[0].name].dtype)
 
     def same(self, name: str) -> Any:
-        if name in self._given:
+        if name in self._extra:
             return name
         return tuple((p.box, self._source.same(p.name), p.there) for p in self._parts[name])
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
-        if name in self._given:
-            return self._given[name][box.slices]
+        if name in self._extra:
+            return self._extra[name][box.slices]
         out = torch.empty(box.sizes, dtype=self.entries[name].dtype)
         for part in self._parts[name]:
             common = overlap(part.box, box)
@@ -523,7 +523,7 @@ def config_in(folder: Path) -> Mapping[str, Any] | None:
     path = folder / "config.json"
     if not path.is_file():
         return None
-    with told(path, "the config of a model"):
+    with reading(path, "the config of a model"):
         config = json.loads(path.read_text("utf-8"))
         if not isinstance(config, dict):
             raise TypeError("it is no dict")

@@ -26,8 +26,8 @@ class Record:
 
     state: Any = None
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        self.given = given
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Whatever theirs takes: what an object holds is its state."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

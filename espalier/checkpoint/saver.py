@@ -229,10 +229,10 @@ class SaveWork:
         self.staged, self.written, self.committed = Future[Any](), Future[None](), Future[None]()
         self.synced, self.settled = Future[None](), Future[None]()
         self.given_up = threading.Event()
-        self._staging, self._found = staging, list(own_boxes)
+        self._staging, self._pieces = staging, list(own_boxes)
         self._later: list[tuple[torch.Tensor, OwnBox]] = []
         if staging is not None:
-            self._found, self._later = staging.begin(own_boxes)
+            self._pieces, self._later = staging.begin(own_boxes)
         # one that is gathered for its uses counts down while it is, and never up but by a change
         self._versions = [(piece, piece.values._version) for _, piece in self._later]
         self._changed = ""
@@ -328,14 +328,14 @@ class SaveWork:
             self.folder.mkdir(parents=True, exist_ok=True)
         self._file = file = TensorFile(self.folder / f"__{self.rank}_0.distcp", push=self._durable)
         try:
-            for piece in self._found:
+            for piece in self._pieces:
                 self.index.tensors[piece.name].boxes.append(file.write(piece.box, piece.values))
         except BaseException:
             file.close(last=False)
             raise
         if self._durable:
             file.close()
-        self._found = []
+        self._pieces = []
         self.index.files[file.path.name] = file.size
         if self.rank != 0:
             self.index.tensors = {name: e for name, e in self.index.tensors.items() if e.boxes}

@@ -492,16 +492,16 @@ def _export_megatron(
     """A folder of Megatron's, with the optimizer that :func:`_options` knows."""
     _see_free(out)
     options = _options(opened) if isinstance(opened, Checkpoint | Composed) else {}
-    made = as_megatron(opened, config, weights, options)
+    megatron = as_megatron(opened, config, weights, options)
     entries = {
         key: entry if key.startswith("optimizer.") else entry.cast(dtype)
-        for key, entry in made.tensors.entries.items()
+        for key, entry in megatron.tensors.entries.items()
     }
 
     def read(key: str, box: Box) -> torch.Tensor:
-        return made.tensors.read(key, box).to(entries[key].dtype)
+        return megatron.tensors.read(key, box).to(entries[key].dtype)
 
-    with FolderSink(out, entries, {}, made.values, files=made.files) as sink:
+    with FolderSink(out, entries, {}, megatron.values, files=megatron.files) as sink:
         stream(entries, read, sink.write)
     return len(entries)
 
@@ -509,26 +509,26 @@ def _export_megatron(
 def _export_universal(opened: TensorSource, out: Path, weights: Mapping[str, str]) -> int:
     """A folder of DeepSpeed's universal checkpoints; its files are written one after the other."""
     _see_free(out)
-    made = as_universal(
+    universal = as_universal(
         opened, weights, _options(opened) if isinstance(opened, Checkpoint | Composed) else {}
     )
     hidden = partial(out)
     shutil.rmtree(hidden, ignore_errors=True)
     try:
-        for file, theirs in made.tensors.items():
+        for file, theirs in universal.tensors.items():
             entry = opened.entries[theirs].cast(torch.float32)
             with FileSink() as sink:
                 sink.add_torch(hidden / file, {"param": entry})
                 for start, box in contiguous_boxes(entry):
                     sink.write("param", start, box, opened.read(theirs, box).to(entry.dtype))
-        for file, value in made.values.items():
+        for file, value in universal.values.items():
             (hidden / file).parent.mkdir(parents=True, exist_ok=True)
             torch.save(value, hidden / file)
-        write_file(hidden / LATEST, made.tag.encode())
+        write_file(hidden / LATEST, universal.tag.encode())
         hidden.rename(out)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-    return len(made.tensors)
+    return len(universal.tensors)
 
 
 def _options(checkpoint: Checkpoint | Composed) -> dict[str, Any]:

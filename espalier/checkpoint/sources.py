@@ -154,7 +154,7 @@ def _iteration(path: Path) -> Path:
     tracker = path / "latest_checkpointed_iteration.txt"
     if not tracker.is_file():
         return path
-    with told(tracker, "Megatron's tracker"):
+    with reading(tracker, "Megatron's tracker"):
         said = tracker.read_text("utf-8").strip()
         return path / (said if said == "release" else f"iter_{int(said):07d}")
 
@@ -169,7 +169,7 @@ def _only(paths: list[Path], path: Path) -> Path:
 def _file(path: Path) -> TensorSource:
     if not path.is_file():
         raise FormatError(f"{path} is no file. Give a file or folder with weights.")
-    with told(path, "a file"), path.open("rb") as file:
+    with reading(path, "a file"), path.open("rb") as file:
         start = file.read(9)
     if path.suffix == ".safetensors" or start[8:9] == b"{":
         return Safetensors(path)
@@ -183,7 +183,7 @@ class Safetensors(TensorSource):
         from safetensors import safe_open
 
         super().__init__(path)
-        with told(path, "safetensors"):
+        with reading(path, "safetensors"):
             self._file = safe_open(path, framework="pt")
             for name in self._file.keys():  # noqa: SIM118 - not a mapping
                 piece = self._file.get_slice(name)
@@ -195,7 +195,7 @@ class Safetensors(TensorSource):
                 self.entries[name] = TensorInfo(tuple(piece.get_shape()), DTYPES[dtype])
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
-        with told(self.path, "safetensors"):
+        with reading(self.path, "safetensors"):
             if not box.sizes:
                 tensor: torch.Tensor = self._file.get_tensor(name)
                 return tensor
@@ -231,7 +231,7 @@ class TorchFile(Loaded):
     """One file of ``torch.save``, mapped rather than loaded."""
 
     def __init__(self, path: Path) -> None:
-        with told(path, "what torch.save writes"):
+        with reading(path, "what torch.save writes"):
             try:
                 loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError as error:
@@ -275,7 +275,7 @@ class Sharded(TensorSource):
 
 
 def _indexed(path: Path) -> Sharded:
-    with told(path, "the index of sharded weights"):
+    with reading(path, "the index of sharded weights"):
         index = json.loads(path.read_text("utf-8"))
         files = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(files, dict):
@@ -302,7 +302,7 @@ class Distributed(TensorSource):
         self._pieces: dict[str, list[_Stretch]] = {}
         metadata = path / TORCH
         record = read_metadata(metadata)
-        with told(metadata, "the metadata of a distributed checkpoint"):
+        with reading(metadata, "the metadata of a distributed checkpoint"):
             self._take(record)
 
     def _take(self, record: Pickled) -> None:
@@ -455,7 +455,7 @@ def read_metadata(path: Path) -> Pickled:
     Raises:
         FormatError: it cannot be read, or asks for something that such a file has no use for.
     """
-    with told(path, "the metadata of a distributed checkpoint"):
+    with reading(path, "the metadata of a distributed checkpoint"):
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
         if not isinstance(metadata, Pickled) or metadata.kind not in ("Metadata", "MCoreMetadata"):
             raise FormatError(
@@ -466,7 +466,7 @@ def read_metadata(path: Path) -> Pickled:
 
 def read_value(path: Path, offset: int, length: int) -> Any:
     """What ``torch.save`` wrote into part of a file: tensors and plain values, and nothing else."""
-    with told(path, "what torch.save writes"), path.open("rb") as file:
+    with reading(path, "what torch.save writes"), path.open("rb") as file:
         file.seek(offset)
         stored_bytes = file.read(length)
         if len(stored_bytes) < length:
@@ -479,7 +479,7 @@ def read_value(path: Path, offset: int, length: int) -> Any:
 
 
 @contextmanager
-def told(path: Path, what: str) -> Iterator[None]:
+def reading(path: Path, what: str) -> Iterator[None]:
     """Tell whatever goes wrong while a file is read as ``what`` in one sentence."""
     try:
         yield

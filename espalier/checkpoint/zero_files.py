@@ -89,10 +89,10 @@ def read_zero(path: Path) -> dict[str, Any]:
     for number, shapes in enumerate(first["param_shapes"]):
         for name, cut in lay.group(number, {n: tuple(shape) for n, shape in shapes.items()}):
             model[name] = cut(lay.parameters(number))
-            found = {key: cut(flats) for key, flats in lay.states(number).items()}
+            state = {key: cut(flats) for key, flats in lay.states(number).items()}
             if (step := lay.step(number)) is not None:
-                found["step"] = torch.tensor(float(step))
-            optimizer["state"][name] = found
+                state["step"] = torch.tensor(float(step))
+            optimizer["state"][name] = state
         options = {k: x for k, x in lay.options(number).items() if k not in ("params", *_BESIDE)}
         optimizer["param_groups"].append({"params": list(shapes), **options})
     for name, other in dict(first.get("shared_params") or {}).items():
@@ -103,11 +103,11 @@ def read_zero(path: Path) -> dict[str, Any]:
 
 def _unsharded(state: Mapping[str, Any]) -> dict[str, Any]:
     """Stage 0: a state dict, and torch's of an optimizer, whose numbers are the parameters' order."""
-    made: dict[str, Any] = {"model": dict(state["module"])}
+    unsharded: dict[str, Any] = {"model": dict(state["module"])}
     optimizer = state.get("optimizer")
     if isinstance(optimizer, Mapping) and {"state", "param_groups"} <= optimizer.keys():
-        made["optimizer"] = dict(optimizer)
-    return made
+        unsharded["optimizer"] = dict(optimizer)
+    return unsharded
 
 
 class _Lies(ABC):

@@ -31,14 +31,14 @@ class Finding:
 
     Attributes:
         what: what was looked at.
-        found: what is there.
+        observed: what is there.
         state: "good"; "note" where something works less well; "wrong" where a run would fail.
         remedy: what to do; empty where nothing need be done.
         fix: does it, and tells what was done; None where only people can.
     """
 
     what: str
-    found: str
+    observed: str
     state: FindingState = "good"
     remedy: str = ""
     fix: Callable[[], str] | None = field(default=None, compare=False)
@@ -75,7 +75,7 @@ def tell(console: Console, findings: list[Finding]) -> None:
         table.add_column(name, overflow="fold")
     marks = {"good": "[green]good[/]", "note": "[yellow]note[/]", "wrong": "[bold red]wrong[/]"}
     for finding in findings:
-        table.add_row(marks[finding.state], finding.what, finding.found, finding.remedy)
+        table.add_row(marks[finding.state], finding.what, finding.observed, finding.remedy)
     console.print(table, highlight=False)
     wrong = sum(finding.state == "wrong" for finding in findings)
     mendable = sum(finding.fix is not None for finding in findings)
@@ -248,8 +248,8 @@ def _packages() -> list[Finding]:
     findings = [Finding("packages", there)]
     if missing:
         remedy = f"pip install {' '.join(missing)}"
-        told = f"missing: {', '.join(missing)}"
-        findings.append(Finding("packages", told, "wrong", remedy, _installed(*missing)))
+        observed = f"missing: {', '.join(missing)}"
+        findings.append(Finding("packages", observed, "wrong", remedy, _installed(*missing)))
     transformers = _version("transformers")
     if transformers is None:
         remedy = 'pip install transformers, for jobs with model.kind = "hf"'

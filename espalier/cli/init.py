@@ -164,8 +164,8 @@ def _optimizer(answers: Answers) -> str:
 def _positions(model: str) -> int:
     """Tokens of a row: 256, or fewer where the model takes no more."""
     file = Path(model) / "config.json"
-    told = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    most = told.get("max_position_embeddings", told.get("n_positions", 256))
+    config = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    most = config.get("max_position_embeddings", config.get("n_positions", 256))
     return min(256, most) if isinstance(most, int) else 256
 
 

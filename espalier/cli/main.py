@@ -120,8 +120,8 @@ def train(
         from espalier.train.trainer import Preempted
 
         hosts = _hosts(nodes, node_rank, rdzv, console)
-        given = {"port": port, "debug": debug, "resume": resume, "hosts": hosts}
-        summary = _on_ranks("train", loaded, console, **given)
+        options = {"port": port, "debug": debug, "resume": resume, "hosts": hosts}
+        summary = _on_ranks("train", loaded, console, **options)
         if isinstance(summary, Preempted):
             tell_preempted(console, summary)
             raise typer.Exit(130 if summary.interrupted else PREEMPTED)
@@ -295,11 +295,11 @@ def compare(
         from espalier.train.foresight import predicted
         from espalier.train.plan_page import compare_page
 
-        told, timeline = predicted(loaded, cluster)
+        checked, timeline = predicted(loaded, cluster)
         measured = _on_ranks("compare", loaded, console, port=port, debug=debug, steps=steps)
         if measured is None:  # of torchrun's ranks the first tells it
             return
-        comparison = Comparison(told.prediction, measured, told.bytes)
+        comparison = Comparison(checked.prediction, measured, checked.bytes)
         for line in comparison.lines():
             say(console, line)
         if json_ is not None:
@@ -535,10 +535,10 @@ def init(
 
         if path.exists() and not force:
             raise ValueError(f"{path} exists: name another file, or write over it with --force")
-        given = Answers(model or "gpt", data or "stdlib", field, chat, ranks, zero, lora, steps)
+        answers = Answers(model or "gpt", data or "stdlib", field, chat, ranks, zero, lora, steps)
         if model is None and data is None and sys.stdin.isatty():
-            given = asked(given, lambda question, now: str(typer.prompt(question, default=now)))
-        text = written(given)
+            answers = asked(answers, lambda question, now: str(typer.prompt(question, default=now)))
+        text = written(answers)
         path.write_text(text, "utf-8")
         load(path, [], None)
         typer.echo(f"{path} is written: espalier train {path}")
@@ -569,9 +569,9 @@ def generate(
     with one_clear_message(debug):
         from espalier.train.writing import write
 
-        given: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed, "chat": chat}
-        made = write(path, prompt, tokens, tokenizer=tokenizer, **given)
-        typer.echo(made.text if chat else made.whole)
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed, "chat": chat}
+        reply = write(path, prompt, tokens, tokenizer=tokenizer, **options)
+        typer.echo(reply.text if chat else reply.whole)
 
 
 @app.command()

@@ -225,8 +225,11 @@ class Backend(ABC):
         """Start to send each coordinate its row; those that come are added up in the coordinates' order."""
 
     def share(self, own: torch.Tensor, wires: Sequence[torch.Tensor], mesh: Mesh, axis: int) -> Work[Any]:
-        """Start to send ``own`` to all, and to fill the others' wires: from any memory to any other."""
-        raise NotImplementedError
+        """Start to send ``own`` to all, and to fill the others' wires: from any memory to any other.
+
+        Only of backends that have :attr:`fetches`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not send from any memory: see Backend.fetches")
 
 
 class C10d(Backend):

@@ -8,9 +8,9 @@ them into graphs).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -107,12 +107,8 @@ def _behind_each_other(xs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _views(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    ends = accumulate(sizes)
-    return [
-        flat[end - size : end].view(tuple(shape))
-        for shape, size, end in zip(shapes, sizes, ends, strict=True)
-    ]
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes])
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _apart(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:

@@ -85,17 +85,17 @@ class Hosts(Gloo):
                 own if i == 0 else own.new_empty(0) if t is None else t.view((sizes[i],), own.dtype)
                 for i, t in enumerate(taken)
             ]
-            made = together(rows)
+            results = together(rows)
             others = range(1, len(rows))
-            if len(made) == 1:
-                home.post(made[0], others, _DOWN)
+            if len(results) == 1:
+                home.post(results[0], others, _DOWN)
             else:
                 for i in others:
-                    home.post(made[i], [i], _DOWN)
+                    home.post(results[i], [i], _DOWN)
             for t in taken:
                 if t is not None:
                     t.give_back()
-            return made[0]
+            return results[0]
 
         return _Handed(self._host.courier.do(hand_on), own, result, self._limit)
 
@@ -174,12 +174,6 @@ class Hosts(Gloo):
             return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
 
         return Work(rest=lambda: handed.use(joined))
-
-    def gather_rows(self, rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis: int) -> Work[Any]:
-        here = rows[self._here]
-        if own is not None:
-            here.copy_(own)
-        return self.share(here, rows.unbind(0), mesh, axis)
 
     def share(self, own: torch.Tensor, wires: Sequence[torch.Tensor], mesh: Mesh, axis: int) -> Work[Any]:
         sizes = [own.numel()] * mesh.shape[axis]

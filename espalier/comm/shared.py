@@ -93,7 +93,7 @@ class Shared(Gloo):
         if x.nbytes <= _WHOLE or (beside and n <= _FEW):
             self.post(x, self._others, _REDUCE)
             rows = self._from_all(x, _REDUCE, [x.shape] * n)
-            return Work(rest=lambda: rows.use(lambda found: x.copy_(reduced(found, op))))
+            return Work(rest=lambda: rows.use(lambda received: x.copy_(reduced(received, op))))
         if beside:
             return None
         parts = split(x.view(-1), n)
@@ -105,7 +105,7 @@ class Shared(Gloo):
 
         def hand_on() -> None:
             if own.numel():
-                rows.use(lambda found: own.copy_(reduced(found, op)))
+                rows.use(lambda received: own.copy_(reduced(received, op)))
                 self.post(own, self._others, _REDUCED)
             self._fill(parts, sums)
 
@@ -125,7 +125,7 @@ class Shared(Gloo):
         shapes = [[*x.shape[:dim], chunk_bounds(size, n, i)[1], *x.shape[dim + 1 :]] for i in range(n)]
         rows = self._from_all(x, _GATHER, shapes)
         if math.prod(x.shape[:dim]) != 1:
-            return Work(rest=lambda: rows.use(lambda found: torch.cat(found, dim)))
+            return Work(rest=lambda: rows.use(lambda received: torch.cat(received, dim)))
         # one piece lies behind the other
         out = x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
         parts = torch.split(out, [shape[dim] for shape in shapes], dim)
@@ -143,7 +143,7 @@ class Shared(Gloo):
         for i in self._others:
             self.post(as_it_lies(pieces[i]), [i], _SCATTER)
         rows = self._from_all(pieces[here], _SCATTER, [pieces[here].shape] * n)
-        return rows.use(lambda found: reduced(found, "max" if x.dtype is torch.bool else "sum"))
+        return rows.use(lambda received: reduced(received, "max" if x.dtype is torch.bool else "sum"))
 
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], dim: int, mesh: Mesh, axis: int
@@ -151,7 +151,9 @@ class Shared(Gloo):
         gives = [as_it_lies(p) for p in pieces]
         for i in self._others:
             self.post(gives[i], [i], _ALL_TO_ALL)
-        return self._from_all(gives[self._here], _ALL_TO_ALL, shapes).use(lambda found: torch.cat(found, dim))
+        return self._from_all(gives[self._here], _ALL_TO_ALL, shapes).use(
+            lambda received: torch.cat(received, dim)
+        )
 
     def exchange(
         self, flat: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list[int]
@@ -192,12 +194,6 @@ class Shared(Gloo):
     def receive(self, xs: Sequence[torch.Tensor], mesh: Mesh, axis: int, source: int, tag: int) -> Work[Any]:
         expected = [self.expect(source, _OWN + tag, x.nbytes) for x in xs]
         return Work(rest=lambda: self._fill(xs, expected))
-
-    def gather_rows(self, rows: torch.Tensor, own: torch.Tensor | None, mesh: Mesh, axis: int) -> Work[Any]:
-        here = rows[self._here]
-        if own is not None:
-            here.copy_(own)
-        return self.share(here, rows.unbind(0), mesh, axis)
 
     def share(self, own: torch.Tensor, wires: Sequence[torch.Tensor], mesh: Mesh, axis: int) -> Work[Any]:
         self.post(own, self._others, _SHARE)
@@ -254,5 +250,5 @@ class _Sum(Summing):
         self._from = rows
 
     def wait(self, out: torch.Tensor, *, add: bool = False) -> None:
-        self._from.use(lambda found: self._add_up(found, out, add))
+        self._from.use(lambda received: self._add_up(received, out, add))
         self._sent = None

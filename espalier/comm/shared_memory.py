@@ -309,7 +309,7 @@ class Host:
         self._own: _Segment | None = None
         self._descriptor = -1
         self._looks = _LOOKS
-        self._told = False
+        self._has_warned = False
         self._courier: Courier | None = None
         if is_fake():  # nobody is there to say where it is
             place = {"host": _host_name(), "why": "", "space": None}
@@ -389,8 +389,8 @@ class Host:
         for members in hosts:
             why = self._why_not([ranks[i] for i in members], [places[i] for i in members])
             if why:
-                if not self._told and self.rank == min(ranks[i] for i in members):
-                    self._told = True
+                if not self._has_warned and self.rank == min(ranks[i] for i in members):
+                    self._has_warned = True
                     warnings.warn(
                         f"Ranks of one host talk through gloo, which is slower than shared memory: {why}. "
                         f"{TRANSPORT}=gloo silences this.",

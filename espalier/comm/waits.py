@@ -57,7 +57,7 @@ class Waits:
         since, count = self._open.get(axis, (began, 0))
         self._open[axis] = (since if count else began), count + 1
 
-        def waits(*args: Any, **given: Any) -> Any:
+        def waits(*args: Any, **kwargs: Any) -> Any:
             nonlocal under_way
             if under_way:
                 under_way = False
@@ -65,7 +65,7 @@ class Waits:
                 self._open[axis] = since, count - 1
                 if count == 1:
                     self.beside[axis] = self.beside.get(axis, 0.0) + time.perf_counter() - since
-            return self.time(axis, lambda: wait(*args, **given))
+            return self.time(axis, lambda: wait(*args, **kwargs))
 
         begun.wait = waits
 
@@ -81,8 +81,8 @@ class _Timed:
         if name == "beyond" or not callable(inner):
             return inner
 
-        def call(*args: Any, **given: Any) -> Any:
-            out = self._waits.time(self._axis, lambda: inner(*args, **given))
+        def call(*args: Any, **kwargs: Any) -> Any:
+            out = self._waits.time(self._axis, lambda: inner(*args, **kwargs))
             if isinstance(out, Work | Summing):
                 self._waits.follow(self._axis, out)
             return out

@@ -103,7 +103,7 @@ class Accumulation:
                 loss = forward(batch)
             return loss, self._seen(loss)
         loss = forward(batch)
-        return loss, None if self._count == "sum" else self._told(self._count, batch)
+        return loss, None if self._count == "sum" else self._counted(self._count, batch)
 
     @property
     def followed(self) -> Followed | None:
@@ -215,18 +215,18 @@ class Accumulation:
         assert self._total is not None and layout is not None
         return stamp(self._total.view_as(self._total), layout)
 
-    def _told(self, count: Callable[[Any], Any], batch: Any) -> torch.Tensor:
+    def _counted(self, count: Callable[[Any], Any], batch: Any) -> torch.Tensor:
         if self._mesh.is_dry:  # there are no values to count
             return torch.ones((), dtype=torch.float64, device=self._mesh.device())
-        found, device = count(batch), self._mesh.device()
-        number = full_tensor(found) if isinstance(found, torch.Tensor) else torch.tensor(found, device="cpu")
+        value, device = count(batch), self._mesh.device()
+        number = full_tensor(value) if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
         if number.numel() == 1 and is_accelerator(number.device):
             # nobody waits for it; where it is none, nor is the loss
             counted = number.reshape(()).to(device, torch.float64)
             return torch.where(counted > 0, counted, math.nan)
         if number.numel() != 1 or not number.item() > 0:
             raise ValueError(
-                f"count= gave {found!r} for a micro-batch; expected a number above 0: of the tokens (or "
+                f"count= gave {value!r} for a micro-batch; expected a number above 0: of the tokens (or "
                 "rows) that its loss is a mean over."
             )
         return number_on(number.item(), device, torch.float64)
@@ -471,12 +471,12 @@ def _of_classes(func: Any, args: Any, kwargs: Any, go: Go) -> Any:
     return out
 
 
-def mean_on_one_rank(func: Callable[..., Any], made: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+def mean_on_one_rank(func: Callable[..., Any], result: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """What does, on plain tensors, what a call did that made a mean over tokens, and marks what it makes.
 
     None if it has made something else.
     """
-    mark = mark_of(made)
+    mark = mark_of(result)
     if func not in OF_CLASSES or type(mark) is not Mean or not isinstance(mark.counts[0], torch.Tensor):
         return None
 

@@ -50,6 +50,11 @@ class Awaited:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            raise TypeError(
+                "torch.autograd.grad of an output: In a pipeline it is yet to be computed, and not where the "
+                "input is. Take the gradient in the model's forward, or train under a plan without pipe."
+            )
         return _kept(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
@@ -151,9 +156,9 @@ def _captured(of: Awaited) -> list[torch.Tensor]:
     if of._step is None:
         return []
     kwargs = {name: x for name, x in of._step.kwargs.items() if name not in _CONSTANT}
-    given = [list(of._step.args), kwargs]
-    within = [x for one in leaves(given, Awaited) for x in _captured(one)]
-    return list({id(x): x for x in [*within, *leaves(given, torch.Tensor)]}.values())
+    arguments = [list(of._step.args), kwargs]
+    within = [x for one in leaves(arguments, Awaited) for x in _captured(one)]
+    return list({id(x): x for x in [*within, *leaves(arguments, torch.Tensor)]}.values())
 
 
 def _replayed(of: Awaited, ids: Sequence[int], output: Any, captured: Sequence[torch.Tensor]) -> Any:
@@ -163,7 +168,7 @@ def _replayed(of: Awaited, ids: Sequence[int], output: Any, captured: Sequence[t
 
 def _evaluated(
     of: Awaited,
-    given: Mapping[int, torch.Tensor],
+    replacements: Mapping[int, torch.Tensor],
     done: dict[int, Any],
     output: Callable[[], Any],
     fresh: bool = False,
@@ -178,8 +183,8 @@ def _evaluated(
 
         def inner(x: Any) -> Any:
             if isinstance(x, Awaited):
-                return _evaluated(x, given, done, output, fresh)
-            return given.get(id(x), x) if isinstance(x, torch.Tensor) else x
+                return _evaluated(x, replacements, done, output, fresh)
+            return replacements.get(id(x), x) if isinstance(x, torch.Tensor) else x
 
         step = of._step
         value = step.func(*tree_map(inner, step.args), **tree_map(inner, dict(step.kwargs)))

@@ -65,6 +65,11 @@ class Batches:
     def _sizes(self) -> list[int]:
         return [self.mesh.shape[a] for a in self.axes]
 
+    @property
+    def readers(self) -> int:
+        """How many parts a batch is cut into."""
+        return math.prod(self._sizes)
+
     # ---- of a known size
 
     def rows(self, size: int) -> slice:
@@ -78,7 +83,7 @@ class Batches:
     def share(self, batch: Any) -> int:
         """The most rows that a rank computes of a global batch; 1 if it has none."""
         size = max((x.shape[0] for _, x in _leaves(batch)), default=1)
-        return -(-size // math.prod(self._sizes))
+        return -(-size // self.readers)
 
     def local(self, rows: Any, size: int, lengths: frozenset[int] | None = None) -> Any:
         """This rank's rows of a global batch as DTensors.
@@ -87,7 +92,7 @@ class Batches:
             lengths: of the sequences of the batch, where these rows are a part of it.
         """
         lengths = _lengths(rows) if lengths is None else lengths
-        among = math.prod(self._sizes)
+        among = self.readers
         if size < among:
             warnings.warn(
                 f"A global batch of {size} rows leaves {among - size} of the {among} ranks that share it "
@@ -98,23 +103,28 @@ class Batches:
         def wrap(x: Any) -> Any:
             if not _has_rows(x) or isinstance(x, DTensor):
                 return x
-            axes = tuple(0 if a in self.axes else "R" for a in range(self.mesh.ndim))
-            layout = Layout.of(
-                self.mesh, axes, (self.axes, *((),) * (x.ndim - 1)), torch.Size((size, *x.shape[1:]))
-            )
+            layout = self._cut_by_rows((size, *x.shape[1:]))
             if tuple(x.shape) != layout.local_shape:
                 raise ValueError(
                     f"Of a global batch of {size} this rank computes {layout.local_shape[0]} rows, "
                     f"but {x.shape[0]} were given. Load the rows engine.batch_rows({size}), or leave "
                     "size out: then the ranks exchange rows."
                 )
-            own = alike(stamp(moved(x, self.mesh.device()).view_as(x), layout))
-            dim = _sequence(x, lengths)
-            if self._context is None or dim is None:
-                return own
-            return redistribute(own, layout.with_axis(self._context, dim))
+            return self._cut_by_sequence(
+                alike(stamp(moved(x, self.mesh.device()).view_as(x), layout)), lengths
+            )
 
         return tree_map(wrap, rows)
+
+    def _cut_by_rows(self, shape: Sequence[int]) -> Layout:
+        axes = tuple(0 if a in self.axes else "R" for a in range(self.mesh.ndim))
+        return Layout.of(self.mesh, axes, (self.axes, *((),) * (len(shape) - 1)), torch.Size(shape))
+
+    def _cut_by_sequence(self, x: DTensor, lengths: frozenset[int]) -> DTensor:
+        dim = _sequence(x, lengths)
+        if self._context is None or dim is None:
+            return x
+        return redistribute(x, x._layout.with_axis(self._context, dim))
 
     def typed(self, batch: Any) -> Any:
         """A global batch, equal on all ranks, cut to this rank's rows; DTensors stay as they are."""
@@ -126,6 +136,10 @@ class Batches:
             if not _has_rows(x) or isinstance(x, DTensor):
                 return x
             claim(x, Layout.replicated(self.mesh, tuple(x.shape)), "the global batch given to the engine")
+            if x.requires_grad and torch.is_grad_enabled() and self.readers > 1:
+                # its gradient is to be that of all rows, as its value is
+                whole = DTensor.from_local(x, self.mesh)
+                return self._cut_by_sequence(redistribute(whole, self._cut_by_rows(x.shape)), lengths)
             return self.local(x[self.rows(x.shape[0])], x.shape[0], lengths)
 
         return tree_map(cut, batch)
@@ -191,7 +205,7 @@ class Batches:
             it, and by what its gradient is to be multiplied.
         """
         mesh, layout = self.mesh, x._layout.own
-        among = math.prod(self._sizes)
+        among = self.readers
         if not x.ndim or among == 1:
             same = redistribute(x, Layout.replicated(mesh, layout.shape))
             return same.to_local(grad_placements=[Replicate()] * mesh.ndim), 1.0
@@ -231,7 +245,7 @@ class Batches:
         """The global batch, and how many of its rows each rank has given."""
         mesh = self.mesh
         if mesh.is_dry:
-            size = _rows_of(rows) * math.prod(self._sizes)
+            size = _rows_of(rows) * self.readers
             return self.local(rows, size), self._even(size)
         rows = dict(rows) if isinstance(rows, Mapping) else rows
         count, form = _EXHAUSTED, ""

@@ -37,8 +37,6 @@ from espalier.torch_private import raw
 
 _RANDOM, _STREAMS = "random.torch", "random.device"  # the latter has a row for each rank
 
-Fill = Callable[[torch.Tensor], None]
-
 
 def tree_of(
     module: nn.Module,
@@ -471,8 +469,8 @@ def load_weights(
     """See :meth:`espalier.Engine.load_weights`; ``data`` as for :func:`restore`."""
     weights, error = None, None
     try:
-        given = Loaded(Path("The state dict"), path) if isinstance(path, Mapping) else open_any(path)
-        weights = Foreign(given, own.module, own.optimizer if optimizer else None)
+        source = Loaded(Path("The state dict"), path) if isinstance(path, Mapping) else open_any(path)
+        weights = Foreign(source, own.module, own.optimizer if optimizer else None)
     except FormatError as met:
         error = met
     agreed(error, own.mesh, ValueError)

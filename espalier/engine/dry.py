@@ -199,13 +199,13 @@ def dry_engine(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     coordinate: tuple[int, ...] | Mapping[str, int] | None = None,
-    **given: Any,
+    **options: Any,
 ) -> Engine:
     """An engine on a mesh without processes, a copy of a model laid out on it.
 
     Args:
         model, plan, batch, optimizer, coordinate: as for :func:`dry_run`.
-        given: more for :func:`initialize`.
+        options: more for :func:`initialize`.
 
     Raises:
         ValueError: a parameter is not on ``meta``.
@@ -224,7 +224,7 @@ def dry_engine(
     if isinstance(coordinate, Mapping):
         coordinate = _place(plan, coordinate)
     mesh = Mesh.dry(plan.axes, coordinate)
-    return initialize(model, optimizer, plan, mesh=mesh, example=batch, **given)
+    return initialize(model, optimizer, plan, mesh=mesh, example=batch, **options)
 
 
 def _place(plan: Plan, named: Mapping[str, int]) -> tuple[int, ...]:
@@ -253,7 +253,7 @@ def _copied(
     if optimizer is None:
         return twin.module, None
     other = object.__new__(type(optimizer))  # not as it is pickled: that leaves out what subclasses have
-    other.__dict__.update(twin.given)
+    other.__dict__.update(twin.extra)
     return twin.module, other
 
 
@@ -374,14 +374,14 @@ def explain_layouts(
     Raises:
         ValueError: a parameter is not on ``meta``.
     """
-    made = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
+    plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
     options: dict[str, Any] = {"optimizer": optimizer, "layouts": layouts, "count": count}
-    if made.pipe == 1:
-        return _explained(model, made, batch, None, options)
+    if plan.pipe == 1:
+        return _explained(model, plan, batch, None, options)
     rows: dict[tuple[str, str], LayoutRow] = {}
-    for stage in range(made.pipe):
-        place = tuple(stage if name == "pipe" else 0 for name in made.axes)
-        table = _explained(model, made, batch, place, options)
+    for stage in range(plan.pipe):
+        place = tuple(stage if name == "pipe" else 0 for name in plan.axes)
+        table = _explained(model, plan, batch, place, options)
         for row in table.rows:
             if row.module == _OUTSIDE:
                 row = replace(row, module=f"{_OUTSIDE}, rank {stage} of the pipe")

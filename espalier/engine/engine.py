@@ -200,7 +200,7 @@ def _compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
         (plan.tensor_mode != "1d", "products of 2d, 2.5d and 3d travel in panels: expected tensor_mode = 1d"),
         (bool(experts), "how many rows go to an expert hangs on values: compile attention by itself"),
     )
-    wrong = [told for is_so, told in refused if is_so]
+    wrong = [reason for is_so, reason in refused if is_so]
     if wrong:
         raise ValueError("compile: " + "; ".join(wrong) + ". Or leave compile out.")
     return [*listed.values()]
@@ -432,7 +432,7 @@ class Engine(Surface):
         Raises:
             ValueError: the dataset has no length, or ``options`` say how rows are drawn.
         """
-        made = Loader(
+        loader = Loader(
             self.local_batch,
             self.batch_rows,
             dataset,
@@ -443,8 +443,8 @@ class Engine(Surface):
             collate_fn=collate_fn,
             options=options,
         )
-        self._loaders = (*self._loaders, made)
-        return made
+        self._loaders = (*self._loaders, loader)
+        return loader
 
     # ---- the three calls, and one for all
 
@@ -656,7 +656,7 @@ class Engine(Surface):
     def _riders(self, judge: Judge) -> list[Rider]:
         """What the ranks tell one another with the norm; the guard's ``judge`` is given one loss for all."""
         riders = self.passes.riders(None if self.guard is None else judge)
-        if shares := self.passes.given.shares():
+        if shares := self.passes.first_batches.shares():
             riders.append(Rider(shares, self._compare))
         return riders
 
@@ -667,7 +667,7 @@ class Engine(Surface):
             ValueError: on all ranks; there are no gradients then.
         """
         try:
-            self.passes.given.check(sums)
+            self.passes.first_batches.check(sums)
         except ValueError:
             self.zero_grad()
             raise

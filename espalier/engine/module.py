@@ -165,10 +165,10 @@ def prepare(
             "set of options."
         )
     engine = initialize(model, optimizers[0] if optimizers else None, plan, **options)
-    made = EngineModule(engine, rows)
+    module = EngineModule(engine, rows)
     if not things:
-        return made
-    return made, *(spread(engine, x) if isinstance(x, DataLoader) else x for x in things)
+        return module
+    return module, *(spread(engine, x) if isinstance(x, DataLoader) else x for x in things)
 
 
 def spread(engine: Engine, loader: DataLoader[Any]) -> Any:

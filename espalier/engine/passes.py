@@ -184,7 +184,7 @@ class Passes(ABC):
         # ranks of tensor axes that cut rows may well be given the same ones
         reading = [a for a in call.batches.axes if call.mesh.names[a] in call.plan.data_axes]
         readers = math.prod(call.mesh.shape[a] for a in reading)
-        self.given = GivenBatches(mesh, place, call.plan.pipe, readers)
+        self.first_batches = GivenBatches(mesh, place, call.plan.pipe, readers)
         self.pulse = Watchdog(Faults())
         self._trains, self._lay_out = trains, weakref.WeakMethod(lay_out)
 
@@ -199,11 +199,11 @@ class Passes(ABC):
         self.evaluation.size = self.call.batches.micro_batches = micro_batches
 
     @abstractmethod
-    def arrange(self, batch: Any, **given: Any) -> Arrangement | None:
+    def arrange(self, batch: Any, **options: Any) -> Arrangement | None:
         """The layouts of the parameters; None if a batch is needed and missing.
 
         Args:
-            given: more for :func:`~espalier.parallel.arrange`.
+            options: more for :func:`~espalier.parallel.arrange`.
         """
 
     @abstractmethod
@@ -260,7 +260,7 @@ class Passes(ABC):
         """A batch is about to be trained on."""
         if self._trains:
             self.traffic.begin()
-            self.given.note(batch)
+            self.first_batches.note(batch)
 
     # ---- gradients
 
@@ -374,20 +374,20 @@ class Passes(ABC):
 class Direct(Passes):
     """Micro-batches one after the other, forward and backward each when it is asked for."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         if self.plan.accumulate == 1:
             self.accumulation = None
         self._counts = CountsAhead()
         self._hooks = BackwardHooks(self._begin_backward, self._end_backward, self._refused, self._have)
-        self._given: torch.Tensor | None = None  # the loss of the last call
+        self._last_loss: torch.Tensor | None = None
         self._is_own = False  # each rank makes a loss of its own rows
         self.is_syncing = self._finishes = True
         self._is_within = False  # train()
 
-    def arrange(self, batch: Any, **given: Any) -> Arrangement | None:
+    def arrange(self, batch: Any, **options: Any) -> Arrangement | None:
         sample, rows = self.call.sample(batch), self.call.batches.share(batch)
-        return arrange(self.call.module, self.plan, self.mesh, batch=sample, rows=rows, **given)
+        return arrange(self.call.module, self.plan, self.mesh, batch=sample, rows=rows, **options)
 
     def resize(self, micro_batches: int) -> None:
         super().resize(micro_batches)
@@ -412,7 +412,7 @@ class Direct(Passes):
         loss = self._loss_of(batch) if of_step is None else of_step.forward(batch, self._loss_of)
         if loss.requires_grad:
             self.follow(loss)
-            self._given = loss.detach()
+            self._last_loss = loss.detach()
         self._is_own = False
         return loss
 
@@ -425,11 +425,14 @@ class Direct(Passes):
 
     def outputs(self, inputs: Any, rows: str) -> Any:
         call, held, own = self.call, None, rows == "own"
+        trains = torch.is_grad_enabled()
+        if trains:
+            inputs = tree_map(partial(self._entering, own), inputs)
         if own:
-            self.given.note(inputs, own=True)
+            self.first_batches.note(inputs, own=True)
             inputs, held = call.batches.own(inputs)
         batch = call.alone(inputs)
-        if trains := torch.is_grad_enabled():
+        if trains:
             self._begins(batch)
         self._laid_out(batch).begin_forward()
         typed = call.batches.typed(inputs)
@@ -437,7 +440,7 @@ class Direct(Passes):
             output = call.output(tree_map(call.cast, typed))
         if trains and self.accumulation is not None:
             self.accumulation.expect()
-        self._given, self._is_own = None, own
+        self._last_loss, self._is_own = None, own
 
         def leave(x: Any) -> Any:
             share = 1.0
@@ -454,14 +457,28 @@ class Direct(Passes):
 
         return mapped(leave, output)
 
+    def _entering(self, own: bool, x: Any) -> Any:
+        """An input, whose gradient is to be that of the loss that the program sees."""
+        factor = self.call.batches.readers if own else 1
+        if not isinstance(x, torch.Tensor) or not x.requires_grad or isinstance(x, DTensor):
+            return x
+        if factor == 1 and self.scaler is None:
+            return x
+        entering = x.view_as(x)
+        entering.register_hook(partial(_gone_back, weakref.WeakMethod(self._give_back), factor))
+        return entering
+
+    def _give_back(self, grad: torch.Tensor, factor: float) -> torch.Tensor:
+        """The gradient of an input, in which the engine's own factors are."""
+        return _times(grad, factor if self.scaler is None else factor / self.scaler.scale)
+
     def _come_back(self, grad: torch.Tensor, share: float) -> torch.Tensor:
         """The gradient of an output has come, of a loss made elsewhere."""
         if not self._hooks.is_open:
             self._hooks.come(is_known=True)
             if self.scaler is not None:
                 share *= self.scaler.scale
-        with raw():
-            return grad if share == 1 else grad * share
+        return _times(grad, share)
 
     def follow(self, x: torch.Tensor) -> None:
         """See :meth:`espalier.Engine.follow`."""
@@ -542,7 +559,7 @@ class Direct(Passes):
             gradients.stop()  # torch.autograd.grad, or a pass of others: no gradients are added
             return
         self.has_gradients = True
-        self.loss = self.loss if asked else self._given
+        self.loss = self.loss if asked else self._last_loss
         self.data.end_backward()
         if self.accumulation is not None and not asked:
             self.accumulation.pass_by()
@@ -697,6 +714,25 @@ class BackwardHooks:
     def _over(self) -> None:
         self._of = None
         _called(self._end, False)
+
+
+class _Times(torch.autograd.Function):
+    """A factor of a gradient that says how ranks share a loss: no part of what a second derivative is of."""
+
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, factor: float) -> torch.Tensor:
+        return grad * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def _times(grad: torch.Tensor, factor: float) -> torch.Tensor:
+    with raw():
+        return grad if factor == 1 else _Times.apply(grad, factor)
 
 
 def _called(method: weakref.WeakMethod[Any], *args: Any) -> Any:

@@ -331,15 +331,15 @@ class _Entries:
         self._names = frozenset(table)
         with raw():
             held = {name: x for name, x in table.items() if name not in _INTERNAL}
-            made = {} if whole else {name: x for name, x in held.items() if _has_history(x)}
-        self._values = {name: x for name, x in held.items() if name not in made} if made else held
-        self._made = made
+            historic = {} if whole else {name: x for name, x in held.items() if _has_history(x)}
+        self._values = {name: x for name, x in held.items() if name not in historic} if historic else held
+        self._with_history = historic
 
     def settle(self, table: dict[str, Any]) -> None:
         """After a computation."""
-        if self._made:
-            self._values |= {name: x for name, x in self._made.items() if table.get(name) is x}
-            self._made = {}
+        if self._with_history:
+            self._values |= {name: x for name, x in self._with_history.items() if table.get(name) is x}
+            self._with_history = {}
 
     def put(self, table: dict[str, Any]) -> None:
         """Let it have that again."""
@@ -472,13 +472,13 @@ class _Cache:
     """A cache of keys and values, or of states (transformers'), to which blocks write."""
 
     def __init__(self, cache: Any) -> None:
-        self._given, self._before = cache, _copied(cache)
+        self._original, self._before = cache, _copied(cache)
         with raw():
             self._held: list[tuple[torch.Tensor, int]] | None = [(x, x._version) for x in _inside(cache)]
 
     def take(self) -> Any:
         """The cache given; from the second time on, one as that was before the first."""
-        cache, self._given = self._given, None
+        cache, self._original = self._original, None
         return _copied(self._before) if cache is None else cache
 
     def settle(self) -> None:

@@ -57,8 +57,8 @@ _grad: Any = torch.Tensor.grad
 class Staged(Passes):
     """All micro-batches of a step together, through stages that lie on different ranks."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._stages: Stages | None = None
         self._axis = self.mesh.axis("pipe")
         self._here = self.mesh.coordinate[self._axis]
@@ -68,7 +68,7 @@ class Staged(Passes):
 
     # ---- to lay out
 
-    def arrange(self, batch: Any, **given: Any) -> Arrangement | None:
+    def arrange(self, batch: Any, **options: Any) -> Arrangement | None:
         if batch is None:
             return None
         call, module = self.call, self.call.module
@@ -85,7 +85,7 @@ class Staged(Passes):
             raise unmeasured
         sample, rows = call.sample(batch), call.batches.share(batch)
         arrangement = arrange(
-            module, self.plan, call.mesh, batch=sample, rows=rows, stages=stages.meshes, **given
+            module, self.plan, call.mesh, batch=sample, rows=rows, stages=stages.meshes, **options
         )
         assert arrangement is not None
         arrangement.parts = stages.parts
@@ -437,7 +437,7 @@ class ModelRun:
         """Forward and backward of all micro-batches; gives their loss as one."""
         passes, call = self._passes, self._passes.call
         if self._is_own:
-            passes.given.note(self._inputs, own=True)
+            passes.first_batches.note(self._inputs, own=True)
         earlier = passes.taken_gradients()
         batch = self._inputs, captured
         parts = call.batches.cut(batch)

@@ -285,7 +285,7 @@ class _FlatRun:
     ) -> _FlatRun | None:
         """A run, if the states of its members allow it."""
         states: list[State] = [optimizer.state.get(p, {}) for p in members]
-        if any(given.keys() != states[0].keys() for given in states):
+        if any(state.keys() != states[0].keys() for state in states):
             return None
         run = _FlatRun(members, states, rooms)
         joined = {name: run._join([state[name] for state in states]) for name in states[0]}

@@ -29,7 +29,7 @@ class Sign:
         state: see :class:`~espalier.faults.liveness.Look`; ``where`` likewise.
         quiet: seconds without anything done.
         end: ``""`` as long as it runs; ``"failed"``, ``"consequence"`` (an error that tells of another's),
-            ``"left"``; ``told`` is the error's text, and ``at`` when it was.
+            ``"left"``; ``message`` is the error's text, and ``at`` when it was.
         words: the last lines of its standard error.
         peers: of other ranks on its machine the seconds computed; None where the process has ended.
         ready: of these, those that give no sign but would compute if they had a core.
@@ -46,7 +46,7 @@ class Sign:
     where: str = ""
     quiet: float = 0.0
     end: str = ""
-    told: str = ""
+    message: str = ""
     at: float = 0.0
     words: list[str] = field(default_factory=list)
     peers: dict[int, float | None] = field(default_factory=dict)
@@ -134,12 +134,12 @@ def judge(heard: Mapping[int, Heard], faults: Faults) -> Verdict | None:
     signs = {rank: of.sign for rank, of in heard.items() if of.sign is not None}
     failed = sorted((s.at, rank) for rank, s in signs.items() if s.end == "failed")
     if failed:
-        return _told(heard, [failed[0][1]], lambda s: f"failed: {s.told}", 0.0)
+        return _verdict(heard, [failed[0][1]], lambda s: f"failed: {s.message}", 0.0)
     ended = {peer for s in signs.values() for peer, computed in s.peers.items() if computed is None}
     gone = sorted(rank for rank in ended if rank in signs and heard[rank].runs)
     if gone:
         delay = max(heard[rank].silent for rank in gone)
-        return _told(
+        return _verdict(
             heard, gone, lambda s: "is gone: its process has ended without a word; last heard of", delay
         )
     silent = [
@@ -147,16 +147,18 @@ def judge(heard: Mapping[int, Heard], faults: Faults) -> Verdict | None:
     ]
     if silent:
         delay = min(heard[rank].silent for rank in silent)
-        return _told(heard, silent, lambda s: f"gave no sign of life for {delay:.1f} s (on {s.host})", delay)
+        return _verdict(
+            heard, silent, lambda s: f"gave no sign of life for {delay:.1f} s (on {s.host})", delay
+        )
     left = sorted(rank for rank, s in signs.items() if s.end == "left")
     hurt = [rank for rank, s in signs.items() if s.end == "consequence"]
     rest = [of for of in heard.values() if of.runs]
     if left and (hurt or _stuck(rest, min(faults.limit, _SOON), faults)):
         delay = max((of.quiet for of in rest), default=0.0)
-        return _told(heard, left, lambda s: f"has left: {s.told}", delay)
+        return _verdict(heard, left, lambda s: f"has left: {s.message}", delay)
     if hurt and all(of.silent > _SOON for of in (heard[rank] for rank in hurt)):
         delay = max(heard[rank].silent for rank in hurt)
-        return _told(heard, hurt, lambda s: f"lost its connection: {s.told}", delay)
+        return _verdict(heard, hurt, lambda s: f"lost its connection: {s.message}", delay)
     if not left and not hurt and _stuck(rest, faults.limit, faults):
         return _hanging(heard, signs)
     return None
@@ -179,7 +181,7 @@ def _hanging(heard: Mapping[int, Heard], signs: Mapping[int, Sign]) -> Verdict:
     elsewhere = sorted(rank for rank, s in signs.items() if s.state != "waits")
     if elsewhere:
         says = f"has done nothing for {delay:.1f} s, and the others wait"
-        return _told(heard, elsewhere, lambda s: says, delay)
+        return _verdict(heard, elsewhere, lambda s: says, delay)
     parted = divergence(list(signs.values()))
     if parted is not None:
         ranks, what = parted
@@ -230,7 +232,7 @@ def divergence(signs: Sequence[Sign]) -> tuple[tuple[int, ...], str] | None:
     return None
 
 
-def _told(
+def _verdict(
     heard: Mapping[int, Heard], ranks: Sequence[int], what: Callable[[Sign], str], delay: float
 ) -> Verdict:
     first = heard[ranks[0]].sign

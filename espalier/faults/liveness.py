@@ -195,11 +195,6 @@ def machine() -> str:
     return f"{socket.gethostname()} {space}"
 
 
-def sees_processes() -> bool:
-    """Whether other processes can be looked at."""
-    return _stat(os.getpid()) is not None
-
-
 _READY: Final = ("R", "D")
 _TICKS: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 

@@ -30,8 +30,8 @@ class Faults:
     def __post_init__(self) -> None:
         wrong = []
         if not 1 <= self.limit < math.inf:
-            told = "a rank gives a sign of life twice a second: expected at least 1 (second), and finite"
-            wrong.append(("limit", self.limit, told))
+            expected = "a rank gives a sign of life twice a second: expected at least 1 (second), and finite"
+            wrong.append(("limit", self.limit, expected))
         if not self.outside >= self.limit:
             wrong.append(("outside", self.outside, f"expected at least limit = {self.limit}"))
         if wrong:

@@ -76,7 +76,7 @@ class Watchdog:
         self._quiet_since = time.monotonic()
         self._seen: Any = None
         self._look = Look("busy", "")
-        self._end, self._told, self._at = "", "", 0.0
+        self._end, self._message, self._at = "", "", 0.0
         self._patient = 0
         self._verdict: Verdict | None = None
         self._voted = False
@@ -152,7 +152,7 @@ class Watchdog:
         self._stderr = None if self._folder or sys.stderr is None else _Stderr.over(sys.stderr)
         self.running = True
         die_fast(self.rank)
-        Exits.told = (*Exits.told, self.leaving)
+        Exits.listeners = (*Exits.listeners, self.leaving)
         atexit.register(self._join)  # called after the next: where the watch has ended by itself, say
         atexit.register(self.leaving, None)
         self.signals.hear()
@@ -169,7 +169,7 @@ class Watchdog:
             return
         self.running = False
         self._watching.__exit__(None, None, None)
-        Exits.told = tuple(tell for tell in Exits.told if tell != self.leaving)
+        Exits.listeners = tuple(tell for tell in Exits.listeners if tell != self.leaving)
         atexit.unregister(self.leaving)
         self.signals.forget()
         if self._stderr is not None:
@@ -195,11 +195,13 @@ class Watchdog:
             return False
         first = not self._end
         if error is None or isinstance(error, SystemExit):
-            self._told = "its program has ended" + (f" with {error.code!r}" if error and error.code else "")
+            self._message = "its program has ended" + (
+                f" with {error.code!r}" if error and error.code else ""
+            )
             self._end = self._end or "left"
         elif first:
             text = "".join(traceback.format_exception_only(error)).strip()
-            self._told, self._at = text, time.time()
+            self._message, self._at = text, time.time()
             if self._stderr is not None:
                 self._stderr.add("".join(traceback.format_exception(error)))
             self._end = "consequence" if is_consequence(text) else "failed"
@@ -234,7 +236,7 @@ class Watchdog:
             if self._over.is_set():
                 return
             if dist.group.WORLD is not self._world and not self._end:
-                self._end, self._told = "left", "it has given up the world"
+                self._end, self._message = "left", "it has given up the world"
                 self._urgent.set()
                 self._posted.wait(2.0)
                 self.stop()
@@ -422,7 +424,7 @@ class Watchdog:
         quiet = time.monotonic() - self._quiet_since
         sign = Sign(self.rank, self._machine, os.getpid(), self._number, self.step, self._doing())
         sign.state, sign.where, sign.quiet = self._look.state, self._look.where, quiet
-        sign.end, sign.told, sign.at = end, self._told, self._at
+        sign.end, sign.message, sign.at = end, self._message, self._at
         sign.words = [] if self._stderr is None else self._stderr.last()
         sign.peers = self._peers()
         silent = [rank for rank in sign.peers if self._heard(rank).silent > 1.0]

@@ -126,8 +126,8 @@ def _by_slurm(environ: Mapping[str, str]) -> Hosts | Task | None:
         return None
     if tasks == nodes:
         return Hosts(nodes, node, hosts[0], port, "SLURM")
-    given = {"RANK": rank, "WORLD_SIZE": str(tasks), "LOCAL_RANK": environ.get("SLURM_LOCALID", "0")}
-    return Task({**given, "MASTER_ADDR": hosts[0], "MASTER_PORT": str(port)})
+    variables = {"RANK": rank, "WORLD_SIZE": str(tasks), "LOCAL_RANK": environ.get("SLURM_LOCALID", "0")}
+    return Task({**variables, "MASTER_ADDR": hosts[0], "MASTER_PORT": str(port)})
 
 
 def _by_open_mpi(environ: Mapping[str, str]) -> Hosts | Task | None:
@@ -145,9 +145,9 @@ def _by_open_mpi(environ: Mapping[str, str]) -> Hosts | Task | None:
     port = int(environ.get("MASTER_PORT", PORT))
     if here == 1:
         return Hosts(size, rank, host, port, "Open MPI")
-    given = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(here)}
-    given["LOCAL_RANK"] = environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")
-    return Task({**given, "MASTER_ADDR": host, "MASTER_PORT": str(port)})
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(here)}
+    variables["LOCAL_RANK"] = environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")
+    return Task({**variables, "MASTER_ADDR": host, "MASTER_PORT": str(port)})
 
 
 def _by_kubernetes(environ: Mapping[str, str], hostname: str, nodes: int | None) -> Hosts | None:
@@ -212,7 +212,7 @@ class Meeting:
 
     def _watch(self) -> None:
         begun, said = time.monotonic(), 0.0
-        told = ""
+        awaited = ""
         store: dist.TCPStore | None = None
         while not self._done.wait(0.2):
             waits = self._reach()
@@ -224,14 +224,14 @@ class Meeting:
                     store, missing = None, []
                     waits = self._name(0)
                 if waits is None and not missing:
-                    if told:
+                    if awaited:
                         self._say(f"{self._me()}: all {self._hosts.nodes} nodes are there")
                     return
                 waits = waits or ", ".join(self._name(node) for node in missing)
             now = time.monotonic()
-            if now - begun > _SILENT and (now - said > _AGAIN or waits != told):
+            if now - begun > _SILENT and (now - said > _AGAIN or waits != awaited):
                 self._say(f"{self._me()} waits for {waits}")
-                said, told = now, waits
+                said, awaited = now, waits
 
     def _reach(self) -> str | None:
         """What stands in the way of the first machine; None if it answers."""
@@ -281,13 +281,13 @@ def settings_for(hosts: Hosts) -> dict[str, str]:
         ValueError: the interface that it names is one that no other machine reaches.
     """
     address = own_address(hosts.host, hosts.port)
-    given = os.environ.get("GLOO_SOCKET_IFNAME")
-    if given == "lo" and not address.startswith("127."):
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface == "lo" and not address.startswith("127."):
         raise ValueError(
-            f"GLOO_SOCKET_IFNAME={given}: no other machine reaches this one's loopback, and the ranks of "
+            f"GLOO_SOCKET_IFNAME={interface}: no other machine reaches this one's loopback, and the ranks of "
             f"{hosts.nodes} would wait for each other. Unset it, or name the interface that has {address}."
         )
-    if given is not None or sys.platform != "linux":
+    if interface is not None or sys.platform != "linux":
         return {}
     name = _interface(address)
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name}

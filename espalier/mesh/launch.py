@@ -329,9 +329,11 @@ def _explain(exits: Mapping[int, int], nproc: int, folder: Path, here: range) ->
     code = exits.get(rank, STOPPED if rank not in here else 0 if rank in ranks else 1)
     lines = [f"rank {rank} of {nproc} failed: {_exit_text(code)}", *account]
     if rank not in here:
-        told = f"rank {rank} of {nproc} failed, on another host: ranks {here[0]} to {here[-1]} were stopped"
+        heading = (
+            f"rank {rank} of {nproc} failed, on another host: ranks {here[0]} to {here[-1]} were stopped"
+        )
         return LaunchError(
-            "\n".join([told, *account, f"The logs of this host: {folder}"]), rank, code, folder
+            "\n".join([heading, *account, f"The logs of this host: {folder}"]), rank, code, folder
         )
     path = _stderr(folder, rank)
     text = path.read_text(encoding="utf-8", errors="replace").rstrip() if path.exists() else ""

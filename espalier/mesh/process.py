@@ -52,13 +52,13 @@ class Exits:
     Each answers whether that stands in a report already.
     """
 
-    told: ClassVar[tuple[Callable[[BaseException | None], bool], ...]] = ()
+    listeners: ClassVar[tuple[Callable[[BaseException | None], bool], ...]] = ()
 
     @classmethod
     def tell(cls, error: BaseException | None) -> bool:
         """Tell all of them."""
-        told = [tell(error) for tell in cls.told]
-        return any(told)
+        answers = [tell(error) for tell in cls.listeners]
+        return any(answers)
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def die_fast(rank: int) -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not dist.is_initialized() and not Exits.told:
+        if not dist.is_initialized() and not Exits.listeners:
             report(kind, error, trace)
             return
         reported = Exits.tell(error)

@@ -76,8 +76,8 @@ class Experts(nn.Module):
         order = chosen.argsort(stable=True)
         sizes = chosen.bincount(minlength=self.num_experts + 1).tolist()
         rows, nothing = hidden_states[order // k].split([sum(sizes[:-1]), sizes[-1]])
-        made = self.of_sorted(rows, sizes[:-1])
-        every = torch.cat([made, torch.zeros_like(nothing)])[order.argsort()]
+        outputs = self.of_sorted(rows, sizes[:-1])
+        every = torch.cat([outputs, torch.zeros_like(nothing)])[order.argsort()]
         return (every.view(tokens, k, hidden_states.shape[-1]) * top_k_weights.unsqueeze(-1)).sum(1)
 
     def of_sorted(self, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:

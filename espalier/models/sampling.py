@@ -181,8 +181,8 @@ def _with(past: dict[str, Past], _: Any, own: Callable[..., Any], args: Any, kwa
 
 def _name(m: nn.Module) -> str | None:
     """What a module's forward calls earlier keys and values."""
-    given = inspect.signature(type(m).forward).parameters
-    return next((name for name in _NAMES if name in given), None)
+    parameters = inspect.signature(type(m).forward).parameters
+    return next((name for name in _NAMES if name in parameters), None)
 
 
 def _inner(m: nn.Module) -> Iterator[nn.Module]:

@@ -24,10 +24,10 @@ def raise_if(owner: str, mistakes: Iterable[str]) -> None:
 
 def below_one(config: object, names: Iterable[str]) -> list[str]:
     """A mistake for each named size that is given and not at least 1."""
-    given = {name: getattr(config, name) for name in names}
+    values = {name: getattr(config, name) for name in names}
     return [
         f"{name} = {value} must be at least 1"
-        for name, value in given.items()
+        for name, value in values.items()
         if not (value is None or value >= 1)
     ]
 

@@ -200,22 +200,22 @@ def _in_float8(model: nn.Module, layouts: Arrangement, mesh: Mesh, keep: Iterabl
     if not mesh.is_dry and (reason := refused(mesh.device())):
         raise ValueError(f'precision = "float8": {mesh.device_type} cannot multiply 8-bit floats: {reason}')
     inside = {id(m) for block in blocks(model).values() for m in block.modules()}
-    found = []
+    names = []
     for name, module in model.named_modules():
         if id(module) not in inside or type(module).forward is not nn.Linear.forward:
             continue
         kept = "forward" in vars(module) or any(fnmatch(name, pattern) for pattern in keep)
         if not kept and _in_sixteens(layouts[f"{name}.weight"]):
             around(module, _float8)
-            found.append(name)
+            names.append(name)
             why = layouts.chosen.why.get(f"{name}.weight", layouts.chosen.rest)
             layouts.chosen.why[f"{name}.weight"] = f"{why}, float8" if why else "float8"
-    if not found:
+    if not names:
         raise ValueError(
             'precision = "float8": no linear layer in a list of blocks has a weight whose dims are multiples '
             f'of {MULTIPLE} on every rank. Take precision = "bfloat16".'
         )
-    return tuple(found)
+    return tuple(names)
 
 
 def _in_sixteens(layout: Layout) -> bool:
@@ -403,7 +403,7 @@ class WholeProgram(StageProgram):
 
     def __init__(self, number: int, model: nn.Module | None) -> None:
         self.number, self._whole = number, model
-        self.inputs, self.outputs, self.steps, self.given = (), (), (), frozenset()
+        self.inputs, self.outputs, self.steps, self.batch_values = (), (), (), frozenset()
         self.inner = () if model is None else tuple(model.modules())
 
     def __call__(self, received: Sequence[torch.Tensor], batch: Any, runner: Any = None) -> Any:

@@ -190,11 +190,11 @@ class _Dispatch:
         for i, axis in enumerate(self._axes):
             rows, counts, leg = self._sent(rows, counts, axis, came if i == 0 else None)
             legs.append(leg)
-        made = self._computed(rows, counts)
+        outputs = self._computed(rows, counts)
         for leg in reversed(legs):
             back = torch.empty_like(leg.order).scatter_(0, leg.order, _count_to(leg.order))
-            made = send_rows(made[back], self._mesh, leg.axis, leg.gave, leg.got)
-        every = made.new_zeros(tokens * k, made.shape[-1]).index_copy(0, chosen, made)
+            outputs = send_rows(outputs[back], self._mesh, leg.axis, leg.gave, leg.got)
+        every = outputs.new_zeros(tokens * k, outputs.shape[-1]).index_copy(0, chosen, outputs)
         return (every.view(tokens, k, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def _sorted(self, index: torch.Tensor) -> tuple[list[int], torch.Tensor, list[int] | None]:
@@ -272,8 +272,8 @@ class _Dispatch:
             forward, known = inspect.unwrap(forward), _Known()
         index = _ids(counts, len(counts), "cpu" if self._mesh.is_dry else rows.device).unsqueeze(1)
         with _held(module, self._own, len(counts)), known:
-            made: torch.Tensor = forward(module, rows, index, rows.new_ones(len(rows), 1))
-        return made.to(rows.dtype)
+            outputs: torch.Tensor = forward(module, rows, index, rows.new_ones(len(rows), 1))
+        return outputs.to(rows.dtype)
 
 
 def _ids(counts: list[int], n: int, device: Any) -> torch.Tensor:

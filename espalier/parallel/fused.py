@@ -212,15 +212,15 @@ class _Stand:
     def close(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the parameter what the kernel has made of its parts."""
         self._put(self.parts, self._p.detach())
-        made = [optimizer.state.pop(part, {}) for part in self.parts]
-        for name, x in made[0].items():
+        states = [optimizer.state.pop(part, {}) for part in self.parts]
+        for name, x in states[0].items():
             if name == "step" or not isinstance(x, torch.Tensor):
                 self._state[name] = x
             elif not isinstance(self._state.get(name), torch.Tensor):
-                self._state[name] = self._whole_of([state[name] for state in made])
+                self._state[name] = self._whole_of([state[name] for state in states])
             else:
-                self._put([state[name] for state in made], plain(self._state[name]))
-        if made[0]:
+                self._put([state[name] for state in states], plain(self._state[name]))
+        if states[0]:
             optimizer.state[self._p] = self._state
 
     def _cut(self, x: torch.Tensor) -> list[torch.Tensor]:

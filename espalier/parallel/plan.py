@@ -271,7 +271,7 @@ _SCHEDULES = MappingProxyType(
 )
 
 
-def known_as(given: Mapping[str, Any]) -> dict[str, Any]:
+def known_as(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """A plan's arguments under the plan's names, where others were used that people know.
 
     ``dp``, ``tp``, ``pp``, ``cp``, ``ep`` are ``data``, ``tensor``, ``pipe``, ``context``, ``expert``;
@@ -289,10 +289,10 @@ def known_as(given: Mapping[str, Any]) -> dict[str, Any]:
 
     def say(name: str, value: Any, by: str) -> None:
         if name in said:
-            twice.append((by, given[by], f"{said[name]} says the same: leave one of them out"))
+            twice.append((by, arguments[by], f"{said[name]} says the same: leave one of them out"))
         keys[name], said[name] = value, by
 
-    for key, value in given.items():
+    for key, value in arguments.items():
         if key == "fsdp":
             say("data", value, key)
             say("zero", 3, key)
@@ -451,9 +451,9 @@ class Plan(Settings):
 
     else:
 
-        def __init__(self, **given: Any) -> None:
+        def __init__(self, **arguments: Any) -> None:
             try:
-                super().__init__(**known_as(given))
+                super().__init__(**known_as(arguments))
             except ValidationError as error:
                 raise PlanError(mistakes_in(error, type(self))) from None
 
@@ -541,11 +541,11 @@ class Plan(Settings):
         return []
 
     @classmethod
-    def auto(cls, model: Any, batch: Any, cluster: Any, **given: Any) -> Plan:
+    def auto(cls, model: Any, batch: Any, cluster: Any, **options: Any) -> Plan:
         """The best plan for a model on a cluster: see :func:`espalier.planner.auto`."""
         # by name: the planner stands above, and is loaded by those alone who ask it
-        found: Plan = import_module("espalier.planner").auto(model, batch, cluster, **given)
-        return found
+        plan: Plan = import_module("espalier.planner").auto(model, batch, cluster, **options)
+        return plan
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Plan:

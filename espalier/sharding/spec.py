@@ -379,22 +379,22 @@ def rule_in_place(*named: Named, loose: bool = False) -> Decorator:
     return register
 
 
-def rule_with(named: Named, *given: Any, loose: bool = False) -> Decorator:
-    """What the function below makes of ``given`` is the rule for these functions."""
+def rule_with(named: Named, *args: Any, loose: bool = False) -> Decorator:
+    """What the function below makes of ``args`` is the rule for these functions."""
 
     def register(maker: Definition) -> Definition:
-        _speaks(maker(*given), functions_of(named), loose)
+        _speaks(maker(*args), functions_of(named), loose)
         return maker
 
     return register
 
 
-def rule_of_each(named: Named, *given: Any) -> Decorator:
-    """What the function below makes of each of these functions, and of ``given``, is the rule for it."""
+def rule_of_each(named: Named, *args: Any) -> Decorator:
+    """What the function below makes of each of these functions, and of ``args``, is the rule for it."""
 
     def register(maker: Definition) -> Definition:
         for function in functions_of(named):
-            _speaks(maker(function, *given), [function], False)
+            _speaks(maker(function, *args), [function], False)
         return maker
 
     return register
@@ -421,11 +421,11 @@ def composed(*named: Named) -> Decorator:
     return register
 
 
-def composed_with(named: Named, *given: Any) -> Decorator:
-    """What the function below makes of ``given`` is the body that stands for these functions."""
+def composed_with(named: Named, *args: Any) -> Decorator:
+    """What the function below makes of ``args`` is the body that stands for these functions."""
 
     def register(maker: Definition) -> Definition:
-        RULES.compose(maker(*given), *functions_of(named))
+        RULES.compose(maker(*args), *functions_of(named))
         return maker
 
     return register

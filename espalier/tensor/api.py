@@ -23,7 +23,7 @@ from espalier.tensor.dtensor import DTensor, left, redistribute, stamp, up_to_da
 from espalier.tensor.observers import claim
 from espalier.tensor.random import Key, bits, draw_key, integers, normal, uniform
 from espalier.tensor.rules import RULES
-from espalier.tensor.rules.pointwise import found, letters, nonlinear
+from espalier.tensor.rules.pointwise import letters, nonlinear, operands_in
 from espalier.torch_private import raw
 from espalier.trees import leaves, tensors_in, tree_map
 
@@ -464,7 +464,7 @@ def rowwise(x: Operand, *args: Any, **kwargs: Any) -> Spec:
 
     >>> espalier.register_rule(MyNorm)(espalier.rowwise)              # doctest: +SKIP
     """
-    return _along(x, -1, found(args, kwargs))
+    return _along(x, -1, operands_in(args, kwargs))
 
 
 def _along(x: Operand, dim: int, others: list[Operand]) -> Spec:

@@ -233,7 +233,7 @@ class _Rewriting:
     def __init__(self, graph: fx.Graph, calls: list[Call], before: dict[fx.Node, list[fx.Node]]) -> None:
         self._graph, self._calls, self._before = graph, calls, before
         self._begun: list[fx.Node] = []  # what starts each message, in order
-        self._made: list[fx.Node] = []
+        self._new_nodes: list[fx.Node] = []
 
     def write(self, groups: Groups) -> None:
         """Write the messages, in this order, in place of the collectives."""
@@ -258,13 +258,13 @@ class _Rewriting:
         effect, meta = with_effects(), self._token_meta
         if calls[0].key is None:
             (old,) = (call.node for call in calls)
-            made = self._new(effect, (token, *old.args[1:]), old.meta.get("val"))
-            made.kwargs = old.kwargs
-            self._begun.append(made)
+            message = self._new(effect, (token, *old.args[1:]), old.meta.get("val"))
+            message.kwargs = old.kwargs
+            self._begun.append(message)
             for user in list(old.users):
                 if user.args[1] != 0:
-                    self._replace(user, self._item(made, user.args[1], user.meta.get("val")))
-            return self._item(made, 0, meta)
+                    self._replace(user, self._item(message, user.args[1], user.meta.get("val")))
+            return self._item(message, 0, meta)
         begin, end = operators()
         _, _, _, mesh, axis, _ = calls[0].node.args
         values = [_given(call.node) for call in calls]
@@ -277,8 +277,8 @@ class _Rewriting:
         xs = [call.node.args[2] for call in calls]
         with values[0].fake_mode:
             number_meta = torch.empty((), dtype=torch.int64)
-        told = (xs, mesh, axis, calls[0].name, parts)
-        begun = self._new(effect, (token, begin, *told), (meta, number_meta))
+        arguments = (xs, mesh, axis, calls[0].name, parts)
+        begun = self._new(effect, (token, begin, *arguments), (meta, number_meta))
         self._begun.append(begun)
         between, number = self._item(begun, 0, meta), self._item(begun, 1, number_meta)
         dtype, device = str(values[0].dtype).removeprefix("torch."), str(values[0].device)
@@ -295,7 +295,7 @@ class _Rewriting:
     def _new(self, target: Any, args: Any, value: Any) -> fx.Node:
         node = self._graph.call_function(target, args)
         node.meta["val"] = value
-        self._made.append(node)
+        self._new_nodes.append(node)
         return node
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
@@ -309,8 +309,8 @@ class _Rewriting:
     def _settle(self, output: fx.Node) -> None:
         """Bring the nodes into an order: as it was, but messages begin as soon as they can."""
         written = {node for node in self._graph.nodes if node.op not in ("placeholder", "output")}
-        made = set(self._made)
-        old = [node for node in self._graph.nodes if node in written and node not in made]
+        new = set(self._new_nodes)
+        old = [node for node in self._graph.nodes if node in written and node not in new]
         order: dict[fx.Node, None] = {}
 
         def sources(node: fx.Node) -> list[fx.Node]:
@@ -326,7 +326,7 @@ class _Rewriting:
                     order[node] = None
 
         waiting = list(reversed(self._begun))
-        for node in (*old, *self._made):
+        for node in (*old, *self._new_nodes):
             while waiting and all(n in order for n in self._carried(waiting[-1]) if n in written):
                 bring(waiting.pop())
             bring(node)

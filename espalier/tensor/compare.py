@@ -22,6 +22,7 @@ from espalier.comm.control import Absent, OutOfBand, named
 from espalier.comm.custom_ops import collective, recorders
 from espalier.layout import Layout, Shard, gradient_layout, local_box
 from espalier.mesh import Mesh
+from espalier.tensor.loans import version
 from espalier.tensor.observers import site, user_frame
 from espalier.tensor.random import bits
 from espalier.torch_private import after_backward, current_graph_task_id, raw
@@ -93,11 +94,6 @@ class CheckRecord:
         return str(index)
 
 
-def version(x: torch.Tensor) -> int:
-    """How often a tensor was changed in place; inference tensors don't count."""
-    return -1 if x.is_inference() else x._version
-
-
 @dataclass(frozen=True)
 class _Difference:
     """The record that differs, along which axes, the rank compared with, and those unlike it."""
@@ -144,7 +140,7 @@ class Comparison:
         """
         records, self._records, self._held = self._records, [], 0
         summary = {"doing": doing, "where": where, "size": size, "digests": self._digests(records)}
-        answers = self._ask(summary, _told(summary))
+        answers = self._ask(summary, _summed_up(summary))
         groups = [list(range(self.mesh.size())), *(line for a, line in lines(self.mesh) if a == axis)]
         keys = [("doing", "where"), *[("size",)] * (len(groups) - 1)]
         meets = all(
@@ -155,7 +151,7 @@ class Comparison:
         digests = [(0, groups[0]), *((a + 1, line) for a, line in lines(self.mesh))]
         if meets and all(len({answers[i]["digests"][k] for i in line}) == 1 for k, line in digests):
             return
-        self._settle(records, _told(summary))
+        self._settle(records, _summed_up(summary))
         if not meets:
             raise self._out_of_step(answers)
 
@@ -173,8 +169,8 @@ class Comparison:
             for axis in range(self.mesh.ndim)
         ]
 
-    def _ask(self, told: Any, doing: str) -> list[Any]:
-        return [json.loads(m) for m in self._exchange(json.dumps(told).encode(), doing)]
+    def _ask(self, question: Any, doing: str) -> list[Any]:
+        return [json.loads(m) for m in self._exchange(json.dumps(question).encode(), doing)]
 
     def _exchange(self, message: bytes, doing: str) -> list[bytes]:
         try:
@@ -284,7 +280,7 @@ class Comparison:
         )
 
     def _out_of_step(self, answers: list[dict[str, Any]]) -> SanitizeError:
-        text, others = self._sides({i: _told(a) for i, a in enumerate(answers)})
+        text, others = self._sides({i: _summed_up(a) for i, a in enumerate(answers)})
         first = answers[self.mesh.ranks.index(others[0])]
         return SanitizeError(
             f"The ranks are out of step: {text}. Left alone they would hang, or mix up each other's data. "
@@ -325,7 +321,7 @@ class Comparison:
         return " | ".join(parts), sorted(r for ranks in groups.values() if ranks is not most for r in ranks)
 
 
-def _told(summary: dict[str, Any]) -> str:
+def _summed_up(summary: dict[str, Any]) -> str:
     """A meeting in words."""
     op, _, rest = summary["doing"].partition(" ")
     size = f" of {summary['size']}" if summary["size"] else ""
@@ -490,9 +486,9 @@ class Comparing:
             unlike = [i for i, numbers in enumerate(of) if not _alike(numbers, of[0], key)]
             if unlike:
                 mine_here = next((g for g in flown if g.key == key), flown[0])
-                raise ValueError(self._told(key, of, unlike, mine_here))
+                raise ValueError(self._difference(key, of, unlike, mine_here))
 
-    def _told(self, key: str, of: Sequence[Any], unlike: Sequence[int], here: _Flown) -> str:
+    def _difference(self, key: str, of: Sequence[Any], unlike: Sequence[int], here: _Flown) -> str:
         ranks = self.mesh.ranks
         split = {
             self.mesh.names[a]

@@ -537,11 +537,11 @@ class _Variant:
                 else next(rest)
                 for s in self._sources
             ]
-        made = self._compiled(*inputs)
+        results = self._compiled(*inputs)
         outs = []
         for what, which, layout in self._outputs:
-            if what == "made":
-                outs.append(made[which] if layout is None else stamp(made[which], layout))
+            if what == "computed":
+                outs.append(results[which] if layout is None else stamp(results[which], layout))
             elif what == "source":
                 source = self._sources[which]
                 outs.append(leaves[source] if type(source) is int else source.get())
@@ -573,9 +573,9 @@ def _record(
     _refuse_changes(guards, owner, places)
     results, out_form = flatten(out)
     numbers = {node: i for i, node in enumerate(n for n in recorder.graph.nodes if n.op == "placeholder")}
-    made: dict[Any, int] = {}
-    outputs = [_output(x, recorder, numbers, made) for x in results]
-    module = recorder.finish(made)
+    positions: dict[Any, int] = {}
+    outputs = [_output(x, recorder, numbers, positions) for x in results]
+    module = recorder.finish(positions)
     compiled = backend(module, [_example(source, entered) for source in recorder.sources])
     for i, (what, which, _) in enumerate(outputs):
         source = recorder.sources[which] if what == "source" else None
@@ -592,7 +592,7 @@ def _fresh(x: torch.Tensor) -> torch.Tensor:
     return stamp(y, x._layout) if type(x) is DTensor else y
 
 
-def _output(x: Any, recorder: Recorder, numbers: dict[Any, int], made: dict[Any, int]) -> Any:
+def _output(x: Any, recorder: Recorder, numbers: dict[Any, int], positions: dict[Any, int]) -> Any:
     if not isinstance(x, torch.Tensor):
         if not isinstance(x, _CONSTANTS):
             raise Refused(
@@ -604,7 +604,7 @@ def _output(x: Any, recorder: Recorder, numbers: dict[Any, int], made: dict[Any,
     if node in numbers:
         return ("source", numbers[node], None)
     layout: Layout | None = x._layout if type(x) is DTensor else None
-    return ("made", made.setdefault(node, len(made)), layout)
+    return ("computed", positions.setdefault(node, len(positions)), layout)
 
 
 def _example(source: Any, entered: list[Any]) -> torch.Tensor:

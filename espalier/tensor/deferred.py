@@ -208,11 +208,11 @@ def _real(at: Ref, sizes: Sequence[int], memory: dict[int, torch.UntypedStorage]
 
 
 def _call(op: Op, sizes: Sequence[int], memory: dict[int, torch.UntypedStorage]) -> None:
-    def given(x: Any) -> Any:
+    def real(x: Any) -> Any:
         return _real(x, sizes, memory) if isinstance(x, Ref) else x
 
     with torch.no_grad():
-        outs = tensors_in([op.func(*tree_map(given, op.args), **tree_map(given, op.kwargs))])
+        outs = tensors_in([op.func(*tree_map(real, op.args), **tree_map(real, op.kwargs))])
         for i, at in op.makes:
             out = outs[i]
             storage = out.untyped_storage()

@@ -188,9 +188,9 @@ class CostMode(TorchDispatchMode):
         count = self._counts.get(packet)
         flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
         is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
-        made = 0 if is_view else sum(x.nbytes for x in tensors_in([out]))
+        written = 0 if is_view else sum(x.nbytes for x in tensors_in([out]))
         read = 0 if is_view else sum(x.nbytes for x in tensors_in([args, kwargs]))
-        self.total = self.total.plus(OpCost(flops, made + read, made))
+        self.total = self.total.plus(OpCost(flops, written + read, written))
         return out
 
 
@@ -253,11 +253,13 @@ class Recalled(TorchDispatchMode):
         inputs: list[torch.Tensor] = []
         if not (_described(args, key, inputs) and _described(kwargs.items(), key, inputs) and inputs):
             return self._called(func, args, kwargs)
-        made = self._known.get(call := tuple(key))
-        if made is not None:
-            self.flops += made.flops
-            new = [torch.empty_strided(*shapes, dtype=dtype, device=_META) for *shapes, dtype in made.outputs]
-            return new[0] if made.kind is torch.Tensor else made.kind(new)
+        known = self._known.get(call := tuple(key))
+        if known is not None:
+            self.flops += known.flops
+            new = [
+                torch.empty_strided(*shapes, dtype=dtype, device=_META) for *shapes, dtype in known.outputs
+            ]
+            return new[0] if known.kind is torch.Tensor else known.kind(new)
         before = self.flops
         out = self._called(func, args, kwargs)
         if call not in self._known:
@@ -265,9 +267,9 @@ class Recalled(TorchDispatchMode):
         return out
 
 
-def _described(given: Iterable[Any], key: list[Any], tensors: list[torch.Tensor]) -> bool:
+def _described(arguments: Iterable[Any], key: list[Any], tensors: list[torch.Tensor]) -> bool:
     """Add what tells arguments apart to a key; false where tensors may not be described so."""
-    for x in given:
+    for x in arguments:
         if isinstance(x, torch.Tensor):
             if not x.is_meta or x.layout is not torch.strided or x.dtype.is_complex:
                 return False
@@ -353,12 +355,12 @@ class Drawing(TorchDispatchMode):
         device: on which what has no data here is drawn all the same; None: it is not.
 
     Attributes:
-        found: the draws, in order.
+        draws: all of them, in order.
     """
 
     def __init__(self, device: torch.device | None) -> None:
         super().__init__()
-        self.found: list[Draw] = []
+        self.draws: list[Draw] = []
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -373,11 +375,11 @@ class Drawing(TorchDispatchMode):
             out = func(*args, **kwargs)
             if isinstance(out, torch.Tensor) and out.is_meta and self._device is not None:
                 draw.again(self._device)
-        last = self.found[-1] if self.found else None
+        last = self.draws[-1] if self.draws else None
         if last is not None and last[:3] == draw[:3]:
-            self.found[-1] = last._replace(times=last.times + 1)
+            self.draws[-1] = last._replace(times=last.times + 1)
         else:
-            self.found.append(draw)
+            self.draws.append(draw)
         return out
 
 

@@ -465,8 +465,8 @@ def on_wholes(cls: type[Function]) -> Apply:
         for name in ("forward", "setup_context", "backward", "vjp", "jvp"):
             if getattr(cls, name) is not getattr(Function, name):
                 names[name] = staticmethod(_enclosed(getattr(cls, name), name == saving))
-        made: Any = type(cls)
-        twin = cls._twin = made(cls.__name__, (cls,), names)  # type: ignore[attr-defined]
+        metaclass: Any = type(cls)
+        twin = cls._twin = metaclass(cls.__name__, (cls,), names)  # type: ignore[attr-defined]
     apply: Apply = twin.apply
     return apply
 

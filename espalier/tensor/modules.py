@@ -42,12 +42,12 @@ def lay_out_parameter(p: nn.Parameter, layout: Layout, *, source: int | Sequence
     _become(p, lay_out(p, layout, source=source))
 
 
-def _become(p: nn.Parameter, made: DTensor) -> None:
+def _become(p: nn.Parameter, dtensor: DTensor) -> None:
     """Let a plain parameter be a DTensor."""
     with raw():
         p.grad = None
-        p.data = made.detach().as_subclass(torch.Tensor)
-    stamp(p, made._layout.own)._is_param = True
+        p.data = dtensor.detach().as_subclass(torch.Tensor)
+    stamp(p, dtensor._layout.own)._is_param = True
 
 
 def typed_conversion(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -245,14 +245,14 @@ def _one_for_each(out_placements: Any) -> tuple[Any, ...]:
     return tuple(out_placements)
 
 
-def _per_argument(name: str, given: Sequence[Any] | None, flat: list[Any]) -> Sequence[Any]:
-    given = given or ()
-    if len(given) > len(flat):
+def _per_argument(name: str, placements: Sequence[Any] | None, flat: list[Any]) -> Sequence[Any]:
+    placements = placements or ()
+    if len(placements) > len(flat):
         raise ValueError(
-            f"local_map: {name} has {len(given)} entries, the call {len(flat)} positional argument(s) "
+            f"local_map: {name} has {len(placements)} entries, the call {len(flat)} positional argument(s) "
             "(nested ones counted one by one). Give placements for each, None for what is no DTensor."
         )
-    return [*given, *[None] * (len(flat) - len(given))]
+    return [*placements, *[None] * (len(flat) - len(placements))]
 
 
 def _placed(x: Any, wanted: Any, redistribute_inputs: bool, position: int) -> Any:

@@ -335,12 +335,12 @@ def at_position(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def true_seeds(initial_seed: Callable[[], int]) -> Callable[[], int]:
     """torch's ``initial_seed``, which tells the seed that a tag stands for."""
 
-    def told() -> int:
+    def true_seed() -> int:
         seed = initial_seed()
         return Seeding.seeds.get(seed, seed)
 
-    told.__doc__, told.__name__ = initial_seed.__doc__, "initial_seed"
-    return told
+    true_seed.__doc__, true_seed.__name__ = initial_seed.__doc__, "initial_seed"
+    return true_seed
 
 
 def _content(state: torch.Tensor) -> bytes:

@@ -19,9 +19,10 @@ from espalier.comm import Collective
 from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import D, R
 from espalier.mesh import Mesh
-from espalier.tensor.compare import CheckRecord, Comparison, fingerprint, version
+from espalier.tensor.compare import CheckRecord, Comparison, fingerprint
 from espalier.tensor.dtensor import DTensor, plain
 from espalier.tensor.fallback import writes
+from espalier.tensor.loans import version
 from espalier.tensor.observers import (
     Trail,
     Watcher,
@@ -88,7 +89,7 @@ class _CheckedCall:
         if writes(func):
             self.written += tensors_in(args[:1])
         said = [repr(tree_map(_said, x)) for x in (*args, *kwargs.items())]
-        self.told = f"{self.name}({', '.join(said):.300})"
+        self.text = f"{self.name}({', '.join(said):.300})"
 
 
 class Sanitizer(Watcher):
@@ -211,7 +212,7 @@ class Sanitizer(Watcher):
 
     def _values(self, call: _CheckedCall, results: list[DTensor]) -> None:
         """What went into a call and what came out, but for calls that compute nothing."""
-        call.desk.write(CheckRecord(f"the call of {call.name}", call.where, call.told))
+        call.desk.write(CheckRecord(f"the call of {call.name}", call.where, call.text))
         if call.special or (results and all(_aliases(x, call) for x in results)):
             return
         for i, x in enumerate(call.inputs):

@@ -335,8 +335,8 @@ def _making(original: Callable[..., Any]) -> Callable[..., Any]:
         layout = tree._layout.own
         if not tree.is_meta or layout.mesh.is_dry:
             return tree
-        made = torch.empty(layout.local_shape, dtype=tree.dtype, device=layout.mesh.device())
-        return stamp(made, layout)
+        local = torch.empty(layout.local_shape, dtype=tree.dtype, device=layout.mesh.device())
+        return stamp(local, layout)
 
     return iterate
 

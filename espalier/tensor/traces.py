@@ -315,17 +315,17 @@ class NotCopiedError(ValueError):
 
 
 class Apart:
-    """A copy of a module, and of what is given with it.
+    """A copy of a module, and of what is given beside it.
 
     Args:
         module: any module whose parameters are plain tensors, unless others stand for them.
-        given: its arguments, say.
+        extra: its arguments, say.
         stand: gives what stands in the copy for a parameter or buffer; None: a copy.
         instead: gives for a module the attributes of which the copy has others, namely copies of those given;
             :data:`ABSENT` for none.
 
     Attributes:
-        module, given: the copies.
+        module, extra: the copies.
 
     Raises:
         NotCopiedError: one cannot be copied; it names the attribute.
@@ -334,7 +334,7 @@ class Apart:
     def __init__(
         self,
         module: nn.Module,
-        given: Any = None,
+        extra: Any = None,
         stand: Stand = lambda x: None,
         instead: Instead = lambda module: {},
     ) -> None:
@@ -360,7 +360,7 @@ class Apart:
                             vars(part).pop(name, None)
                         else:
                             vars(part)[name] = copy.deepcopy(value, memo)
-                self.given = copy.deepcopy(given, memo)
+                self.extra = copy.deepcopy(extra, memo)
         except Exception as error:
             raise NotCopiedError(_refused(module, error)) from error
         ids = {id(x) for x in originals}
@@ -390,16 +390,16 @@ class Apart:
     def release(self) -> None:
         """Let go of the copy: its parameters and buffers are emptied, whoever holds them."""
         with torch.no_grad(), raw():
-            for x in self._tensors.made:
+            for x in self._tensors.copies:
                 x.data = torch.empty(0, dtype=x.dtype, device=x.device)
         self.forget()
 
 
 @contextmanager
-def apart(module: nn.Module, given: Any = None, *how: Any, **more: Any) -> Iterator[Apart]:
+def apart(module: nn.Module, extra: Any = None, *how: Any, **more: Any) -> Iterator[Apart]:
     """A copy of a module, to be run while this is open: see :class:`Apart`, :func:`~.traces.untraced`."""
     with untraced(module):
-        twin = Apart(module, given, *how, **more)
+        twin = Apart(module, extra, *how, **more)
         try:
             yield twin
         finally:
@@ -438,24 +438,24 @@ class _Tensors(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self.made: list[torch.Tensor] = []
+        self.copies: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
             x, memo = args
-            made = self.of(x).requires_grad_(x.requires_grad)
-            made.__dict__.update(copy.deepcopy(vars(x), memo))
-            return made
+            copied = self.of(x).requires_grad_(x.requires_grad)
+            copied.__dict__.update(copy.deepcopy(vars(x), memo))
+            return copied
         return func(*args, **(kwargs or {}))
 
     def held(self, x: torch.Tensor) -> torch.Tensor:
         """A copy of a parameter or buffer."""
-        made = self.of(x).requires_grad_(x.requires_grad)
+        copied = self.of(x).requires_grad_(x.requires_grad)
         if isinstance(x, nn.Parameter):
-            made = nn.Parameter(made.detach(), x.requires_grad)
-        made.__dict__.update(vars(x))
-        self.made.append(made)
-        return made
+            copied = nn.Parameter(copied.detach(), x.requires_grad)
+        copied.__dict__.update(vars(x))
+        self.copies.append(copied)
+        return copied
 
     def part(self) -> None:
         """Share no memory any more: torch cannot resize what is shared so, and ZeRO does."""
@@ -523,18 +523,18 @@ class _Rebound:
         if not (f.__closure__ or f.__defaults__ or f.__kwdefaults__):
             return f
         cells = tuple(types.CellType() for _ in f.__closure__ or ())
-        made = types.FunctionType(f.__code__, f.__globals__, f.__name__, None, cells or None)
-        self._known[id(f)] = f, made
-        made.__dict__.update(vars(f))
-        made.__module__, made.__qualname__ = f.__module__, f.__qualname__
-        made.__defaults__ = self._copied(f.__defaults__)
-        made.__kwdefaults__ = self._copied(f.__kwdefaults__)
+        twin = types.FunctionType(f.__code__, f.__globals__, f.__name__, None, cells or None)
+        self._known[id(f)] = f, twin
+        twin.__dict__.update(vars(f))
+        twin.__module__, twin.__qualname__ = f.__module__, f.__qualname__
+        twin.__defaults__ = self._copied(f.__defaults__)
+        twin.__kwdefaults__ = self._copied(f.__kwdefaults__)
         for cell, original_cell in zip(cells, f.__closure__ or (), strict=True):
             try:
                 cell.cell_contents = self._copied(original_cell.cell_contents)
             except ValueError:
                 continue  # it is empty
-        return made
+        return twin
 
     def _copied(self, x: Any) -> Any:
         try:

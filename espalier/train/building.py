@@ -87,9 +87,9 @@ def dry_step(job: Job, rank: Mapping[str, int] | None = None) -> Any:
     """
     import espalier
 
-    model, plan, given = on_meta(job)
+    model, plan, options = on_meta(job)
     batch = batch_on_meta(job)
-    return espalier.dry_run(model, plan, batch, max_grad_norm=job.clip, coordinate=rank, **given)
+    return espalier.dry_run(model, plan, batch, max_grad_norm=job.clip, coordinate=rank, **options)
 
 
 def step_flops(job: Job) -> int | None:
@@ -113,8 +113,8 @@ def layout_table(job: Job) -> Any:
     """How the job's plan lays its model out, and why: a table, printed or read."""
     import espalier
 
-    model, plan, given = on_meta(job)
-    return espalier.explain_layouts(model, plan, batch_on_meta(job), **given)
+    model, plan, options = on_meta(job)
+    return espalier.explain_layouts(model, plan, batch_on_meta(job), **options)
 
 
 def on_meta(job: Job) -> tuple[torch.nn.Module, Any, dict[str, Any]]:

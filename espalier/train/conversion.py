@@ -54,10 +54,10 @@ def convert(job: Job, report: Callable[[str], None]) -> bool:
             return True
         report(f"converting the weights in {spec.path} to the names of this version of transformers")
         kind = transformers_class(spec.name)
-        model, told = kind.from_pretrained(
+        model, loading = kind.from_pretrained(
             spec.path, dtype="auto", local_files_only=True, output_loading_info=True
         )
-        if told["missing_keys"] or told["mismatched_keys"]:
+        if loading["missing_keys"] or loading["mismatched_keys"]:
             return False
         hidden = folder.with_name(f".{folder.name}-{os.getpid()}")
         shutil.rmtree(hidden, ignore_errors=True)

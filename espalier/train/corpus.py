@@ -153,18 +153,18 @@ def prepare(job: Job, report: Report = lambda message: None) -> Corpus | None:
     if tokenizer is None and any(files.format != "tokens" for _, files in parts) and len(parts) > 1:
         tokenizer = _shared_tokenizer(parts, cache, vocab_size, template, report)
     held = 0.0 if data.validation is not None else data.val_fraction
-    made: list[tuple[float, Text]] = []
+    weighted: list[tuple[float, Text]] = []
     for part, files in parts:
         if files.format == "tokens":
             texts = [_of_tokens(part, path, vocab_size, held) for path in files.paths]
         else:
-            given = (part, files, cache, vocab_size, held, tokenizer, template, report)
-            texts = [_prepared(*given)]
+            arguments = (part, files, cache, vocab_size, held, tokenizer, template, report)
+            texts = [_prepared(*arguments)]
         total = sum(len(text.train) for text in texts)
-        made += [(part.weight * len(text.train) / max(total, 1), text) for text in texts]
-    used = tokenizer or next((t.folder / "tokenizer.json" for _, t in made if t.folder is not None), None)
-    training = [(weight, text.training) for weight, text in made]
-    validation = [(weight, text.validation) for weight, text in made]
+        weighted += [(part.weight * len(text.train) / max(total, 1), text) for text in texts]
+    used = tokenizer or next((t.folder / "tokenizer.json" for _, t in weighted if t.folder is not None), None)
+    training = [(weight, text.training) for weight, text in weighted]
+    validation = [(weight, text.validation) for weight, text in weighted]
     if data.validation is not None:
         apart = Part(**{**dict(data.parts[0]), "source": data.validation, "pattern": None, "max_bytes": None})
         files = files_of(apart)
@@ -173,13 +173,13 @@ def prepare(job: Job, report: Report = lambda message: None) -> Corpus | None:
         else:
             kept = [_prepared(apart, files, cache, vocab_size, 0.0, used, template, report)]
         validation = [(float(len(text.train)), text.training) for text in kept]
-    return Corpus(training, validation, used, made[0][1].entropy if len(made) == 1 else None)
+    return Corpus(training, validation, used, weighted[0][1].entropy if len(weighted) == 1 else None)
 
 
 def _template(data: TextData, tokenizer: Path | None) -> Template:
     if tokenizer is None:
-        told = "conversations need a tokenizer with a chat template: give data.tokenizer = a folder"
-        raise ValueError(told)
+        reason = "conversations need a tokenizer with a chat template: give data.tokenizer = a folder"
+        raise ValueError(reason)
     return Template(tokenizer, None if data.chat_template is None else Path(data.chat_template))
 
 
@@ -251,10 +251,10 @@ def _prepared(
         report(f"preparing {files.size / 1e6:.1f} MB of text, {count}, with {by}")
         shutil.rmtree(folder, ignore_errors=True)
         _write(folder, part, files, vocab_size, val_fraction, tokenizer, template)
-    made = _open(folder)
-    if made is None:
+    dataset = _open(folder)
+    if dataset is None:
         raise ValueError(f"the prepared text in {folder} cannot be read back; is the disk full?")
-    return made
+    return dataset
 
 
 def unigram_entropy(tokens: Array) -> float:
@@ -370,18 +370,18 @@ def _write(
     files: Files,
     vocab_size: int,
     val_fraction: float,
-    given: Path | None,
+    tokenizer_path: Path | None,
     template: Template | None,
 ) -> None:
     every = documents(part, files, template)
-    if given is None:
+    if tokenizer_path is None:
         texts = list(every)  # they are read twice
         tokenizer, every = _train_tokenizer((d.text for d in texts), vocab_size), iter(texts)
     else:
-        tokenizer = Tokenizer.from_file(str(given))
+        tokenizer = Tokenizer.from_file(str(tokenizer_path))
     tokenizer.no_truncation()  # as a file may ask for
     tokenizer.no_padding()
-    end = end_of(tokenizer, given)
+    end = end_of(tokenizer, tokenizer_path)
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     temporary = folder.with_name(f".{folder.name}-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)

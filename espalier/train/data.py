@@ -195,8 +195,8 @@ def _apart(job: Job) -> tuple[Samples, Samples]:
         train, val = ImageFolder.pair(data, facts.image, facts.classes)
         return train, val
     assert isinstance(data, OwnData)
-    made = imported(data.build, job.folder)(**data.arguments)
-    train_set, val_set = made if isinstance(made, tuple) else (made, made)
+    sets = imported(data.build, job.folder)(**data.arguments)
+    train_set, val_set = sets if isinstance(sets, tuple) else (sets, sets)
     for dataset in (train_set, val_set):
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             kind = type(dataset).__name__
@@ -393,10 +393,10 @@ class SampledBatches:
 
     def batch(self, step: int, rows: slice = slice(None)) -> dict[str, torch.Tensor]:
         """Rows of the global batch of ``step``."""
-        made = [self._row(step, row) for row in range(self.size)[rows]]
-        if not made:  # of the shapes and dtypes that rows have
+        samples = [self._row(step, row) for row in range(self.size)[rows]]
+        if not samples:  # of the shapes and dtypes that rows have
             return {name: x[:0] for name, x in self._stacked([self._row(step, 0)]).items()}
-        return self._stacked(made)
+        return self._stacked(samples)
 
     def _row(self, step: int, row: int) -> Mapping[str, Any]:
         number = (step - self.first) * self.size + row
@@ -411,10 +411,10 @@ class SampledBatches:
             index = shuffled(index, count, (self.seed, which, epoch))
         return samples.row(index, np.random.default_rng((self.seed, step, row)))
 
-    def _stacked(self, made: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def _stacked(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         stacked = {}
-        for name in made[0]:
-            x = torch.stack([torch.as_tensor(row[name]) for row in made])
+        for name in samples[0]:
+            x = torch.stack([torch.as_tensor(row[name]) for row in samples])
             stacked[name] = x.to(self.dtype) if x.is_floating_point() else x
         return stacked
 

@@ -28,12 +28,12 @@ SHOWN = 64
 _PACKAGES = ("espalier", "torch", "numpy", "transformers", "tokenizers", "safetensors")
 
 
-def facts_of(engine: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(engine: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     """What a run is, in values that JSON knows; every rank must call. Complete on the first rank alone.
 
     Args:
         engine: whose parameters are laid out.
-        given: what the caller knows: ``steps``, ``tokens``, ``flops``, ``entropy``, ``job``.
+        known: what the caller knows: ``steps``, ``tokens``, ``flops``, ``entropy``, ``job``.
     """
     mesh, plan = engine.mesh, engine.plan
     device = mesh.device()
@@ -48,9 +48,9 @@ def facts_of(engine: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     ranks = gather_objects(here, mesh)
     own = holdings(engine)
     holds = gather_objects(own if mesh.rank < SHOWN else None, mesh)
-    facts = {key: value for key, value in given.items() if value is not None}
-    if "flops" not in facts and given.get("tokens"):
-        facts["flops"] = 6 * parameters * given["tokens"]
+    facts = {key: value for key, value in known.items() if value is not None}
+    if "flops" not in facts and known.get("tokens"):
+        facts["flops"] = 6 * parameters * known["tokens"]
     return {
         **facts,
         "parameters": parameters,
@@ -85,13 +85,13 @@ def held_by_kind(engine: Any) -> dict[str, int]:
 def timeline_of(engine: Any) -> dict[str, Any]:
     """When the ranks of the first pipeline did what in the last step, and what its schedule says."""
     measured = engine.timeline()
-    told = {"schedule": str(measured.schedule).partition("\n")[0], "bubble": measured.bubble_fraction}
+    table = {"schedule": str(measured.schedule).partition("\n")[0], "bubble": measured.bubble_fraction}
     for name, timeline in {"measured": measured, "predicted": measured.predicted()}.items():
-        told[name] = [
+        table[name] = [
             [[str(action.kind), action.stage, action.micro_batch, start, end] for action, start, end in row]
             for row in timeline.spans
         ]
-    return told
+    return table
 
 
 # ---- which rank holds what
@@ -115,9 +115,7 @@ def holdings(engine: Any) -> list[dict[str, Any]]:
         if name.startswith("optimizer.state.") and local.ndim:
             states.setdefault(name.removeprefix("optimizer.state.").rpartition(".")[0], layout)
     return [
-        told
-        for name, named in _parts(module).items()
-        if (told := _part(name, named, lies, states)) is not None
+        row for name, named in _parts(module).items() if (row := _part(name, named, lies, states)) is not None
     ]
 
 
@@ -143,9 +141,9 @@ def _part(
         layout = lies.get(f"model.{key}")
         if layout is not None and layout.mesh.is_member:
             here += math.prod(local_box(layout).sizes) * p.element_size()
-    told = {"name": name, "bytes": whole, "here": here, "parameter": largest, "shape": shape}
+    fields = {"name": name, "bytes": whole, "here": here, "parameter": largest, "shape": shape}
     own, state = lies.get(f"model.{largest}"), states.get(largest)
-    return {**told, "box": _share(own), "states": _share(state)}
+    return {**fields, "box": _share(own), "states": _share(state)}
 
 
 def _share(layout: Layout | None) -> list[float] | None:

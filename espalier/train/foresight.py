@@ -21,7 +21,7 @@ class Foresight:
     """What was found for a job.
 
     Attributes:
-        found: by the search.
+        result: of the search.
         text: all of it, told.
         table: all of it, as JSON takes it.
         timeline: the step of the best one's pipeline, if it has one, of at most three micro-batches a rank.
@@ -30,7 +30,7 @@ class Foresight:
         changes: lines on what would change the choice.
     """
 
-    found: Found
+    result: Found
     text: str
     table: dict[str, Any]
     timeline: Timeline | None = None
@@ -41,11 +41,11 @@ class Foresight:
     @property
     def fits(self) -> bool:
         """Whether there is a plan."""
-        return bool(self.found.best)
+        return bool(self.result.best)
 
     def page(self) -> str:
         """All of it, as an HTML page, where something fits."""
-        return plan_page(self.of, self.found, self.checked, self.changes, self.timeline)
+        return plan_page(self.of, self.result, self.checked, self.changes, self.timeline)
 
 
 def foresee(
@@ -76,11 +76,11 @@ def foresee(
         if not equals:
             raise ValueError(f"--fix {text}: expected key=value, as --fix tensor=8")
         fixed[key.strip().removeprefix("plan.")] = parse_value(value.strip())
-    search, (model, optimizer, batch, given) = _search(job, cluster, ranks, fixed, memory)
+    search, (model, optimizer, batch, options) = _search(job, cluster, ranks, fixed, memory)
     searched = search.run()
     dry: list[Checked] = []
     if searched.best and not quick:
-        searched, dry = check(search, searched, model, batch, optimizer, given)
+        searched, dry = check(search, searched, model, batch, optimizer, options)
     if not searched.best:
         text = f"{report(searched, dry)}\n\n{too_large(searched)}"
         enough = more_ranks(search)
@@ -99,9 +99,9 @@ def predicted(job: Job, cluster: str) -> tuple[Checked, Timeline | None]:
     Raises:
         ValueError: the cluster is wrong, or the plan has what is not priced.
     """
-    search, (model, optimizer, batch, given) = _search(job, cluster, job.plan.world_size, {}, 1.0)
+    search, (model, optimizer, batch, options) = _search(job, cluster, job.plan.world_size, {}, 1.0)
     prediction = search.of(job.plan)
-    return checked(prediction, model, batch, optimizer, given), search.timeline(
+    return checked(prediction, model, batch, optimizer, options), search.timeline(
         prediction, job.plan.accumulate
     )
 
@@ -126,9 +126,9 @@ def planned(job: Job, ranks: int | None = None) -> Job:
 def _search(
     job: Job, cluster: str, ranks: int | None, fixed: dict[str, Any], memory: float
 ) -> tuple[Search, tuple[Any, Any, Any, dict[str, Any]]]:
-    model, plan, given = on_meta(job)
-    optimizer, batch = given.pop("optimizer"), batch_on_meta(job)
-    given["max_grad_norm"] = job.clip
-    recorder = Recorder(model, optimizer, batch, given, recordings())
+    model, plan, options = on_meta(job)
+    optimizer, batch = options.pop("optimizer"), batch_on_meta(job)
+    options["max_grad_norm"] = job.clip
+    recorder = Recorder(model, optimizer, batch, options, recordings())
     search = Search(recorder, Cluster.load(cluster), plan, ranks=ranks, fixed=fixed, memory=memory)
-    return search, (model, optimizer, batch, given)
+    return search, (model, optimizer, batch, options)

@@ -40,8 +40,8 @@ class ImageFolder:
             ValueError: there are no images, or of more classes than the model has.
         """
         if find_spec("PIL") is None:
-            told = "images are read by pillow, which is not installed: pip install 'espalier[data]'"
-            raise ValueError(told)
+            reason = "images are read by pillow, which is not installed: pip install 'espalier[data]'"
+            raise ValueError(reason)
         root = Path(data.source)
         if not root.is_dir():
             raise ValueError(f"data.source = {data.source!r} is no folder")
@@ -78,8 +78,8 @@ class ImageFolder:
         channels, height, width = self.image
         with Image.open(path) as opened:
             colours = opened.convert("L" if channels == 1 else "RGB")
-            made = colours.resize((width, height), Image.Resampling.BILINEAR)
-        pixels = np.asarray(made, np.float64).reshape(height, width, -1).transpose(2, 0, 1) / 255
+            resized = colours.resize((width, height), Image.Resampling.BILINEAR)
+        pixels = np.asarray(resized, np.float64).reshape(height, width, -1).transpose(2, 0, 1) / 255
         if self.flip and draw.random() < 0.5:
             pixels = pixels[:, :, ::-1]
         mean, std = (np.array(x).reshape(-1, 1, 1) for x in (self.mean, self.std))

@@ -130,10 +130,10 @@ class Job:
                 all_mistakes.append(Mistake(key, value, f"expected a table, [{key}]"))
             else:
                 tables[key] = value
-        given = tables.get("model", {})
-        later = given.get("kind") in HF  # what transformers says takes seconds
+        section = tables.get("model", {})
+        later = section.get("kind") in HF  # what transformers says takes seconds
         folder = str(Path(source).parent)  # where the user's modules may be
-        model = read_model(given, all_mistakes, folder, deep=False)
+        model = read_model(section, all_mistakes, folder, deep=False)
         data = _read_data(tables, all_mistakes)
         optimizer = _read("optimizer", OptimizerSection, tables, all_mistakes)
         if optimizer:
@@ -152,7 +152,7 @@ class Job:
         if plan and train and verify:
             all_mistakes.extend(_micro_batch_mistakes(plan, train, verify))
         if later and not all_mistakes:
-            model = read_model(given, all_mistakes, folder, deep=True)
+            model = read_model(section, all_mistakes, folder, deep=True)
         if model and data and train and verify:
             all_mistakes.extend(_data_mistakes(model, data))
             all_mistakes.extend(_fit_mistakes(model.facts, data, train, verify))
@@ -284,19 +284,19 @@ def _data_mistakes(model: ModelSpec, data: DataSection) -> list[Mistake]:
     for i, part in enumerate(data.parts):
         at = f"data.mixture[{i}]" if data.mixture else "data"
         if (part.prompt is None) != (part.answer is None):
-            told = "prompt and answer are columns that go together: give both"
-            mistakes.append(Mistake(f"{at}.prompt", part.prompt or MISSING, told))
+            expected = "prompt and answer are columns that go together: give both"
+            mistakes.append(Mistake(f"{at}.prompt", part.prompt or MISSING, expected))
         if part.chat is not None and part.answer is not None:
-            told = "a row is a conversation, or a question and its answer: leave one out"
-            mistakes.append(Mistake(f"{at}.chat", part.chat, told))
+            expected = "a row is a conversation, or a question and its answer: leave one out"
+            mistakes.append(Mistake(f"{at}.chat", part.chat, expected))
         if part.loss == "answers" and part.chat is None and part.answer is None:
-            told = "answers are in conversations (chat = ...) or pairs (prompt = ..., answer = ...)"
-            mistakes.append(Mistake(f"{at}.loss", part.loss, told))
+            expected = "answers are in conversations (chat = ...) or pairs (prompt = ..., answer = ...)"
+            mistakes.append(Mistake(f"{at}.loss", part.loss, expected))
     if data.rows == "padded" and data.order == "random":
         mistakes.append(Mistake("data.order", "random", "is for packed rows, which begin anywhere"))
     if model.facts.vocab_size is None:
-        told = "text needs the number of the model's tokens: give model.vocab_size"
-        return [*mistakes, Mistake("model.vocab_size", MISSING, told)]
+        expected = "text needs the number of the model's tokens: give model.vocab_size"
+        return [*mistakes, Mistake("model.vocab_size", MISSING, expected)]
     return mistakes or _tokenizer_mistakes(model.facts, data, model.weights)
 
 
@@ -334,21 +334,21 @@ AUTO = ("auto", "cluster", "ranks")
 """What a job's table [plan] has beside a plan's arguments, where the planner is to choose the others."""
 
 
-def _without_auto(given: Mapping[str, Any], mistakes: list[Mistake]) -> dict[str, Any]:
+def _without_auto(table: Mapping[str, Any], mistakes: list[Mistake]) -> dict[str, Any]:
     """What of the table are a plan's arguments."""
-    asked, cluster, ranks = (given.get(key) for key in AUTO)
+    asked, cluster, ranks = (table.get(key) for key in AUTO)
     if asked not in (None, True, False):
         mistakes.append(Mistake("plan.auto", asked, "expected true or false"))
     elif asked and not isinstance(cluster, str):
-        told = "auto = true needs the cluster it chooses for: a shipped one's name, or a file"
-        mistakes.append(Mistake("plan.cluster", MISSING if cluster is None else cluster, told))
+        expected = "auto = true needs the cluster it chooses for: a shipped one's name, or a file"
+        mistakes.append(Mistake("plan.cluster", MISSING if cluster is None else cluster, expected))
     elif asked and not (ranks is None or (type(ranks) is int and ranks > 0)):
         mistakes.append(Mistake("plan.ranks", ranks, "expected a number of ranks of the cluster"))
     elif not asked:
         for key, value in (("cluster", cluster), ("ranks", ranks)):
             if value is not None:
                 mistakes.append(Mistake(f"plan.{key}", value, "is for auto = true alone"))
-    return {key: value for key, value in given.items() if key not in AUTO}
+    return {key: value for key, value in table.items() if key not in AUTO}
 
 
 def _read_plan(table: Mapping[str, Any], mistakes: list[Mistake]) -> Plan | None:

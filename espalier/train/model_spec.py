@@ -177,10 +177,10 @@ class HuggingFaceSpec:
     def config_object(self) -> Any:
         """The transformers config."""
         kind = transformers_class(self.name).config_class
-        given = {} if self.path is None else _read_config(self.path)
-        made = kind.from_dict({**given, **self.config})
-        made.architectures = [self.name]
-        return made
+        stored = {} if self.path is None else _read_config(self.path)
+        config = kind.from_dict({**stored, **self.config})
+        config.architectures = [self.name]
+        return config
 
     def build(self) -> nn.Module:
         """Build the model with fresh weights; nothing is downloaded."""
@@ -213,7 +213,7 @@ class OwnSpec:
     Attributes:
         reference: ``module:function``.
         arguments: of the function.
-        given: what the data must fit, as the job says it.
+        facts: what the data must fit, as the job says it.
         folder: where modules are looked for beside the working folder.
         weights: file or folder of the weights to begin with.
         drops: whether dropout modules are as the function made them.
@@ -221,29 +221,24 @@ class OwnSpec:
 
     reference: str
     arguments: Mapping[str, Any]
-    given: Facts
+    facts: Facts
     folder: str = "."
     weights: str | None = None
     drops: bool = True
-
-    @property
-    def facts(self) -> Facts:
-        """What the data must fit."""
-        return self.given
 
     def build(self) -> nn.Module:
         """Call the function."""
         from torch import nn
 
-        made = imported(self.reference, self.folder)(**self.arguments)
-        if not isinstance(made, nn.Module):
-            raise TypeError(f"{self.reference} gave a {type(made).__name__}, expected a torch.nn.Module")
-        for module in () if self.drops else made.modules():
+        model = imported(self.reference, self.folder)(**self.arguments)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{self.reference} gave a {type(model).__name__}, expected a torch.nn.Module")
+        for module in () if self.drops else model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
             elif isinstance(module, nn.MultiheadAttention):
                 module.dropout = 0.0
-        return made
+        return model
 
     def without_dropout(self) -> tuple[Self, list[str]]:
         """The same with torch's dropout modules at 0; what a model draws by itself it goes on drawing."""
@@ -271,12 +266,12 @@ def imported(reference: str, folder: str = ".") -> Callable[..., Any]:
         raise ValueError(
             f"{reference!r}: there is no module {name} in {os.getcwd()} or {os.path.abspath(folder)}"
         ) from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    value = getattr(module, attribute, None)
+    if not callable(value):
         there = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
         hint = did_you_mean(attribute, there, lead="; ")
         raise ValueError(f"{reference!r}: {name} has no such function{hint}")
-    function: Callable[..., Any] = found
+    function: Callable[..., Any] = value
     return function
 
 
@@ -352,8 +347,8 @@ def _read_own(
         mistakes.extend(error.mistakes)
         return None
     if ":" not in table.build:
-        told = 'expected module:function, as in "my_model:build"'
-        mistakes.append(Mistake("model.build", table.build, told))
+        expected = 'expected module:function, as in "my_model:build"'
+        mistakes.append(Mistake("model.build", table.build, expected))
         return None
     image = table.image
     if image is not None and len(image) != 3:
@@ -381,10 +376,10 @@ def _read_huggingface(
         return None
     if not isinstance(fresh, bool):
         mistakes.append(Mistake("model.fresh", fresh, "expected true or false"))
-    given: Mapping[str, Any] = {}
+    stored: Mapping[str, Any] = {}
     if path is not None:
         try:
-            given = _read_config(path)
+            stored = _read_config(path)
         except ValueError as error:
             mistakes.append(Mistake("model.path", path, str(error)))
             return None
@@ -394,18 +389,18 @@ def _read_huggingface(
     if weights is None and path is not None and not fresh and _has_weights(Path(path)):
         weights = path
     if lora is not None and weights is None:
-        told = "adapters are for a model that has weights: give model.path or model.weights"
-        mistakes.append(Mistake("model.lora", MISSING, told))
+        expected = "adapters are for a model that has weights: give model.path or model.weights"
+        mistakes.append(Mistake("model.lora", MISSING, expected))
     name = values.get("class", MISSING)
     if not isinstance(name, str) and name is not MISSING:
-        told = 'expected a class of transformers, as "LlamaForCausalLM"'
-        mistakes.append(Mistake("model.class", name, told))
+        expected = 'expected a class of transformers, as "LlamaForCausalLM"'
+        mistakes.append(Mistake("model.class", name, expected))
     if not deep:
-        mistakes.extend(config_typos(name, {**given, **config}.get("model_type"), config))
+        mistakes.extend(config_typos(name, {**stored, **config}.get("model_type"), config))
     if not deep or len(mistakes) > before:
         return None
     try:
-        name = _class_name(name, {**given, **config}, values.get("task"))
+        name = _class_name(name, {**stored, **config}, values.get("task"))
         config_class = transformers_class(name).config_class
         _labels_of(name)
     except ValueError as error:
@@ -454,8 +449,10 @@ def _read_config(path: Any) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text("utf-8"))
     except OSError:
-        told = "expected a local folder with a config.json, as save_pretrained writes (nothing is downloaded)"
-        raise ValueError(told) from None
+        reason = (
+            "expected a local folder with a config.json, as save_pretrained writes (nothing is downloaded)"
+        )
+        raise ValueError(reason) from None
     except ValueError as error:
         raise ValueError(f"{file} is no JSON: {error}") from None
     if not isinstance(config, dict):

@@ -60,8 +60,8 @@ def name_mistakes(section: OptimizerSection) -> list[Mistake]:
         if key not in accepted
     ]
     if section.rest and section.name != "Muon":
-        told = 'is for the parameters that Muon leaves: optimizer.name = "Muon"'
-        mistakes.append(Mistake("optimizer.rest", section.rest, told))
+        expected = 'is for the parameters that Muon leaves: optimizer.name = "Muon"'
+        mistakes.append(Mistake("optimizer.rest", section.rest, expected))
     mistakes += [
         unknown_key(f"optimizer.rest.{key}", value, sorted(known["AdamW"]))
         for key, value in section.rest.items()
@@ -73,8 +73,8 @@ def name_mistakes(section: OptimizerSection) -> list[Mistake]:
         said = group.get("pattern")
         listed = said if isinstance(said, list) else [said]
         if not listed or not all(isinstance(pattern, str) and pattern for pattern in listed):
-            told = 'expected a pattern of names of parameters, as pattern = "*.bias", or a list of them'
-            mistakes.append(Mistake(f"{where}.pattern", said, told))
+            expected = 'expected a pattern of names of parameters, as pattern = "*.bias", or a list of them'
+            mistakes.append(Mistake(f"{where}.pattern", said, expected))
         mistakes += [
             unknown_key(f"{where}.{key}", value, ["pattern", *sorted(every)])
             for key, value in group.items()

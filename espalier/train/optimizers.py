@@ -71,8 +71,8 @@ def build_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.
         muon = _one(section, "Muon", inner, section.arguments)
         if not rest:
             return muon
-        given = {"lr": section.lr, **as_arguments(section.rest)}
-        return Mixed(muon, _one(section, "AdamW", rest, given))
+        options = {"lr": section.lr, **as_arguments(section.rest)}
+        return Mixed(muon, _one(section, "AdamW", rest, options))
     except ValueError as error:
         raise ValueError(
             f"optimizer.name = {section.name!r}: it cannot train this model: {error}. Give another."
@@ -80,11 +80,11 @@ def build_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.
 
 
 def _one(
-    section: OptimizerSection, name: str, named: Mapping[str, nn.Parameter], given: Mapping[str, Any]
+    section: OptimizerSection, name: str, named: Mapping[str, nn.Parameter], options: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     kind: Any = getattr(torch.optim, name)
     accepted = inspect.signature(kind).parameters
-    decay = given.get("weight_decay", accepted["weight_decay"].default if "weight_decay" in accepted else 0)
+    decay = options.get("weight_decay", accepted["weight_decay"].default if "weight_decay" in accepted else 0)
     exempt = section.decay == "matrices" and decay != 0
     groups: list[dict[str, Any]] = []
     by_options: dict[tuple[int, bool], dict[str, Any]] = {}
@@ -97,8 +97,8 @@ def _one(
             group = by_options[place, bare] = {"params": [], **own, **({"weight_decay": 0.0} if bare else {})}
             groups.append(group)
         group["params"].append(p)
-    made: torch.optim.Optimizer = kind(groups, **given)
-    return made
+    optimizer: torch.optim.Optimizer = kind(groups, **options)
+    return optimizer
 
 
 def _own_arguments(section: OptimizerSection, path: str) -> tuple[int, dict[str, Any]]:
@@ -129,7 +129,7 @@ def _matrices(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, 
 
 def optimizer_mistakes(section: OptimizerSection) -> Iterator[Mistake]:
     """What torch says of the arguments, tried on a parameter of one element."""
-    for name, given in _tried(section):
+    for name, options in _tried(section):
         chosen = getattr(torch.optim, name)
         # On the CPU: the launcher, and ranks that have no device yet, would open a context on the first one.
         # So what only accelerators can is left out where there is one.
@@ -137,9 +137,9 @@ def optimizer_mistakes(section: OptimizerSection) -> Iterator[Mistake]:
         p.grad = torch.ones_like(p)
         left_out = {"capturable"} if accelerator() is not None else set()
         try:
-            chosen([p], **{k: v for k, v in given.items() if k not in left_out}).step()
+            chosen([p], **{k: v for k, v in options.items() if k not in left_out}).step()
         except (ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError) as error:
-            yield Mistake("optimizer", dict(given), f"torch.optim.{name} says: {error}")
+            yield Mistake("optimizer", dict(options), f"torch.optim.{name} says: {error}")
             return
 
 

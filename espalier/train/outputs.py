@@ -60,10 +60,10 @@ def write_tokenizer(made_by: Path, out: Path, job: Job) -> None:
         shutil.copyfile(template, out / "chat_template.jinja")
     if "tokenizer_config.json" not in there:
         end = END_OF_TEXT if Tokenizer.from_file(str(made_by)).token_to_id(END_OF_TEXT) is not None else None
-        given: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if end is not None:
-            given |= {"eos_token": end, "pad_token": end}
-        write_file(out / "tokenizer_config.json", (json.dumps(given, indent=2) + "\n").encode())
+            config |= {"eos_token": end, "pad_token": end}
+        write_file(out / "tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
 def write_config(spec: HuggingFaceSpec, out: Path, dtype: str) -> None:

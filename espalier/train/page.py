@@ -131,20 +131,20 @@ def _finite(value: Any) -> Any:
 
 def job_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """What two runs' jobs say differently: the key, and what each says."""
-    told = [_flat(tomllib.loads(run.get("job") or "")) for run in (a, b)]
-    keys = sorted(told[0].keys() | told[1].keys())
+    jobs = [_flat(tomllib.loads(run.get("job") or "")) for run in (a, b)]
+    keys = sorted(jobs[0].keys() | jobs[1].keys())
     return [
-        (key, *(json.dumps(t[key], default=str) if key in t else "–" for t in told))  # type: ignore[misc]
+        (key, *(json.dumps(t[key], default=str) if key in t else "–" for t in jobs))  # type: ignore[misc]
         for key in keys
-        if told[0].get(key) != told[1].get(key)
+        if jobs[0].get(key) != jobs[1].get(key)
     ]
 
 
 def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """How two runs ended, and what their jobs say differently: a row each, the first with their names."""
     rows = [("", str(a["name"]), str(b["name"]))]
-    told = [_ending(run) for run in (a, b)]
-    rows += [(key, told[0][key], told[1][key]) for key in told[0]]
+    endings = [_ending(run) for run in (a, b)]
+    rows += [(key, endings[0][key], endings[1][key]) for key in endings[0]]
     return rows + job_differences(a, b)
 
 

@@ -79,13 +79,14 @@ def compare_page(name: str, compared: Comparison, timeline: Timeline | None = No
         compared: both.
         timeline: what was predicted of its pipeline, if it has one.
     """
-    told, real = compared.predicted, compared.measured
+    predicted, real = compared.predicted, compared.measured
     title = f"Plan and run of {name}"
     what = (
-        f"{words(told.plan)}: {_seconds(told.seconds)} a step predicted, {_seconds(real.seconds)} measured, "
-        f"{compared.error:+.1%}; {real.steps} steps, whose middle half is {real.scatter:.1%} apart."
+        f"{words(predicted.plan)}: {_seconds(predicted.seconds)} a step predicted, "
+        f"{_seconds(real.seconds)} measured, {compared.error:+.1%}; {real.steps} steps, "
+        f"whose middle half is {real.scatter:.1%} apart."
     )
-    bars = [("", "predicted", told.terms), ("", "measured", real.terms)]
+    bars = [("", "predicted", predicted.terms), ("", "measured", real.terms)]
     tables = compared.rows()
     sections = [
         _section("time", "What a step's time goes to", _bars("time", bars, _TERMS, _seconds)),
@@ -98,7 +99,7 @@ def compare_page(name: str, compared: Comparison, timeline: Timeline | None = No
         ("measured", "The pipeline's step, measured", real.timeline),
     ):
         if of is not None:
-            sections.append(_section(key, heading, _pipeline(told, of)))
+            sections.append(_section(key, heading, _pipeline(predicted, of)))
     return _document("espalier compare", title, what, sections, ("time", "times"))
 
 

@@ -83,8 +83,8 @@ class RunLog:
         self.folder, self.engine = Path(folder), engine
         self.name, self.first = name or self.folder.resolve().name, engine.mesh.rank == 0
         self.tokens, self.every = tokens, every
-        self._given: dict[str, Any] = {"steps": steps, "tokens": tokens, "flops": flops, "entropy": entropy}
-        self._given["job"] = job
+        self._known: dict[str, Any] = {"steps": steps, "tokens": tokens, "flops": flops, "entropy": entropy}
+        self._known["job"] = job
         self._callbacks = [*trackers(track), *callbacks]
         self._log = Log(self.folder, self.first, after)
         self.facts: dict[str, Any] = {}
@@ -179,7 +179,7 @@ class RunLog:
             held={} if held is None else _by_kind(gather_objects(dict(held), engine.mesh)),
         )
         if not self._written:  # the parameters lie from the first step on
-            self.facts.update(facts_of(engine, self._given))
+            self.facts.update(facts_of(engine, self._known))
         if held is not None and engine.plan.pipe > 1:
             self.facts["timeline"] = timeline_of(engine)
         log.write(record)

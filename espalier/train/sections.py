@@ -15,9 +15,9 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Track = Literal["tensorboard", "wandb"]
 
 
-def as_list(given: Any) -> Any:
+def as_list(value: Any) -> Any:
     """A lone word as a list of it."""
-    return [given] if isinstance(given, str) else given
+    return [value] if isinstance(value, str) else value
 
 
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -199,9 +199,9 @@ class OptimizerSection(Settings):
         return {"lr": self.lr, **as_arguments(self.model_extra or {})}
 
 
-def as_arguments(given: dict[str, Any]) -> dict[str, Any]:
+def as_arguments(table: dict[str, Any]) -> dict[str, Any]:
     """Values of TOML as an optimizer of torch takes them: lists as tuples."""
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
 
 
 class TrainSection(Settings):

@@ -53,29 +53,31 @@ class Files(NamedTuple):
     size: int
 
 
-def files_of(given: Source) -> Files:
+def files_of(part: Source) -> Files:
     """The files of a source.
 
     Raises:
         ValueError: there are none, or of several formats.
     """
-    root = Path(sysconfig.get_path("stdlib")) if given.source == "stdlib" else Path(given.source)
+    root = Path(sysconfig.get_path("stdlib")) if part.source == "stdlib" else Path(part.source)
     if not root.exists():
-        raise ValueError(f"data.source = {given.source!r} is neither a file nor a folder")
-    if given.format == "datasets" or (given.format == "auto" and _is_dataset(root)):
+        raise ValueError(f"data.source = {part.source!r} is neither a file nor a folder")
+    if part.format == "datasets" or (part.format == "auto" and _is_dataset(root)):
         return Files([root], "datasets", sum(x.stat().st_size for x in root.rglob("*.arrow")))
-    pairs, pattern = _matching(root, given)
-    kinds = {_format(path) if given.format == "auto" else given.format for path in pairs}
+    pairs, pattern = _matching(root, part)
+    kinds = {_format(path) if part.format == "auto" else part.format for path in pairs}
     if len(kinds) > 1:
-        told = " and ".join(sorted(kinds))
-        raise ValueError(f"data.source = {given.source!r} holds {told} files: say which, data.pattern = ...")
+        several = " and ".join(sorted(kinds))
+        raise ValueError(
+            f"data.source = {part.source!r} holds {several} files: say which, data.pattern = ..."
+        )
     form = kinds.pop() if kinds else "text"
     # records are counted as they are read, whole files here
-    most = given.max_bytes if form == "text" else None
+    most = part.max_bytes if form == "text" else None
     paths = _select(pairs, most)
     if not paths:
-        limit = "" if given.max_bytes is None else f" within data.max_bytes = {given.max_bytes}"
-        raise ValueError(f"data.source = {given.source!r} has no text in files like {pattern!r}{limit}")
+        limit = "" if part.max_bytes is None else f" within data.max_bytes = {part.max_bytes}"
+        raise ValueError(f"data.source = {part.source!r} has no text in files like {pattern!r}{limit}")
     return Files(paths, form, sum(path.stat().st_size for path in paths))
 
 
@@ -87,19 +89,19 @@ def _format(path: Path) -> Format:
     return next((form for ending, form in _ENDINGS if path.name.endswith(ending)), "text")
 
 
-def _matching(root: Path, given: Source) -> tuple[list[Path], str]:
+def _matching(root: Path, part: Source) -> tuple[list[Path], str]:
     """The files, by the names they have below the source, and the pattern of these."""
     if root.is_file():
         return [root], root.name
-    if given.source == "stdlib":
+    if part.source == "stdlib":
         below = root.rglob("*.py")
         kept = [p for p in below if p.is_file() and not _SKIPPED & set(p.relative_to(root).parts)]
         return sorted(kept, key=lambda p: p.relative_to(root).as_posix()), "*.py"
-    for pattern in [given.pattern] if given.pattern is not None else _PATTERNS:
+    for pattern in [part.pattern] if part.pattern is not None else _PATTERNS:
         files = [p for p in root.rglob(pattern) if p.is_file()]
         if files:
             return sorted(files, key=lambda p: p.relative_to(root).as_posix()), pattern
-    return [], given.pattern or ", ".join(_PATTERNS)
+    return [], part.pattern or ", ".join(_PATTERNS)
 
 
 def _select(paths: Iterable[Path], max_bytes: int | None) -> list[Path]:
@@ -112,7 +114,7 @@ def _select(paths: Iterable[Path], max_bytes: int | None) -> list[Path]:
     return chosen
 
 
-def documents(given: Source, files: Files, template: Template | None) -> Iterator[Document]:
+def documents(part: Source, files: Files, template: Template | None) -> Iterator[Document]:
     """The documents of a source, in order.
 
     Args:
@@ -125,15 +127,15 @@ def documents(given: Source, files: Files, template: Template | None) -> Iterato
         for path in files.paths:
             yield Document(path.read_text("utf-8", errors="replace"))
         return
-    left = float("inf") if given.max_bytes is None else given.max_bytes
-    columns = [c for c in (given.chat, given.prompt, given.answer) if c is not None] or [given.field]
+    left = float("inf") if part.max_bytes is None else part.max_bytes
+    columns = [c for c in (part.chat, part.prompt, part.answer) if c is not None] or [part.field]
     for where, record in _records(files, columns):
-        made = _document(given, where, record, columns, template)
-        left -= len(made.text.encode("utf-8", errors="replace"))
+        document = _document(part, where, record, columns, template)
+        left -= len(document.text.encode("utf-8", errors="replace"))
         if left < 0:
             return
-        if made.text:
-            yield made
+        if document.text:
+            yield document
 
 
 def _records(files: Files, columns: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -186,8 +188,8 @@ def _of_datasets(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if isinstance(loaded, Mapping):
         if "train" not in loaded:
             splits = ", ".join(loaded)
-            told = f"name the folder of one, {path}/{min(loaded)}"
-            raise ValueError(f"{path} holds {splits}, not train: {told}")
+            remedy = f"name the folder of one, {path}/{min(loaded)}"
+            raise ValueError(f"{path} holds {splits}, not train: {remedy}")
         loaded = loaded["train"]
     for number, record in enumerate(loaded):
         yield f"{path}, row {number + 1}", record
@@ -199,25 +201,25 @@ def _need(package: str, path: Path) -> None:
 
 
 def _document(
-    given: Source, where: str, record: Any, columns: list[str], template: Template | None
+    part: Source, where: str, record: Any, columns: list[str], template: Template | None
 ) -> Document:
     if not isinstance(record, Mapping):
         raise ValueError(f"{where}: expected an object with columns, got {type(record).__name__}")
     missing = [c for c in columns if record.get(c) is None]
     if missing:
-        key = "data.chat" if given.chat else "data.prompt, data.answer" if given.answer else "data.field"
+        key = "data.chat" if part.chat else "data.prompt, data.answer" if part.answer else "data.field"
         raise ValueError(f"{where} has no column {missing[0]!r} ({key}); it has {', '.join(record)}")
-    if given.chat is not None:
+    if part.chat is not None:
         assert template is not None
-        return template.document(record[given.chat], where, given.only_answers)
+        return template.document(record[part.chat], where, part.only_answers)
     for column in columns:
         if not isinstance(record[column], str):
             raise ValueError(f"{where}: {column} holds {type(record[column]).__name__}, expected text")
-    if given.answer is not None and given.prompt is not None:
-        prompt, answer = record[given.prompt], record[given.answer]
+    if part.answer is not None and part.prompt is not None:
+        prompt, answer = record[part.prompt], record[part.answer]
         whole = prompt + answer
-        return Document(whole, ((len(prompt), len(whole)),) if given.only_answers else None)
-    return Document(record[given.field])
+        return Document(whole, ((len(prompt), len(whole)),) if part.only_answers else None)
+    return Document(record[part.field])
 
 
 class Template:

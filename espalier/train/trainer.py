@@ -279,10 +279,10 @@ class Loop:
         due = step == 1 or evaluate or step % settings.log_every == 0
         rate = float(self._schedule.get_last_lr()[0])
         keeps = due and log.keeps(evaluate)
-        loss, made, sent, held = self._step(step, due, keeps)
+        loss, updated, sent, held = self._step(step, due, keeps)
         log.count()
-        if due and (made or last):
-            value = self._finite(loss, step, log.records) if made else math.nan
+        if due and (updated or last):
+            value = self._finite(loss, step, log.records) if updated else math.nan
             log.stop()
             norm, measured = self._norm(), self._evaluate(step) if evaluate else {}
             record = log.write(
@@ -365,11 +365,11 @@ class Loop:
             except FloatingPointError as error:
                 raise TrainingError(f"step {step}: {error}") from error
         self._schedule.step()
-        guard_told = "" if engine.guard is None else engine.guard.told
-        if guard_told:
-            self.log.event("spike", f"step {step} is left out: {guard_told}")
-            self._progress.say(f"step {step} is left out: {guard_told}")
-        return engine.loss, not guard_told, book.by_axis() if book is not None else {}, held
+        message = "" if engine.guard is None else engine.guard.told
+        if message:
+            self.log.event("spike", f"step {step} is left out: {message}")
+            self._progress.say(f"step {step} is left out: {message}")
+        return engine.loss, not message, book.by_axis() if book is not None else {}, held
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """What a validation measures; the best model so far is kept."""
@@ -383,8 +383,8 @@ class Loop:
         if self._judge is None or not self._judge.has_enough:
             return False
         name, best = self._job.evaluation.best_by if self._job.evaluation else "loss", self._judge.best
-        told = f"step {self._engine.steps}: {name} is not better than {best:.4f} of step {self._judge.step}"
-        words = f"{told} for {self._judge.waited} validations: that is enough"
+        reason = f"step {self._engine.steps}: {name} is not better than {best:.4f} of step {self._judge.step}"
+        words = f"{reason} for {self._judge.waited} validations: that is enough"
         self.log.event("stopped", words)
         self._progress.say(words)
         self._keeper.save()

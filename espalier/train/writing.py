@@ -87,7 +87,7 @@ def write(
     ids = used.encode(asked, add_special_tokens=not chat).ids
     if not ids:
         raise ValueError("the prompt has no tokens: give some text, --prompt TEXT")
-    made = generate(
+    new = generate(
         model,
         torch.tensor([ids]),
         tokens,
@@ -97,9 +97,9 @@ def write(
         max_positions=trained.spec.facts.max_positions,
     )[0, len(ids) :].tolist()
     end = end_of(used, trained.tokenizer)
-    if end in made:
-        made = made[: made.index(end)]
-    return Written(str(used.decode(made)), str(used.decode([*ids, *made])))
+    if end in new:
+        new = new[: new.index(end)]
+    return Written(str(used.decode(new)), str(used.decode([*ids, *new])))
 
 
 def find(path: Path, tokenizer: Path | None = None) -> Trained:
@@ -132,8 +132,8 @@ def _job_of(path: Path) -> dict[str, Any] | None:
     """The tables of the job that a run, or a checkpoint, is of."""
     if (path / WEIGHTS).is_file():
         with safe_open(path / WEIGHTS, framework="pt") as file:
-            told = (file.metadata() or {}).get("job")
-        return None if told is None else dict(json.loads(told))
+            text = (file.metadata() or {}).get("job")
+        return None if text is None else dict(json.loads(text))
     if (path / INDEX).exists() or checkpoints(path):
         at = path if (path / INDEX).exists() else newest(path)
         if at is None:
@@ -145,11 +145,11 @@ def _job_of(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _tokenizer(path: Path, raw: Mapping[str, Any] | None, given: Path | None) -> Path:
+def _tokenizer(path: Path, raw: Mapping[str, Any] | None, tokenizer: Path | None) -> Path:
     data = {} if raw is None else raw.get("data", {})
-    named = [given, path, path.parent, path.parent.parent]
+    named = [tokenizer, path, path.parent, path.parent.parent]
     named += [Path(data["tokenizer"])] if isinstance(data.get("tokenizer"), str) else []
-    for place in named if given is None else [given]:
+    for place in named if tokenizer is None else [tokenizer]:
         if place is not None:
             file = place / "tokenizer.json" if place.is_dir() else place
             if file.is_file() and file.suffix == ".json":

@@ -37,7 +37,7 @@ def train(rank: int, world: int) -> list[float]:
     sampler = DistributedSampler(rows, num_replicas=world, rank=rank)
     loader = DataLoader(rows, batch_size=32, sampler=sampler)
     losses = []
-    for epoch in range(2):
+    for epoch in range(4):
         sampler.set_epoch(epoch)
         for i, (images, labels) in enumerate(loader):
             if i % 2 == 0:

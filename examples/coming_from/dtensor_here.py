@@ -58,7 +58,7 @@ def main() -> list[float]:
     model = distributed(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     losses, saved = [], {}
-    for step, (images, labels) in enumerate(DataLoader(digits(640), batch_size=64)):
+    for step, (images, labels) in enumerate(DataLoader(digits(640), batch_size=32)):
         if step == 5:  # what was saved goes on in a model of its own
             model = distributed(mesh)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)

@@ -39,7 +39,7 @@ def main(batch: int = 16, devices: int = 2, precision: Any = None, **options: An
     )
     saved = os.path.join(fabric.broadcast(tempfile.mkdtemp()), "state.ckpt")
     numbers = []
-    for epoch in range(3):
+    for epoch in range(7):
         model.train()
         for i, (images, labels) in enumerate(rows):
             is_accumulating = i % 2 == 0

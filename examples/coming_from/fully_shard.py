@@ -31,7 +31,7 @@ def main() -> list[float]:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     rows = digits(640)
-    loader = DataLoader(rows, batch_size=16, sampler=DistributedSampler(rows))
+    loader = DataLoader(rows, batch_size=8, sampler=DistributedSampler(rows))
     losses = []
     for i, (images, labels) in enumerate(loader):
         model.set_requires_gradient_sync(i % 2 == 1)

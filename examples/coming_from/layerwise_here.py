@@ -44,7 +44,7 @@ def main() -> list[float]:
     model, optimizer = prepare(model, optimizer, plan={"pipe": 2, "accumulate": 4, "cuts": ["second"]})
     criterion = nn.CrossEntropyLoss()
     losses = []
-    for images, labels in DataLoader(digits(640), batch_size=64):
+    for images, labels in DataLoader(digits(640), batch_size=32):
         optimizer.zero_grad()
         output = model(images)
         loss = criterion(output, labels.to(output.device))

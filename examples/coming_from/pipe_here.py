@@ -28,7 +28,7 @@ def main() -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     criterion = nn.CrossEntropyLoss()
     losses = []
-    for images, labels in DataLoader(digits(640), batch_size=64):
+    for images, labels in DataLoader(digits(640), batch_size=32):
         optimizer.zero_grad()
         output = model(images).local_value()
         loss = criterion(output, labels)

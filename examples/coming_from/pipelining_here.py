@@ -26,13 +26,13 @@ def main() -> list[float]:
     dist.init_process_group("gloo")
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     rows = digits(640)
-    example = rows.tensors[0][:8]
+    example = rows.tensors[0][:4]
     pipe = pipeline(network(), mb_args=(example,), split_spec={"3": SplitPoint.BEGINNING})
     stage = pipe.build_stage(rank, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=F.cross_entropy)
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.1, momentum=0.9)
     means = []
-    for images, labels in DataLoader(rows, batch_size=64):
+    for images, labels in DataLoader(rows, batch_size=32):
         losses = []
         optimizer.zero_grad()
         if rank == 0:

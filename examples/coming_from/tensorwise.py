@@ -89,7 +89,7 @@ def main() -> list[float]:
     model = Perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     losses = []
-    for images, labels in DataLoader(digits(640), batch_size=64):
+    for images, labels in DataLoader(digits(640), batch_size=32):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
         loss.backward()

@@ -38,7 +38,7 @@ def main() -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     model, optimizer = prepare(model, optimizer, plan={"tensor": dist.get_world_size()})
     losses = []
-    for images, labels in DataLoader(digits(640), batch_size=64):
+    for images, labels in DataLoader(digits(640), batch_size=32):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
         loss.backward()

@@ -29,7 +29,7 @@ def main() -> list[float]:
     model = DDP(network())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.003)
     rows = digits(640)
-    loader = DataLoader(rows, batch_size=32, sampler=DistributedSampler(rows))
+    loader = DataLoader(rows, batch_size=16, sampler=DistributedSampler(rows))
     losses = []
     for images, labels in loader:
         optimizer.zero_grad()

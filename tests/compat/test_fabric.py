@@ -18,7 +18,7 @@ needs = "needs Lightning Fabric: pip install --no-deps lightning-fabric lightnin
 pytest.importorskip("lightning_fabric", reason=needs)
 
 PROGRAMS = Path(__file__).parent.parent.parent / "examples" / "coming_from"
-TOLERANCE = 2e-6  # float32
+TOLERANCE = 1e-6  # float32
 
 
 def run(name: str, **options: Any) -> list[float]:

@@ -458,7 +458,7 @@ def test_doctor_mends_what_it_can(tmp_path, monkeypatch):
     for folder in (gone, busy):
         folder.mkdir(parents=True)
     (left,) = doctor._leftovers()
-    assert left.state == "note" and "1 in" in left.found
+    assert left.state == "note" and "1 in" in left.observed
     said = []
 
     def fails():

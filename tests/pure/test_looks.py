@@ -88,7 +88,7 @@ def test_a_copy_has_memory_of_its_own_once_it_is_written_to() -> None:
     net = Net()
     shared: Any = torch._C._is_cow_tensor  # type: ignore[attr-defined]
     with apart(net, torch.ones(2, 8)) as twin:
-        twin.module(twin.given)
+        twin.module(twin.extra)
         assert shared(net.up.weight)
         assert not shared(twin.module.teacher.weight)
         assert twin.module.half.data_ptr() == twin.module.teacher.weight.data_ptr()
@@ -117,7 +117,7 @@ def test_a_copy_of_what_was_read_from_a_file_has_memory_of_its_own() -> None:
     model, x = torch.load(file, weights_only=False)
     numbers = torch.from_numpy(np.ones(4))
     with apart(model, (x, numbers)) as twin:
-        for of in (twin.module.weight.data, *twin.given):
+        for of in (twin.module.weight.data, *twin.extra):
             of.add_(1)
     assert torch.equal(x, torch.ones(4)) and numbers.sum() == 4
 

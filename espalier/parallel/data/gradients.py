@@ -85,7 +85,7 @@ class Gradients:
         self._last = {_over(chunk): chunk for chunk in self.chunks}
         self._here: dict[Over, list[float]] = {over: [] for over in self._last}
         self._flags = dict.fromkeys(self._last, 0)
-        self._told: dict[Over, torch.Tensor] = {}  # these, when they have come
+        self._summed_flags: dict[Over, torch.Tensor] = {}
         for chunk in self.chunks:
             self._flags[_over(chunk)] += len(chunk.members)
         self._layouts: dict[int, Layout] = {}
@@ -323,7 +323,7 @@ class Gradients:
         """Let a chunk's gradients, which are finished, take the place of its parameters."""
         assert chunk.gradient is not None
         if self._extra(chunk):
-            self._told[_over(chunk)] = self._flags_of(chunk).clone()
+            self._summed_flags[_over(chunk)] = self._flags_of(chunk).clone()
         with raw():
             parts = self._parts.pop(id(chunk), None) or chunk.pieces(chunk.gradient)
             self._parts[id(chunk)] = masters.lend(chunk, parts)
@@ -457,7 +457,7 @@ class Gradients:
             return None
         used: dict[int, bool] = {}
         for over, last in self._last.items():
-            flags = (self._told[over] if last.in_place else self._flags_of(last)).tolist()
+            flags = (self._summed_flags[over] if last.in_place else self._flags_of(last)).tolist()
             members = [m for chunk in self.chunks if _over(chunk) == over for m in chunk.members]
             used.update((id(m.p), n > 0) for m, n in zip(members, flags, strict=True))
         return used
@@ -489,7 +489,7 @@ class Gradients:
         if self._store is not None:
             self._store.settle()
         self._parts.clear()
-        self._told.clear()
+        self._summed_flags.clear()
         self.settle()
         for chunk in self.chunks:
             chunk.gradient = None

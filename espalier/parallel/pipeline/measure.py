@@ -67,7 +67,7 @@ def measured(
         stack.enter_context(torch.enable_grad())
         for name, program in zip(names, programs, strict=True):
             try:
-                seconds[name] = _seconds(program.on(twin.module), twin.given, device, rounds)
+                seconds[name] = _seconds(program.on(twin.module), twin.extra, device, rounds)
             except Exception as error:
                 raise SplitError(
                     f"{name!r} cannot be run by itself on random values, to be measured ({error}). Let its "
@@ -77,7 +77,7 @@ def measured(
 
 
 def measured_by_all(
-    mesh: Mesh, model: nn.Module, example: Any, *, divide: bool = True, **given: Any
+    mesh: Mesh, model: nn.Module, example: Any, *, divide: bool = True, **options: Any
 ) -> Mapping[str, float]:
     """:func:`measured` on every rank of a mesh; of each part the time of the slowest.
 
@@ -86,7 +86,7 @@ def measured_by_all(
     seconds: dict[str, float] = {}
     failure: Exception | None = None
     try:
-        seconds = measured(model, example, device=mesh.device(), divide=divide, **given)
+        seconds = measured(model, example, device=mesh.device(), divide=divide, **options)
     except Exception as error:
         failure = error
     try:
@@ -94,7 +94,7 @@ def measured_by_all(
     except Exception:
         if not divide:
             raise
-        return measured_by_all(mesh, model, example, divide=False, **given)
+        return measured_by_all(mesh, model, example, divide=False, **options)
     times = torch.tensor([*seconds.values()], dtype=torch.float64, device=mesh.device())
     for axis in range(mesh.ndim):
         all_reduce_(times, mesh, axis, "max").wait()

@@ -32,16 +32,12 @@ class SentValue(NamedTuple):
         name: the module or function that made it.
         shape: of the global tensor.
         dtype: its dtype.
-        made: the stage that made it (or changed it last).
-        used: the last stage that uses it.
         grad: whether a gradient comes back.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    made: int
-    used: int
     grad: bool
 
 
@@ -252,7 +248,7 @@ class Divided:
         """The values that a stage sends to the next one."""
         return sorted(n for n, used in self.last.items() if min(self.makers[n]) <= stage < used)
 
-    def described(self, number: int, stage: int) -> SentValue:
+    def described(self, number: int) -> SentValue:
         """A value that a stage sends."""
         value = self.trace.values[number]
         unit = self._of_op[value.source[1]]
@@ -261,8 +257,6 @@ class Divided:
             unit.call.name if unit.call is not None else name_of(op.func),
             tuple(value.tensor.shape),
             value.tensor.dtype,
-            max(m for m in self.makers[number] if m <= stage),
-            self.last[number],
             value.grad or self.trace.bound.get(value.storage, False),
         )
 
@@ -331,8 +325,8 @@ class Divided:
         seen = set(waiting)
         while waiting:
             value = self.trace.values[waiting.pop()]
-            made = [value.source[1]] if value.source[0] == "op" else []
-            for i in [*made, *writers.get(value.storage, [])]:
+            producer = [value.source[1]] if value.source[0] == "op" else []
+            for i in [*producer, *writers.get(value.storage, [])]:
                 if i not in ops:
                     ops.add(i)
                     fresh = set(self.trace.ops[i].reads) - seen

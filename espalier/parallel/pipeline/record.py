@@ -261,12 +261,12 @@ class _Read(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[torch.Tensor, Any]] = []
+        self.scalars: list[tuple[torch.Tensor, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default:
-            self.found.append((args[0], out))
+            self.scalars.append((args[0], out))
         return out
 
 
@@ -297,7 +297,7 @@ def _made(answer: Any, tensors: Sequence[torch.Tensor]) -> Any:
     like = next((x for x in tensors if type(x) is DTensor), None)
     graded = [x for x in tensors if x.requires_grad]
 
-    def made(x: Any) -> Any:
+    def built(x: Any) -> Any:
         if type(x) is not _Sized:
             return x
         out: torch.Tensor = torch.empty(x.shape, dtype=x.dtype, device="meta")
@@ -307,7 +307,7 @@ def _made(answer: Any, tensors: Sequence[torch.Tensor]) -> Any:
             out = out + 0 * one.sum().to(x.dtype)
         return out
 
-    return tuple(map(made, answer)) if type(answer) is tuple else made(answer)
+    return tuple(map(built, answer)) if type(answer) is tuple else built(answer)
 
 
 def heard(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Answer | None]:
@@ -323,7 +323,7 @@ def heard(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Answer
     with _Read() as read:
         out = func(*args, **kwargs)
     places = {id(x): i for i, x in enumerate(scalars)}
-    return out, Answer(None, {places[id(x)]: said for x, said in read.found if id(x) in places})
+    return out, Answer(None, {places[id(x)]: said for x, said in read.scalars if id(x) in places})
 
 
 class AnswerRecorder(TorchFunctionMode):
@@ -372,12 +372,12 @@ class _Answers(TorchFunctionMode):
         if answer.read:
             places = iter(range(len(_scalars(args, kwargs))))
 
-            def told(x: Any) -> Any:
+            def answer_for(x: Any) -> Any:
                 if not isinstance(x, torch.Tensor) or x.ndim:
                     return x
                 return answer.read.get(next(places), x)
 
-            args, kwargs = mapped(told, (args, kwargs))
+            args, kwargs = mapped(answer_for, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -422,14 +422,14 @@ class ProgramStep:
         reads: whether Python's control flow read what it gives.
 
     Attributes:
-        given, made: the values that it is given and gives.
+        inputs, outputs: the values that it is given and gives.
         free: values that nothing needs after it.
         answers: what was asked of tensors within it when it was traced: where they have no data, it gets the
             same.
     """
 
     __slots__ = (
-        "_args", "_flat", "_kwargs", "_out", "_state", "answers", "free", "func", "given", "made", "name",
+        "_args", "_flat", "_kwargs", "_out", "_state", "answers", "free", "func", "inputs", "name", "outputs",
         "reads",
     )  # fmt: skip
 
@@ -448,8 +448,8 @@ class ProgramStep:
         self._args, self._kwargs, self._out, self._state = args, kwargs, out, state
         inner = [x for x in (*args, *kwargs.values()) if type(x) is not Ref]
         self._flat = not any(leaves(x, (Ref, Part, torch.device)) for x in inner)
-        self.given = tuple(ref.number for ref in leaves((args, kwargs), Ref))
-        self.made = tuple(ref.number for ref in leaves(out, Ref))
+        self.inputs = tuple(ref.number for ref in leaves((args, kwargs), Ref))
+        self.outputs = tuple(ref.number for ref in leaves(out, Ref))
         self.free: tuple[int, ...] = ()
         self.answers: tuple[Answer, ...] = ()
 
@@ -474,14 +474,14 @@ class ProgramStep:
             kwargs = {k: env[a.number] if type(a) is Ref else a for k, a in self._kwargs.items()}
         else:
 
-            def given(x: Any) -> Any:
+            def filled(x: Any) -> Any:
                 if type(x) is Ref:
                     return env[x.number]
                 if type(x) is Part:
                     return modules[x.name]
                 return here if type(x) is torch.device and x.type == was.type else x
 
-            args, kwargs = mapped(given, (self._args, self._kwargs))
+            args, kwargs = mapped(filled, (self._args, self._kwargs))
         if self._state is None:
             out = func(*args, **kwargs)
         else:
@@ -495,13 +495,14 @@ class ProgramStep:
         if type(self._out) is Ref:
             env[self._out.number] = out
         else:
-            made, wanted = leaves(out, torch.Tensor), leaves(self._out, Ref)
-            if len(made) != len(wanted):
+            tensors, wanted = leaves(out, torch.Tensor), leaves(self._out, Ref)
+            if len(tensors) != len(wanted):
                 raise SplitError(
-                    f"{self.name!r} gave {len(made)} tensors, and {len(wanted)} when it was traced. A stage "
-                    "is called as it was traced: let the number not depend on what its forward remembers."
+                    f"{self.name!r} gave {len(tensors)} tensors, and {len(wanted)} when it was traced. A "
+                    "stage is called as it was traced: let the number not depend on what its forward "
+                    "remembers."
                 )
-            env.update((ref.number, x) for ref, x in zip(wanted, made, strict=True))
+            env.update((ref.number, x) for ref, x in zip(wanted, tensors, strict=True))
         for n in self.free:
             env.pop(n, None)
 
@@ -573,12 +574,12 @@ class ModelStandIns:
         return any(not _made_in(hook, "espalier", "transformers") for hook in hooks)
 
     @contextmanager
-    def apart(self, fake: FakeTensorMode, given: Any = None) -> Iterator[Apart]:
-        """A copy of the model as its author made it, to be run while this is open, and of what is given.
+    def apart(self, fake: FakeTensorMode, extra: Any = None) -> Iterator[Apart]:
+        """A copy of the model as its author made it, to be run while this is open, and of ``extra``.
 
         Its parameters are fakes.
         """
-        with apart(self.model, given, partial(self._stand, fake), self._as_made) as twin:
+        with apart(self.model, extra, partial(self._stand, fake), self._as_made) as twin:
             for config in _caching(twin.module.modules()):
                 config.use_cache = False
             yield twin

@@ -141,9 +141,9 @@ class ShapeInference:
                     graph.enter(entered)
                     out = forward(program, entered, inputs, study)
                     graph.leave(out, last, loss_of)
-                draws.append(tuple(drawing.found))
+                draws.append(tuple(drawing.draws))
                 if not self._here.is_dry:
-                    _check(drawing.found, started, device)
+                    _check(drawing.draws, started, device)
                 if study is not None:
                     inferred = study.found(partial(_once_more, forward, program, received, inputs))
                     if inferred is not None:

@@ -111,7 +111,7 @@ class SingleRank:
                 continue
             with nullcontext() if plain else as_plain(program):
                 try:
-                    _untype(env, program.given)
+                    _untype(env, program.batch_values)
                     self.do(steps[some], program, env, here)
                 finally:
                     for n, x in env.items():
@@ -177,14 +177,14 @@ class SingleRankStudy(SingleRank):
         """Do some, and see which need DTensors."""
         for step in steps:
             before = torch.get_rng_state()
-            inputs = [env[n] for n in step.given]
+            inputs = [env[n] for n in step.inputs]
             program.do([step], env, here)
-            made = [n for n in step.made if n in env]
-            self._note(env, made)
-            self._marks.update(n for n, x in zip(step.given, inputs, strict=True) if self._is_followed(x))
-            self._marks.update(n for n in made if self._is_followed(env[n]))
-            if self._followed is not None and len(made) == 1 and not isinstance(step.func, str):
-                other = self._followed.instead(step.func, env[made[0]])
+            outputs = [n for n in step.outputs if n in env]
+            self._note(env, outputs)
+            self._marks.update(n for n, x in zip(step.inputs, inputs, strict=True) if self._is_followed(x))
+            self._marks.update(n for n in outputs if self._is_followed(env[n]))
+            if self._followed is not None and len(outputs) == 1 and not isinstance(step.func, str):
+                other = self._followed.instead(step.func, env[outputs[0]])
                 if other is not None:
                     self._other[len(self._draws)] = other
             self._draws.append(not torch.equal(torch.get_rng_state(), before))
@@ -200,14 +200,14 @@ class SingleRankStudy(SingleRank):
         steps = self._program.steps
         users: dict[int, set[int]] = {}
         for i, step in enumerate(steps):
-            for n in step.given:
+            for n in step.inputs:
                 users.setdefault(n, set()).add(i)
         ended = {n for step in steps for n in step.free}
         needs = []
         for i, step in enumerate(steps):
-            marked = self._marks.intersection((*step.given, *step.made))
+            marked = self._marks.intersection((*step.inputs, *step.outputs))
             others = set().union(*(users.get(n, ()) for n in marked)) - {i}
-            feeds = marked <= ended and marked.isdisjoint(step.given) and others <= self._other.keys()
+            feeds = marked <= ended and marked.isdisjoint(step.inputs) and others <= self._other.keys()
             does_without = i in self._other or feeds
             needs.append(self._draws[i] or (bool(marked) and not does_without))
         return needs
@@ -248,7 +248,7 @@ class _Trial(SingleRank):
     def do(self, steps: Sequence[ProgramStep], program: StageProgram, env: Env, here: torch.device) -> None:
         for step in steps:
             program.do([step], env, here)
-            if any(_facts(env[n]) != self._facts[n] for n in step.made if n in env):
+            if any(_facts(env[n]) != self._facts[n] for n in step.outputs if n in env):
                 raise _OtherwiseError
 
 

@@ -54,7 +54,7 @@ class StageProgram:
         result: shape and dtype of the tensors in the model's output, of the last stage.
         uses: names of the parameters and buffers that it uses.
         steps: what it calls, in order.
-        given: values of the batch, by their numbers.
+        batch_values: values of the batch, by their numbers.
         inner: the modules in it.
     """
 
@@ -62,13 +62,15 @@ class StageProgram:
         self.number, last = number, number == divided.number - 1
         self._in = divided.crossing(number - 1) if number else []
         self._out = [] if last else divided.crossing(number)
-        self.inputs: tuple[SentValue, ...] = tuple(divided.described(n, number - 1) for n in self._in)
-        self.outputs: tuple[SentValue, ...] = tuple(divided.described(n, number) for n in self._out)
+        self.inputs: tuple[SentValue, ...] = tuple(divided.described(n) for n in self._in)
+        self.outputs: tuple[SentValue, ...] = tuple(divided.described(n) for n in self._out)
         self.uses = divided.uses(number)
         self._written = divided.written_in(number) if number else set()
         self._body = divided.body(number)
         self.steps = self._body.steps
-        self.given = frozenset(source.number for source in self._body.sources if source.kind == "batch")
+        self.batch_values = frozenset(
+            source.number for source in self._body.sources if source.kind == "batch"
+        )
         self._result = divided.trace.out if last else None
         tensors = [divided.trace.values[r.number].tensor for r in leaves(self._result, Ref)]
         self.result = tuple((tuple(x.shape), x.dtype) for x in tensors)
@@ -115,7 +117,7 @@ class StageProgram:
         """How many of the steps, at the beginning, make what each stage makes of the batch for itself."""
         others = {source.number for source in self._body.sources if source.kind == "parameter"}
         others.update(self._in)
-        waits = (isinstance(s.func, str) or not others.isdisjoint(s.given) for s in self.steps)
+        waits = (isinstance(s.func, str) or not others.isdisjoint(s.inputs) for s in self.steps)
         return next((i for i, is_own in enumerate(waits) if is_own), len(self.steps))
 
     @property
@@ -129,7 +131,7 @@ class StageProgram:
         if isinstance(step.func, str) and _has_tensors(self._modules[step.func]):
             return True
         numbers = {source.number for source in self._body.sources if source.kind in ("parameter", "buffer")}
-        return not numbers.isdisjoint(step.given)
+        return not numbers.isdisjoint(step.inputs)
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters that it uses."""
@@ -320,14 +322,14 @@ def split(
     if not divide:
         family.segments = whole_blocks(family.segments)
     if cuts is None:
-        made = _balanced(family, traced, number, memory, lambda: _anywhere(traced, family, costs, divide))
+        division = _balanced(family, traced, number, memory, lambda: _anywhere(traced, family, costs, divide))
     elif len(cuts) == number - 1:
-        made = Split(family, traced, cuts)
+        division = Split(family, traced, cuts)
     else:
         raise SplitError(f"{number} stages begin at {number - 1} cuts, got {len(cuts)}: {list(cuts)}.")
-    family.cuts = made.cuts
-    family.known[(*family.key(example), *family.state())] = [made]
-    return made
+    family.cuts = division.cuts
+    family.known[(*family.key(example), *family.state())] = [division]
+    return division
 
 
 def _balanced(
@@ -339,14 +341,14 @@ def _balanced(
     for some in (lambda: family.segments, lambda: whole_blocks(family.segments), more):
         tried = some()
         try:
-            made = Split(family, traced, balance(tried, number, memory))
+            division = Split(family, traced, balance(tried, number, memory))
         except SplitError as error:
             few = few and number > len(tried)
             if first_error is None or few:
                 first_error = error
         else:
-            made.segments = family.segments = tried
-            return made
+            division.segments = family.segments = tried
+            return division
     assert first_error is not None
     raise first_error
 

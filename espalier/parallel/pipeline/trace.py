@@ -108,7 +108,7 @@ def _copied(stand_ins: ModelStandIns, fake: FakeTensorMode, batch: Any) -> Itera
 
 
 def _recorded(twin: Apart, device: torch.device, fake: FakeTensorMode, whole: Collection[str]) -> Trace:
-    recorder, batch = _Recorder(twin, device, fake, whole), twin.given
+    recorder, batch = _Recorder(twin, device, fake, whole), twin.extra
     recorder.begin(batch)
     with _calls_seen(recorder.module), recorder.worked, recorder:
         out = called(twin.module, batch)
@@ -278,7 +278,7 @@ class _Recorder(TorchFunctionMode):
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
         numbers = [x.number for x in leaves(mapped(self.ref, (args, kwargs)), Ref)]
         grad = grad or (torch.is_grad_enabled() and any(self._has_grad(n) for n in numbers))
-        made: list[int] = []
+        new: list[int] = []
 
         def fake(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
@@ -287,7 +287,7 @@ class _Recorder(TorchFunctionMode):
             with self.fake:
                 like = torch.empty(x.shape, dtype=x.dtype, device=self.trace.device)
             self._quiet -= 1
-            made.append(self._add(like, ("op", len(self.trace.ops)), False, grad and x.is_floating_point()))
+            new.append(self._add(like, ("op", len(self.trace.ops)), False, grad and x.is_floating_point()))
             return like
 
         out = mapped(fake, out)
@@ -296,7 +296,7 @@ class _Recorder(TorchFunctionMode):
         call.out, call.end = mapped(self.ref, out), call.start + 1
         self.trace.answers += [(call.number, -1, answer) for answer in within.answers]
         work = self.worked.taken()
-        given_and_out = (call.args, call.kwargs), call.out, tuple(numbers), made, written
+        given_and_out = (call.args, call.kwargs), call.out, tuple(numbers), new, written
         self._note(name, *given_and_out, local=False, work=work)
         return out
 
@@ -342,12 +342,12 @@ class _Recorder(TorchFunctionMode):
             # it moves nothing here, but may where the stages run
             out = torch.ops.aten.alias.default(out)
         work, drew = self.worked.taken(), self.worked.random
-        made = leaves(out, torch.Tensor)
+        outputs = leaves(out, torch.Tensor)
         written = {storage_of(x) for x, v in zip(tensors, versions, strict=True) if x._version != v}
         written |= {storage_of(x) for x in _statistics(func, args, kwargs) if isinstance(x, torch.Tensor)}
         if answer is not None:
             self.trace.answers.append((self._path[-1] if self._path else -1, len(self.trace.ops), answer))
-        if not made and not written:
+        if not outputs and not written:
             if tensors and name != "__get__":
                 self._note_read(func, reads, numbers, local, out)
             return out
@@ -358,7 +358,7 @@ class _Recorder(TorchFunctionMode):
             for s in written:
                 self.trace.bound[s] = self.trace.bound.get(s, False) or grad
         number, before = len(self.trace.ops), len(self.trace.values)
-        for x in made:
+        for x in outputs:
             flows = grad and (x.is_floating_point() or x.is_complex())
             self._add(x, ("op", number), local and storage_of(x) not in self.trace.bound, flows)
         makes = range(before, len(self.trace.values))

@@ -118,10 +118,10 @@ def run_once(model: nn.Module, batch: Any, *around: Around) -> None:
     with apart(model, batch) as twin, torch.no_grad(), ExitStack() as stack:
         for opened in around:
             stack.enter_context(opened(twin.module))
-        if isinstance(twin.given, Mapping):
-            twin.module(**twin.given)
+        if isinstance(twin.extra, Mapping):
+            twin.module(**twin.extra)
         else:
-            twin.module(*(twin.given if isinstance(twin.given, tuple | list) else (twin.given,)))
+            twin.module(*(twin.extra if isinstance(twin.extra, tuple | list) else (twin.extra,)))
 
 
 class _StreamRecorder(TorchFunctionMode):
@@ -439,7 +439,7 @@ def try_out(
             dims = {name: dim for i in cut for name, dim in kind.groups[i].items()}
             for sequence in boundaries:
                 with apart(kind.block, call, stand=on_meta) as twin:
-                    args, kwargs = _inputs(twin.given, mesh, rows, sequence)
+                    args, kwargs = _inputs(twin.extra, mesh, rows, sequence)
                     costs[cut, sequence] = _tried(twin.module, args, kwargs, dims, mesh, sequence)
     except Exception as error:
         kind.untried = textwrap.shorten(f"{type(error).__name__}: {error}", 100)
@@ -485,7 +485,7 @@ def _inputs(call: tuple[Any, Any], mesh: Mesh, rows: int, sequence: bool) -> tup
     first = next(x for x in tensors_in((args, kwargs)) if x.is_floating_point())
     features = first.shape[-1]
 
-    def made(x: Any) -> Any:
+    def sharded(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         if not (x.is_floating_point() and x.ndim == first.ndim and x.shape[-1] == features):
@@ -493,7 +493,7 @@ def _inputs(call: tuple[Any, Any], mesh: Mesh, rows: int, sequence: bool) -> tup
         layout = _between(mesh, (rows, *x.shape[1:]), sequence and x is first)
         return stamp(x.new_empty(layout.local_shape), layout).requires_grad_()
 
-    inputs: tuple[Any, Any] = tree_map(made, (args, kwargs))
+    inputs: tuple[Any, Any] = tree_map(sharded, (args, kwargs))
     return inputs
 
 

@@ -483,11 +483,11 @@ class SequenceParallel(ParallelStyle):
 Each = Placement | tuple[Placement | None, ...] | None
 
 
-def _each(given: Each, wanted: Each, what: str) -> list[tuple[Placement | None, Placement | None]]:
-    pairs = [(x,) if isinstance(x, Placement) else () if x is None else x for x in (given, wanted)]
+def _each(layouts: Each, wanted: Each, what: str) -> list[tuple[Placement | None, Placement | None]]:
+    pairs = [(x,) if isinstance(x, Placement) else () if x is None else x for x in (layouts, wanted)]
     if len(pairs[0]) != len(pairs[1]):
         raise ValueError(
-            f"{what}_layouts {given} and desired_{what}_layouts {wanted} must speak of the same number of "
+            f"{what}_layouts {layouts} and desired_{what}_layouts {wanted} must speak of the same number of "
             f"{what}s; None stands for one that is left as it is."
         )
     return list(zip(*pairs, strict=True))
@@ -581,8 +581,8 @@ class PrepareModuleOutput(ParallelStyle):
                     f"{len(self._pairs)}. Give one for each, None for one that is left as it is."
                 )
             both = zip(several, self._pairs, strict=True)
-            made = tuple(_prepared(x, mesh, pair, self.use_local_output) for x, pair in both)
-            return made[0] if len(made) == 1 else made
+            prepared = tuple(_prepared(x, mesh, pair, self.use_local_output) for x, pair in both)
+            return prepared[0] if len(prepared) == 1 else prepared
 
         module.register_forward_hook(leave)
         return module

@@ -121,13 +121,13 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
         share: torch.Tensor, rows: int, classes: Layout, cut: tuple[int, ...], trains: bool,
     ) -> torch.Tensor:  # fmt: skip
-        given = (x, head, bias)
-        wanted = [trains and t is not None and t.requires_grad for t in given]
+        operands = (x, head, bias)
+        wanted = [trains and t is not None and t.requires_grad for t in operands]
         grads = [
             torch.zeros_like(t, dtype=t.dtype if t is x else _wide(t.dtype))
             if t is not None and wants
             else None
-            for t, wants in zip(given, wanted, strict=True)
+            for t, wants in zip(operands, wanted, strict=True)
         ]
         of_x, of_head, of_bias = grads
         loss = x.new_zeros((), dtype=_wide(x.dtype))
@@ -146,7 +146,7 @@ class _Chunked(torch.autograd.Function):
                 of_x[here] = slope @ head
             if of_head is not None:
                 of_head += slope.t() @ x[here]
-        ctx.grads, ctx.dtypes = grads, [None if t is None else t.dtype for t in given]
+        ctx.grads, ctx.dtypes = grads, [None if t is None else t.dtype for t in operands]
         return loss.to(x.dtype)
 
     @staticmethod

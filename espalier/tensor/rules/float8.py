@@ -37,9 +37,9 @@ def float8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         weight: [n, k], both multiples of 16 on every rank.
         bias: [n].
     """
-    given = (x, weight) if bias is None else (x, weight, bias)
-    if has_torch_function(given) or recorders():
-        out: torch.Tensor = handle_torch_function(float8_linear, given, *given)
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    if has_torch_function(operands) or recorders():
+        out: torch.Tensor = handle_torch_function(float8_linear, operands, *operands)
         return out
     # plain for the backward pass
     flat, matrix = (t.as_subclass(torch.Tensor) for t in (x.reshape(-1, x.shape[-1]), weight))
@@ -104,7 +104,7 @@ def refused(device: torch.device) -> str | None:
     try:
         here = torch.ones(MULTIPLE, MULTIPLE, device=device, dtype=torch.bfloat16)
         for dtypes in ((_FORWARD, _FORWARD), (_BACKWARD, _FORWARD)):
-            made = product(here, here, dtypes)
+            products = product(here, here, dtypes)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return str(error).partition("\n")[0]
-    return None if math.isclose(float(made[0, 0]), MULTIPLE) else "its products are wrong"
+    return None if math.isclose(float(products[0, 0]), MULTIPLE) else "its products are wrong"

@@ -172,7 +172,7 @@ class CountsAhead:
     def __init__(self) -> None:
         self._asked: dict[bool, dict[tuple[int, CountKind], None]] = {}  # by whether there are gradients
         self._wanted: dict[tuple[int, CountKind], None] = {}  # in this pass
-        self._given: list[torch.Tensor | None] = []
+        self._tensors: list[torch.Tensor | None] = []
         self._sent: dict[tuple[int, CountKind], tuple[TargetCount, int]] = {}
 
     @contextmanager
@@ -181,10 +181,10 @@ class CountsAhead:
         trains = torch.is_grad_enabled()
         wanted = self._asked.get(trains, {})
         self._wanted = self._asked[trains] = {}
-        self._given = [plain(x) if is_alike(x) else None for x in tensors]
+        self._tensors = [plain(x) if is_alike(x) else None for x in tensors]
         with raw():
             for i, kind in wanted:
-                x = self._given[i] if i < len(tensors) else None
+                x = self._tensors[i] if i < len(tensors) else None
                 if (
                     x is not None
                     and not x.is_floating_point()
@@ -200,14 +200,14 @@ class CountsAhead:
         finally:
             counts_ahead.reset(token)
             self._sent.clear()
-            self._given.clear()
+            self._tensors.clear()
 
     def find(self, target: torch.Tensor, kind: CountKind) -> TargetCount | None:
         """The count of a target, if it is under way; if it could be, the next pass sends it ahead."""
         if recording() or not kind.axes:
             return None
         target = plain(target)
-        for i, x in enumerate(self._given):
+        for i, x in enumerate(self._tensors):
             if x is None or _place(x) != _place(target):
                 continue
             if not target.is_contiguous():

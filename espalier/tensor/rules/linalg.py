@@ -25,7 +25,7 @@ from espalier.sharding.spec import (
     rule,
     rule_of_each,
 )
-from espalier.tensor.rules.pointwise import found
+from espalier.tensor.rules.pointwise import operands_in
 
 MATRIX = """
     cholesky cholesky_ex cholesky_inverse cholesky_solve qr svd svdvals eigvals eigh eigvalsh inv inverse
@@ -62,7 +62,7 @@ def batched(function: Any, *cores: int) -> RuleFunction:
     """
 
     def rule(*args: Any, **kwargs: Any) -> Spec | None:
-        operands = found(args, kwargs)
+        operands = operands_in(args, kwargs)
         core_dims = [*cores, *cores[-1:] * len(operands)][: len(operands)]
         if function in _SOLVES and _is_vector(operands):
             core_dims[1] = 1

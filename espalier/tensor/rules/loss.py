@@ -17,7 +17,7 @@ from espalier.comm.redistribute import deferred, summed
 from espalier.layout import Layout, local_box
 from espalier.sharding.spec import DONE, Dims, Operand, Placed, Spec, bound_to, of_nothing, rule, rule_with
 from espalier.tensor.rules.joint_failure import CountKind, TargetCount, counted, counts_ahead, within
-from espalier.tensor.rules.pointwise import found, letters
+from espalier.tensor.rules.pointwise import letters, operands_in
 
 # where a list is, means over tokens put there what they divide by, the same on all ranks; of nothing they
 # are then zero, and no NaN
@@ -46,7 +46,7 @@ def elementwise_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any)
     reduction = kwargs.get("reduction", next((a for a in args if isinstance(a, str)), "mean"))
     if any(kwargs.get(k) is not None for k in ("size_average", "reduce")):
         return None
-    operands = found(input, target, args, kwargs)
+    operands = operands_in(input, target, args, kwargs)
     shape = tuple(torch.broadcast_shapes(*(o.shape for o in operands)))
     names: Dims = tuple(("d", i) for i in range(len(shape)))
     ins = [letters(o.shape, shape) for o in operands]
@@ -429,7 +429,7 @@ def row_loss(*letters: str) -> Callable[..., Spec | None]:
     """Losses of rows: for each tensor its dims (``n`` rows, ``_`` whole); a mean is one over the rows."""
 
     def rule(*args: Any, **kwargs: Any) -> Spec | None:
-        operands = found(args, kwargs)
+        operands = operands_in(args, kwargs)
         reduction = kwargs.get("reduction", next((a for a in args if isinstance(a, str)), "mean"))
         legacy = any(kwargs.get(k) is not None for k in ("size_average", "reduce"))
         if legacy or reduction not in ("mean", "sum", "none"):

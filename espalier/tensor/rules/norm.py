@@ -54,7 +54,7 @@ class _Standardize(torch.autograd.Function):
         variance = total(spread * elements)
         scale = (variance + eps).rsqrt()
         out = ((wide - mean) * scale if centred else wide * scale).to(x.dtype)
-        ctx.given = dims, mesh, axes, count, centred
+        ctx.arguments = dims, mesh, axes, count, centred
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(mean, variance)
         ctx.save_for_backward(out, scale)
@@ -64,7 +64,7 @@ class _Standardize(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None, of_scale: torch.Tensor | None, *rest: Any) -> Any:
         # in terms of the outputs alone, and of what can be differentiated: so for every order
         out, scale = ctx.saved_tensors
-        dims, mesh, axes, count, centred = ctx.given
+        dims, mesh, axes, count, centred = ctx.arguments
         grad_x = None
         if grad is not None:
             wide = grad.to(scale.dtype)

@@ -73,7 +73,7 @@ def elementwise(
     return Spec([letters(o.shape, shape) for o in operands], [out], [shape], linear=linear, run=run)
 
 
-def found(*trees: Any) -> list[Operand]:
+def operands_in(*trees: Any) -> list[Operand]:
     """All operands among arguments, in the order of their indices."""
     return sorted(leaves(trees, Operand), key=lambda o: o.index)
 
@@ -81,7 +81,7 @@ def found(*trees: Any) -> list[Operand]:
 @rule(NONLINEAR, BROADCAST, inplace=True, loose=True)
 def nonlinear(*args: Any, **kwargs: Any) -> Spec:
     """No linearity: a Partial is reduced first."""
-    return elementwise(found(args, kwargs))
+    return elementwise(operands_in(args, kwargs))
 
 
 @rule(LINEAR, torch.real, torch.imag, torch.Tensor.real.__get__, torch.Tensor.imag.__get__, loose=True)  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def casting(default: torch.dtype | None = None) -> RuleFunction:
     """The rule of a cast: a Partial is reduced first, unless the type stays."""
 
     def rule(x: Operand, *args: Any, **kwargs: Any) -> Spec:
-        operands = found(x, args, kwargs)
+        operands = operands_in(x, args, kwargs)
         words = (*args, *kwargs.values())
         target = next((w for w in words if isinstance(w, torch.dtype)), default or x.dtype)
         if len(operands) == 2:
@@ -143,7 +143,7 @@ def prelu(x: Operand, weight: Operand) -> Spec:
 @rule("add sub subtract rsub", inplace=True, loose=True)
 def add(x: Any, other: Any, *, alpha: Any = 1) -> Spec:
     """x + other: jointly linear in two tensors, affine in one and a number; 0 is what sum() starts from."""
-    operands = found(x, other)
+    operands = operands_in(x, other)
     number = other if isinstance(x, Operand) else x
     if len(operands) == 2:
         return elementwise(operands, linear=[(0, 1)])
@@ -158,14 +158,14 @@ def _is_zero(number: Any) -> bool:
 @rule("mul multiply", inplace=True, loose=True)
 def mul(x: Any, other: Any) -> Spec:
     """x * other: linear in each."""
-    operands = found(x, other)
+    operands = operands_in(x, other)
     return elementwise(operands, linear=[(i,) for i in range(len(operands))])
 
 
 @rule("div divide true_divide truediv", inplace=True, loose=True)
 def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Spec:
     """x / other: linear in x."""
-    operands = found(x, other)
+    operands = operands_in(x, other)
     over = isinstance(x, Operand) and rounding_mode is None
     return elementwise(operands, linear=[(x.index,)] if over else ())
 
@@ -173,13 +173,13 @@ def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Spec:
 @rule(torch.Tensor.__rdiv__, torch.Tensor.__rtruediv__, loose=True)
 def reverse_div(x: Any, other: Any) -> Spec:
     """other / x."""
-    return elementwise(found(x, other))
+    return elementwise(operands_in(x, other))
 
 
 @rule_in_place(torch.Tensor.copy_)
 def copy_(x: Operand, source: Any, non_blocking: bool = False) -> Spec:
     """x takes the values of source, whatever it held."""
-    operands = found(x, source)
+    operands = operands_in(x, source)
     return elementwise(operands, linear=[(0, 1)] if len(operands) == 2 else ())
 
 
@@ -188,7 +188,7 @@ def where(condition: Operand, x: Any = None, other: Any = None) -> Spec | None:
     """Linear in the two values together."""
     if x is None or other is None:
         return None
-    operands = found(condition, x, other)
+    operands = operands_in(condition, x, other)
     if condition.dtype is not torch.bool and isinstance(x, Operand) and x.dtype is torch.bool:
         # the method: x.where(condition, other)
         values = tuple(o.index for o in operands if o is not x)
@@ -201,7 +201,7 @@ def where(condition: Operand, x: Any = None, other: Any = None) -> Spec | None:
 @rule("masked_fill", inplace=True, loose=True)
 def masked_fill(x: Operand, mask: Operand, value: Any) -> Spec:
     """Where the mask is, value; linear if that is zero."""
-    return elementwise(found(x, mask, value), linear=[(0,)] if _is_zero(value) else ())
+    return elementwise(operands_in(x, mask, value), linear=[(0,)] if _is_zero(value) else ())
 
 
 @rule("addcmul", inplace=True, loose=True)
@@ -219,7 +219,7 @@ def addcdiv(x: Operand, t1: Operand, t2: Operand, *, value: Any = 1) -> Spec:
 @rule("lerp", inplace=True, loose=True)
 def lerp(x: Operand, end: Operand, weight: Any) -> Spec:
     """x + weight * (end - x)."""
-    return elementwise(found(x, end, weight), linear=[(0, 1)])
+    return elementwise(operands_in(x, end, weight), linear=[(0, 1)])
 
 
 @rule("complex", loose=True)
@@ -264,13 +264,13 @@ def fill_(x: Operand, value: Any) -> Spec:
         return args[0].fill_(value * 0 if away else value)
 
     averaged = any(x.layout.axes[a] != "sum" for a in x.layout.partial)
-    return elementwise(found(x, value), linear=[] if averaged else [(0,)], run=run)
+    return elementwise(operands_in(x, value), linear=[] if averaged else [(0,)], run=run)
 
 
 @rule(torch.functional.broadcast_tensors, loose=True)
 def broadcast_tensors(*tensors: Any) -> Spec:
     """Each stretched to the shape of all: a shard of one is stretched to a shard."""
-    operands = found(tensors)
+    operands = operands_in(tensors)
     spec = elementwise(operands)
     n = len(operands)
 

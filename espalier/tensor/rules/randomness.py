@@ -24,7 +24,7 @@ from espalier.sharding.spec import (
     rule_with,
 )
 from espalier.tensor.random import draw_key, integers, normal, uniform
-from espalier.tensor.rules.pointwise import found, letters
+from espalier.tensor.rules.pointwise import letters, operands_in
 
 
 @rule(torch.nn.functional.dropout, torch.dropout)
@@ -142,7 +142,7 @@ def _filler(draw: Callable[..., torch.Tensor]) -> Callable[..., Spec]:
     """An in-place random function: operand 0 takes the values."""
 
     def rule(x: Operand, *args: Any, **kwargs: Any) -> Spec:
-        others = found(args, kwargs)
+        others = operands_in(args, kwargs)
 
         def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
             if not others:
@@ -285,7 +285,7 @@ def bernoulli(x: Operand, p: Any = None, *, generator: Any = None, out: Any = No
 @rule(torch.normal)
 def normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None, out: Any = None) -> Spec | None:
     """torch.normal: each element has a mean and a deviation of its own."""
-    operands = found((mean, std), {})
+    operands = operands_in((mean, std), {})
     if out is not None or not operands:
         return None
     shape = tuple(torch.broadcast_shapes(*(x.shape for x in operands)))

@@ -25,7 +25,7 @@ from espalier.sharding.spec import (
     rule_of_each,
     rule_with,
 )
-from espalier.tensor.rules.pointwise import found, letters
+from espalier.tensor.rules.pointwise import letters, operands_in
 
 DimsArgument = int | Sequence[int] | None
 
@@ -293,7 +293,9 @@ def bucketize(input: Any, boundaries: Operand, *args: Any, **kwargs: Any) -> Spe
 def isin(elements: Any, test_elements: Any, **kwargs: Any) -> Spec:
     """Whether elements are among others, which are whole."""
     shape = elements.shape if isinstance(elements, Operand) else ()
-    ins = [o.dims() if o is elements else (None,) * o.ndim for o in found(elements, test_elements, kwargs)]
+    ins = [
+        o.dims() if o is elements else (None,) * o.ndim for o in operands_in(elements, test_elements, kwargs)
+    ]
     return Spec(ins, [tuple(("d", i) for i in range(len(shape)))], [shape])
 
 
@@ -315,7 +317,7 @@ def gradient(x: Operand, *, spacing: Any = 1, dim: Any = None, edge_order: int =
     chosen = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     gone = {normal_dim(d, x.ndim) for d in chosen}
     dims: Dims = tuple(None if i in gone else d for i, d in enumerate(x.dims()))
-    ins = [dims, *[(None,) * o.ndim for o in found(spacing)]]
+    ins = [dims, *[(None,) * o.ndim for o in operands_in(spacing)]]
     n = len(list(chosen))
     return Spec(ins, [dims] * n, [x.shape] * n, linear=[(0,)])
 
@@ -390,7 +392,7 @@ def diagonal_scatter(x: Operand, src: Operand, offset: int = 0, dim1: int = 0, d
 @rule("meshgrid")
 def meshgrid(*tensors: Any, indexing: str | None = None) -> Spec:
     """Vectors (or numbers) spread along dims of their own; jointly linear."""
-    operands: list[Operand] = found(tensors)
+    operands: list[Operand] = operands_in(tensors)
     names = [("d", i) if x.ndim else None for i, x in enumerate(operands)]
     ins: list[Dims] = [(name,) if x.ndim else () for name, x in zip(names, operands, strict=True)]
     shape = [x.shape[0] if x.ndim else 1 for x in operands]

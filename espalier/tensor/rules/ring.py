@@ -183,8 +183,8 @@ class _Pass:
 
 
 class _Forward(_Pass):
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.out, self.lse = nothing(self.q, self.v, wide(self.q.dtype))
 
     def compute(
@@ -212,8 +212,8 @@ class _Forward(_Pass):
 
 
 class _Backward(_Pass):
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         acc = wide(self.q.dtype)
         self.dq, self.dk, self.dv = (torch.zeros_like(x, dtype=acc) for x in (self.q, self.k, self.v))
 

@@ -106,14 +106,14 @@ class _SummaProduct(torch.autograd.Function):
     def forward(ctx: Any, form: str, a: torch.Tensor, b: torch.Tensor, grid: Grid) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(a, b)
-        ctx.given = form, grid
+        ctx.arguments = form, grid
         return _FORMS[form](a, b, grid)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grad is None:
             return None, None, None, None
-        form, grid = ctx.given
+        form, grid = ctx.arguments
         a, b = ctx.saved_tensors
         if form == "nt" and all(ctx.needs_input_grad[1:3]) and not torch.is_grad_enabled():
             return None, *_both_of_nt(grad, a.conj(), b.conj(), grid), None

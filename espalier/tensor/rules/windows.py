@@ -47,9 +47,9 @@ class Window(NamedTuple):
     gap: int = 1
 
     @classmethod
-    def each(cls, nd: int, *given: Any) -> list[Window]:
+    def each(cls, nd: int, *attributes: Any) -> list[Window]:
         """A window for each dim; its attributes are given once for all dims or one by one."""
-        return [cls(*one) for one in zip(*(several(a, nd) for a in given), strict=True)]
+        return [cls(*one) for one in zip(*(several(a, nd) for a in attributes), strict=True)]
 
     def reach(self, a: int, b: int) -> tuple[int, int]:
         """The first and the last row that the outputs a to b look at."""
@@ -156,15 +156,15 @@ def cut_dims(placed: Placed, layout: Layout, dims: Iterable[int]) -> list[int]:
     return [d for d in dims if placed.axes_of(layout, (d,))]
 
 
-def rule_of_dims(named: str, *given: Any) -> Decorator:
-    """What the function below makes of a count of dims, and of ``given``, is the rule for these names.
+def rule_of_dims(named: str, *args: Any) -> Decorator:
+    """What the function below makes of a count of dims, and of ``args``, is the rule for these names.
 
     In ``named`` the counts 1, 2 and 3 stand in place of ``{}``.
     """
 
     def register(maker: Definition) -> Definition:
         for nd in (1, 2, 3):
-            rule_with(named.format(nd), nd, *given)(maker)
+            rule_with(named.format(nd), nd, *args)(maker)
         return maker
 
     return register
@@ -207,7 +207,7 @@ def convolution(nd: int) -> Callable[..., Spec | None]:
             return None
         (shape,) = meta_shapes(_CONV[nd], input, weight, None, stride, padding, dilation, groups)
         options = stride, padding, dilation
-        return _spec(nd, input, weight, bias, groups, shape, transposed=False, given=options)
+        return _spec(nd, input, weight, bias, groups, shape, transposed=False, attributes=options)
 
     return rule
 
@@ -231,7 +231,7 @@ def transposed(nd: int) -> Callable[..., Spec | None]:
             return None
         (shape,) = meta_shapes(_CONV_TRANSPOSE[nd], input, weight, None, *options)
         return _spec(
-            nd, input, weight, bias, groups, shape, transposed=True, given=(stride, padding, dilation)
+            nd, input, weight, bias, groups, shape, transposed=True, attributes=(stride, padding, dilation)
         )
 
     return rule
@@ -239,7 +239,7 @@ def transposed(nd: int) -> Callable[..., Spec | None]:
 
 def _spec(
     nd: int, x: Operand, weight: Operand, bias: Operand | None, groups: int, shape: tuple[int, ...],
-    *, transposed: bool, given: tuple[Any, Any, Any],
+    *, transposed: bool, attributes: tuple[Any, Any, Any],
 ) -> Spec | None:  # fmt: skip
     batch: Dims = ("b",) if x.ndim == nd + 2 else ()
     space: Dims = tuple(("s", i) for i in range(nd))
@@ -256,12 +256,12 @@ def _spec(
     ins: list[Dims] = [(*batch, c, *space), (*filters, *kernel)]
     if bias is not None:
         ins.append((o,))
-    stride, padding, dilation = given
+    stride, padding, dilation = attributes
     taps = weight.shape[2:]
     if padding == "same":
         padding = tuple(d * (k - 1) // 2 for d, k in zip(several(dilation, nd), taps, strict=True))
     windows = Window.each(nd, taps, stride, 0 if padding == "valid" else padding, dilation)
-    run = _transposed(nd, windows) if transposed else _convolved(nd, windows, given[1] == "same")
+    run = _transposed(nd, windows) if transposed else _convolved(nd, windows, attributes[1] == "same")
     return Spec(
         ins,
         [(*batch, o, *space)],
