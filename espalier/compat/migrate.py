@@ -90,17 +90,18 @@ _MOVES: Final = MappingProxyType(
         "torch.nn": _Move("torch", _TORCH, frozenset({"DataParallel"})),
         "torch.nn.parallel": _Move("torch", _TORCH, frozenset({"DataParallel", "DistributedDataParallel"})),
         "torch.nn.parallel.distributed": _Move("torch", _TORCH, frozenset({"DistributedDataParallel"})),
-        "torch.distributed.fsdp": _Move("torch", _TORCH, _FSDP),
-        "torch.distributed.fsdp.fully_sharded_data_parallel": _Move("torch", _TORCH, _FSDP),
-        "torch.distributed._composable.fsdp": _Move("torch", _TORCH, _FSDP),
+        "torch.distributed.fsdp": _Move("torch", f"{_TORCH}.fsdp", _FSDP),
+        "torch.distributed.fsdp.fully_sharded_data_parallel": _Move("torch", f"{_TORCH}.fsdp", _FSDP),
+        "torch.distributed._composable.fsdp": _Move("torch", f"{_TORCH}.fsdp", _FSDP),
         "torch.distributed.optim": _Move("torch", _TORCH, frozenset({"ZeroRedundancyOptimizer"})),
         "torch.distributed.pipeline.sync": _Move("torch", _TORCH, frozenset({"Pipe"})),
         "torch.distributed.pipelining": _Move(
             "torch",
-            _TORCH,
+            f"{_TORCH}.pipelining",
             frozenset(
-                "pipeline SplitPoint pipe_split get_schedule_class PipelineStage ScheduleGPipe Schedule1F1B "
-                "ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleZBVZeroBubble".split()
+                "pipeline SplitPoint pipe_split get_schedule_class PipelineStage build_stage ScheduleGPipe "
+                "Schedule1F1B ScheduleInterleaved1F1B ScheduleLoopedBFS ScheduleInterleavedZeroBubble "
+                "ScheduleZBVZeroBubble ScheduleDualPipeV".split()
             ),
             'espalier.initialize(model, optimizer, {"pipe": n, "schedule": ...}) cuts the model by itself',
         ),

@@ -16,8 +16,9 @@ from torch import nn
 
 accelerate = pytest.importorskip("accelerate")
 
+from tests.compat.migrated import PROGRAMS, migrate  # noqa: E402 - behind the skip
+
 PRELOAD = ("accelerate",)
-PROGRAMS = Path(__file__).parent.parent.parent / "examples" / "coming_from"
 TOLERANCE = 1e-6  # float32
 
 
@@ -38,9 +39,9 @@ def afresh() -> Iterator[None]:
     GradientState._reset_state()
 
 
-def run(name: str, **options: Any) -> list[float]:
+def run(name: str, folder: Path = PROGRAMS, **options: Any) -> list[float]:
     with afresh():
-        return runpy.run_path(str(PROGRAMS / f"{name}.py"))["main"](**options)
+        return runpy.run_path(str(folder / f"{name}.py"))["main"](**options)
 
 
 def theirs(rank: int, world: int, batch: int) -> list[float]:
@@ -53,8 +54,9 @@ def close(expected: list[float], found: list[float], what: Any, tolerance: float
         assert abs(a - b) < tolerance * max(1.0, abs(a)), (what, i, a, b)
 
 
-def programs(rank: int, world: int, alone: list[float]) -> None:
+def programs(rank: int, world: int, alone: list[float], folder: Path) -> None:
     expected = run("accelerator")
+    close(expected, run("accelerator", folder), "as espalier migrate changes it")
     for options in ({}, {"plan": {"data": 2, "zero": 3}}):
         close(expected, run("accelerator_here", **options), options)
     close(alone, run("accelerator_here", batch=32, plan={"tensor": 2}), "tensor", 2e-6)
@@ -120,9 +122,10 @@ def asked(rank: int, world: int) -> None:
             Accelerator(megatron_lm_plugin=object.__new__(MegatronLMPlugin), plan=plan)
 
 
-def test_a_program_with_another_import(ranks: Any) -> None:
+def test_a_program_with_another_import(ranks: Any, tmp_path: Path) -> None:
+    migrate(["accelerator"], tmp_path)
     (alone,) = ranks(1, theirs, 32)
-    ranks(2, programs, alone)
+    ranks(2, programs, alone, tmp_path)
 
 
 def test_a_state_before_the_first_batch(ranks: Any, tmp_path: Path) -> None:

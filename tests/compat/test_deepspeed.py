@@ -21,6 +21,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from espalier.compat import deepspeed
 from espalier.tensor import DTensor
+from tests.compat.migrated import PROGRAMS, migrate
 
 ROOT = Path(__file__).parents[2]
 STEPS, ROWS = 20, 4
@@ -168,12 +169,9 @@ def test_layers_of_experts_are_refused_in_words() -> None:
         importlib.import_module("espalier.compat.deepspeed.moe.layer")
 
 
-PROGRAMS = ROOT / "examples" / "coming_from"
-
-
-def half(rank: int, world: int) -> None:
+def half(rank: int, world: int, folder: Path) -> None:
     """A whole program in float16 with its JSON, ZeRO 1 and 2: a plain loop's losses, within its rounding."""
-    names = runpy.run_path(str(PROGRAMS / "deepspeed_zero_here.py"))
+    names = runpy.run_path(str(folder / "deepspeed_zero.py"))
     found = [names["main"](stage) for stage in (1, 2)]
     rows, model = names["digits"](640), names["network"]()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
@@ -192,8 +190,10 @@ def half(rank: int, world: int) -> None:
 
 
 @pytest.mark.world(2)
-def test_a_program_in_float16(ranks: Any) -> None:
-    ranks(2, half)
+def test_a_program_in_float16(ranks: Any, tmp_path: Path) -> None:
+    """As ``espalier migrate`` changes it."""
+    migrate(["deepspeed_zero"], tmp_path)
+    ranks(2, half, tmp_path)
     bodies = [
         (PROGRAMS / f"{name}.py").read_text("utf-8").partition("\n\n\n")[2]
         for name in ("deepspeed_zero", "deepspeed_zero_here")

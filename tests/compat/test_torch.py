@@ -24,8 +24,8 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy,
 import espalier
 from espalier.compat import torch as here
 from espalier.compat.torch import pipelining
+from tests.compat.migrated import PROGRAMS, migrate
 
-PROGRAMS = Path(__file__).parent.parent.parent / "examples" / "coming_from"
 TOLERANCE, STEPS = 1e-6, 20  # in float32
 
 
@@ -38,14 +38,14 @@ def joined() -> Iterator[None]:
         yield
 
 
-def run(name: str, rank: int, world: int) -> list[float]:
+def run(name: str, rank: int, world: int, folder: Path = PROGRAMS) -> list[float]:
     """The losses of a program."""
-    names = runpy.run_path(str(PROGRAMS / f"{name}.py"))
+    names = runpy.run_path(str(folder / f"{name}.py"))
     torch.manual_seed(7)
     return names["train"](rank, world) if "train" in names else names["main"]()
 
 
-def both(rank: int, world: int, names: list[str]) -> None:
+def both(rank: int, world: int, names: list[str], folder: Path) -> None:
     with joined():
         for name in names:
             with warnings.catch_warnings():
@@ -56,6 +56,8 @@ def both(rank: int, world: int, names: list[str]) -> None:
             assert len(ours) >= STEPS or (name == "pipelining" and rank < world - 1), (name, ours)
             for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
                 assert abs(a - b) <= TOLERANCE * max(1.0, abs(a)), (name, i, a, b)
+            if name in NAMES:
+                assert run(name, rank, world, folder) == ours, f"{name}, as espalier migrate changes it"
 
 
 def piped(rank: int, world: int) -> None:
@@ -109,8 +111,10 @@ NAMES = [
 PREPARED = ["layerwise", "tensorwise"]  # one line more
 
 
-def test_programs_with_other_imports_have_the_same_losses(ranks: Any) -> None:
-    ranks(2, both, NAMES + PREPARED, timeout=60)
+def test_programs_with_other_imports_have_the_same_losses(ranks: Any, tmp_path: Path) -> None:
+    """And so have those that ``espalier migrate`` gives them: its diff, applied."""
+    migrate(NAMES, tmp_path)
+    ranks(2, both, NAMES + PREPARED, tmp_path, timeout=60)
 
 
 def test_pipe(ranks: Any) -> None:
@@ -253,9 +257,46 @@ def hooked(rank: int, world: int) -> None:
 def powerSGD_hook(state: Any, bucket: Any) -> Any: ...
 
 
+def scheduled(rank: int, world: int) -> None:
+    """Each of torch's schedules by its name: the model alone."""
+    right = net()
+    plain = torch.optim.SGD(right.parameters(), lr=0.1)
+    expected = []
+    for step in range(3):
+        x, y = batch(step, 0)
+        loss = F.cross_entropy(right(x), y)
+        loss.backward()
+        expected.append(loss.item())
+        plain.step()
+        plain.zero_grad()
+    for name, each in SCHEDULES.items():
+        layers = nn.Sequential(*(part for layer in net() for part in (layer, nn.Identity())))
+        stages = [pipelining.PipelineStage(layers, rank + i * world, each * world) for i in range(each)]
+        made = pipelining.get_schedule_class(name)(stages if each > 1 else stages[0], 4, F.cross_entropy)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        for step in range(3):
+            x, y = batch(step, 0)
+            losses: list[Any] = []
+            made.step(*((x,) if rank == 0 else ()), target=y if rank == world - 1 else None, losses=losses)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert abs(float(losses[0]) - expected[step]) < 1e-12, (name, step)
+
+
+SCHEDULES = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "LoopedBFS": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+}
+
+
 def on_two(rank: int, world: int) -> None:
     strategies(rank, world, {})
     hooked(rank, world)
+    scheduled(rank, world)
 
 
 def test_strategies_and_hooks(ranks: Any) -> None:
@@ -279,8 +320,12 @@ def test_what_cannot_be_done_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"nothing behind it(.|\n)*no such module"):
         here.pipeline(net(), split_spec={"2": here.SplitPoint.END, "9": here.SplitPoint.BEGINNING})
     assert pipelining.get_schedule_class("interleaved1f1b") is pipelining.ScheduleInterleaved1F1B
-    with pytest.raises(ValueError, match=r"DualPipeV(.|\n)*GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble"):
+    with pytest.raises(ValueError, match=r"DualPipeV(.|\n)*GPipe, 1F1B(.|\n)*ZBVZeroBubble"):
         pipelining.get_schedule_class("DualPipeV")
+    with pytest.raises(ValueError, match="ScheduleZBVZeroBubble lies as a V too"):
+        pipelining.ScheduleDualPipeV(None, 4)
+    with pytest.raises(ValueError, match="split_spec="):
+        pipelining.pipe_split()
     stage = pipelining.PipelineStage(net(), 0, 2)
     with pytest.raises(ValueError, match="expected True"):
         pipelining.ScheduleGPipe(stage, 4, scale_grads=False)

@@ -33,6 +33,7 @@ from espalier.parallel.pipeline import (
     without_messages,
 )
 from espalier.parallel.schedules.simulate import draw
+from espalier.parallel.schedules.torchs import interleaved_zero_bubble, looped_bfs
 
 STAGES = {kind: 2 if kind in ("interleaved", "zbv") else 1 for kind in KINDS}
 
@@ -83,6 +84,26 @@ def test_interleaving_divides_the_bubble(p: int, v: int) -> None:
         assert most == pytest.approx(promised, abs=1e-9)
         if v == 1:
             assert schedule.actions == generate("1f1b", p, m).actions
+
+
+@pytest.mark.parametrize("v", range(1, 4))
+@pytest.mark.parametrize("p", range(1, 9))
+def test_schedules_of_torch(p: int, v: int) -> None:
+    """Their bubbles and what they hold; each passes the checker, with and without its messages."""
+    costs = Costs(F, I, W)  # of a stage: a rank's are v times as long
+    for m in range(1, 4 * p + 1):
+        made = [looped_bfs(p, m, v)]
+        if m % max(1, m // p) == 0:
+            made.append(interleaved_zero_bubble(p, m, v))
+        for schedule in made:
+            assert check(schedule) == check(with_messages(schedule))
+            assert schedule.stages == p * v and schedule.micro_batches == m
+        if m % p == 0:
+            assert bubble_and_live(made[0], costs) == ((p - 1) * (F + B), m)
+            bubble, most = bubble_and_live(made[1], costs)
+            assert bubble == (p - 1) * (F + B - 2 * W) and most == pytest.approx(p)
+    with pytest.raises(ValueError, match="expected a multiple of the 2 rounds"):
+        interleaved_zero_bubble(2, 5, v)
 
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (3, 4), (4, 2), (5, 3), (8, 2), (13, 2)])

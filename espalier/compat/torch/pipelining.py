@@ -14,6 +14,8 @@ from espalier.compat.plans import plan_for_world, refuse
 from espalier.compat.torch.data_parallel import Said
 from espalier.engine import Engine, initialize
 from espalier.engine.module import optimizer_of
+from espalier.parallel.schedules import Schedule
+from espalier.parallel.schedules.torchs import interleaved_zero_bubble, looped_bfs
 
 
 class PipelineStage:
@@ -117,7 +119,7 @@ class _Schedule:
         plan: keys of a :class:`~espalier.Plan` that hold in place of these.
     """
 
-    schedule = ""
+    schedule: str | Callable[[int, int, int], Schedule] = ""
 
     def __init__(
         self,
@@ -141,9 +143,10 @@ class _Schedule:
         self._loss_fn, self._plan = loss_fn, plan
         first = self._stages[0]
         each = len(self._stages)
+        ranks, kind = first.num_stages // each, type(self).schedule
         self._said: dict[str, Any] = {
-            "pipe": first.num_stages // each,
-            "schedule": self.schedule,
+            "pipe": ranks,
+            "schedule": kind if isinstance(kind, str) else kind(ranks, n_microbatches, each),
             "accumulate": n_microbatches,
             "cuts": first.cuts,
         }
@@ -217,10 +220,40 @@ class ScheduleInterleaved1F1B(_Schedule):
     schedule = "interleaved"
 
 
+class ScheduleLoopedBFS(_Schedule):
+    """All forward passes of one of a rank's stages after another, then all backward passes."""
+
+    schedule = staticmethod(looped_bfs)
+
+
+class ScheduleInterleavedZeroBubble(_Schedule):
+    """Interleaved 1F1B, whose gradients of weights fill the bubbles."""
+
+    schedule = staticmethod(interleaved_zero_bubble)
+
+
 class ScheduleZBVZeroBubble(_Schedule):
     """Two stages a rank, laid out as a V, whose backward passes fill the bubbles."""
 
     schedule = "zbv"
+
+
+class ScheduleDualPipeV(_Schedule):
+    """Refused: a forward and a backward pass of two micro-batches at one time are nothing that this has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        told = "its overlapped passes are not here: ScheduleZBVZeroBubble lies as a V too, and idles less"
+        refuse("pipelining", [("ScheduleDualPipeV", "...", told)])
+
+
+def pipe_split() -> None:
+    """Refused: where a model is cut is said by names, as its ``forward`` is not written anew.
+
+    Raises:
+        MistakeError: always.
+    """
+    told = 'leave it out, and write pipeline(..., split_spec={"name.of.a.module": SplitPoint.BEGINNING})'
+    refuse("pipelining", [("pipe_split()", "...", told)])
 
 
 def get_schedule_class(schedule_name: str) -> type[_Schedule]:
@@ -229,7 +262,14 @@ def get_schedule_class(schedule_name: str) -> type[_Schedule]:
     Raises:
         MistakeError: there is none of this name here.
     """
-    made = (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble)
+    made = (
+        ScheduleGPipe,
+        Schedule1F1B,
+        ScheduleInterleaved1F1B,
+        ScheduleLoopedBFS,
+        ScheduleInterleavedZeroBubble,
+        ScheduleZBVZeroBubble,
+    )
     by_name = {kind.__name__.removeprefix("Schedule").lower(): kind for kind in made}
     if schedule_name.lower() not in by_name:
         names = ", ".join(kind.__name__.removeprefix("Schedule") for kind in made)
@@ -242,10 +282,14 @@ __all__ = [
     "Pipe",
     "PipelineStage",
     "Schedule1F1B",
+    "ScheduleDualPipeV",
     "ScheduleGPipe",
     "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
     "SplitPoint",
     "get_schedule_class",
+    "pipe_split",
     "pipeline",
 ]

@@ -87,10 +87,10 @@ def _1f1b(rank: int, p: int, m: int) -> Iterator[Action]:
     ahead = min(m, p - 1 - rank)
     forwards = [Action(F, rank, micro) for micro in range(m)]
     backwards = [Action(B, rank, micro) for micro in range(m)]
-    return _one_by_one(forwards, backwards, ahead)
+    return one_by_one(forwards, backwards, ahead)
 
 
-def _one_by_one(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
+def one_by_one(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
     """So many forwards ahead, then one forward and one backward in turns, then the backwards left."""
     for step in range(len(forwards) + ahead):
         if step < len(forwards):
@@ -132,7 +132,7 @@ def _interleaved(p: int, m: int, v: int) -> Schedule:
         ahead = (v - 1) * sizes[0] + (2 if v > 1 else 1) * (p - 1 - rank)
         # fewer micro-batches than ranks: chunks cannot follow each other without a gap
         ahead = m * v if m < p and v > 1 else min(m * v, ahead)
-        rows.append(tuple(_one_by_one(forwards, backwards, ahead)))
+        rows.append(tuple(one_by_one(forwards, backwards, ahead)))
     return Schedule("interleaved", p, m, tuple(range(p)) * v, tuple(rows))
 
 
