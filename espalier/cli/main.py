@@ -115,7 +115,7 @@ def train(
     """Train the job's model, with live progress."""
     with one_clear_message(debug):
         console = Console()
-        loaded = load(job, set_ or [], ranks)
+        loaded = load(job, set_ or [], ranks, resume=resume)
         from espalier.train.run import PREEMPTED  # takes seconds: what is wrong with the job is told before
         from espalier.train.trainer import Preempted
 

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -48,13 +49,15 @@ from espalier.mesh.process import (
 )
 
 _TAIL_LINES = 30
+_TRACE = re.compile(r"\[rank\d+\]: ?")
 
 
 class LaunchError(RuntimeError):
     """A launch that failed. The message is the whole report.
 
     ``rank`` is the first rank that failed and ``exit_code`` its status (negative: the signal that killed it);
-    both are None where no process had been started. ``folder`` holds the logs of all ranks.
+    both are None where no process had been started. ``folder`` holds what ranks wrote that the
+    message does not show; None where that is nothing.
     """
 
     def __init__(
@@ -93,8 +96,9 @@ def launch(
     The ``signals``, if they come, are handed on to the ranks, which have ``grace`` seconds to end.
 
     Raises ``LaunchError`` as soon as a rank fails, with the last lines of standard error of the one to blame;
-    all others are stopped then, and the logs kept. Ctrl-C (``KeyboardInterrupt``) and SIGTERM stop them too,
-    and on Linux so does the death of this process, however it dies.
+    all others are stopped then, and what else they wrote is kept: in ``logs``, or a folder that the message
+    names. Ctrl-C (``KeyboardInterrupt``) and SIGTERM stop them too, and on Linux so does the death of this
+    process, however it dies.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -116,25 +120,20 @@ def launch(
         shutdown_timeout=grace,
     )
     stopped: int | None = None
-    keep = False
+    kept: list[Path] = []
     try:
-        around = (
-            _environment(settings),
-            _quiet_agent(),
-            _own_signals(),
-            _follow(folder),
-            _kept(folder, logs),
-        )
+        around = _environment(settings), _quiet_agent(), _own_signals(), _follow(folder)
         with ExitStack() as stack:
-            for each in (*around, meeting(hosts, nproc)):
+            for each in (*around, _kept(folder, logs, kept), meeting(hosts, nproc)):
                 stack.enter_context(each)
             try:
                 elastic_launch(config, sys.executable)(*_guarded(argv, folder))
             except ChildFailedError as error:
                 exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-                keep = True
                 first = 0 if hosts is None else hosts.node * nproc
-                raise _explain(exits, nproc * count, folder, range(first, first + nproc)) from None
+                told = _explain(exits, nproc * count, folder, range(first, first + nproc), logs)
+                kept += _not_shown(folder, told.rank)
+                raise told from None
             except SignalException as error:
                 stopped = int(error.sigval)
             except dist.DistError as error:
@@ -143,7 +142,9 @@ def launch(
             signal.raise_signal(stopped)  # the caller's own handler, or the end of this process
             raise LaunchError(f"stopped by {signal.Signals(stopped).name}")
     finally:
-        if not keep:
+        if logs is None and kept:
+            _clear(folder, kept)
+        else:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -302,12 +303,16 @@ def _follow(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kept(folder: Path, logs: Path | None) -> Iterator[None]:
-    """Add what ranks have printed to files that outlive the launch, however it ends."""
+def _kept(folder: Path, logs: Path | None, also: Sequence[Path]) -> Iterator[None]:
+    """Add what ranks have printed to files that outlive the launch, however it ends.
+
+    Args:
+        also: what of the first rank is kept as well, known in the end.
+    """
     try:
         yield
     finally:
-        printed = [path for path in folder.glob("rank*.std*") if not path.match("rank0.*")]
+        printed = [path for path in folder.glob("rank*.std*") if path in also or not path.match("rank0.*")]
         for path in sorted(path for path in printed if logs is not None and path.stat().st_size):
             assert logs is not None
             logs.mkdir(parents=True, exist_ok=True)
@@ -315,30 +320,70 @@ def _kept(folder: Path, logs: Path | None) -> Iterator[None]:
                 shutil.copyfileobj(source, kept)
 
 
-def _explain(exits: Mapping[int, int], nproc: int, folder: Path, here: range) -> LaunchError:
+def _not_shown(folder: Path, blamed: int | None) -> list[Path]:
+    """What ranks have written, but for what stands in the report, says the same, or that others have gone."""
+    rest = []
+    quote = [] if blamed is None else _own_words(folder, blamed)[-_TAIL_LINES:]
+    for path in sorted(path for path in folder.glob("rank*.std*") if path.stat().st_size):
+        rank = int(path.stem.removeprefix("rank"))
+        # what the first rank wrote before was on the terminal, as it came
+        quoted = path.suffix == ".stderr" and _own_words(folder, rank) == quote
+        note = note_file(folder, rank)
+        if note.exists():
+            consequence = is_consequence(note.read_text("utf-8", errors="replace"))
+            told = consequence and (rank == 0 or all(map(_TRACE.match, path.read_text("utf-8").splitlines())))
+        else:
+            told = rank == 0
+        if not quoted and not told:
+            rest.append(path)
+    return rest
+
+
+def _own_words(folder: Path, rank: int) -> list[str]:
+    """The lines that a rank wrote to standard error, without what torch puts before those of a traceback."""
+    path = _stderr(folder, rank)
+    text = path.read_text(encoding="utf-8", errors="replace").rstrip() if path.exists() else ""
+    return [_TRACE.sub("", line) for line in text.splitlines()]
+
+
+def _clear(folder: Path, kept: Sequence[Path]) -> None:
+    """Remove all else."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path not in kept:
+            path.unlink()
+
+
+def _explain(
+    exits: Mapping[int, int], nproc: int, folder: Path, here: range, logs: Path | None
+) -> LaunchError:
     """One report for the failure of a launch, given the exit codes of the ranks that did not end well.
 
     Args:
         nproc: ranks of all hosts.
         here: those of this one.
+        logs: where what ranks wrote is kept, if not in ``folder``.
     """
     ranks, account = _account(folder)
     rank = min(exits.keys() | _noted(folder), key=lambda rank: _blame(rank, exits, folder))
     if ranks and _blame(rank, exits, folder)[0]:
         rank = ranks[0]
     code = exits.get(rank, STOPPED if rank not in here else 0 if rank in ranks else 1)
+    if code == -signal.SIGTERM and rank in ranks:
+        code = 1  # the agent's, while it was on its way out
     lines = [f"rank {rank} of {nproc} failed: {_exit_text(code)}", *account]
     if rank not in here:
-        heading = (
-            f"rank {rank} of {nproc} failed, on another host: ranks {here[0]} to {here[-1]} were stopped"
-        )
-        return LaunchError(
-            "\n".join([heading, *account, f"The logs of this host: {folder}"]), rank, code, folder
-        )
-    path = _stderr(folder, rank)
-    text = path.read_text(encoding="utf-8", errors="replace").rstrip() if path.exists() else ""
-    tail = text.splitlines()[-_TAIL_LINES:]
-    if tail:
+        stopped = f"ranks {here[0]} to {here[-1]} were stopped"
+        lines = [f"rank {rank} of {nproc} failed, on another host: {stopped}", *account]
+        place = (logs or folder) if _not_shown(folder, rank) else None
+        if place is not None:
+            lines.append(f"What they wrote on this host: {place}")
+        return LaunchError("\n".join(lines), rank, code, place)
+    tail = _own_words(folder, rank)[-_TAIL_LINES:]
+    if rank == 0 and code > 0 and tail and not note_file(folder, 0).exists():
+        lines.append("What it wrote to standard error stands above.")
+    elif tail:
         lines.append("The last it wrote to standard error:")
         lines += [f"    {line}" for line in tail]
     else:
@@ -351,8 +396,10 @@ def _explain(exits: Mapping[int, int], nproc: int, folder: Path, here: range) ->
     ]
     if others:
         lines.append(f"After it failed: {', '.join(others)}.")
-    lines.append(f"All ranks have been stopped. Their logs: {folder}")
-    return LaunchError("\n".join(lines), rank, code, folder)
+    place = (logs or folder) if _not_shown(folder, rank) else None
+    where = "" if place is None else f" What else they wrote: {place}"
+    lines.append(f"All ranks have been stopped.{where}")
+    return LaunchError("\n".join(lines), rank, code, place)
 
 
 def _account(folder: Path) -> tuple[list[int], list[str]]:

@@ -21,6 +21,7 @@ from espalier.train.sections import FolderData, OwnData, TextData, TokenData
 Pair = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 _MASKED_SHARE = 0.15
+_MORE_TO_VALIDATE = "give more text, a larger data.val_fraction, or a text of its own as data.validation"
 
 
 class BatchSource(Protocol):
@@ -157,6 +158,28 @@ def training_batches(
     return _random_batches(job, job.facts, size, sequence, seed, dtype)
 
 
+def check_data(job: Job, corpus: Corpus | None, *, size: int, sequence: int, validated: bool) -> None:
+    """Look before ranks start whether there is enough to draw batches from.
+
+    A dataset of the user's own is left to the ranks: making it may take its time.
+
+    Args:
+        job: says which kind of data.
+        corpus: the prepared text, for text.
+        size: rows of the global batch.
+        sequence: tokens of a row.
+        validated: whether batches to validate on will be drawn, too.
+
+    Raises:
+        ValueError: where there is not.
+    """
+    if isinstance(job.data, OwnData):
+        return
+    training_batches(job, corpus, size=size, sequence=sequence, seed=0, dtype=torch.float32)
+    if validated:
+        validation_batches(job, corpus, dtype=torch.float32)
+
+
 def validation_batches(job: Job, corpus: Corpus | None, *, dtype: torch.dtype) -> BatchSource:
     """The batches to validate on: spread over what is kept apart, or other random ones."""
     train, data = job.train, job.data
@@ -164,11 +187,14 @@ def validation_batches(job: Job, corpus: Corpus | None, *, dtype: torch.dtype) -
     if corpus is not None:
         assert isinstance(data, TextData)
         alone = corpus.validation[0][1]
+        if data.rows == "packed":
+            for _, text in corpus.validation:
+                _check_length(text.ids, sequence, "kept for validation", _MORE_TO_VALIDATE)
         if data.rows == "packed" and len(corpus.validation) == 1 and alone.learned is None:
             labels, mask = job.facts.labels, corpus.mask
             return TextBatches(alone.ids, size, sequence, labels, train.seed, mask, spread=count)
-        texts = _of_texts(job, corpus.validation, corpus, sequence, drawn=False)
-        return SampledBatches(texts, size, train.seed, dtype, first=0, ordered=count)
+        held = _of_texts(job, corpus.validation, corpus, sequence, drawn=False)
+        return SampledBatches(held, size, train.seed, dtype, first=0, ordered=count)
     if isinstance(data, FolderData | OwnData):
         samples = _apart(job)[1]
         return SampledBatches([(1.0, samples)], size, train.seed, dtype, first=0, ordered=count)
@@ -235,11 +261,13 @@ def _aligned(window: np.ndarray[Any, Any], labels: Labels, mask: int, draw: np.r
     return np.where(hidden, mask, inputs), np.where(hidden, inputs, -100)
 
 
-def _check_length(tokens: np.ndarray[Any, Any], sequence: int) -> None:
+def _check_length(
+    tokens: np.ndarray[Any, Any], sequence: int, part: str = "to train on", more: str = "give more text"
+) -> None:
     if len(tokens) <= sequence:
         raise ValueError(
-            f"a sequence of {sequence} tokens needs a text of at least {sequence + 1}, "
-            f"but this part of it has {len(tokens)}; shorten train.sequence or give more text"
+            f"a sequence of {sequence} tokens needs a text of at least {sequence + 1}, but the part of it "
+            f"{part} has {len(tokens)}: shorten train.sequence, or {more}"
         )
 
 

@@ -78,12 +78,21 @@ class Job:
     evaluation: EvaluationSection | None = None
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Job:
+    def load(
+        cls,
+        path: str | Path,
+        overrides: Iterable[str] = (),
+        *,
+        ranks: int | None = None,
+        resume: bool = False,
+    ) -> Job:
         """Read and validate the job file ``path``.
 
         Args:
             path: a TOML file.
             overrides: texts such as ``plan.tensor=2``, applied on top.
+            ranks: that the plan's other axes have to divide, for a data axis that takes what they leave.
+            resume: whether the job must have checkpoints to go on from.
 
         Raises:
             JobError: when the file is missing or no TOML, or listing all that is wrong in it.
@@ -98,7 +107,10 @@ class Job:
             raise JobError(str(path), [Mistake("file", MISSING, f"is not valid TOML: {error}")]) from None
         mistakes: list[Mistake] = []
         changed, overridden = apply_overrides(raw, overrides, mistakes)
-        return cls.from_dict(changed, source=str(path), mistakes=mistakes, overridden=overridden)
+        if resume and "checkpoint" not in changed:
+            told = "the job has no table [checkpoint], so it saves none. Add one"
+            mistakes.append(Mistake("--resume", MISSING, told))
+        return cls.from_dict(changed, source=str(path), mistakes=mistakes, overridden=overridden, ranks=ranks)
 
     @classmethod
     def from_dict(
@@ -108,6 +120,7 @@ class Job:
         source: str = "job",
         mistakes: Iterable[Mistake] = (),
         overridden: frozenset[str] = frozenset(),
+        ranks: int | None = None,
     ) -> Job:
         """Validate the tables ``raw``.
 
@@ -116,12 +129,13 @@ class Job:
             source: named in errors.
             mistakes: ones already found, told together with those found here.
             overridden: dotted keys that came from --set.
+            ranks: see `load`.
 
         Raises:
             JobError: listing all that is wrong.
         """
         all_mistakes = list(mistakes)
-        known = tuple(field.name for field in fields(cls) if field.name not in ("source", "raw", "facts"))
+        known = tuple(f.name for f in fields(cls) if f.name not in ("source", "raw", "facts"))
         tables: dict[str, Mapping[str, Any]] = {}
         for key, value in raw.items():
             if key not in known:
@@ -136,8 +150,7 @@ class Job:
         model = read_model(section, all_mistakes, folder, deep=False)
         data = _read_data(tables, all_mistakes)
         optimizer = _read("optimizer", OptimizerSection, tables, all_mistakes)
-        if optimizer:
-            all_mistakes.extend(name_mistakes(optimizer))
+        all_mistakes.extend(name_mistakes(optimizer) if optimizer else ())
         train = _read("train", TrainSection, tables, all_mistakes)
         verify = _read("verify", VerifySection, tables, all_mistakes)
         evaluation = _read_if_given("evaluation", EvaluationSection, tables, all_mistakes)
@@ -147,10 +160,10 @@ class Job:
         faults = _read("faults", FaultsSection, tables, all_mistakes)
         plan = _read_plan(_without_auto(tables.get("plan", {}), all_mistakes), all_mistakes)
         all_mistakes.extend(_recovery_mistakes(spikes, elastic, plan, "checkpoint" in tables))
-        if train and plan and train.clip is not None and plan.clip is not None:
-            all_mistakes.append(Mistake("plan.clip", plan.clip, "train.clip says it already: leave one out"))
+        if plan and ranks is not None and not tables.get("plan", {}).get("auto"):
+            all_mistakes.extend(_rank_mistakes(plan, ranks))
         if plan and train and verify:
-            all_mistakes.extend(_micro_batch_mistakes(plan, train, verify))
+            all_mistakes.extend(_step_mistakes(plan, train, verify))
         if later and not all_mistakes:
             model = read_model(section, all_mistakes, folder, deep=True)
         if model and data and train and verify:
@@ -382,13 +395,33 @@ def _fit_mistakes(
     ]
 
 
-def _micro_batch_mistakes(plan: Plan, train: TrainSection, verify: VerifySection) -> list[Mistake]:
+def _step_mistakes(plan: Plan, train: TrainSection, verify: VerifySection) -> list[Mistake]:
     sizes = {"train.batch_size": train.batch_size, "verify.batch_size": verify.batch_size}
-    return [
+    mistakes = []
+    if train.clip is not None and plan.clip is not None:
+        mistakes.append(Mistake("plan.clip", plan.clip, "train.clip says it already: leave one out"))
+    return mistakes + [
         Mistake(key, size, f"has too few rows for plan.accumulate = {plan.accumulate} micro-batches")
         for key, size in sizes.items()
         if size is not None and size < plan.accumulate
     ]
+
+
+def _rank_mistakes(plan: Plan, ranks: int) -> list[Mistake]:
+    """A number of ranks that the plan's other axes do not divide."""
+    others = plan.world_size // plan.data
+    if ranks % others == 0:
+        return []
+    rest = " × ".join(
+        f"{name} {size}" for name, size in plan.axes.items() if name not in ("data", "expert") and size > 1
+    )
+    below = ranks - ranks % others
+    near = [str(n) for n in (below, below + others) if n]
+    told = (
+        f"does not fit the plan, whose other axes ({rest}) multiply to {others}: it must be a multiple of "
+        f"{others}, as {' or '.join(near)}; or change the plan, --set plan.<axis>=<size>"
+    )
+    return [Mistake("-n", ranks, told)]
 
 
 def _recovery_mistakes(

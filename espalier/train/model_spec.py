@@ -299,6 +299,9 @@ def read_model(
         expected = "expected the path of a file or folder with weights"
         mistakes.append(Mistake("model.weights", weights, expected))
         return None
+    if weights is not None and not Path(weights).exists():
+        mistakes.append(Mistake("model.weights", weights, "is not there: give a file or folder with weights"))
+        return None
     rest = {key: value for key, value in values.items() if key not in ("kind", "weights")}
     if kind in HF:
         return _read_huggingface(rest, weights, mistakes, deep)

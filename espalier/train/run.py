@@ -30,6 +30,7 @@ from espalier.mesh.process import finish, outlive_terminal, start
 from espalier.train.building import check_buildable
 from espalier.train.comparing import measured
 from espalier.train.corpus import prepare
+from espalier.train.data import check_data
 from espalier.train.job import Job
 from espalier.train.metrics import Display, Lines, Progress
 from espalier.train.runlog import note
@@ -88,7 +89,11 @@ def run(
         hosts = None
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return execute(action, job, **options)
-    prepare(job, report)
+    corpus = prepare(job, report)
+    size, sequence = job.train.batch_size, job.train.sequence
+    if action == "verify":
+        size, sequence = job.verify.batch_size or size, job.verify.sequence or sequence
+    check_data(job, corpus, size=size, sequence=sequence, validated=action == "train")
     if job.plan.world_size == 1 and hosts is None:
         return execute(action, job, **options)
     if hosts is not None and job.plan.world_size % hosts.nodes:

@@ -200,7 +200,7 @@ def test_validation_covers_the_text():
 
 
 def test_too_short_a_text():
-    with pytest.raises(ValueError, match="at least 11, but this part of it has 9"):
+    with pytest.raises(ValueError, match="at least 11, but the part of it to train on has 9"):
         TextBatches(np.arange(9, dtype=np.uint16), 2, 10, "next", seed=0)
 
 

@@ -358,6 +358,7 @@ def test_weights_want_the_tokenizer_that_they_were_trained_with(write, tmp_path)
         assert Job.load(write(), [weights, f"data.tokenizer={path}"]).tokenizer == given / "tokenizer.json"
     # that beside the weights is theirs, whether these are named by file or by folder
     beside = saved_tokenizer(tmp_path / "beside")
+    (beside / "model.safetensors").touch()
     for path in (beside, beside / "model.safetensors"):
         assert Job.load(write(), [f"model.weights={path}"]).tokenizer == beside / "tokenizer.json"
     assert Job.load(write()).tokenizer is None

@@ -101,8 +101,9 @@ def test_a_rank_that_raises_is_named_and_quoted(script, capfd):
     assert "ValueError: the roof leaks" in report
     assert "script.py" in report
     assert (caught.value.rank, caught.value.exit_code) == (1, 1)
-    assert caught.value.folder is not None and str(caught.value.folder) in report
-    assert (caught.value.folder / "rank1.stderr").exists()
+    # all that was written stands in the report
+    assert report.endswith("All ranks have been stopped.") and caught.value.folder is None
+    assert not list(path.parent.glob("espalier-*"))
     # Rank 0's own error, that its peer has gone, would be no news.
     assert capfd.readouterr() == ("", "")
     assert gone(path.parent)
@@ -112,12 +113,18 @@ def test_a_rank_that_exits_is_told_from_those_that_wait_for_it(script):
     path = script(
         """
         if me.rank == 1:
+            print("on its way out")
             sys.exit(3)
+        print("shown as it comes", file=sys.stderr)
         dist.barrier()
         """
     )
-    with pytest.raises(LaunchError, match="rank 1 of 2 failed: exit code 3"):
+    with pytest.raises(LaunchError, match="rank 1 of 2 failed: exit code 3") as caught:
         launch([str(path)], 2)
+    # what nobody has seen is kept, and nothing else
+    (folder,) = path.parent.glob("espalier-*")
+    assert caught.value.folder == folder and str(caught.value).endswith(f"What else they wrote: {folder}")
+    assert {file.name: file.read_text() for file in folder.iterdir()} == {"rank1.stdout": "on its way out\n"}
 
 
 def test_a_rank_that_is_killed_ends_the_others_soon(script, capfd):

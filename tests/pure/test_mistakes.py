@@ -56,11 +56,25 @@ TYPED = {
         "--set plan.offload.budget_gigabytes=1",
         "budget_gigabytes is for a ratio that is auto",
     ),
-    "weights that are not there": ("--set model.weights=nowhere", "nowhere"),
+    "a text shorter than a row": (
+        "--set data.kind=text --set data.source=short.txt --set model.vocab_size=300 --set plan.data=2",
+        "needs a text of at least 9, but the part of it to train on has ",
+    ),
+    "too little text to validate on": (
+        "--set data.kind=text --set data.source=text --set model.vocab_size=300 --set plan.data=2",
+        "but the part of it kept for validation has ",
+    ),
+    "weights that are not there": ("--set model.weights=nowhere", "is not there: give a file"),
     "a folder that is no run": ("watch .", "is no folder of a run"),
     "a folder without checkpoints": ("checkpoint .", "There is no checkpoint in ."),
     "a rank that is none": ("dry job.toml --rank pipe", "expected an axis and a number"),
     "a schedule that is none": ("schedule --kind 1f2b", "1f1b"),
+}
+
+# of these, what takes longer to find out: a text is prepared, a tokenizer trained
+PREPARED = {
+    "a text shorter than a row",
+    "too little text to validate on",
 }
 
 # what happens on ranks, and the test that shows how it ends
@@ -114,19 +128,30 @@ batch_size = 4
 sequence = 8
 """
 
+FILES = {
+    "job.toml": JOB,
+    "broken.toml": "[model\n",
+    "short.txt": "a b",
+    "text/a.txt": "words to learn " * 20,
+    "text/b.txt": "b",
+}
+
 
 @pytest.mark.parametrize("mistake", TYPED)
 def test_before_ranks_start(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     typed, says = TYPED[mistake]
     typed = f"train job.toml {typed}" if typed.startswith("-") else typed
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "job.toml").write_text(JOB)
-    (tmp_path / "broken.toml").write_text("[model\n")
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    before = {path.name for path in tmp_path.iterdir()}
+    monkeypatch.setattr("espalier.train.run.launch", lambda *args, **given: pytest.fail("ranks were started"))
     result = CliRunner().invoke(app, typed.split(), env={"COLUMNS": "300"})
     assert result.exit_code == 2, result.output
     assert says in result.stderr
     assert "Traceback" not in result.output and "not foreseen" not in result.output
-    assert {path.name for path in tmp_path.iterdir()} == {"job.toml", "broken.toml"}
+    assert {path.name for path in tmp_path.iterdir()} - {".espalier"} == before  # that: prepared texts
 
 
 @pytest.mark.parametrize("mistake", SHOWN)
