@@ -518,7 +518,10 @@ def init(
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="stdlib, or a file or folder of text or images.", show_default=False)
+        str | None,
+        typer.Option(
+            help="stdlib, or a file or folder of text, records, tokens or images.", show_default=False
+        ),
     ] = None,
     field: Annotated[str, typer.Option(help="Column that holds the text.", show_default=False)] = "",
     chat: Annotated[str, typer.Option(help="Column that holds conversations.", show_default=False)] = "",

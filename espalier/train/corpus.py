@@ -248,13 +248,17 @@ def _prepared(
         by = f"a tokenizer of {vocab_size}" if tokenizer is None else str(tokenizer)
         kinds = ", ".join(sorted({path.suffix or path.name for path in files.paths}))
         count = files.paths[0].name if len(files.paths) == 1 else f"{len(files.paths)} files ({kinds})"
-        report(f"preparing {files.size / 1e6:.1f} MB of text, {count}, with {by}")
+        report(f"preparing {_size(files.size)} of text, {count}, with {by}")
         shutil.rmtree(folder, ignore_errors=True)
         _write(folder, part, files, vocab_size, val_fraction, tokenizer, template)
     dataset = _open(folder)
     if dataset is None:
         raise ValueError(f"the prepared text in {folder} cannot be read back; is the disk full?")
     return dataset
+
+
+def _size(n: int) -> str:
+    return f"{n / 1e6:.1f} MB" if n >= 1e5 else f"{n / 1e3:.1f} KB"
 
 
 def unigram_entropy(tokens: Array) -> float:

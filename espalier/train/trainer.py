@@ -34,6 +34,7 @@ from espalier.train.evaluation import Evaluator, Judge
 from espalier.train.facts import held_by_kind
 from espalier.train.job import Job
 from espalier.train.metrics import Progress, Record, Silent, draw_loss, readable_bytes
+from espalier.train.model_spec import OwnSpec
 from espalier.train.outputs import WEIGHTS, sample, write_companions
 from espalier.train.page import PAGE, to_toml
 from espalier.train.runlog import RunLog
@@ -438,9 +439,18 @@ def _finish(
     files |= write_companions(job, text)
     written, tokenizer = None, None if text is None else text.tokenizer
     if tokenizer is not None and job.train.sample_tokens and job.facts.labels in ("next", "same"):
-        written = sample(job, tokenizer, out / WEIGHTS)
-        files["sample"] = str(out / "sample.txt")
-        Path(files["sample"]).write_text(written, "utf-8")
+        try:
+            written = sample(job, tokenizer, out / WEIGHTS)
+        except Exception as error:  # of the user's own model: what was trained is kept all the same
+            if not isinstance(job.model, OwnSpec):
+                raise
+            told = (
+                f"none: it is called with input_ids alone, and gives logits ({type(error).__name__}: {error})"
+            )
+            files["sample"] = told
+        else:
+            files["sample"] = str(out / "sample.txt")
+            Path(files["sample"]).write_text(written, "utf-8")
     files["report"] = str(out / PAGE)
     bubble = None
     if timeline is not None:

@@ -171,6 +171,32 @@ def test_init_writes_jobs_that_are_right(tmp_path, monkeypatch):
     assert given == init.Answers(model="moe", ranks=2) and 'kind = "moe"' in init.written(given)
 
 
+OWN = """
+from types import SimpleNamespace
+from torch import nn
+
+class Net(nn.Module):
+    vocab_size = 300
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(300, 8), nn.Linear(8, 300))
+
+    def forward(self, input_ids, labels):
+        return SimpleNamespace(loss=nn.functional.cross_entropy(self.net(input_ids).flatten(0, 1), labels.flatten()))
+"""
+
+
+def test_a_model_of_ones_own_that_cannot_write_is_trained_all_the_same(job, tmp_path):
+    (tmp_path / "netted.py").write_text(OWN)
+    model = "[model]\nkind = 'module'\nbuild = 'netted:Net'\n[data]"
+    job.write_text(model + JOB.partition("[data]")[2].replace("eval_every = 4", "eval_every = 0"))
+    code, out, err = call("train", job, "--set", "train.steps=1")
+    assert code == 0, err
+    assert "sample" in out and "none: it is called with input_ids alone" in out
+    assert (tmp_path / "runs/job/model.safetensors").exists()
+
+
 def test_the_same_seed_trains_the_same(job, tmp_path):
     losses = []
     for out in ("a", "b"):
