@@ -234,7 +234,8 @@ ON_RANKS = {
     ),
     "a budget that is too small": Trial(
         "cannot be met",
-        f"{TRAIN} --set train.steps=6 --set plan.zero=3 --set plan.offload.states=auto --set plan.offload.budget_gigabytes=1e-9",
+        f"{TRAIN} --set train.steps=6 --set plan.zero=3 --set plan.offload.states=auto "
+        "--set plan.offload.budget_gigabytes=1e-9",
         code=0,
     ),
 }

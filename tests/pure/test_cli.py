@@ -176,20 +176,19 @@ from types import SimpleNamespace
 from torch import nn
 
 class Net(nn.Module):
-    vocab_size = 300
-
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Embedding(300, 8), nn.Linear(8, 300))
 
     def forward(self, input_ids, labels):
-        return SimpleNamespace(loss=nn.functional.cross_entropy(self.net(input_ids).flatten(0, 1), labels.flatten()))
+        scores = self.net(input_ids).flatten(0, 1)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(scores, labels.flatten()))
 """
 
 
 def test_a_model_of_ones_own_that_cannot_write_is_trained_all_the_same(job, tmp_path):
     (tmp_path / "netted.py").write_text(OWN)
-    model = "[model]\nkind = 'module'\nbuild = 'netted:Net'\n[data]"
+    model = "[model]\nkind = 'module'\nbuild = 'netted:Net'\nvocab_size = 300\n[data]"
     job.write_text(model + JOB.partition("[data]")[2].replace("eval_every = 4", "eval_every = 0"))
     code, out, err = call("train", job, "--set", "train.steps=1")
     assert code == 0, err
