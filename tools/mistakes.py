@@ -346,9 +346,8 @@ def _made(trial: Trial, folder: Path) -> Outcome:
             seconds -= max(marks) - began_at
         time.sleep(0.2 if trial.typed.startswith("run") or "data=2" in trial.typed else 0.0)
         text = (folder / "said").read_text("utf-8", errors="replace")
-        return Outcome(
-            seconds, code, text, _wrong(trial, seconds, code, text, _left(mark, work, names, temporary))
-        )
+        left = _left(mark, work, names, temporary)
+        return Outcome(seconds, code, text, left + _wrong(trial, seconds, code, text))
 
 
 def _left(mark: str, work: Path, names: set[str], temporary: Path) -> list[str]:
