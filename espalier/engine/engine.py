@@ -637,6 +637,7 @@ class Engine(Surface):
                 if finite:
                     self.wait_staged()
                     data.update(optimizer, partial(update, factor=scale, runs=self._runs), keep)
+                    passes.updates += 1
                     if passes.watch is not None and passes.watch.fit(data, optimizer):
                         passes.watch = None
             arrived()

@@ -155,6 +155,7 @@ class Passes(ABC):
         accumulation: of several micro-batches; None where each is a batch.
         seen: what the program may see of gradients.
         has_gradients: whether a backward pass has made some since the last step.
+        updates: how often the parameters were updated.
         watch: over the device's memory, while it is asked for.
         traffic: the ledgers of steps.
         given: compares the ranks' batches in the first step.
@@ -174,6 +175,7 @@ class Passes(ABC):
         self.data: ZeroState | None = None
         self.loss: torch.Tensor | None = None
         self.has_gradients = False
+        self.updates = 0
         self.watch: PeakMemory | None = None
         self.evaluation = Accumulation(call.plan.accumulate, count, call.mesh, call.batches.axes)
         self.accumulation: Accumulation | None = self.evaluation

@@ -15,19 +15,19 @@ from espalier.comm.control import agree, any_says, gather_objects
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Accumulation, Number, averaged
 from espalier.engine.awaited import Awaited
-from espalier.engine.batches import Own, loss_of
+from espalier.engine.batches import loss_of
 from espalier.engine.norm import Rider, share_of
 from espalier.engine.passes import (
     Backward,
     Direct,
     Judge,
     Loss,
-    LossFunction,
     ModelCall,
     Passes,
     Phase,
     plain_output,
 )
+from espalier.engine.staged_output import ModelRun
 from espalier.faults.watchdog import Watchdog
 from espalier.layout import Layout, gradient_layout
 from espalier.mesh import Mesh
@@ -37,7 +37,7 @@ from espalier.parallel.data.gradients import Gradients, gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.measure import measured_by_all
-from espalier.parallel.pipeline.record import leaves, mapped
+from espalier.parallel.pipeline.record import leaves
 from espalier.parallel.pipeline.runtime import InferredShapes, Trees
 from espalier.parallel.pipeline.shape_inference import taken_apart
 from espalier.parallel.pipeline.single_rank import DeferredWeightGrads, SingleRank, as_plain
@@ -65,6 +65,7 @@ class Staged(Passes):
         self._dtype: torch.dtype | None = None  # of the loss
         self._factor: torch.Tensor | None = None
         self._weighs = self._is_finished = self._is_known = self._is_of_loop = False
+        self.keeps_outputs: bool | None = None  # of training passes, see ModelRun; None: of the first
 
     # ---- to lay out
 
@@ -211,6 +212,10 @@ class Staged(Passes):
         self._run(work, schedule)
         self._of_last(torch.zeros((), dtype=torch.float64, device=self.mesh.device()))
         return work.everywhere(schedule.stage_to_rank[-1])
+
+    def lay_out(self, inputs: Any) -> None:
+        """Lay the model out for these inputs, unless it is."""
+        self._laid_out(self.call.alone(inputs))
 
     def outputs(self, inputs: Any, rows: str) -> Any:
         call = ModelRun(self, inputs, rows)
@@ -409,55 +414,6 @@ class Staged(Passes):
                 here.copy_(total.view(here.shape))
                 if gradient_of(p) is None:
                     _grad.__set__(p, grad)
-
-
-class ModelRun:
-    """A call of a model in stages, of which a loss may be made elsewhere.
-
-    Args:
-        rows: as for :meth:`espalier.Engine.outputs`.
-    """
-
-    def __init__(self, passes: Staged, inputs: Any, rows: str) -> None:
-        self._passes, self._inputs, self._is_own = passes, inputs, rows == "own"
-
-    def rows(self) -> int:
-        """How many the inputs given have."""
-        return max((x.shape[0] for x in leaves(self._inputs, torch.Tensor) if x.ndim), default=0)
-
-    def value(self) -> Any:
-        """What the model gives, plain: whole, or this rank's rows."""
-        batches, inputs, held = self._passes.call.batches, self._inputs, None
-        if self._is_own:
-            inputs, held = batches.own(inputs)
-        output = self._passes.output(inputs)
-        return output if held is None else mapped(partial(_own_rows, held), output)
-
-    def train(self, captured: list[torch.Tensor], loss: LossFunction) -> torch.Tensor:
-        """Forward and backward of all micro-batches; gives their loss as one."""
-        passes, call = self._passes, self._passes.call
-        if self._is_own:
-            passes.first_batches.note(self._inputs, own=True)
-        earlier = passes.taken_gradients()
-        batch = self._inputs, captured
-        parts = call.batches.cut(batch)
-        if self._is_own:
-            parts = [call.batches.own(part)[0] for part in parts]
-        before, call.loss_fn = call.loss_fn, loss
-        try:
-            passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
-            passes.finish_gradients()
-        finally:
-            call.loss_fn = before
-        passes.add_gradients(earlier)
-        assert passes.loss is not None
-        return full_tensor(passes.loss).detach().clone()
-
-
-def _own_rows(of: Own, x: Any) -> Any:
-    """This rank's rows of what came of a batch; what has no rows is whole."""
-    each, odd = divmod(x.shape[0], of.size) if isinstance(x, torch.Tensor) and x.ndim else (0, 1)
-    return x if odd else x[of.rows.start * each : of.rows.stop * each]
 
 
 class StageContext(NamedTuple):

@@ -1,0 +1,213 @@
+"""A call of a model in stages by a plain loop: its output where that is asked for, and its training pass.
+
+On one process the output is there when the model was called. In a pipeline it is computed in the pass that
+trains, or, where a value is asked for before, in a forward pass of its own: that draws the same random
+numbers and leaves buffers and generators as they were, so that looking at a loss changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from espalier.comm.control import gather_objects
+from espalier.device import is_accelerator
+from espalier.engine.batches import GivenBatches, Own
+from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
+from espalier.mesh import Mesh
+from espalier.parallel.compose import Stages
+from espalier.parallel.pipeline.record import leaves, mapped
+from espalier.tensor import DTensor, full_tensor, plain, stamp
+from espalier.tensor.dry_runs import States, restore, states
+from espalier.torch_private import raw
+
+
+class StagedPasses(Protocol):
+    """Those of :class:`~espalier.engine.staged.Staged`."""
+
+    call: ModelCall
+    mesh: Mesh
+    loss: torch.Tensor | None
+    updates: int
+    keeps_outputs: bool | None
+    first_batches: GivenBatches
+
+    @property
+    def stages(self) -> Stages: ...
+    def lay_out(self, inputs: Any) -> None: ...
+    def output(self, inputs: Any) -> Any: ...
+    def forward(self, batch: Any) -> torch.Tensor: ...
+    def train(self, parts: Iterable[Any], phase: Phase, forward: Loss, backward: Backward) -> None: ...
+    def finish_gradients(self) -> None: ...
+    def taken_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]: ...
+    def add_gradients(self, taken: Mapping[torch.nn.Parameter, torch.Tensor]) -> None: ...
+
+
+class ModelRun:
+    """A call of a model in stages, of which a loss may be made elsewhere.
+
+    What the last stage gives in the training pass is kept, on the host, in the first step; and in later ones
+    if the program has asked for it after one.
+
+    Args:
+        rows: as for :meth:`espalier.Engine.outputs`.
+    """
+
+    def __init__(self, passes: StagedPasses, inputs: Any, rows: str) -> None:
+        self._passes, self._inputs, self._is_own = passes, inputs, rows == "own"
+        self._updates = passes.updates
+        self._drawn_from: States | None = None  # by the training pass
+        self._own: list[Own | None] = []  # of each micro-batch of the training pass
+        self._kept: list[Any] | None = None  # of each, in the last stage; elsewhere empty
+
+    def rows(self) -> int:
+        """How many the inputs given have."""
+        return max((x.shape[0] for x in leaves(self._inputs, torch.Tensor) if x.ndim), default=0)
+
+    def value(self) -> Any:
+        """What the model gives, plain: whole, or this rank's rows.
+
+        Raises:
+            ValueError: parameters were updated since, and the output was not kept.
+        """
+        passes = self._passes
+        if self._kept is not None:
+            passes.keeps_outputs = True
+            here = [plain_output(mapped(_on_device, output)) for output in self._kept]
+            outputs = gather_objects(here, passes.mesh["pipe"])[passes.stages.places[-1]]
+            if len(outputs) == len(self._own):
+                return _joined(outputs, self._own)
+        if passes.updates != self._updates:
+            raise ValueError(
+                "A value of the model's output is asked for after optimizer.step(). In a pipeline it was not "
+                "kept, and the parameters are others now. Ask for it before the step; or after the first "
+                "step too: then it is kept in each."
+            )
+        parts, own = self._parts(self._inputs)
+        passes.lay_out(parts[0])  # after which buffers are others
+        with self._untouched():
+            outputs = [passes.output(part) for part in parts]
+        if len(parts) == 1 or all(x.ndim for x in leaves(outputs[0], torch.Tensor)):
+            return _joined(outputs, own)
+        with self._untouched():  # a loss, say, is to be of all rows
+            batches = passes.call.batches
+            whole = passes.output(batches.own(self._inputs)[0] if self._is_own else self._inputs)
+        return _joined(outputs, own, leaves(whole, torch.Tensor))
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """While open, passes may be made that leave no trace: they draw what the training pass draws."""
+        device, module = self._passes.mesh.device(), self._passes.call.module
+        before = states(device)
+        with raw():
+            buffers = [(x, x.clone()) for x in module.buffers() if not x.is_meta]
+        if self._drawn_from is not None:
+            restore(device, self._drawn_from)
+        try:
+            yield
+        finally:
+            restore(device, before)
+            with raw(), torch.no_grad():
+                for x, saved in buffers:
+                    x.copy_(saved)
+
+    def _parts(self, batch: Any) -> tuple[list[Any], list[Own | None]]:
+        """Its micro-batches, of all ranks, and which rows of each are this rank's."""
+        batches = self._passes.call.batches
+        parts = batches.cut(batch)
+        if not self._is_own:
+            return parts, [None] * len(parts)
+        of_ranks = [batches.own(part) for part in parts]
+        return [part for part, _ in of_ranks], [own for _, own in of_ranks]
+
+    def train(self, captured: list[torch.Tensor], loss: LossFunction) -> torch.Tensor:
+        """Forward and backward of all micro-batches; gives their loss as one."""
+        passes, call = self._passes, self._passes.call
+        if self._is_own:
+            passes.first_batches.note(self._inputs, own=True)
+        earlier = passes.taken_gradients()
+        parts, self._own = self._parts((self._inputs, captured))
+        self._drawn_from = states(passes.mesh.device())
+        kept: list[Any] = []
+
+        def loss_of_kept(output: Any, more: Any) -> Any:
+            kept.append(mapped(_on_host, output))
+            return loss(output, more)
+
+        keeps = passes.keeps_outputs is not False
+        before, call.loss_fn = call.loss_fn, loss_of_kept if keeps else loss
+        try:
+            passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
+            passes.finish_gradients()
+        finally:
+            call.loss_fn = before
+        if keeps:
+            self._kept, passes.keeps_outputs = kept, bool(passes.keeps_outputs)
+        passes.add_gradients(earlier)
+        assert passes.loss is not None
+        return full_tensor(passes.loss).detach().clone()
+
+
+def _on_host(x: Any) -> Any:
+    """A tensor of an output off its device, or this rank's part of it, which knows whence it came."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    with raw():
+        here = plain(x).detach()
+        host = here.cpu() if is_accelerator(here.device) else here.view_as(here)
+        host._came_from = here.device, x._layout if isinstance(x, DTensor) else None  # type: ignore[attr-defined]
+    return host
+
+
+def _on_device(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    device, layout = x._came_from  # type: ignore[attr-defined]
+    here = x.to(device)
+    return here if layout is None else stamp(here.view_as(here), layout)
+
+
+class _OfParts:
+    """A number of each micro-batch, a loss say: what it is of all, the program's own loss knows."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ValueError(
+            "This number of the model's output is another in each micro-batch. Ask the loss that went back "
+            "for its value: loss.item()."
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls().item  # noqa: B018
+
+
+def _joined(outputs: list[Any], own: list[Own | None], whole: list[torch.Tensor] | None = None) -> Any:
+    """One output, of those of micro-batches; of each the rows that are this rank's.
+
+    Args:
+        whole: the tensors of an output of all rows, of which those are taken that have none.
+    """
+    outputs = [
+        output if of is None else mapped(partial(_own_rows, of), output)
+        for output, of in zip(outputs, own, strict=True)
+    ]
+    if len(outputs) == 1:
+        return outputs[0]
+    by_place = zip(*(leaves(output, torch.Tensor) for output in outputs), strict=True)
+    joined = iter(
+        [
+            torch.cat(parts) if parts[0].ndim else _OfParts() if whole is None else whole[i]
+            for i, parts in enumerate(by_place)
+        ]
+    )
+    return mapped(lambda x: next(joined) if isinstance(x, torch.Tensor) else x, outputs[0])
+
+
+def _own_rows(of: Own, x: Any) -> Any:
+    """This rank's rows of what came of a batch; what has no rows is whole."""
+    each, odd = divmod(x.shape[0], of.size) if isinstance(x, torch.Tensor) and x.ndim else (0, 1)
+    return x if odd else x[of.rows.start * each : of.rows.stop * each]

@@ -1,0 +1,150 @@
+"""Values of a pipeline's outputs in a plain loop: looking at them changes nothing, whenever it is done."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import espalier
+
+WHEN = ("never", "before", "between", "after")
+TOLERANCE = 1e-10
+
+
+class Out(NamedTuple):
+    logits: torch.Tensor
+    mean: torch.Tensor
+
+
+class Net(nn.Module):
+    """Draws random numbers, and has buffers that follow what comes."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(p)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> Out:
+        logits = self.last(self.drop(torch.tanh(self.norm(self.first(x)))))
+        return Out(logits, logits.mean())
+
+
+def looked_at(out: Any, y: torch.Tensor) -> list[Any]:
+    """As loops take metrics."""
+    logits = out.logits.detach()
+    return [(out.logits.argmax(-1) == y).sum().item(), logits.square().sum().item()]
+
+
+def run(model: Any, optimizer: Any, batches: Any, when: str) -> tuple[list[float], list[Any]]:
+    losses, values = [], []
+    torch.manual_seed(7)
+    for x, y in batches:
+        optimizer.zero_grad()
+        out = model(x)
+        loss = F.cross_entropy(out.logits, y)
+        if when == "before":
+            values.append([*looked_at(out, y), loss.item()])
+        loss.backward()
+        if when == "between":
+            values.append([*looked_at(out, y), loss.item()])
+        optimizer.step()
+        if when == "after":
+            values.append([*looked_at(out, y), loss.item()])
+        losses.append(loss.item())
+    return losses, values
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draws = [torch.Generator().manual_seed(step) for step in range(3)]
+    return [
+        (torch.randn(8, 6, generator=g, dtype=torch.float64), torch.randint(0, 3, (8,), generator=g))
+        for g in draws
+    ]
+
+
+def model_of(p: float, plan: dict[str, Any] | None, rows: Any = "all") -> tuple[Any, Any, Net]:
+    torch.manual_seed(0)
+    net = Net(p).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    if plan is None:
+        return net, optimizer, net
+    return *espalier.prepare(net, optimizer, plan=plan, rows=rows)[:2], net
+
+
+def same(got: list[Any], expected: list[Any], what: Any) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < TOLERANCE, what
+
+
+def on_two(rank: int, world: int) -> None:
+    of_one = {when: run(*model_of(0.0, None)[:2], batches(), when) for when in WHEN}
+    for plan in ({"pipe": 2}, {"pipe": 2, "accumulate": 2}):
+        for p in (0.0, 0.5):
+            results, buffers = {}, []
+            for when in WHEN:
+                model, optimizer, net = model_of(p, plan)
+                results[when] = run(model, optimizer, batches(), when)
+                buffers.append([x.clone() for x in net.buffers() if not x.is_meta])
+            for when in WHEN:
+                losses, values = results[when]
+                assert losses == results["never"][0], (plan, p, when)  # looking changes nothing
+                if when != "never":
+                    same(values, results["after"][1], (plan, p, when))
+                for x, y in zip(buffers[WHEN.index(when)], buffers[0], strict=True):
+                    assert torch.equal(x, y), (plan, p, when)
+                if p == 0 and "accumulate" not in plan:  # batch norm sees micro-batches
+                    for got, expected in zip(losses, of_one[when][0], strict=True):
+                        assert abs(got - expected) < TOLERANCE, (plan, when)
+                    same(values, of_one[when][1], (plan, when))
+    told(rank)
+
+
+def told(rank: int) -> None:
+    model, optimizer, _ = model_of(0.0, {"pipe": 2, "accumulate": 2})
+    for step, (x, y) in enumerate(batches()):
+        out = model(x)
+        F.cross_entropy(out.logits, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:  # the first step's was not asked for, so this one was not kept
+            with pytest.raises(ValueError, match=r"after optimizer.step\(\)(.|\n)*before the step"):
+                out.logits.argmax(-1).tolist()
+    model, optimizer, _ = model_of(0.0, {"pipe": 2, "accumulate": 2})
+    out = model(x)
+    F.cross_entropy(out.logits, y).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"another in each micro-batch(.|\n)*loss.item\(\)"):
+        out.mean.item()
+
+
+def on_four(rank: int, world: int) -> None:
+    """Each rank's own rows."""
+    for plan in ({"pipe": 2, "data": 2}, {"pipe": 2, "data": 2, "accumulate": 2}):
+        torch.manual_seed(0)
+        nets = [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double() for _ in range(2)]
+        nets[1].load_state_dict(nets[0].state_dict())
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in nets]
+        model, optimizers[0] = espalier.prepare(nets[0], optimizers[0], plan=plan, rows="own")[:2]
+        place = model.engine.mesh.coordinate[model.engine.mesh.axis("data")]
+        here = (slice(0, 4), slice(4, 8))[place]
+        for x, y in batches():
+            out, expected = model(x[here]), nets[1](x)
+            F.cross_entropy(out, y[here]).backward()
+            F.cross_entropy(expected, y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            got = torch.tensor(out.detach().tolist(), dtype=torch.float64)
+            assert (got - expected[here]).abs().max() < TOLERANCE, plan
+
+
+def test_looking_at_outputs_of_a_pipeline_changes_nothing(ranks: Any) -> None:
+    ranks(2, on_two)
+
+
+def test_own_rows_of_outputs_after_a_step(ranks: Any) -> None:
+    ranks(4, on_four)
