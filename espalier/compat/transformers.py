@@ -7,10 +7,14 @@ is what it is on one process. Rank 0 alone writes files and logs.
 
 from __future__ import annotations
 
+import copy
+import inspect
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -19,11 +23,13 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME
 
-from espalier.compat.plans import PIPELINES, plan_for_world, refuse
+from espalier.comm.control import gather_objects
+from espalier.compat.plans import PIPELINES, plan_for_world, refuse, world_size
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
+from espalier.planner import Cluster, auto, shipped
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
 _THEIRS = ("deepspeed", "fsdp", "parallelism_config")
@@ -40,6 +46,61 @@ def _alone(mesh: Mesh) -> Iterator[None]:
     state = PartialState()
     state.process_index = mesh.rank
     state.local_process_index = int(hidden.get("LOCAL_RANK", "0"))
+
+
+def _searched(
+    cluster: Cluster | str | Path | None,
+    model: Any,
+    args: TrainingArguments,
+    said: Mapping[str, Any],
+    more: list[Any],
+    options: Mapping[str, Any],
+) -> Plan:
+    """The fastest plan for what a Trainer is given; rank 0's, on all ranks.
+
+    Raises:
+        MistakeError: what the search needs is missing.
+    """
+    names = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
+    given = {**dict(zip(names, more, strict=False)), **options}
+    needed = {"cluster": cluster, "model": model, "train_dataset": given.get("train_dataset")}
+    told = f"plan='auto' needs it; clusters that are shipped: {', '.join(shipped())}"
+    refuse("Trainer", [(name, x, told) for name, x in needed.items() if x is None])
+    assert cluster is not None
+    ranks = world_size()
+    mesh = Mesh.from_env({"data": ranks})
+    found: Plan | str | None = None
+    if mesh.rank == 0:
+        rows = args.per_device_train_batch_size * ranks
+        collate = given.get("data_collator")
+        if collate is None and (tokenizer := given.get("processing_class")) is not None:
+            collate = transformers.DataCollatorWithPadding(tokenizer)
+        dataset = given["train_dataset"]
+        batch = (collate or transformers.default_data_collator)(
+            [dataset[i % len(dataset)] for i in range(rows)]
+        )
+        takes = inspect.signature(model.forward).parameters
+        batch = {name: x.to("meta") for name, x in batch.items() if name in takes}
+        try:
+            fixed = {"pipe": 1, "accumulate": 1, **said}
+            found = auto(_on_meta(model), batch, cluster, ranks=ranks, **fixed)
+        except ValueError as error:
+            found = str(error)
+    if ranks > 1:
+        found = gather_objects(found, mesh)[0]
+    if isinstance(found, str):
+        raise ValueError(found)
+    assert found is not None
+    return found
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a model without its memory."""
+    held: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
+    }
+    held |= {id(x): x.to("meta") for x in model.buffers()}
+    return copy.deepcopy(model, held)
 
 
 class _Model(EngineModule):
@@ -59,6 +120,9 @@ class Trainer(transformers.Trainer):
         args, kwargs: of transformers' own. Without ``plan`` all ranks are on the data axis.
         plan: a :class:`~espalier.Plan`, or a dict of its arguments; ``bf16=True`` of the arguments is
             ``precision="autocast-bfloat16"`` unless the plan says one. The Trainer clips and accumulates.
+            ``"auto"``: rank 0 searches for the fastest one without a pipeline; a step's batch has the rows of
+            all ranks then, whichever it is.
+        cluster: with ``plan="auto"``: what the ranks run on, as for :meth:`espalier.Plan.auto`.
 
     Raises:
         MistakeError: arguments ask another library for parallelism, or the plan has a pipeline.
@@ -69,7 +133,8 @@ class Trainer(transformers.Trainer):
         model: Any = None,
         args: TrainingArguments | None = None,
         *more: Any,
-        plan: Plan | Mapping[str, Any] | None = None,
+        plan: Plan | Mapping[str, Any] | Literal["auto"] | None = None,
+        cluster: Cluster | str | Path | None = None,
         **kwargs: Any,
     ) -> None:
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
@@ -79,6 +144,9 @@ class Trainer(transformers.Trainer):
             said["precision"] = {"compute": f"autocast-{low}"}
             if args.fp16:  # accelerate scales the loss itself
                 said["precision"]["loss_scale"] = {"init_scale": 1.0, "growth_factor": 1.0}
+        is_auto = plan == "auto"
+        if plan == "auto":
+            plan = _searched(cluster, model, args, said, [*more], kwargs)
         self.plan = plan_for_world(said, plan)
         told = [
             (name, given, "the plan says what is parallel: leave it out")
@@ -98,8 +166,7 @@ class Trainer(transformers.Trainer):
             _ = args.device
             super().__init__(model, args, *more, **kwargs)
         sharing = [self._mesh.shape[self._mesh.axis(name)] for name in self.plan.batch_axes]
-        for n in sharing:
-            self._train_batch_size *= n
+        self._train_batch_size *= self._mesh.size() if is_auto else math.prod(sharing)
 
     @property
     def engine(self) -> Engine:

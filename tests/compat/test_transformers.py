@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from espalier import Plan
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -146,6 +148,26 @@ def ours(rank: int, world: int, folder: str, plan: dict[str, Any], expected: Any
     close(found[-len(after) :], after, plan)
 
 
+def searched(rank: int, world: int, folder: str, expected: Any) -> None:
+    """plan="auto": whichever is found has the losses of one process on the rows of all ranks."""
+    Trainer = migrated()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer, found = run(Trainer, folder, 4 // world, plan="auto", cluster="h100-sxm")
+    close(expected[0], found, trainer.plan)
+    assert trainer.plan.why.startswith("best of") and trainer.plan.pipe == trainer.plan.accumulate == 1
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr("espalier.compat.transformers.auto", lambda *given, **more: Plan(tensor=world))
+        trainer, found = run(
+            Trainer, os.path.join(folder, "tensor"), 4 // world, plan="auto", cluster="v100-sxm"
+        )
+    assert trainer.plan.tensor == world
+    close(expected[0], found, trainer.plan)
+    with pytest.raises(ValueError, match=r"cluster(.|\n)*shipped: (.|\n)*h100-sxm"):
+        Trainer(model(), trainer.args, train_dataset=rows(), plan="auto")
+
+
 def refused(rank: int, world: int, folder: str) -> None:
     from espalier.compat.transformers import Trainer
 
@@ -158,4 +180,5 @@ def test_the_trainer_under_plans(ranks: Any, tmp_path: Path) -> None:
     (expected,) = ranks(1, own, str(tmp_path / "own"))
     for i, plan in enumerate(({"data": 2, "zero": 3}, {"tensor": 2})):
         ranks(2, ours, str(tmp_path / f"ours{i}"), plan, expected)
+    ranks(2, searched, str(tmp_path / "searched"), expected)
     ranks(2, refused, str(tmp_path / "refused"))
