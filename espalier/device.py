@@ -174,9 +174,12 @@ def on(stream: torch.Stream | None) -> AbstractContextManager[object]:
 
 
 def copy_by(
-    stream: torch.Stream | None, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+    stream: torch.Stream | None,
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    device: torch.device,
+    after: torch.Event | None = None,
 ) -> torch.Event | None:
-    """Copy between memories, (into, out of), by a stream that waits for the current one.
+    """Copy between memories, (into, out of), by a stream that waits for the current one, or for ``after``.
 
     Returns:
         the event after which all is there; None: it is.
@@ -185,7 +188,10 @@ def copy_by(
         for into, outof in pairs:
             into.copy_(outof)
         return None
-    stream.wait_stream(current_stream(device))
+    if after is None:
+        stream.wait_stream(current_stream(device))
+    else:
+        stream.wait_event(after)
     with on(stream):
         for pair in pairs:
             pair[0].copy_(pair[1], non_blocking=True)
@@ -202,6 +208,11 @@ def beside(stream: torch.Stream | None, device: torch.device) -> Iterator[None]:
         stream.wait_stream(current_stream(device))
     with on(stream):
         yield
+
+
+def reached(device: torch.device) -> torch.Event | None:
+    """What says that a device has done all that it was given so far; None: it has."""
+    return current_stream(device).record_event() if _has_streams(device) else None
 
 
 def wait_for(event: torch.Event | None, device: torch.device) -> None:

@@ -455,6 +455,6 @@ def test_a_gradient_from_the_host_comes_to_the_parameters_on_the_device() -> Non
     axis._store = OffloadStore(meta, None)
     chunk: Any = SimpleNamespace(master=None, home=None, device=meta)
     grad = espalier.distribute_tensor(torch.ones(3), espalier.Mesh.single())
-    found = axis._beside(chunk, grad)
+    (found,) = axis._beside(chunk, [grad])
     assert found.to_local().device == meta
     assert found._layout is grad._layout

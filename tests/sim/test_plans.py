@@ -21,6 +21,8 @@ import espalier
 from espalier.comm.collectives import all_gather, all_to_all, reduce_scatter
 from espalier.engine import norm
 from espalier.parallel.data import residency
+from espalier.parallel.data.offloaded_step import OffloadedStep
+from espalier.parallel.data.residency import OffloadStore
 from espalier.parallel.data.unshard import Unsharded
 from espalier.parallel.pipeline.runtime import Runtime
 from tests.sim.order import Asked, Entry, Waited, check
@@ -64,6 +66,7 @@ ONE: Plans = {
     "autocast": ({"precision": "autocast-bfloat16"}, SINGLE, {}),
     "float16": ({"precision": "float16"}, SINGLE, {}),
     "states on the host": ({"offload": {"states": "host"}}, SINGLE, OFFLOADED),
+    "masters on the host": ({"offload": {"states": "host"}, **LOW}, SINGLE, OFFLOADED),
     "half of them": ({"offload": {"states": {"place": "host", "ratio": 0.5}}}, SINGLE, OFFLOADED),
     "recompute": ({"recompute": "full", "recompute_inputs": "host"}, {}, {}),
     "dropout": ({}, {"changes": {"dropout": 0.1}}, {}),
@@ -209,6 +212,62 @@ def test_what_is_brought_keeps_no_kernel_waiting(on_sim: Callable[..., list[Any]
     ((started, waits, threads),) = on_sim(1, brought)
     assert started >= 3 * 4 and waits == 0
     assert threads == {max(1, len(os.sched_getaffinity(0)))}
+
+
+def pipelined(shared: Shared, rank: int, world: int, more: dict[str, Any]) -> tuple[str, int]:
+    """Of updates on the host: copies begun (f) and updates (u), step by step, and copies that were late."""
+    seen, late, inside = "", 0, False
+    fetch, to_host, copy = OffloadStore.fetch, OffloadStore.to_host, OffloadStore.copy
+    kernel, each = torch._fused_adamw_, OffloadedStep.each
+
+    def watched_fetch(store: OffloadStore, tensors: Any, ready: Any) -> None:
+        nonlocal seen
+        seen += "f"
+        fetch(store, tensors, ready)
+
+    def watched_kernel(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        seen += "u" if params[0].is_cpu else ""
+        return kernel(params, *args, **kwargs)
+
+    def watched_to_host(store: OffloadStore, tensors: Any) -> Any:
+        nonlocal inside
+        inside = True
+        try:
+            return to_host(store, tensors)
+        finally:
+            inside = False
+
+    def watched_copy(store: OffloadStore, into: Any, outof: Any, ready: Any = None) -> Any:
+        nonlocal late
+        late += inside and any(not t.is_cpu for t in outof)
+        return copy(store, into, outof, ready)
+
+    def watched_each(*given: Any, **more: Any) -> None:
+        nonlocal seen
+        seen += " "
+        each(*given, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, watched in (("fetch", watched_fetch), ("to_host", watched_to_host), ("copy", watched_copy)):
+            patch.setattr(OffloadStore, name, watched)
+        patch.setattr(OffloadedStep, "each", watched_each)
+        patch.setattr(torch, "_fused_adamw_", watched_kernel)
+        plan = {"offload": {"states": "host"}, "chunk_megabytes": 0.01, **more}
+        trained(shared, rank, world, plan, SINGLE, "")
+    return seen, late
+
+
+@pytest.mark.parametrize("more", [{}, LOW], ids=["float32", "masters"])
+def test_the_host_updates_while_copies_come_and_go(
+    on_sim: Callable[..., list[Any]], figures: list[str], more: dict[str, Any]
+) -> None:
+    """What the next chunk's update reads is on its way while a chunk is updated; nothing is late."""
+    ((seen, late),) = on_sim(1, pipelined, more)
+    figures.append(f"states on the host           1 rank: {seen.split()[0]}: copies begun (f), updates (u)")
+    chunks = seen.split()[0].count("u")
+    assert chunks > 2 and late == 0
+    assert seen.split() == ["ff" + "uf" * (chunks - 2) + "uu"] * STEPS
 
 
 def messages(shared: Shared, rank: int, world: int) -> tuple[int, int, int]:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from espalier.device import is_accelerator
 from espalier.layout import Layout
 from espalier.parallel.data.chunks import Chunk, ShardedParam, show
+from espalier.parallel.data.residency import OffloadStore
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.loans import StandIn, is_handed_out, written_mark
@@ -39,14 +41,24 @@ def follow(chunks: Sequence[Chunk]) -> None:
                     m.is_written = False
 
 
-def write(chunk: Chunk) -> None:
-    """Round a master into the parameters, as far as these are not exchanged."""
+def write(chunk: Chunk, store: OffloadStore | None = None) -> None:
+    """Round a master into the parameters, as far as these are not exchanged.
+
+    Args:
+        store: copies where the two lie apart.
+    """
     assert chunk.master is not None
-    with raw():
+    with raw(), torch.no_grad():
         if chunk.home is not None:
-            chunk.home.copy_(chunk.master)
+            into, outof = [chunk.home], [chunk.master]
         elif not chunk.by_piece:
-            foreach_copy_([plain(m.p.detach()) for m in chunk.members], chunk.masters)
+            into, outof = [plain(m.p.detach()) for m in chunk.members], list(chunk.masters)
+        else:
+            return
+        if store is not None and chunk.master.is_cpu and is_accelerator(into[0].device):
+            store.spread(into, outof)
+        else:
+            foreach_copy_(into, outof)
 
 
 def remember(chunks: Sequence[Chunk]) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from espalier.comm import collectives
 from espalier.comm.control import agree, any_says
-from espalier.device import host_threads, is_accelerator, room, wait_for
+from espalier.device import host_threads, is_accelerator, reached, room, wait_for
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import Appearance, Chunk, shown
@@ -96,11 +96,19 @@ class OffloadedStep:
         store: where what is off the device lies.
         turns: gives, for a chunk, the context in which its parameters are what the optimizer updates; they
             and their gradients are on the host if that is asked for and they lie there anyway.
+        fetch: starts to bring to the host what an update there reads of a chunk; after an event it is ready.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], store: OffloadStore, mesh: Mesh, turns: Turns) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        store: OffloadStore,
+        mesh: Mesh,
+        turns: Turns,
+        fetch: Callable[[Chunk, torch.Event | None], None] | None = None,
+    ) -> None:
         self.away = [OffloadedChunk(chunk) for chunk in chunks]
-        self.store, self._mesh, self._turns = store, mesh, turns
+        self.store, self._mesh, self._turns, self._fetch = store, mesh, turns, fetch
 
     def reserve(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the space for all states, before there are any (a collective, if any are on disk).
@@ -182,6 +190,8 @@ class OffloadedStep:
         Args:
             on_host: in the host's memory, if its states lie off the device.
         """
+        ahead = on_host and is_accelerator(self.store.device)
+        ready = reached(self.store.device)
         try:
             for i, a in enumerate(self.away):
                 there = on_host and a.place != "device"
@@ -192,6 +202,10 @@ class OffloadedStep:
                 self.store.settle(keep=len(a.chunk.places.keys() - {"gradients"}))
                 for following in self.away[i + 1 : i + 2]:
                     self.store.start(following.key, following.states(states)[1])
+                # and the host updates one while what it reads of the next comes, and the one before goes back
+                for one in self.away[i + 1 if i else 0 : i + 2] if ahead else ():
+                    if one.place != "device" and self._fetch is not None:
+                        self._fetch(one.chunk, ready)
                 with self._turns(a.chunk, there):
                     if there and is_accelerator(self.store.device):
                         self._visit_on_host(a.chunk, states, visit)
@@ -201,6 +215,7 @@ class OffloadedStep:
         except DiskError as error:
             self.store.errors.append(error)
         finally:
+            self.store.drop_fetched()
             self.store.settle()
 
     def _visit_on_host(self, chunk: Chunk, states: OptimizerStates, visit: Callable[[Chunk], None]) -> None:

@@ -62,6 +62,18 @@ class _Item:
         self.event: Any = None
 
 
+class _Fetched(NamedTuple):
+    """A tensor of the device, and a copy that is on its way to the host."""
+
+    tensor: torch.Tensor
+    copy: torch.Tensor
+    event: torch.Event | None
+
+    def serves(self, t: torch.Tensor) -> bool:
+        """Whether it is that tensor, which stands in the same place."""
+        return (t.shape, t.dtype, t.stride()) == (self.copy.shape, self.copy.dtype, self.tensor.stride())
+
+
 class OffloadStore:
     """Lists of tensors under keys, off the device.
 
@@ -87,6 +99,7 @@ class OffloadStore:
         self.errors: list[DiskError] = []
         self._outside: list[Callable[[torch.Tensor], object]] = []
         self._down, self._up = new_stream(device), new_stream(device)  # at once, both ways
+        self._fetched: dict[tuple[torch.device, int], _Fetched] = {}
         self.bringing = new_stream(device)
 
     def put(
@@ -238,13 +251,47 @@ class OffloadStore:
         """A buffer on the host: pinned where there is a device."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pins(self.device))
 
+    def fetch(self, tensors: Sequence[torch.Tensor], ready: torch.Event | None) -> None:
+        """Start to copy tensors of the device that :meth:`to_host` will be asked for, unchanged.
+
+        Args:
+            ready: after which they are; so the copies wait for none that goes the other way.
+        """
+        there = [t.detach() for t in tensors if is_accelerator(t.device)]
+        copies = [self.empty(t) for t in there]
+        event = self.copy(copies, there, ready)
+        for t, copy in zip(there, copies, strict=True):
+            self._fetched[_place(t)] = _Fetched(t, copy, event)
+
+    def drop_fetched(self) -> None:
+        """Nobody will ask for what was fetched."""
+        self._fetched.clear()
+
     def to_host(self, tensors: Sequence[torch.Tensor]) -> Tensors:
         """Tensors in the host's memory, when they are there."""
-        out = [t if t.device.type == "cpu" else self.empty(t) for t in tensors]
-        event = self.copy(out, tensors)
-        if event is not None:
+        known = [self._fetched.pop(_place(t), None) for t in tensors]
+        fetched = [f if f is not None and f.serves(t) else None for f, t in zip(known, tensors, strict=True)]
+        out, pairs = [], []
+        for f, t in zip(fetched, tensors, strict=True):
+            out.append(f.copy if f is not None else t if t.device.type == "cpu" else self.empty(t))
+            if f is None:
+                pairs.append((out[-1], t))
+        events = [f.event for f in fetched if f is not None]
+        if pairs:
+            events.append(self.copy([into for into, _ in pairs], [t for _, t in pairs]))
+        for event in {id(event): event for event in events if event is not None}.values():
             event.synchronize()
         return out
+
+    def spread(self, into: Sequence[torch.Tensor], outof: Sequence[torch.Tensor]) -> None:
+        """Round tensors in the host's memory into ones of the device, whose current stream waits for it.
+
+        The host rounds, so that no more is sent than arrives, and does not wait.
+        """
+        rounded = [self.empty(t) for t in into]
+        for copy, t in zip(rounded, outof, strict=True):
+            copy.copy_(t)
+        wait_for(self.copy(into, rounded), self.device)
 
     def to_device(self, tensors: Sequence[torch.Tensor]) -> Tensors:
         """Tensors on the device; the current stream waits until they are there."""
@@ -255,11 +302,16 @@ class OffloadStore:
         wait_for(event, self.device)
         return out
 
-    def copy(self, into: Sequence[torch.Tensor], outof: Sequence[torch.Tensor]) -> torch.Event | None:
+    def copy(
+        self,
+        into: Sequence[torch.Tensor],
+        outof: Sequence[torch.Tensor],
+        ready: torch.Event | None = None,
+    ) -> torch.Event | None:
         """Copy between memories by a stream of its own; gives what says that it is done, if that is later."""
         pairs = [(a, b) for a, b in zip(into, outof, strict=True) if _place(a) != _place(b) and b.numel()]
         up = any(is_accelerator(a.device) for a, _ in pairs)
-        return copy_by(self._up if up else self._down, pairs, self.device)
+        return copy_by(self._up if up else self._down, pairs, self.device, ready)
 
 
 def _unseen() -> AbstractContextManager[object]:

@@ -126,7 +126,8 @@ class ZeroState:
         """Updates the chunks that have a turn of their own, if any have."""
         moved = [chunk for chunk in self.chunks if chunk.has_turn]
         store = self._store or OffloadStore(self.mesh.device(), None, dry=self.mesh.is_dry)
-        return OffloadedStep(moved, store, self.mesh, self._turn) if moved else None
+        fetch = None if self._store is None or self.mesh.is_dry else self._fetch
+        return OffloadedStep(moved, store, self.mesh, self._turn, fetch) if moved else None
 
     def _lay_out(self, chunks: Sequence[Chunk]) -> None:
         """Lay the parameters out; each chunk goes where it lies as soon as it has all of them."""
@@ -397,7 +398,7 @@ class ZeroState:
         if chunk.lent:
             masters.restore(chunk)
         elif chunk.master is not None:
-            masters.write(chunk)
+            masters.write(chunk, self._store)
         self._leave_home(chunk)
 
     def _leave_home(self, chunk: Chunk) -> None:
@@ -434,10 +435,10 @@ class ZeroState:
         gradients: list[torch.Tensor | None] = []
         dtype = chunk.dtype if chunk.master is None else chunk.master.dtype
         with raw():
-            for m in chunk.members:
-                grad = gradient_of(m.p)
-                if grad is not None and chunk.places:
-                    grad = self._beside(chunk, grad)
+            grads = [gradient_of(m.p) for m in chunk.members]
+            if chunk.places:
+                grads = self._beside(chunk, grads)
+            for m, grad in zip(chunk.members, grads, strict=True):
                 if grad is not None and grad.dtype is not dtype:
                     layout = grad._layout
                     grad = stamp(plain(grad).to(dtype), layout)
@@ -448,14 +449,26 @@ class ZeroState:
                 chunk.gradient = None  # else both would live on while the optimizer works
         return gradients
 
-    def _beside(self, chunk: Chunk, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient where the chunk's parameters are updated: on the device or in the host's memory."""
+    def _beside(self, chunk: Chunk, grads: Sequence[Any]) -> list[Any]:
+        """Gradients where the chunk's parameters are updated: on the device or in the host's memory."""
         updated = chunk.master if chunk.master is not None else chunk.home
         there = chunk.device if updated is None else updated.device
-        if self._store is None or there == grad.device:
-            return grad
+        away = [grad for grad in grads if grad is not None and grad.device != there]
+        if self._store is None or not away:
+            return list(grads)
         to = self._store.to_host if there.type == "cpu" else self._store.to_device
-        return stamp(to([plain(grad)])[0], grad._layout)  # type: ignore[attr-defined]
+        moved = to([plain(grad) for grad in away])
+        brought = {id(g): stamp(x, g._layout) for g, x in zip(away, moved, strict=True)}
+        return [brought.get(id(grad), grad) for grad in grads]
+
+    def _fetch(self, chunk: Chunk, ready: torch.Event | None) -> None:
+        """Start to bring to the host what the update of a chunk there reads of the device."""
+        assert self._store is not None
+        if not chunk.copied and not chunk.lent:
+            with raw(), torch.no_grad():
+                grads = [gradient_of(m.p) for m in chunk.members]
+                here = chunk.updated().tensors if chunk.master is None and chunk.home is None else []
+                self._store.fetch([*here, *(plain(grad) for grad in grads if grad is not None)], ready)
 
     def _exchange(self) -> None:
         """Let all ranks compute with what each has updated."""
