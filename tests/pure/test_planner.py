@@ -144,6 +144,11 @@ def test_a_cluster_as_toml(tmp_path: Path) -> None:
     [
         ({"memory_gb": -1}, "device.memory_gb = -1: expected greater than 0"),
         ({"memory_gb": 80e9}, "expected 10^9 bytes"),
+        ({"memory_gb": 0.08}, "device.memory_gb = 0.08: less than any device has: expected 10^9 bytes, 1.68"),
+        ({"bandwidth_gbs": 3.35}, "expected 10^9 bytes a second, 198 to 1e+05 by tflops. Check the unit"),
+        ({"tflops": {"bfloat16": 0.989}}, "device.bandwidth_gbs = 3350.0: more than any device has"),
+        ({"ceiling": 0.00053}, "device.ceiling = 0.00053: less than any device has: expected a share of 1"),
+        ({"host_us_per_op": 6000.0}, "more than any machine takes: expected microseconds"),
         ({"bandwidth_gbs": -3.0}, "device.bandwidth_gbs = -3.0: expected greater than 0"),
         ({"tflops": {"bfloat16": 989e12}}, "expected 10^12 operations a second"),
         ({"tflops": {"bfloat": 989.0}}, "did you mean"),
@@ -173,6 +178,10 @@ def test_a_cluster_with_mistakes(change: dict[str, Any], told: str) -> None:
             {"bandwidth_gbs": 450e9},
             "level.0.bandwidth_gbs = 450000000000.0: more than any device has",
         ),
+        ("level", {"bandwidth_gbs": 0.45}, "10^9 bytes a second, 3.35 to 2e+04 beside such devices"),
+        ("level", {"bandwidth_gbs": 0.45}, 'have unusual = ["level.0.bandwidth_gbs"] as the first line'),
+        ("level", {"latency_us": 0.009}, "level.0.latency_us = 0.009: less than any machine takes"),
+        ("level", {"collectives": {"all_reduce": [[8, 10**6, 2e-5]]}}, "of bytes and microseconds"),
         ("level", {"latency_us": 9e6}, "level.0.latency_us = 9000000.0: more than any machine takes"),
         ("level", {"bandwith_gbs": 3.0}, "did you mean level.0.bandwidth_gbs?"),
         ("provenance", {"key": "device.celing"}, "device has no such key; did you mean 'ceiling'?"),
@@ -185,6 +194,16 @@ def test_links_with_mistakes(table: str, change: dict[str, Any], told: str) -> N
     tables[table][0].update(change)
     with pytest.raises(ValueError, match=re.escape(told)):
         Cluster.from_dict(tables)
+
+
+def test_unusual_numbers_are_taken_where_they_are_meant() -> None:
+    tables = tomllib.loads(Cluster.load("h100-sxm").to_toml())
+    tables["level"][0]["bandwidth_gbs"] = 0.45
+    made = Cluster.from_dict({**tables, "unusual": ["level.0.bandwidth_gbs"]})
+    assert made.level[0].bandwidth_gbs == 0.45
+    assert Cluster.from_dict(tomllib.loads(made.to_toml())) == made
+    with pytest.raises(ValueError, match="unusual = 'level.0.bandwidth': expected keys with a range"):
+        Cluster.from_dict({**tables, "unusual": ["level.0.bandwidth"]})
 
 
 def test_levels_stand_in_one_another() -> None:
