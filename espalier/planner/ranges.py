@@ -88,12 +88,17 @@ def _measured(cluster: Cluster) -> Iterator[Range]:
 
 
 def outside(cluster: Cluster) -> list[tuple[str, Any, str]]:
-    """Mistakes: numbers out of their range that are not said to be unusual, and what there is not."""
+    """Mistakes: numbers out of their range, and unusual ones that there are not.
+
+    Those that are said to be unusual, or were measured on the cluster, are what they are.
+    """
     every = list(ranges(cluster))
     found: list[tuple[str, Any, str]] = [
         (x.key, x.given, x.told)
         for x in every
-        if not x.least <= x.given <= x.most and x.key not in cluster.unusual
+        if not x.least <= x.given <= x.most
+        and x.key not in cluster.unusual
+        and cluster.source(x.key).source != "measured"
     ]
     known = {x.key for x in every}
     for key in cluster.unusual:
