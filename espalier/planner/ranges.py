@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from espalier.planner.cluster import Cluster
+from typing import Any, NamedTuple
 
 _GB, _GBS, _US = "10^9 bytes", "10^9 bytes a second", "microseconds (10^-6 s)"
 _TFLOPS, _PART = "10^12 operations a second", "a share of 1"
@@ -41,8 +38,8 @@ class Range(NamedTuple):
         )
 
 
-def ranges(cluster: Cluster) -> Iterator[Range]:
-    """All numbers of a cluster that have a range; 0 where there may be none."""
+def ranges(cluster: Any) -> Iterator[Range]:
+    """All numbers of a :class:`~espalier.planner.Cluster` that have a range."""
     d = cluster.device
     moved = d.bandwidth_gbs
     yield Range("device.memory_gb", d.memory_gb, 0.0005 * moved, 10_000, _GB, "by the memory's bandwidth")
@@ -66,7 +63,7 @@ def ranges(cluster: Cluster) -> Iterator[Range]:
     yield from _measured(cluster)
 
 
-def _measured(cluster: Cluster) -> Iterator[Range]:
+def _measured(cluster: Any) -> Iterator[Range]:
     """The best of measured points, beside what the device is said to have: small ones are far from it."""
     d = cluster.device
     for table, rows_of in (("products", d.products), ("attentions", d.attentions)):
@@ -87,7 +84,7 @@ def _measured(cluster: Cluster) -> Iterator[Range]:
                 yield Range(f"{key}.{name}", best, rate / 1e5, rate * 1e4, _GBS, told)
 
 
-def outside(cluster: Cluster) -> list[tuple[str, Any, str]]:
+def outside(cluster: Any) -> list[tuple[str, Any, str]]:
     """Mistakes: numbers out of their range, and unusual ones that there are not.
 
     Those that are said to be unusual, or were measured on the cluster, are what they are.
