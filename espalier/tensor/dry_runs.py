@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from espalier.comm.control import gather_objects
 from espalier.device import get_rng_state, is_accelerator, set_rng_state
 from espalier.mesh import Mesh
+from espalier.tensor.observers import site, user_frame
 from espalier.tensor.random import at_position, same_position, same_seed, without_tag
 from espalier.tensor.traces import Generators
 from espalier.torch_private import (
@@ -230,6 +231,8 @@ class Recalled(TorchDispatchMode):
 
     def _way(self, func: Any) -> Callable[..., Any]:
         """How an operation is done."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _value
         if func.overloadpacket not in self._counts and func._can_decompose():
             return self._apart
         schema = func._schema
@@ -265,6 +268,22 @@ class Recalled(TorchDispatchMode):
         if call not in self._known:
             self._known[call] = _as_made(out, inputs, self.flops - before)
         return out
+
+
+class NoValueError(ValueError, RuntimeError):
+    """A program asks for a value in a dry run."""
+
+
+def _value(func: Any, args: Any, kwargs: Any) -> Any:
+    """The value of a tensor that has one."""
+    if args[0].device.type != "meta":
+        return func(*args, **kwargs)
+    raise NoValueError(
+        f"A dry run has no values (all is on the meta device), and {site(user_frame()[1])} asks for one. "
+        "Let the model not ask for it: give a batch without attention_mask and, to transformers' models, "
+        "config.use_cache = True (without it they look whether sequences are packed); or branch on "
+        "x.device.type == 'meta'."
+    )
 
 
 def _described(arguments: Iterable[Any], key: list[Any], tensors: list[torch.Tensor]) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -104,3 +106,20 @@ def test_what_was_found_out_of_meta_tensors_is_recalled() -> None:
             assert found[4].untyped_storage()._cdata != found[5].untyped_storage()._cdata
             calls.append(reached.computed)
     assert calls[1] < calls[0] - 10
+
+
+def test_a_value_that_a_model_asks_for_is_told_with_its_line() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4, device="meta")
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).sum() if mask.all() else self.linear(x).mean()
+
+    batch = {"x": torch.empty(2, 4, device="meta"), "mask": torch.empty(2, 4, device="meta")}
+    line = inspect.getsourcelines(Asks.forward)[1] + 1
+    for plan in ({}, {"data": 2}):
+        told = rf"has no values .* and \S*test_dry.py:{line} asks for one. .* config.use_cache = True"
+        with pytest.raises(ValueError, match=told):
+            espalier.dry_run(Asks(), plan, batch)
