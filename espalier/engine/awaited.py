@@ -73,11 +73,19 @@ class Awaited:
         """Forward and backward of the step that it is the loss of.
 
         Raises:
-            ValueError: another gradient than that of the loss itself is asked for.
+            ValueError: another gradient than that of the loss itself is asked for; or something else in the
+                loss wants one, too.
         """
         if gradient is not None:
             raise ValueError("In a pipeline backward() begins with the loss alone: scale the loss itself.")
-        captured = [x for x in _captured(self) if x.ndim and x.shape[0] == self._source.rows()]
+        held = _captured(self)
+        if any(x.requires_grad for x in held):
+            raise ValueError(
+                "The loss holds more that wants gradients than the model's output: parameters, say. In a "
+                "pipeline they are not all where the loss is. Make it a part of the model's forward; for a "
+                "penalty on parameters use the optimizer's weight_decay, or change p.grad before the step."
+            )
+        captured = [x for x in held if x.ndim and x.shape[0] == self._source.rows()]
         self._known = self._source.train(captured, partial(_replayed, self, [id(x) for x in captured]))
 
     def value(self) -> Any:
@@ -147,7 +155,13 @@ def _call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Awaited:
-    first: Awaited = leaves([list(args), dict(kwargs)], Awaited)[0]
+    first, *others = leaves([list(args), dict(kwargs)], Awaited)
+    if any(x._source is not first._source for x in others):
+        raise ValueError(
+            "Outputs of two calls of the model meet. In a pipeline a loss is made of one call: call the "
+            "model on both inputs, model(torch.cat([a, b])).chunk(2); or, where losses are added, let each "
+            "go back by itself, loss_a.backward() and loss_b.backward(), before the step."
+        )
     return Awaited(first._source, _Step(func, list(args), dict(kwargs)))
 
 
@@ -163,7 +177,14 @@ def _captured(of: Awaited) -> list[torch.Tensor]:
 
 def _replayed(of: Awaited, ids: Sequence[int], output: Any, captured: Sequence[torch.Tensor]) -> Any:
     """What was kept, done on an output and the captured tensors' rows that belong to it."""
-    return _evaluated(of, dict(zip(ids, captured, strict=True)), {}, lambda: output, fresh=True)
+    try:
+        return _evaluated(of, dict(zip(ids, captured, strict=True)), {}, lambda: output, fresh=True)
+    except Exception as error:
+        error.add_note(
+            "This is the program's loss, which a pipeline computes on each micro-batch: on a part of the "
+            "output's rows, and of each tensor that has as many rows as the batch."
+        )
+        raise
 
 
 def _evaluated(

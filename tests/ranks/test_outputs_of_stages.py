@@ -120,6 +120,17 @@ def told(rank: int) -> None:
     with pytest.raises(ValueError, match=r"another in each micro-batch(.|\n)*loss.item\(\)"):
         out.mean.item()
 
+    model = model_of(0.0, {"pipe": 2, "accumulate": 2})[0]
+    out = model(x)
+    with pytest.raises(ValueError, match=r"two calls of the model(.|\n)*torch.cat"):
+        F.cross_entropy(out.logits, y) + F.cross_entropy(model(x + 1).logits, y)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match=r"wants gradients(.|\n)*weight_decay"):
+        (F.cross_entropy(out.logits, y) * scale).backward()
+    with pytest.raises(IndexError) as raised:
+        F.cross_entropy(out.logits, y.clone().fill_(9)).backward()
+    assert "each micro-batch" in str(getattr(raised.value, "__notes__", "")) or rank == 0
+
 
 def on_four(rank: int, world: int) -> None:
     """Each rank's own rows."""
