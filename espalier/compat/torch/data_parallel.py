@@ -93,6 +93,7 @@ class DistributedDataParallel(_Prefixed):
         bucket_cap_mb: ``Plan(chunk_megabytes=...)``.
         mixed_precision: ``Plan(precision=...)``.
         device_mesh: of one axis.
+        process_group: all of the world.
         device_ids, output_device, broadcast_buffers, init_sync, find_unused_parameters, check_reduction,
         gradient_as_bucket_view, static_graph, skip_all_reduce_unused_params, batched_grad_copy,
         forward_sync_buffers: no effect: parameters and buffers are in step, unused parameters are seen.
@@ -197,6 +198,8 @@ def ZeroRedundancyOptimizer(
     It is an ``optimizer_class`` that has the model's engine be one of ``zero=1``, unless more is asked for.
 
     Args:
+        optimizer_class, defaults: the optimizer and its options.
+        process_group: all of the world.
         parameters_as_bucket_view, overlap_with_ddp: no effect: updates are exchanged in chunks.
     """
     refuse("ZeroRedundancyOptimizer", [x for x in of_group(process_group) if x is not None])

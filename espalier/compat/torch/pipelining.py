@@ -26,7 +26,9 @@ class PipelineStage:
             :func:`pipeline` that built this says, else where stages are about equal.
         stage_index: this rank's stage; of several on a rank the schedule knows.
         num_stages: all stages.
-        device, input_args, output_args, group: no effect: the engine knows.
+        device, input_args, output_args, group, output_grads, input_grads, get_mesh: no effect: the engine
+            knows.
+        dw_builder: None: the engine takes gradients of weights apart.
 
     Attributes:
         submod: the model, on whose parameters the optimizer is built.
@@ -40,10 +42,16 @@ class PipelineStage:
         device: Any = None,
         input_args: Any = None,
         output_args: Any = None,
+        output_grads: Any = None,
+        input_grads: Any = None,
         group: Any = None,
+        dw_builder: Any = None,
+        get_mesh: Any = None,
         *,
         cuts: tuple[str, ...] | None = None,
     ) -> None:
+        told = "gradients of weights are taken apart by the engine: expected None"
+        refuse("PipelineStage", [("dw_builder", "...", told)] if dw_builder is not None else [])
         self.submod, self.stage_index, self.num_stages = submodule, stage_index, num_stages
         self.cuts = cuts
 
@@ -115,6 +123,7 @@ class _Schedule:
         stage: this rank's, or its stages.
         n_microbatches: ``Plan(accumulate=...)``.
         loss_fn: ``loss_fn(output, target)``, a mean over rows or a sum.
+        args_chunk_spec, kwargs_chunk_spec, output_merge_spec: None: rows are cut.
         scale_grads: True: gradients are those of the batch, whatever its micro-batches.
         plan: keys of a :class:`~espalier.Plan` that hold in place of these.
     """
@@ -214,25 +223,71 @@ class Schedule1F1B(_Schedule):
     schedule = "1f1b"
 
 
-class ScheduleInterleaved1F1B(_Schedule):
+class _Several(_Schedule):
+    """A schedule of several stages a rank.
+
+    Args:
+        stages: this rank's.
+        backward_requires_autograd: True.
+        defer_pp_recv: no effect: what arrives is waited for where it is used.
+    """
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        plan: Said = None,
+    ) -> None:
+        told = "gradients are autograd's: expected True"
+        refuse(type(self).__name__, [] if backward_requires_autograd else [
+            ("backward_requires_autograd", False, told)
+        ])  # fmt: skip
+        specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
+        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, plan=plan)
+
+
+class ScheduleInterleaved1F1B(_Several):
     """The same, with several stages a rank."""
 
     schedule = "interleaved"
 
 
-class ScheduleLoopedBFS(_Schedule):
+class ScheduleLoopedBFS(_Several):
     """All forward passes of one of a rank's stages after another, then all backward passes."""
 
     schedule = staticmethod(looped_bfs)
 
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        plan: Said = None,
+    ) -> None:
+        more = output_merge_spec, scale_grads, backward_requires_autograd, defer_pp_recv
+        super().__init__(stages, n_microbatches, loss_fn, None, None, *more, plan=plan)
 
-class ScheduleInterleavedZeroBubble(_Schedule):
+
+class ScheduleInterleavedZeroBubble(_Several):
     """Interleaved 1F1B, whose gradients of weights fill the bubbles."""
 
     schedule = staticmethod(interleaved_zero_bubble)
 
 
-class ScheduleZBVZeroBubble(_Schedule):
+class ScheduleZBVZeroBubble(_Several):
     """Two stages a rank, laid out as a V, whose backward passes fill the bubbles."""
 
     schedule = "zbv"

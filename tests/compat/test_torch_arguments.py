@@ -1,0 +1,64 @@
+"""Every argument of torch's own is taken here, at its place, and the text says what becomes of it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import fsdp, pipelining
+from torch.distributed.pipelining import schedules
+from torch.nn import parallel
+
+from espalier.compat import torch as here
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, by its own import
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+SAME = {
+    here.DataParallel: parallel.DataParallel,
+    here.DistributedDataParallel: parallel.DistributedDataParallel,
+    here.FullyShardedDataParallel: fsdp.FullyShardedDataParallel,
+    here.fully_shard: fsdp.fully_shard,
+    here.ZeroRedundancyOptimizer: ZeroRedundancyOptimizer,
+    here.pipeline: pipelining.pipeline,
+    here.PipelineStage: pipelining.PipelineStage,
+    **{
+        getattr(here.pipelining, name): getattr(schedules, name)
+        for name in here.pipelining.__all__
+        if name.startswith("Schedule") and name != "ScheduleDualPipeV"
+    },
+}
+
+
+def said(of: Any) -> tuple[str, str]:
+    """The text of a class and of what it is made of, and their code."""
+    kinds = [kind for kind in of.__mro__ if "compat" in kind.__module__] if isinstance(of, type) else [of]
+    texts = (" ".join(f(kind) or "" for kind in kinds) for f in (inspect.getdoc, inspect.getsource))
+    text, code = (" ".join(x.split()) for x in texts)
+    return text, code
+
+
+@pytest.mark.parametrize("ours", SAME, ids=lambda kind: kind.__name__)
+def test_arguments(ours: Any) -> None:
+    """The same names, in the same order; of each the text says what becomes of it."""
+    theirs = [*inspect.signature(SAME[ours]).parameters]
+    takes = [*inspect.signature(ours).parameters.values()]
+    given = [p.name for p in takes if p.kind is not p.KEYWORD_ONLY or p.name in theirs]
+    assert given == theirs
+    text, code = said(ours)
+    unsaid = [n for n in theirs if f'("{n}"' not in code and not re.search(rf"\b{n}(, \w+)*: ", text)]
+    assert [n for n in unsaid if n not in ("module", "params", "submodule")] == []
+
+
+def test_what_is_refused() -> None:
+    """In words."""
+    with pytest.raises(ValueError, match="dw_builder"):
+        here.PipelineStage(torch.nn.Linear(2, 2), 0, 2, dw_builder=print)
+    stages = [here.PipelineStage(torch.nn.Linear(2, 2), i, 2) for i in range(2)]
+    with pytest.raises(ValueError, match="autograd's"):
+        here.pipelining.ScheduleLoopedBFS(stages, 2, backward_requires_autograd=False)
