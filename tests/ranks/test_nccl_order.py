@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import espalier
+from espalier.comm import nccl
 from tests.ranks.nccl_order import Call, Program, Wait, as_on_nccl, stuck
 from tests.ranks.test_engine import batch
 from tests.ranks.test_pipeline import model
@@ -42,6 +44,17 @@ def test_a_pipeline_with_tied_weights(ranks: Any, plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize("plan", [{"pipe": 4}, {"pipe": 2, "data": 2, "zero": 3}], ids=str)
 def test_of_four_ranks(ranks: Any, plan: dict[str, Any]) -> None:
     assert stuck(ranks(4, trains, {**plan, "accumulate": 4}, TIED)) == []
+
+
+def in_one_queue(rank: int, world: int) -> Program:
+    with patch.object(nccl.Nccl, "open_lanes", lambda *given: None):
+        return trains(rank, world, {"pipe": 4, "accumulate": 4}, TIED)
+
+
+@pytest.mark.world(4)
+def test_receives_ahead_need_lanes(ranks: Any) -> None:
+    """In the one queue of the axis' communicator what is to be sent stands behind what is awaited."""
+    assert stuck(ranks(4, in_one_queue))
 
 
 def test_two_that_send_before_they_receive_are_stuck() -> None:
