@@ -51,9 +51,9 @@ class Cell:
     @property
     def plan(self) -> dict[str, Any]:
         """The arguments of a plan that it needs."""
-        given = asdict(self)
-        del given["rows"]
-        return given
+        fields = asdict(self)
+        del fields["rows"]
+        return fields
 
 
 class Costs(NamedTuple):
@@ -167,18 +167,18 @@ class Recorder:
         given: Mapping[str, Any],
         folder: Path | None = None,
     ) -> None:
-        self.model, self.optimizer, self.batch, self._given = model, optimizer, batch, dict(given)
+        self.model, self.optimizer, self.batch, self._options = model, optimizer, batch, dict(given)
         self.recorded = 0
         self.why = ""  # no pipeline can be composed
         self._list = ""
-        found = blocks(model)
+        listed = blocks(model)
         try:
-            self._list = one_list(found)
-            if len(set(map(kind_of, found.values()))) > 1:
+            self._list = one_list(listed)
+            if len(set(map(kind_of, listed.values()))) > 1:
                 raise NotComposed("there are several kinds of blocks")
         except NotComposed as error:
             self.why = str(error)
-        self.blocks = 0 if self.why else len(found)
+        self.blocks = 0 if self.why else len(listed)
         if self.blocks <= _SHALLOW + 1:
             self.why = self.why or f"it has {self.blocks} blocks"
             self.blocks = 0
@@ -206,10 +206,10 @@ class Recorder:
                 self._costs[cell] = self._of(cell)
             except Refused as error:
                 self._costs[cell] = error
-        found = self._costs[cell]
-        if isinstance(found, Refused):
-            raise found
-        return found
+        costs = self._costs[cell]
+        if isinstance(costs, Refused):
+            raise costs
+        return costs
 
     def whole(self, cell: Cell) -> dict[str, Counter[Event]]:
         """All that a step of the whole model does on one rank, its update too, by phase.
@@ -278,13 +278,13 @@ class Recorder:
         path = self._path(wanted)
         if path is not None and path.is_file():
             return Recording.from_list(json.loads(path.read_text("utf-8")))
-        found = self._dry(*wanted[1:])
+        recording = self._dry(*wanted[1:])
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(found.to_list()), "utf-8")
+            part.write_text(json.dumps(recording.to_list()), "utf-8")
             part.replace(path)
-        return found
+        return recording
 
     def ahead(self, cells: Iterable[Cell], zeros: Iterable[int], precision: str) -> None:
         """Record what cells and ZeRO stages take, in as many processes as there are cores.
@@ -345,7 +345,7 @@ class Recorder:
         self.recorded += 1
 
         def run() -> Recording:
-            engine = dry_engine(self.model, plan, batch, optimizer=self.optimizer, **self._given)
+            engine = dry_engine(self.model, plan, batch, optimizer=self.optimizer, **self._options)
             return record(engine, batch, steps=steps, recalled=self._recalled)
 
         try:
@@ -382,16 +382,16 @@ class Recorder:
 
 def _work(run: Recording) -> Counter[Event]:
     """What is bound by memory in forward and backward, and how often it is done."""
-    found: Counter[Event] = Counter()
+    counts: Counter[Event] = Counter()
     for phase, event in run.events:
         if phase != "step" and isinstance(event, Op) and event.kind == "other":
-            found[event] += 1
-    return found
+            counts[event] += 1
+    return counts
 
 
 def _sent(run: Recording) -> Counter[str]:
-    found: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
     for _, event in run.events:
         if isinstance(event, Sent):
-            found[event.op] += event.bytes
-    return found
+            sent[event.op] += event.bytes
+    return sent

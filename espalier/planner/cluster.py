@@ -169,8 +169,8 @@ class Cluster(Settings):
         inner = 1
         for i, level in enumerate(self.level):
             if level.ranks % inner or (i and level.ranks == inner):
-                told = f"a multiple of the {inner} ranks of the level inside of it, and more"
-                mistakes.append((f"level.{i}.ranks", level.ranks, f"expected {told}"))
+                expected = f"a multiple of the {inner} ranks of the level inside of it, and more"
+                mistakes.append((f"level.{i}.ranks", level.ranks, f"expected {expected}"))
             inner = level.ranks
         d = self.device
         for dtype, peak in d.tflops.items():
@@ -183,8 +183,8 @@ class Cluster(Settings):
         mistakes += [*_points(self), *outside(self), *_strangers(self)]
         for name, shares in d.kinds.items():
             if name not in KINDS:
-                told = did_you_mean(name, KINDS, f"expected one of {', '.join(KINDS)}")
-                mistakes.append((f"device.kinds.{name}", shares, told))
+                expected = did_you_mean(name, KINDS, f"expected one of {', '.join(KINDS)}")
+                mistakes.append((f"device.kinds.{name}", shares, expected))
         if d.reserved_gb >= d.memory_gb:
             mistakes.append(("device.reserved_gb", d.reserved_gb, "expected less than memory_gb"))
         if mistakes:
@@ -260,8 +260,8 @@ class Cluster(Settings):
 
     def source(self, key: str) -> Provenance:
         """From where a number is known, by its dotted key: what is said of the longest part of it."""
-        told = [p for p in self.provenance if key == p.key or key.startswith(f"{p.key}.")]
-        return max(told, key=lambda p: len(p.key), default=Provenance(key=key, source="assumed", spread=0.3))
+        rows = [p for p in self.provenance if key == p.key or key.startswith(f"{p.key}.")]
+        return max(rows, key=lambda p: len(p.key), default=Provenance(key=key, source="assumed", spread=0.3))
 
     def weakest(self, keys: Iterable[str]) -> Source:
         """The least sure of where numbers are known from: what is made of them is no surer."""
@@ -308,17 +308,17 @@ def _strangers(cluster: Cluster) -> list[tuple[str, Any, str]]:
         "device": Device.model_fields.keys(),
         "level": {*Level.model_fields, *(level.name for level in cluster.level)},
     }
-    found: list[tuple[str, Any, str]] = []
+    mistakes: list[tuple[str, Any, str]] = []
     for i, row in enumerate(cluster.provenance):
         table, _, rest = row.key.partition(".")
         name = rest.partition(".")[0]
         if table not in known:
-            told = did_you_mean(table, known, "expected device or level, and after a dot one of its keys")
-            found.append((f"provenance.{i}.key", row.key, f"there is no such table; {told}"))
+            hint = did_you_mean(table, known, "expected device or level, and after a dot one of its keys")
+            mistakes.append((f"provenance.{i}.key", row.key, f"there is no such table; {hint}"))
         elif name and name not in known[table]:
-            told = did_you_mean(name, known[table], f"known are {', '.join(known[table])}")
-            found.append((f"provenance.{i}.key", row.key, f"{table} has no such key; {told}"))
-    return found
+            hint = did_you_mean(name, known[table], f"known are {', '.join(known[table])}")
+            mistakes.append((f"provenance.{i}.key", row.key, f"{table} has no such key; {hint}"))
+    return mistakes
 
 
 def _tuples(x: Any) -> Any:
@@ -336,10 +336,10 @@ def _rowed(tables: dict[str, Any]) -> dict[str, Any]:
             for key, value in table.items()
         }
 
-    found = dict(tables)
+    with_rows = dict(tables)
     for key, value in tables.items():
-        found[key] = [rowed(x) for x in value] if isinstance(value, list | tuple) else rowed(value)
-    return found
+        with_rows[key] = [rowed(x) for x in value] if isinstance(value, list | tuple) else rowed(value)
+    return with_rows
 
 
 def _points(cluster: Cluster) -> list[tuple[str, Any, str]]:
@@ -359,24 +359,26 @@ def _points(cluster: Cluster) -> list[tuple[str, Any, str]]:
         (f"level.{i}.collectives", level.collectives, 3, "ranks, bytes, microseconds")
         for i, level in enumerate(cluster.level)
     ]
-    found: list[tuple[str, Any, str]] = []
-    for key, tables, width, told in kinds:
+    mistakes: list[tuple[str, Any, str]] = []
+    for key, tables, width, columns in kinds:
         for name, rows in tables.items():
             if not rows or any(len(row) != width for row in rows):
-                found.append((f"{key}.{name}", rows, f"expected rows of {told}"))
+                mistakes.append((f"{key}.{name}", rows, f"expected rows of {columns}"))
     for key, tables, axes in (("products", device.products, 3), ("attentions", device.attentions, 2)):
         for name, rows in tables.items():
             sizes = [len({row[i] for row in rows}) for i in range(min(axes, min(map(len, rows), default=0)))]
             if len({row[:axes] for row in rows}) != math.prod(sizes):
-                found.append((f"device.{key}.{name}", rows, "expected a row for every mix of these sizes"))
+                mistakes.append((f"device.{key}.{name}", rows, "expected a row for every mix of these sizes"))
     if device.operations and "add" not in device.operations:
-        found.append(("device.operations", device.operations, 'expected "add", which stands for all others'))
-    return found
+        mistakes.append(
+            ("device.operations", device.operations, 'expected "add", which stands for all others')
+        )
+    return mistakes
 
 
 def _rows(table: Settings) -> list[str]:
-    given = table.model_dump(exclude_none=True).items()
-    return [f"{name} = {_toml(value)}" for name, value in given if value != {}]
+    values = table.model_dump(exclude_none=True).items()
+    return [f"{name} = {_toml(value)}" for name, value in values if value != {}]
 
 
 def _toml(value: Any) -> str:

@@ -200,12 +200,12 @@ def _of_all(engine: Engine, own: Sequence[float]) -> list[list[float]]:
 
 def _named(engine: Engine, names: Sequence[str], times: Sequence[float]) -> dict[str, float]:
     """Seconds by axis; what goes among all ranks at once is the data axis' matter, as norms are."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for name, x in zip(names, times, strict=True):
         name = name if name in engine.mesh.names and name != "replicate" else "data"
         if x:
-            found[name] = found.get(name, 0.0) + x
-    return found
+            seconds[name] = seconds.get(name, 0.0) + x
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -228,23 +228,23 @@ class Comparison:
 
     def rows(self) -> dict[str, list[tuple[str, float, float]]]:
         """Name, predicted and measured number, of ``"time"``, ``"memory"`` and ``"sent"``; the sum last."""
-        told, real = self.predicted, self.measured
-        time_ = _beside(told.terms, real.terms)
-        hidden = _beside(told.beside, real.beside)
-        memory = {n: x for n, x in told.memory.items() if n in _HELD}
-        memory[_LIVING] = told.bytes - sum(memory.values())
+        predicted, real = self.predicted, self.measured
+        time_ = _beside(predicted.terms, real.terms)
+        hidden = _beside(predicted.beside, real.beside)
+        memory = {n: x for n, x in predicted.memory.items() if n in _HELD}
+        memory[_LIVING] = predicted.bytes - sum(memory.values())
         return {
             "time": [
                 *time_,
-                ("step", told.seconds, real.seconds),
+                ("step", predicted.seconds, real.seconds),
                 *((f"({name}, beside the program)", x, y) for name, x, y in hidden),
             ],
             "memory": [
                 *_beside(memory, real.memory),
-                ("fullest rank", told.bytes, real.bytes),
+                ("fullest rank", predicted.bytes, real.bytes),
                 *([] if self.dry is None else [("(the same, run dry)", float(self.dry), real.bytes)]),
             ],
-            "sent": _beside(told.sent, real.sent),
+            "sent": _beside(predicted.sent, real.sent),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -287,5 +287,7 @@ def off_by(predicted: float, measured: float) -> str:
     return f"{predicted / measured - 1:+.1%}" if measured else ""
 
 
-def _beside(told: Mapping[str, float], real: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    return [(name, told.get(name, 0.0), real.get(name, 0.0)) for name in dict.fromkeys((*told, *real))]
+def _beside(predicted: Mapping[str, float], real: Mapping[str, float]) -> list[tuple[str, float, float]]:
+    return [
+        (name, predicted.get(name, 0.0), real.get(name, 0.0)) for name in dict.fromkeys((*predicted, *real))
+    ]

@@ -53,14 +53,14 @@ class Checked:
     @property
     def sent(self) -> dict[str, int]:
         """Bytes that these ranks send, the most along each axis."""
-        found: dict[str, int] = {}
+        by_axis: dict[str, int] = {}
         for totals in self.totals:
             own: dict[str, int] = {}
             for (axis, _), n in totals.sent.items():
                 own[axis] = own.get(axis, 0) + n
             for axis, n in own.items():
-                found[axis] = max(found.get(axis, 0), n)
-        return found
+                by_axis[axis] = max(by_axis.get(axis, 0), n)
+        return by_axis
 
 
 def words(plan: Any) -> str:
@@ -77,18 +77,18 @@ def words(plan: Any) -> str:
 
 
 def report(
-    found: Found,
+    result: Found,
     checked: Sequence[Checked] = (),
     changes: Sequence[str] = (),
     timeline: Timeline | None = None,
 ) -> str:
     """All of it, as text; with the step of the best one's pipeline."""
     lines = []
-    if found.best:
-        first = found.best[0]
-        lines += [*_table([*found.best[:_SHOWN], *found.plain], found), "", "time of the first:"]
+    if result.best:
+        first = result.best[0]
+        lines += [*_table([*result.best[:_SHOWN], *result.plain], result), "", "time of the first:"]
         shares = sorted(first.terms.items(), key=lambda x: -x[1])
-        cluster = found.cluster
+        cluster = result.cluster
         rows = [
             (f"  {name}", f"{x:.4g} s", f"{x / first.seconds:.1%}", cluster.weakest(constants(name)))
             for name, x in shares
@@ -100,17 +100,17 @@ def report(
             drawn = terminal(timeline, _WIDE, colours=False)
             lines += ["", f"its pipeline's step, {of}:", *(f"  {line.plain.rstrip()}" for line in drawn)]
     else:
-        lines += ["Nothing fits.", "", *_table([x for x in (found.least, *found.plain) if x], found)]
+        lines += ["Nothing fits.", "", *_table([x for x in (result.least, *result.plain) if x], result)]
     if checked:
         lines += ["", "run dry, as one rank of the first and one of the last stage:"]
         lines += in_columns([("  plan", "predicted GB", "dry GB", ""), *map(_checked, checked)], "<>><")
-    if found.best:
-        lines += ["", "why not:", *(f"  {x}" for x in why_not(found))]
+    if result.best:
+        lines += ["", "why not:", *(f"  {x}" for x in why_not(result))]
     if changes:
         lines += ["", "what would change it:", *(f"  {x}" for x in changes)]
-    lines += ["", *told(found)]
-    if found.best:
-        lines += ["", to_toml(plan_table(found.best[0].plan))]
+    lines += ["", *origins(result)]
+    if result.best:
+        lines += ["", to_toml(plan_table(result.best[0].plan))]
     return "\n".join(lines)
 
 
@@ -119,16 +119,16 @@ def _checked(x: Checked) -> tuple[str, str, str, str]:
     return f"  {words(x.prediction.plan)}", f"{x.prediction.bytes / 1e9:.2f}", f"{x.bytes / 1e9:.2f}", left
 
 
-def _table(rows: Iterable[Prediction], found: Found) -> list[str]:
+def _table(rows: Iterable[Prediction], result: Found) -> list[str]:
     head = ("", "plan", "rows", "step s", "±", "from", "samples/s", "GB", "GB sent")
-    plain = {id(x) for x in found.plain}
+    plain = {id(x) for x in result.plain}
     lines = [head]
     for number, x in enumerate(rows):
-        name = "plain" if id(x) in plain and number >= min(len(found.best), _SHOWN) else f"{number + 1}"
+        name = "plain" if id(x) in plain and number >= min(len(result.best), _SHOWN) else f"{number + 1}"
         sent = " ".join(f"{axis} {n / 1e9:.3g}" for axis, n in x.sent.items() if n)
         size = f"{x.bytes / 1e9:.1f}{'' if x.fits else ' (too much)'}"
-        known = found.cluster.weakest(key for term, n in x.terms.items() if n for key in constants(term))
-        time = f"{x.seconds:.4g}", f"{x.error:.0%}", known, f"{found.batch / x.seconds:.4g}"
+        known = result.cluster.weakest(key for term, n in x.terms.items() if n for key in constants(term))
+        time = f"{x.seconds:.4g}", f"{x.error:.0%}", known, f"{result.batch / x.seconds:.4g}"
         lines.append((name, words(x.plan), str(x.rows), *time, size, sent))
     return in_columns(lines, "<<>>><>><")
 
@@ -138,14 +138,14 @@ def constants(term: str) -> tuple[str, ...]:
     return _OF_TERMS.get(term, ("level",))
 
 
-def why_not(found: Found) -> list[str]:
+def why_not(result: Found) -> list[str]:
     """One line for each value that the first could have otherwise: the best that has, and what it costs."""
-    first, lines = found.best[0], []
+    first, lines = result.best[0], []
     for key in _NEXT:
         own = getattr(first.plan, key)
-        if key in found.fixed or (key == "schedule" and first.plan.pipe == 1):
+        if key in result.fixed or (key == "schedule" and first.plan.pipe == 1):
             continue
-        others = [x for x in found.best if getattr(x.plan, key) != own]
+        others = [x for x in result.best if getattr(x.plan, key) != own]
         if key == "schedule":
             others = [x for x in others if x.plan.pipe > 1]
         if not others:
@@ -157,25 +157,25 @@ def why_not(found: Found) -> list[str]:
         more = x.terms.get(worst, 0.0) - first.terms.get(worst, 0.0)
         by = x.seconds / first.seconds - 1
         same = " (within the error)" if by < first.error / 3 else ""
-        told = f"{by:+.1%}{same}, {worst} {more:+.3g} s ({words(x.plan)}, {x.rows} rows)"
-        lines.append(f"{key} {getattr(x.plan, key)}: {told}")
+        other = f"{by:+.1%}{same}, {worst} {more:+.3g} s ({words(x.plan)}, {x.rows} rows)"
+        lines.append(f"{key} {getattr(x.plan, key)}: {other}")
     return lines
 
 
-def told(found: Found) -> list[str]:
+def origins(result: Found) -> list[str]:
     """From where the figures are, and what was not looked at."""
-    cluster = found.cluster
+    cluster = result.cluster
     keys = ("device.tflops", "device.ceiling", "device.bandwidth_gbs", "device.host_us_per_op", "level")
     known = [(f"  {key}", cluster.source(key).source, f"± {cluster.source(key).spread:.0%}") for key in keys]
-    lines = [f"{found.scored:,} plans scored from {found.recorded} new dry runs; constants:"]
+    lines = [f"{result.scored:,} plans scored from {result.recorded} new dry runs; constants:"]
     lines += in_columns(known, "<<>")
     lines += [
         "assumed: no stragglers, experts routed evenly, the data axis hides behind 90 % of what it may.",
         "not searched: experts, branches, offload, where axes lie: give them in [plan].",
     ]
-    if found.refused:
+    if result.refused:
         lines.append("refused:")
-        lines += [f"  {key}: {why}".splitlines()[0] for key, why in list(found.refused.items())[:5]]
+        lines += [f"  {key}: {why}".splitlines()[0] for key, why in list(result.refused.items())[:5]]
     return lines
 
 
@@ -190,17 +190,17 @@ def to_toml(table: Mapping[str, Any]) -> str:
     return "\n".join(["[plan]", *(f"{key} = {value(x)}" for key, x in table.items())])
 
 
-def to_dict(found: Found, checked: Sequence[Checked] = ()) -> dict[str, Any]:
+def to_dict(result: Found, checked: Sequence[Checked] = ()) -> dict[str, Any]:
     """As JSON takes it."""
     return {
-        "cluster": found.cluster.model_dump(mode="json"),
-        "batch": found.batch,
-        "best": [x.to_dict() for x in found.best[:_SHOWN]],
-        "plain": [x.to_dict() for x in found.plain],
-        "least": found.least.to_dict() if found.least else None,
-        "scored": found.scored,
-        "recorded": found.recorded,
-        "refused": dict(found.refused),
+        "cluster": result.cluster.model_dump(mode="json"),
+        "batch": result.batch,
+        "best": [x.to_dict() for x in result.best[:_SHOWN]],
+        "plain": [x.to_dict() for x in result.plain],
+        "least": result.least.to_dict() if result.least else None,
+        "scored": result.scored,
+        "recorded": result.recorded,
+        "refused": dict(result.refused),
         "checked": [
             {"plan": plan_table(x.prediction.plan), "bytes": x.bytes, "sent": x.sent, "fits": x.fits}
             for x in checked
@@ -210,18 +210,18 @@ def to_dict(found: Found, checked: Sequence[Checked] = ()) -> dict[str, Any]:
 
 def variants(cluster: Cluster) -> dict[str, Cluster]:
     """The same cluster with one thing a fifth better or worse."""
-    found = {}
+    clusters = {}
     for sign, factor in (("-20 %", 0.8), ("+20 %", 1.25)):
         levels = tuple(
             x.model_copy(update={"bandwidth_gbs": x.bandwidth_gbs * factor}) for x in cluster.level
         )
         device = cluster.device
-        found[f"links {sign}"] = cluster.model_copy(update={"level": levels})
+        clusters[f"links {sign}"] = cluster.model_copy(update={"level": levels})
         for key, name in (("host_us_per_op", "host time"), ("ceiling", "products")):
             to = (
                 min(1.0, getattr(device, key) * factor) if key == "ceiling" else getattr(device, key) * factor
             )
-            found[f"{name} {sign}"] = cluster.model_copy(
+            clusters[f"{name} {sign}"] = cluster.model_copy(
                 update={"device": device.model_copy(update={key: to})}
             )
-    return found
+    return clusters

@@ -78,10 +78,10 @@ class Recording:
 
     def counts(self) -> dict[str, Counter[Event]]:
         """How often what is done, by phase."""
-        found: dict[str, Counter[Event]] = {}
+        counts: dict[str, Counter[Event]] = {}
         for phase, event in self.events:
-            found.setdefault(phase, Counter())[event] += 1
-        return found
+            counts.setdefault(phase, Counter())[event] += 1
+        return counts
 
     def to_list(self) -> list[Any]:
         """As JSON takes it; each event once."""
@@ -90,16 +90,16 @@ class Recording:
         return [[list(event) for event in known], rows, self.parameters, self.held, self.kept, self.peak]
 
     @staticmethod
-    def from_list(given: Sequence[Any]) -> Recording:
+    def from_list(table: Sequence[Any]) -> Recording:
         """That of what :meth:`to_list` gave."""
         known: list[Event] = []
-        for row in given[0]:
+        for row in table[0]:
             if len(row) == len(Sent._fields):
                 known.append(Sent(*row))
             else:
                 name, kind, sizes, dtype, flops, moved = row
                 known.append(Op(name, kind, tuple(sizes), dtype, flops, moved))
-        return Recording(tuple((phase, known[i]) for phase, i in given[1]), *given[2:])
+        return Recording(tuple((phase, known[i]) for phase, i in table[1]), *table[2:])
 
 
 def record(engine: Engine, batch: Any, *, steps: bool = False, recalled: Recalled | None = None) -> Recording:
@@ -170,8 +170,8 @@ class _Recorder(TorchDispatchMode):
 
     def _op(self, func: Any, packet: Any, name: str, args: Any, kwargs: Any, out: Any) -> Op:
         tensors = tensors_in([args, kwargs])
-        made = tensors_in([out])
-        first = tensors[0] if tensors else made[0] if made else None
+        outputs = tensors_in([out])
+        first = tensors[0] if tensors else outputs[0] if outputs else None
         dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
         if func not in self._views:
             arguments = func._schema.arguments
@@ -180,7 +180,7 @@ class _Recorder(TorchDispatchMode):
             )
         if self._views[func]:
             return Op(name, "view", (), dtype, 0, 0)
-        moved = sum(x.nbytes for x in tensors) + sum(x.nbytes for x in made)
+        moved = sum(x.nbytes for x in tensors) + sum(x.nbytes for x in outputs)
         count = self._count.get(packet)
         if count is None:
             return Op(name, "other", (), dtype, 0, moved)
@@ -191,9 +191,9 @@ class _Recorder(TorchDispatchMode):
                 flops //= 2
             return Op(name, "attention", tuple(q.shape), dtype, flops, moved)
         matrices = [x for x in tensors if x.ndim >= 2]
-        if len(matrices) < 2 or not made:
+        if len(matrices) < 2 or not outputs:
             return Op(name, "other", (), dtype, flops, moved)
-        a, product = matrices[-2], made[0]
+        a, product = matrices[-2], outputs[0]
         batches = product.shape[0] if product.ndim > 2 else 1
         return Op(name, "matmul", (batches, *product.shape[-2:], a.shape[-1]), dtype, flops, moved)
 
@@ -232,18 +232,18 @@ def grown(one: Recording, two: Recording, times: int) -> Recording:
     if len(one.events) != len(two.events):
         raise NotAlike
     for (phase, a), (_, b) in zip(one.events, two.events, strict=True):
-        found = known.get((a, b))
-        if found is None:
+        event = known.get((a, b))
+        if event is None:
             if a[0] != b[0] or a[1] != b[1] or len(a) != len(b):
                 raise NotAlike
             if isinstance(a, Op) and isinstance(b, Op):
                 sizes = tuple(map(line, a.sizes, b.sizes))
-                found = a._replace(sizes=sizes, flops=line(a.flops, b.flops), moved=line(a.moved, b.moved))
+                event = a._replace(sizes=sizes, flops=line(a.flops, b.flops), moved=line(a.moved, b.moved))
             else:
                 assert isinstance(a, Sent) and isinstance(b, Sent)
-                found = a._replace(bytes=line(a.bytes, b.bytes))
-            known[a, b] = found
-        events.append((phase, found))
+                event = a._replace(bytes=line(a.bytes, b.bytes))
+            known[a, b] = event
+        events.append((phase, event))
     numbers = (line(getattr(one, x), getattr(two, x)) for x in ("held", "kept", "peak"))
     return Recording(tuple(events), one.parameters, *numbers)
 
@@ -268,12 +268,12 @@ def _more(less: Mapping[Event, int], more: Mapping[Event, int], times: int) -> C
     for event, n in less.items():
         counts[event] -= times * n
     changed = {event[:2] for event, n in counts.items() if n < 0}
-    found: Counter[Event] = Counter()
+    events: Counter[Event] = Counter()
     sums: dict[tuple[str, str], list[int]] = {}
     for event, n in counts.items():
         if event[:2] not in changed:
             if n:
-                found[event] = n
+                events[event] = n
             continue
         total = sums.setdefault(event[:2], [0, 0])
         if isinstance(event, Sent):
@@ -286,5 +286,5 @@ def _more(less: Mapping[Event, int], more: Mapping[Event, int], times: int) -> C
             raise NotAlike
         if size > 0:
             is_op = where in ("other", "view", "attention")
-            found[Op(name, "other", (), "", flops, size) if is_op else Sent(name, where, size)] += 1
-    return found
+            events[Op(name, "other", (), "", flops, size) if is_op else Sent(name, where, size)] += 1
+    return events

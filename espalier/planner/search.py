@@ -68,19 +68,19 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, as JSON takes them."""
-        given = plan_table(self.plan)
+        table = plan_table(self.plan)
         names = ["rows", "seconds", "terms", "beside", "memory", "sent", "fits", "error", "stage_seconds"]
         names.append("by_rank")
-        return {"plan": given, **{name: getattr(self, name) for name in names}}
+        return {"plan": table, **{name: getattr(self, name) for name in names}}
 
 
 def plan_table(plan: Plan) -> dict[str, Any]:
     """What of a plan is not by default, as TOML takes it."""
-    given = plan.model_dump(exclude_defaults=True, mode="json", exclude={"why"})
-    precision = given.get("precision")
+    table = plan.model_dump(exclude_defaults=True, mode="json", exclude={"why"})
+    precision = table.get("precision")
     if isinstance(precision, dict) and set(precision) == {"compute"}:
-        given["precision"] = precision["compute"]
-    return {key: list(x) if isinstance(x, tuple) else x for key, x in given.items()}
+        table["precision"] = precision["compute"]
+    return {key: list(x) if isinstance(x, tuple) else x for key, x in table.items()}
 
 
 class _Stage(NamedTuple):
@@ -230,7 +230,7 @@ class Search:
                     for zero in self._values("zero", list(zeros)):
                         if pipe > 1 and zero > 1 and "zero" not in self._fixed:
                             continue  # gathered or reduced for each micro-batch
-                        given = {
+                        fields = {
                             **base,
                             "tensor": tensor,
                             "context": context,
@@ -246,7 +246,7 @@ class Search:
                             **self._fixed,
                         }
                         try:
-                            plan = Plan(**given)
+                            plan = Plan(**fields)
                         except PlanError as error:
                             self.refused.setdefault(str(error.mistakes[0]), "the plan's own checks")
                             continue
@@ -324,11 +324,11 @@ class Search:
                 f"A batch of {self._batch} rows is not divided evenly by data = {plan.data} and accumulate = "
                 f"{plan.accumulate}: change train.batch_size or the plan."
             )
-        found = self.score(plan, rows)
-        if found is None:
-            why = "; ".join(f"{key}: {told}" for key, told in self.refused.items())
+        prediction = self.score(plan, rows)
+        if prediction is None:
+            why = "; ".join(f"{key}: {reason}" for key, reason in self.refused.items())
             raise ValueError(f"The planner cannot price this plan: {why}")
-        return self.simulated(found)
+        return self.simulated(prediction)
 
     def score(self, plan: Plan, rows: int) -> Prediction | None:
         """What a plan takes; None where the engine does not run it."""
@@ -604,7 +604,7 @@ class Search:
         self._recorder.ahead(cells, {plan.zero for plan, _ in candidates}, self._precision)
         scored = [x for plan, rows in candidates if (x := self.score(plan, rows)) is not None]
         if not scored:
-            why = "; ".join(f"{key}: {told}" for key, told in list(self.refused.items())[:4])
+            why = "; ".join(f"{key}: {reason}" for key, reason in list(self.refused.items())[:4])
             raise ValueError(
                 f"No plan uses {self.ranks} ranks for a batch of {self._batch} rows with what is fixed"
                 f"{': ' + why if why else ''}. Change --ranks, the batch, or --fix."
@@ -627,13 +627,13 @@ class Search:
 
     def _plain(self, scored: Sequence[Prediction], zero: int) -> Prediction | None:
         """The best of all that have a data axis alone; where none fits, what needs least."""
-        found = [
+        plain = [
             x for x in scored if x.plan.pipe * x.plan.tensor * x.plan.context == 1 and x.plan.zero == zero
         ]
-        fit = [x for x in found if x.fits]
+        fit = [x for x in plain if x.fits]
         if fit:
             return min(fit, key=lambda x: x.seconds)
-        return min(found, key=lambda x: x.bytes, default=None)
+        return min(plain, key=lambda x: x.bytes, default=None)
 
 
 _PHASES = ("forward", "backward")

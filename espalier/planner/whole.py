@@ -48,39 +48,41 @@ def auto(
     Raises:
         ValueError: nothing fits; says what is the least that would.
     """
-    made = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
+    cluster = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
     optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
     recorder = Recorder(model, optimizer, batch, {}, recordings())
     base = Plan(**{key: fixed[key] for key in ("precision", "clip") if key in fixed})
-    found = Search(recorder, made, base, ranks=ranks, fixed=fixed).run()
-    return chosen(found)
+    result = Search(recorder, cluster, base, ranks=ranks, fixed=fixed).run()
+    return chosen(result)
 
 
-def chosen(found: Found) -> Plan:
+def chosen(result: Found) -> Plan:
     """The best plan of a search, with why.
 
     Raises:
         ValueError: nothing fits.
     """
-    if not found.best:
-        raise ValueError(too_large(found))
-    return found.best[0].plan.model_copy(update={"why": why(found)})
+    if not result.best:
+        raise ValueError(too_large(result))
+    return result.best[0].plan.model_copy(update={"why": why(result)})
 
 
-def why(found: Found) -> str:
+def why(result: Found) -> str:
     """Why the first is the first, in one sentence."""
-    first = found.best[0]
+    first = result.best[0]
     shares = sorted(first.terms.items(), key=lambda x: -x[1])[:3]
     spent = ", ".join(f"{name} {x / first.seconds:.0%}" for name, x in shares)
-    text = f"best of {found.scored:,} on {found.cluster.device.kind}: {first.seconds:.4g} s a step ({spent})"
-    if len(found.best) > 1:
-        text += f"; next {words(found.best[1].plan)}, {found.best[1].seconds / first.seconds - 1:+.1%}"
+    text = (
+        f"best of {result.scored:,} on {result.cluster.device.kind}: {first.seconds:.4g} s a step ({spent})"
+    )
+    if len(result.best) > 1:
+        text += f"; next {words(result.best[1].plan)}, {result.best[1].seconds / first.seconds - 1:+.1%}"
     return text
 
 
-def too_large(found: Found) -> str:
+def too_large(result: Found) -> str:
     """What is said where nothing fits."""
-    least, cluster = found.least, found.cluster
+    least, cluster = result.least, result.cluster
     assert least is not None
     return (
         f"No plan fits: {words(least.plan)} with {least.rows} row(s) a micro-batch needs least, "
@@ -104,11 +106,11 @@ def more_ranks(search: Search) -> int | None:
 
 def check(
     search: Search,
-    found: Found,
+    result: Found,
     model: nn.Module,
     batch: Any,
     optimizer: torch.optim.Optimizer,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> tuple[Found, list[Checked]]:
     """Run the best dry, on their first and last stage's ranks, until some are known to fit.
 
@@ -116,33 +118,33 @@ def check(
         what was found without those that take more than they may; all dry runs.
     """
     runs: list[Checked] = []
-    for x in found.best[:_MOST]:
-        run = checked(x, model, batch, optimizer, given)
+    for x in result.best[:_MOST]:
+        run = checked(x, model, batch, optimizer, options)
         runs.append(replace(run, limit=search.limit))
         if sum(run.fits for run in runs) == _CHECKED:
             break
     wrong = [run.prediction for run in runs if not run.fits]
-    best = [x for x in found.best if all(x is not y for y in wrong)]
-    least = found.least if best else min(runs, key=lambda run: run.bytes).prediction
-    return replace(found, best=best, least=least), runs
+    best = [x for x in result.best if all(x is not y for y in wrong)]
+    least = result.least if best else min(runs, key=lambda run: run.bytes).prediction
+    return replace(result, best=best, least=least), runs
 
 
 def checked(
-    x: Prediction, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
+    x: Prediction, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
 ) -> Checked:
     """Run a plan dry, on its first and last stage's ranks."""
     places: list[Any] = [{}] if x.plan.pipe == 1 else [{"pipe": 0}, {"pipe": x.plan.pipe - 1}]
     totals = [
-        composed(model, x.plan, batch, optimizer=optimizer, coordinate=place, **given) for place in places
+        composed(model, x.plan, batch, optimizer=optimizer, coordinate=place, **options) for place in places
     ]
     return Checked(x, totals)
 
 
-def sensitivity(search: Search, found: Found) -> list[str]:
+def sensitivity(search: Search, result: Found) -> list[str]:
     """What a fifth more or less of the cluster's parts does to the choice, one line each."""
-    lines, first = [], found.best[0]
-    near = found.best[:_NEAR]
-    for name, cluster in variants(found.cluster).items():
+    lines, first = [], result.best[0]
+    near = result.best[:_NEAR]
+    for name, cluster in variants(result.cluster).items():
         other = search.again(cluster=cluster)
         scored = [y for x in near if (y := other.score(x.plan, x.rows)) is not None]
         if not scored:
@@ -152,8 +154,8 @@ def sensitivity(search: Search, found: Found) -> list[str]:
         by = own.seconds / _closed(search, first) - 1
         change = "the same plan" if best.seconds > own.seconds * 0.995 else f"then {words(best.plan)}"
         lines.append(f"{name}: {by:+.1%}, {change}")
-    tight = [x for x in found.best if x.bytes <= 0.8 * found.cluster.memory_bytes]
-    if first.bytes > 0.8 * found.cluster.memory_bytes and tight:
+    tight = [x for x in result.best if x.bytes <= 0.8 * result.cluster.memory_bytes]
+    if first.bytes > 0.8 * result.cluster.memory_bytes and tight:
         lines.append(
             f"memory -20 %: then {words(tight[0].plan)}, {tight[0].seconds / first.seconds - 1:+.1%}"
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from espalier.parallel.schedules import Timeline
 from espalier.planner import Found
 from espalier.planner.compare import Comparison, off_by
-from espalier.planner.explain import Checked, to_toml, told, why_not, words
+from espalier.planner.explain import Checked, origins, to_toml, why_not, words
 from espalier.planner.search import Prediction, plan_table
 from espalier.train.metrics import readable_bytes
 from espalier.train.page import style
@@ -66,7 +66,7 @@ def plan_page(
         _section("changes", "What would change it", _list(changes)) if changes else "",
         _section("dry", "Run dry", _dry(checked)) if checked else "",
         _section("plan", "The plan, to paste into a job", _pre(to_toml(plan_table(first.plan)))),
-        _section("known", "From where the figures are", _pre("\n".join(told(searched)))),
+        _section("known", "From where the figures are", _pre("\n".join(origins(searched)))),
     ]
     return _document("espalier plan", title, what, sections, ("best", "plans"))
 

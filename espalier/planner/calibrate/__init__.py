@@ -43,32 +43,32 @@ def calibrate(
     """
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     n = n if ranks is None else ranks
-    found = spawn(_rank, {"data": n}, say, anyway, device_type="cpu")
-    lost = max(max(x["lost"]) for x in found)
-    if "products" not in found[0]:
+    measured = spawn(_rank, {"data": n}, say, anyway, device_type="cpu")
+    lost = max(max(x["lost"]) for x in measured)
+    if "products" not in measured[0]:
         raise BusyError(
             f"This machine is busy: others had {lost:.0%} of a core while {n} ranks wanted all of {n}. What "
             "would be measured holds for no run. Wait until it is quiet, measure fewer ranks (-n), or take "
             "it as it is with --anyway."
         )
-    made = combined(found, lost if lost > _BUSY else 0.0)
+    cluster = combined(measured, lost if lost > _BUSY else 0.0)
     say("what the engine's own step takes beside its operations")
-    phases = {name: statistics.mean(x["phases"][name] for x in found) for name in found[0]["phases"]}
-    left = engine.overhead(Prices(made, {"data": 1}), phases)
+    phases = {name: statistics.mean(x["phases"][name] for x in measured) for name in measured[0]["phases"]}
+    left = engine.overhead(Prices(cluster, {"data": 1}), phases)
     device = {
         "host_us_per_op": left["forward"],
         "backward_us_per_op": left["backward"],
         "step_us": left["step"],
     }
-    made = made.model_copy(update={"device": made.device.model_copy(update=_short(device))})
-    prices = Prices(made, {"data": 1})
+    cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update=_short(device))})
+    prices = Prices(cluster, {"data": 1})
     shares = [
-        engine.share(prices, trial, x["steps"][i]) for x in found for i, trial in enumerate(engine.LARGE)
+        engine.share(prices, trial, x["steps"][i]) for x in measured for i, trial in enumerate(engine.LARGE)
     ]
     reached = {"in_steps": statistics.mean(shares)}
-    made = made.model_copy(update={"device": made.device.model_copy(update=_short(reached))})
-    beside = {"kinds": kinds.factors(made, found[0]["kinds"], kinds.recorders(n))}
-    return made.model_copy(update={"device": made.device.model_copy(update=_short(beside))})
+    cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update=_short(reached))})
+    beside = {"kinds": kinds.factors(cluster, measured[0]["kinds"], kinds.recorders(n))}
+    return cluster.model_copy(update={"device": cluster.device.model_copy(update=_short(beside))})
 
 
 def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool) -> dict[str, Any]:
@@ -85,9 +85,9 @@ def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool) -> dict[str, A
     steps = [engine.phases(mesh, trial) for trial in engine.LARGE]
     tell("steps under each kind of plan")
     under = [kinds.measure(mesh, trial) for trial in kinds.trials(mesh.size())]
-    found = local.alone(mesh, (torch.float32, torch.bfloat16), tell)
+    alone = local.alone(mesh, (torch.float32, torch.bfloat16), tell)
     lost.append(_most(mesh, taken_by_others()))
-    return {"lost": lost, "links": sent, "phases": took, "steps": steps, "kinds": under, **found}
+    return {"lost": lost, "links": sent, "phases": took, "steps": steps, "kinds": under, **alone}
 
 
 def _nothing(text: str) -> None:
@@ -98,15 +98,17 @@ def _most(mesh: Mesh, x: float) -> float:
     return float(all_reduce(torch.tensor(x), mesh, 0, "max"))
 
 
-def combined(found: Sequence[Mapping[str, Any]], lost: float) -> Cluster:
+def combined(measured: Sequence[Mapping[str, Any]], lost: float) -> Cluster:
     """A cluster of what the ranks measured; ``lost`` is the share of a core that others had meanwhile."""
-    n = len(found)
-    products = {dtype: _mean([x["products"][dtype] for x in found]) for dtype in found[0]["products"]}
-    attentions = {dtype: _mean([x["attentions"][dtype] for x in found]) for dtype in found[0]["attentions"]}
-    operations = {
-        name: _grows(_mean([x["operations"][name] for x in found])) for name in found[0]["operations"]
+    n = len(measured)
+    products = {dtype: _mean([x["products"][dtype] for x in measured]) for dtype in measured[0]["products"]}
+    attentions = {
+        dtype: _mean([x["attentions"][dtype] for x in measured]) for dtype in measured[0]["attentions"]
     }
-    spreads = {kind: statistics.median(x) for kind, x in found[0]["spreads"].items()}
+    operations = {
+        name: _grows(_mean([x["operations"][name] for x in measured])) for name in measured[0]["operations"]
+    }
+    spreads = {kind: statistics.median(x) for kind, x in measured[0]["spreads"].items()}
     copied = operations["copy_"][-1]
     device = {
         "kind": _name(),
@@ -121,7 +123,7 @@ def combined(found: Sequence[Mapping[str, Any]], lost: float) -> Cluster:
         "attentions": attentions,
         "operations": operations,
     }
-    sent = [x["links"] for x in found]
+    sent = [x["links"] for x in measured]
     level: dict[str, Any] = {"name": "machine", "ranks": n, "bandwidth_gbs": device["bandwidth_gbs"]}
     if n > 1:
         tables = {
@@ -151,11 +153,11 @@ def _mean(rows: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, ...]]:
 
 def _grows(points: Sequence[tuple[float, ...]]) -> tuple[tuple[float, float], ...]:
     """Points by size, none of which takes less than a smaller one."""
-    found: list[tuple[float, float]] = []
+    rising: list[tuple[float, float]] = []
     for size, took in sorted(points):
-        if not found or size > found[-1][0]:
-            found.append((size, max(took, found[-1][1] if found else 0.0)))
-    return tuple(found)
+        if not rising or size > rising[-1][0]:
+            rising.append((size, max(took, rising[-1][1] if rising else 0.0)))
+    return tuple(rising)
 
 
 def _short(x: Any) -> Any:

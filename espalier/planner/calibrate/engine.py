@@ -95,13 +95,13 @@ def overhead(prices: Prices, took: Mapping[str, float]) -> dict[str, float]:
         prices: with which operations are priced, of a cluster whose host takes no time.
         took: what :func:`phases` gave of the small model.
     """
-    found = {}
+    by_phase = {}
     for phase, events in counts(SMALL).items():
         ops = [(op, n) for op, n in events.items() if isinstance(op, Op)]
         done = sum(n * (VIEW if op.kind == "view" else 1.0) for op, n in ops)
         left = max(0.0, took[phase] - prices.of({phase: events}, phase).compute) * 1e6
-        found[phase] = left if phase == "step" else left / done
-    return found
+        by_phase[phase] = left if phase == "step" else left / done
+    return by_phase
 
 
 def share(prices: Prices, trial: Trial, took: Mapping[str, float]) -> float:

@@ -39,21 +39,21 @@ def trials(ranks: int) -> tuple[Trial, Trial]:
 
 def plans(ranks: int) -> dict[str, Plan]:
     """One of each kind; on an odd number of ranks those that need no axis but the data axis."""
-    given: dict[str, dict[str, Any]] = {_PLAIN: {}, "full": {"recompute": "full"}}
-    given["selective"] = {"recompute": "selective"}
+    options: dict[str, dict[str, Any]] = {_PLAIN: {}, "full": {"recompute": "full"}}
+    options["selective"] = {"recompute": "selective"}
     if ranks > 1:
-        given |= {"zero-2": {"zero": 2, "accumulate": 2}, "zero-3": {"zero": 3}}
+        options |= {"zero-2": {"zero": 2, "accumulate": 2}, "zero-3": {"zero": 3}}
     if ranks % 2 == 0:
         pipe = {"pipe": 2, "cuts": ("blocks.2",), "accumulate": 4}
-        given |= {
+        options |= {
             "tensor": {"tensor": 2},
             "sequence": {"tensor": 2, "sequence_parallel": True},
             "context": {"context": 2},
             "pipe": {**pipe, "schedule": "1f1b"},
             "divided": {**pipe, "schedule": "zb-h1"},
         }
-    inner = {name: x.get("tensor", 1) * x.get("context", 1) * x.get("pipe", 1) for name, x in given.items()}
-    return {name: Plan(data=ranks // inner[name], **x) for name, x in given.items()}
+    inner = {name: x.get("tensor", 1) * x.get("context", 1) * x.get("pipe", 1) for name, x in options.items()}
+    return {name: Plan(data=ranks // inner[name], **x) for name, x in options.items()}
 
 
 def measure(mesh: Mesh, trial: Trial) -> dict[str, float]:
@@ -82,12 +82,12 @@ def recorders(ranks: int) -> list[Recorder]:
 def predicted(recorder: Recorder, cluster: Cluster) -> dict[str, Prediction]:
     """What the search says of a trial under each kind."""
     search, rows = Search(recorder, cluster, Plan()), _ROWS * cluster.ranks
-    found = {}
+    predictions = {}
     for name, plan in plans(cluster.ranks).items():
-        told = search.score(plan, rows // (plan.data * plan.accumulate))
-        if told is not None:
-            found[name] = search.simulated(told)
-    return found
+        prediction = search.score(plan, rows // (plan.data * plan.accumulate))
+        if prediction is not None:
+            predictions[name] = search.simulated(prediction)
+    return predictions
 
 
 def factors(
@@ -102,16 +102,16 @@ def factors(
     """
     said = [predicted(recorder, cluster) for recorder in known]
     missing = []  # of each trial, seconds that the parts do not have, by kind
-    for times, told in zip(took, said, strict=True):
-        plain = told[_PLAIN].seconds / times[_PLAIN]
-        missing.append({name: times[name] * plain - x.seconds for name, x in told.items()})
-    found = {}
+    for times, predictions in zip(took, said, strict=True):
+        plain = predictions[_PLAIN].seconds / times[_PLAIN]
+        missing.append({name: times[name] * plain - x.seconds for name, x in predictions.items()})
+    by_kind = {}
     for name in said[0].keys() - {_PLAIN}:
-        parts = [[_whole(told[name], term) for term in ("host", "compute")] for told in said]
+        parts = [[_whole(predictions[name], term) for term in ("host", "compute")] for predictions in said]
         more = torch.linalg.solve(torch.tensor(parts), torch.tensor([lost[name] for lost in missing]))
         host, compute = (1 + more).clamp(_LEAST, _MOST).tolist()
-        found[name] = (host, compute)
-    return found
+        by_kind[name] = (host, compute)
+    return by_kind
 
 
 def _whole(x: Prediction, term: str) -> float:

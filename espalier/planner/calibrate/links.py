@@ -22,9 +22,9 @@ _TRIES = 5
 
 def collectives(mesh: Mesh, say: Callable[[str], object], sizes: Sequence[int] = _SIZES) -> dict[str, Any]:
     """By name, rows of bytes that a rank sends and microseconds; their spreads; and what goes on beside."""
-    found: dict[str, Any] = {"collectives": {}, "spreads": [], "beside": 1.0}
+    measured: dict[str, Any] = {"collectives": {}, "spreads": [], "beside": 1.0}
     if mesh.size() == 1:
-        return found
+        return measured
     say(f"collectives among {mesh.size()} ranks")
     for elements in sizes:
         for run in _kinds(mesh, elements):
@@ -32,15 +32,15 @@ def collectives(mesh: Mesh, say: Callable[[str], object], sizes: Sequence[int] =
                 run()
             entry = book.entries[0]
             took = together(run, _times(elements), mesh)
-            found["collectives"].setdefault(entry.op, []).append((float(entry.bytes), took.seconds * 1e6))
-            found["spreads"].append(took.spread)
+            measured["collectives"].setdefault(entry.op, []).append((float(entry.bytes), took.seconds * 1e6))
+            measured["spreads"].append(took.spread)
     say("messages from one rank to the next")
     for elements in sizes:
         took = together(partial(_there_and_back, mesh, elements), _times(elements), mesh)
-        found["collectives"].setdefault("send", []).append((4.0 * elements, took.seconds * 5e5))
+        measured["collectives"].setdefault("send", []).append((4.0 * elements, took.seconds * 5e5))
     say("what goes on beside a collective")
-    found["beside"] = beside(mesh, sizes[-1])
-    return found
+    measured["beside"] = beside(mesh, sizes[-1])
+    return measured
 
 
 def _times(elements: int) -> int:

@@ -46,7 +46,7 @@ def products(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Iterator[tuple
             lambda x, w, g: g @ w,
             lambda x, w, g: g.t() @ x,
         )
-        took = [timed([partial(kind, *given) for given in sets], _EACH) for kind in kinds]
+        took = [timed([partial(kind, *operands) for operands in sets], _EACH) for kind in kinds]
         rate = 6e-9 * m * n * k / sum(x.seconds for x in took)
         yield (float(m), float(n), float(k), rate), statistics.median(x.spread for x in took)
 
@@ -68,8 +68,8 @@ def attentions(dtype: torch.dtype) -> Iterator[tuple[tuple[float, ...], float]]:
             with torch.no_grad():
                 scaled_dot_product_attention(q, k, v, is_causal=True)
 
-        def backward(out: Any = out, given: Any = (q, k, v), seed: Any = seed) -> None:
-            torch.autograd.grad(out, given, seed, retain_graph=True)
+        def backward(out: Any = out, inputs: Any = (q, k, v), seed: Any = seed) -> None:
+            torch.autograd.grad(out, inputs, seed, retain_graph=True)
 
         done = timed([forward], _EACH), timed([backward], _EACH)
         flops = [sum(op.flops for op in noted(run) if op.kind == "attention") for run in (forward, backward)]
@@ -166,14 +166,14 @@ def _updates(n: int) -> Iterator[Run]:
 
 def alone(mesh: Mesh, dtypes: Sequence[torch.dtype], say: Callable[[str], object]) -> dict[str, Any]:
     """All of it; spreads stand under ``"spreads"``."""
-    found: dict[str, Any] = {"products": {}, "attentions": {}, "operations": {}, "spreads": {}}
+    measured: dict[str, Any] = {"products": {}, "attentions": {}, "operations": {}, "spreads": {}}
 
     def keep(kind: str, name: str, rows: Any) -> None:
         level(mesh)
-        made = list(rows)
-        if made:
-            found[kind][name] = [row for row, _ in made]
-            found["spreads"].setdefault(kind, []).extend(spread for _, spread in made)
+        points = list(rows)
+        if points:
+            measured[kind][name] = [row for row, _ in points]
+            measured["spreads"].setdefault(kind, []).extend(spread for _, spread in points)
 
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
@@ -184,6 +184,6 @@ def alone(mesh: Mesh, dtypes: Sequence[torch.dtype], say: Callable[[str], object
     say("operations that memory bounds")
     level(mesh)
     for name, point, spread in operations():
-        found["operations"].setdefault(name, []).append(point)
-        found["spreads"].setdefault("operations", []).append(spread)
-    return found
+        measured["operations"].setdefault(name, []).append(point)
+        measured["spreads"].setdefault("operations", []).append(spread)
+    return measured
