@@ -39,8 +39,8 @@ class _Model(EngineModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives for this rank's rows; in float32 under autocast, as accelerate's."""
-        made = super().forward(*args, **kwargs)
-        return convert_to_fp32(made) if self.engine.plan.precision.autocast else made
+        outputs = super().forward(*args, **kwargs)
+        return convert_to_fp32(outputs) if self.engine.plan.precision.autocast else outputs
 
 
 class _Optimizer(AcceleratedOptimizer):
@@ -81,14 +81,14 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(self, *args: Any, plan: Plan | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        told = [(name, given, _PLAN) for name in _THEIRS if (given := kwargs.get(name)) is not None]
+        mistakes = [(name, value, _PLAN) for name in _THEIRS if (value := kwargs.get(name)) is not None]
         low = str(kwargs.get("mixed_precision"))
         if low == "fp8":
-            told.append(("mixed_precision", low, "expected no, bf16 or fp16"))
+            mistakes.append(("mixed_precision", low, "expected no, bf16 or fp16"))
         said = {
             **_of_fsdp(kwargs.pop("fsdp_plugin", None)),
             **_of_axes(kwargs.pop("parallelism_config", None)),
-            **_of_handlers(kwargs.get("kwargs_handlers") or (), told),
+            **_of_handlers(kwargs.get("kwargs_handlers") or (), mistakes),
         }
         if low in _LOW:
             precision = {"compute": f"autocast-{_LOW[low]}"}
@@ -96,11 +96,11 @@ class Accelerator(accelerate.Accelerator):
             said["precision"] = {**said.get("precision", {}), **precision, **fixed}  # accelerate scales
         self.plan = plan_for_world(said, plan)
         if self.plan.pipe > 1:
-            told.append(("plan.pipe", self.plan.pipe, PIPELINES))
+            mistakes.append(("plan.pipe", self.plan.pipe, PIPELINES))
         if self.plan.accumulate > 1:
             known = "say gradient_accumulation_steps=, by which losses are divided: expected 1"
-            told.append(("plan.accumulate", self.plan.accumulate, known))
-        refuse("Accelerator", told)
+            mistakes.append(("plan.accumulate", self.plan.accumulate, known))
+        refuse("Accelerator", mistakes)
         self._mesh = mesh = Mesh.from_env(self.plan.axes)
         if mesh.device().type == "cpu":
             kwargs["cpu"] = True
@@ -151,7 +151,7 @@ class Accelerator(accelerate.Accelerator):
         """A loader of this rank's rows."""
         if not self._readers.is_shared or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        made = prepare_data_loader(
+        prepared = prepare_data_loader(
             data_loader,
             self.device,
             num_processes=self._readers.size,
@@ -166,20 +166,20 @@ class Accelerator(accelerate.Accelerator):
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
-        self._dataloaders.append(made)
-        return made
+        self._dataloaders.append(prepared)
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """A schedule that steps when the optimizer does."""
         if not self._readers.is_shared or self.split_batches or isinstance(scheduler, AcceleratedScheduler):
             return super().prepare_scheduler(scheduler)
         own = [x for x in self._optimizers if x.optimizer is getattr(scheduler, "optimizer", None)]
-        made = _Schedule(
+        schedule = _Schedule(
             scheduler, own[0] if own else self._optimizers, self.step_scheduler_with_optimizer, True
         )
-        made.readers = self._readers.size if self.step_scheduler_with_optimizer else 1
-        self._schedulers.append(made)
-        return made
+        schedule.readers = self._readers.size if self.step_scheduler_with_optimizer else 1
+        self._schedulers.append(schedule)
+        return schedule
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """The plain model. Its parameters lie as the plan says; ``get_state_dict(model)`` has whole ones."""
@@ -198,8 +198,8 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             MistakeError: always.
         """
-        told = "prepared loaders give every rank as many batches (even_batches=True): leave it out"
-        refuse("Accelerator", [("join_uneven_inputs", "...", told)])
+        reason = "prepared loaders give every rank as many batches (even_batches=True): leave it out"
+        refuse("Accelerator", [("join_uneven_inputs", "...", reason)])
 
     # ---- values of all ranks: of each that reads rows
 
@@ -228,20 +228,20 @@ class Accelerator(accelerate.Accelerator):
             is_plain = True
         if is_plain:
             of_all = gather_objects(input_data, self._mesh)
-            made: Any = [x for i in self._readers.firsts for x in of_all[i]]
+            gathered: Any = [x for i in self._readers.firsts for x in of_all[i]]
         else:
-            made = self.gather(input_data)
+            gathered = self.gather(input_data)
         rest = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
         if rest <= 0:
-            return made
-        return made[:rest] if is_plain else recursively_apply(lambda x: x[:rest], made)
+            return gathered
+        return gathered[:rest] if is_plain else recursively_apply(lambda x: x[:rest], gathered)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean of all ranks' tensors; of ranks that share a batch one counts."""
-        made = super().reduce(tensor, reduction, scale)
+        reduced = super().reduce(tensor, reduction, scale)
         if not self._readers.is_shared or reduction != "sum":
-            return made
-        return recursively_apply(self._readers.one_of_each, made)
+            return reduced
+        return recursively_apply(self._readers.one_of_each, reduced)
 
 
 def _of_fsdp(plugin: Any) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def _of_axes(config: Any) -> dict[str, Any]:
     return said
 
 
-def _of_handlers(handlers: Any, told: list[Any]) -> dict[str, Any]:
+def _of_handlers(handlers: Any, mistakes: list[Any]) -> dict[str, Any]:
     """What DistributedDataParallel is asked for, as keys of a plan."""
     said: dict[str, Any] = {}
     for handler in handlers:
@@ -290,7 +290,9 @@ def _of_handlers(handlers: Any, told: list[Any]) -> dict[str, Any]:
         if hook in _HOOKS:
             said["precision"] = {"reduce": _HOOKS[hook]}
         elif hook != "no":
-            told.append(("comm_hook", hook, "gradients are summed by the engine: expected no, fp16 or bf16"))
+            mistakes.append(
+                ("comm_hook", hook, "gradients are summed by the engine: expected no, fp16 or bf16")
+            )
     return said
 
 

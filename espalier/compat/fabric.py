@@ -50,8 +50,8 @@ class EspalierStrategy(DDPStrategy):
             options["cluster_environment"] = TorchElasticEnvironment()
         super().__init__(**options)
         known = "the plan says how gradients are summed: leave it out"
-        told: list[tuple[str, Any, str]] = [(name, x, known) for name, x in self._ddp_kwargs.items()]
-        refuse("EspalierStrategy", told)
+        mistakes: list[tuple[str, Any, str]] = [(name, x, known) for name, x in self._ddp_kwargs.items()]
+        refuse("EspalierStrategy", mistakes)
         self._said = plan
         self._backward_sync_control = _NoSync()
         self._modules: list[EngineModule] = []
@@ -81,20 +81,22 @@ class EspalierStrategy(DDPStrategy):
     def _planned(self) -> Plan:
         """The plan of what this is told and of Fabric's precision."""
         plugin, said = self.precision, dict[str, Any]()
-        told: list[tuple[str, Any, str]] = []
+        mistakes: list[tuple[str, Any, str]] = []
         if isinstance(plugin, MixedPrecision):
             said["precision"] = {"compute": f"autocast-{_LOW[plugin.precision]}"}
             if plugin.scaler is not None:  # Fabric scales
                 said["precision"]["loss_scale"] = {"init_scale": 1.0, "growth_factor": 1.0}
         elif type(plugin) not in (Precision, DoublePrecision, HalfPrecision):
-            told.append(("precision", type(plugin).__name__, "expected 32, 64, bf16 or 16, true or mixed"))
+            mistakes.append(
+                ("precision", type(plugin).__name__, "expected 32, 64, bf16 or 16, true or mixed")
+            )
         plan = plan_for_world(said, self._said)
         if plan.pipe > 1:
-            told.append(("plan.pipe", plan.pipe, PIPELINES))
+            mistakes.append(("plan.pipe", plan.pipe, PIPELINES))
         if plan.accumulate > 1:
             known = "accumulate by fabric.no_backward_sync, and divide losses: expected 1"
-            told.append(("plan.accumulate", plan.accumulate, known))
-        refuse("EspalierStrategy", told)
+            mistakes.append(("plan.accumulate", plan.accumulate, known))
+        refuse("EspalierStrategy", mistakes)
         return plan
 
     @property
@@ -117,9 +119,9 @@ class EspalierStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> Any:
         """The model on an engine of its own, see :meth:`engine_of`."""
-        made = EngineModule(initialize(module, None, self.plan, mesh=self._mesh), "own")
-        self._modules.append(made)
-        return made
+        wrapped = EngineModule(initialize(module, None, self.plan, mesh=self._mesh), "own")
+        self._modules.append(wrapped)
+        return wrapped
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer, which its model's engine steps."""
@@ -155,16 +157,16 @@ class EspalierStrategy(DDPStrategy):
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Stacked, ``[ranks that read rows, ...]``; those of ranks that share a batch once."""
-        made = super().all_gather(tensor, group, sync_grads)
-        return made[self.readers.firsts] if self.readers.is_shared and _is_world(group) else made
+        gathered = super().all_gather(tensor, group, sync_grads)
+        return gathered[self.readers.firsts] if self.readers.is_shared and _is_world(group) else gathered
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The sum or mean of all ranks' tensors, in place; of ranks that share a batch one counts."""
-        made = super().all_reduce(tensor, group, reduce_op)
+        reduced = super().all_reduce(tensor, group, reduce_op)
         is_sum = reduce_op == "sum" or reduce_op == torch.distributed.ReduceOp.SUM
-        if not (is_sum and self.readers.is_shared and _is_world(group) and isinstance(made, torch.Tensor)):
-            return made
-        return made.copy_(self.readers.one_of_each(made))
+        if not (is_sum and self.readers.is_shared and _is_world(group) and isinstance(reduced, torch.Tensor)):
+            return reduced
+        return reduced.copy_(self.readers.one_of_each(reduced))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any of them, say yes."""

@@ -269,7 +269,7 @@ class _Program:
             self._replace(node, lines)
 
     def _missing(self, line: int, name: str, move: _Move) -> None:
-        hint = next((told for known, told in _HINTS.items() if name.startswith(known)), move.hint)
+        hint = next((text for known, text in _HINTS.items() if name.startswith(known)), move.hint)
         self.notes.append(Note(line, f"{name} has no equivalent here{f': {hint}' if hint else ''}", True))
 
     def _last_import(self) -> int:
@@ -326,9 +326,9 @@ class _Program:
                 if keyword.arg in ("config", "config_params"):
                     self._configuration(keyword.value)
                 elif keyword.arg in ("mpu", "mesh_param") and not _is_none(keyword.value):
-                    told = "the configuration, or plan={...}, says which axes there are"
+                    reason = "the configuration, or plan={...}, says which axes there are"
                     self.notes.append(
-                        Note(keyword.value.lineno, f"{keyword.arg}= has no equivalent here: {told}", True)
+                        Note(keyword.value.lineno, f"{keyword.arg}= has no equivalent here: {reason}", True)
                     )
         if name in ("lightning_fabric.Fabric", "lightning_fabric.fabric.Fabric"):
             self._strategy(node)
@@ -348,31 +348,31 @@ class _Program:
 
     def _plan_instead(self, owner: str, name: str, node: ast.expr) -> None:
         """An argument that asks another library for parallelism: the plan that says so."""
-        told = (
+        remedy = (
             f"leave it out, and write {owner}(..., plan={_plan_of(name, self._literal(node)[1]) or '{...}'})"
         )
-        self.notes.append(Note(node.lineno, f"{name}= has no equivalent here: {told}", True))
+        self.notes.append(Note(node.lineno, f"{name}= has no equivalent here: {remedy}", True))
 
     def _literal(self, node: ast.expr) -> tuple[int, Any]:
         """The line of a value and what it is, or the file that it names; None where that is not seen."""
         if isinstance(node, ast.Name):
             node = self.tables.get(node.id, node)
         try:
-            given = ast.literal_eval(node)
+            value = ast.literal_eval(node)
         except ValueError:
             return node.lineno, None
-        is_file = isinstance(given, str) and (self.folder / given).is_file()
-        return node.lineno, self.folder / given if is_file else given
+        is_file = isinstance(value, str) and (self.folder / value).is_file()
+        return node.lineno, self.folder / value if is_file else value
 
     def _configuration(self, node: ast.expr) -> None:
         """A configuration of DeepSpeed's: what becomes of its keys."""
         from espalier.compat.deepspeed.config import examine, load
 
-        line, given = self._literal(node)
-        if not isinstance(given, Mapping | Path):
+        line, setting = self._literal(node)
+        if not isinstance(setting, Mapping | Path):
             return
         try:
-            _, idle, mistakes = examine(load(given))
+            _, idle, mistakes = examine(load(setting))
         except MistakeError as error:
             idle, mistakes = [], [*error.mistakes]
         self.notes += [Note(line, f"configuration: {m.text()}", True) for m in mistakes]
@@ -399,20 +399,20 @@ class _Program:
         return text.decode()
 
 
-def _plan_of(name: str, given: Any) -> dict[str, Any]:
+def _plan_of(name: str, setting: Any) -> dict[str, Any]:
     """What an argument of transformers' asks of the data axis, as keys of a plan."""
     from espalier.compat.deepspeed.config import examine, load
 
-    if name == "fsdp" and isinstance(given, str | list):
-        words = given.split() if isinstance(given, str) else given
+    if name == "fsdp" and isinstance(setting, str | list):
+        words = setting.split() if isinstance(setting, str) else setting
         stages = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "hybrid_shard_zero2": 2}
         plan: dict[str, Any] = next(({"zero": stages[word]} for word in words if word in stages), {})
         cut = ("parameters", "gradients", "states")
         return plan | ({"offload": dict.fromkeys(cut, "host")} if plan and "offload" in words else {})
-    if name != "deepspeed" or not isinstance(given, Mapping | Path):
+    if name != "deepspeed" or not isinstance(setting, Mapping | Path):
         return {}
     try:
-        values, *_ = examine(load(given))
+        values, *_ = examine(load(setting))
     except MistakeError:
         return {}
     plan, places = {"zero": values.get("zero_optimization.stage", 0)}, {"cpu": "host", "nvme": "disk"}

@@ -36,12 +36,12 @@ def plan_for_world(said: Mapping[str, Any], more: Plan | Mapping[str, Any] | Non
     """A plan of what a program says, and of what is said ``more``, which holds; the rest is ``data``."""
     if isinstance(more, Plan):
         return more
-    given = {**said, **known_as(more or {})}
-    if "data" not in given:
+    fields = {**said, **known_as(more or {})}
+    if "data" not in fields:
         others = ("pipe", "replicate", "tensor", "context", "branch")
-        beside = math.prod(int(given.get(name, 1)) for name in others)
-        given["data"] = max(world_size() // beside, 1)
-    return Plan(**given)
+        beside = math.prod(int(fields.get(name, 1)) for name in others)
+        fields["data"] = max(world_size() // beside, 1)
+    return Plan(**fields)
 
 
 class Readers:
@@ -78,8 +78,8 @@ def refuse(owner: str, mistakes: Iterable[tuple[str, Any, str]]) -> None:
     Raises:
         MistakeError: there is something.
     """
-    if told := list(mistakes):
-        raise MistakeError(owner, told)
+    if listed := list(mistakes):
+        raise MistakeError(owner, listed)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -90,12 +90,12 @@ def name_of(dtype: torch.dtype) -> str:
 def precision_of(compute: torch.dtype | None, reduce: torch.dtype | None) -> dict[str, Any]:
     """A plan's precision of the dtypes of parameters and of sums; scaling is the program's own affair."""
     low = compute if compute in (torch.bfloat16, torch.float16) else None
-    found: dict[str, Any] = {"compute": "float32" if low is None else name_of(low)}
+    precision: dict[str, Any] = {"compute": "float32" if low is None else name_of(low)}
     if reduce is not None and reduce in (torch.float32, torch.bfloat16, torch.float16):
-        found["reduce"] = name_of(reduce)
+        precision["reduce"] = name_of(reduce)
     if low is torch.float16:
-        found["loss_scale"] = {"init_scale": 1.0, "growth_factor": 1.0}
-    return found
+        precision["loss_scale"] = {"init_scale": 1.0, "growth_factor": 1.0}
+    return precision
 
 
 class LateModule(EngineModule):

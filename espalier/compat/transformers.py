@@ -148,17 +148,17 @@ class Trainer(transformers.Trainer):
         if plan == "auto":
             plan = _searched(cluster, model, args, said, [*more], kwargs)
         self.plan = plan_for_world(said, plan)
-        told = [
-            (name, given, "the plan says what is parallel: leave it out")
+        mistakes = [
+            (name, value, "the plan says what is parallel: leave it out")
             for name in _THEIRS
-            if (given := getattr(args, name, None))
+            if (value := getattr(args, name, None))
         ]
         if self.plan.pipe > 1:
-            told.append(("plan.pipe", self.plan.pipe, PIPELINES))
+            mistakes.append(("plan.pipe", self.plan.pipe, PIPELINES))
         if self.plan.accumulate > 1:
             said_by = "say gradient_accumulation_steps in the arguments: expected 1"
-            told.append(("plan.accumulate", self.plan.accumulate, said_by))
-        refuse("Trainer", told)
+            mistakes.append(("plan.accumulate", self.plan.accumulate, said_by))
+        refuse("Trainer", mistakes)
         self._mesh = Mesh.from_env(self.plan.axes)
         self._module: _Model | None = None
         with _alone(self._mesh):

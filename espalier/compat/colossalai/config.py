@@ -87,20 +87,20 @@ def plan_of(config: Mapping[str, Any], ranks: int) -> Plan:
         if key.islower() and key not in _KNOWN and similar(key, _KNOWN, least=0.8):
             mistakes.append(unknown_key(key, config[key], _KNOWN))
     axes = _axes(config.get("parallel") or {}, ranks, mistakes)
-    made: dict[str, Any] = {**axes}
+    plan_fields: dict[str, Any] = {**axes}
     accumulate = config.get("gradient_accumulation", 1)
     micro = config.get("NUM_MICRO_BATCHES", 1)
-    made["accumulate"] = (micro if axes.get("pipe", 1) > 1 else 1) * accumulate
-    made["clip"] = config.get("clip_grad_norm") or None
-    made["precision"] = _precision(config, mistakes)
+    plan_fields["accumulate"] = (micro if axes.get("pipe", 1) > 1 else 1) * accumulate
+    plan_fields["clip"] = config.get("clip_grad_norm") or None
+    plan_fields["precision"] = _precision(config, mistakes)
     if (zero := config.get("zero")) is not None:
-        made.update(_zero(zero, mistakes))
+        plan_fields.update(_zero(zero, mistakes))
     if config.get("gradient_handler"):
-        told = "gradients are summed by the layouts of their parameters: leave it out"
-        mistakes.append(Mistake("gradient_handler", config["gradient_handler"], told))
+        expected = "gradients are summed by the layouts of their parameters: leave it out"
+        mistakes.append(Mistake("gradient_handler", config["gradient_handler"], expected))
     if mistakes:
         raise MistakeError(_OWNER, mistakes)
-    return Plan(**made)
+    return Plan(**plan_fields)
 
 
 def _axes(parallel: Mapping[str, Any], ranks: int, mistakes: list[Mistake]) -> dict[str, Any]:
@@ -109,12 +109,12 @@ def _axes(parallel: Mapping[str, Any], ranks: int, mistakes: list[Mistake]) -> d
             mistakes.append(unknown_key(f"parallel.{key}", parallel[key], ("data", "pipeline", "tensor")))
     sizes: dict[str, int] = {}
     for key in ("data", "pipeline", "tensor"):
-        given = parallel.get(key)
-        size = given.get("size", 1) if isinstance(given, Mapping) else given
+        setting = parallel.get(key)
+        size = setting.get("size", 1) if isinstance(setting, Mapping) else setting
         sizes[key] = 1 if size is None else size
         if not isinstance(sizes[key], int) or sizes[key] < 1:
             mistakes.append(
-                Mistake(f"parallel.{key}", given, "expected a number of ranks, or dict(size=...)")
+                Mistake(f"parallel.{key}", setting, "expected a number of ranks, or dict(size=...)")
             )
             return {}
     tensor = parallel.get("tensor")
@@ -128,39 +128,39 @@ def _axes(parallel: Mapping[str, Any], ranks: int, mistakes: list[Mistake]) -> d
         return {}
     each = sizes["pipeline"] * sizes["tensor"]
     if ranks % each:
-        told = f"{ranks} ranks are no multiple of pipeline {sizes['pipeline']} × tensor {sizes['tensor']}"
-        mistakes.append(Mistake("parallel", dict(parallel), told))
+        problem = f"{ranks} ranks are no multiple of pipeline {sizes['pipeline']} × tensor {sizes['tensor']}"
+        mistakes.append(Mistake("parallel", dict(parallel), problem))
         return {}
     if parallel.get("data") is not None and sizes["data"] != ranks // each:
-        told = f"expected {ranks // each}: what {ranks} ranks leave"
-        mistakes.append(Mistake("parallel.data", sizes["data"], told))
-    made: dict[str, Any] = {"pipe": sizes["pipeline"], "data": ranks // each}
+        problem = f"expected {ranks // each}: what {ranks} ranks leave"
+        mistakes.append(Mistake("parallel.data", sizes["data"], problem))
+    plan_fields: dict[str, Any] = {"pipe": sizes["pipeline"], "data": ranks // each}
     if mode == "sequence":
-        return {**made, "context": sizes["tensor"]}
-    made |= {"tensor": sizes["tensor"], "tensor_mode": mode if sizes["tensor"] > 1 else "1d"}
+        return {**plan_fields, "context": sizes["tensor"]}
+    plan_fields |= {"tensor": sizes["tensor"], "tensor_mode": mode if sizes["tensor"] > 1 else "1d"}
     if mode == "2.5d" and sizes["tensor"] > 1:
-        made["depth"] = options.get("depth", 1)
-    return made
+        plan_fields["depth"] = options.get("depth", 1)
+    return plan_fields
 
 
 def _precision(config: Mapping[str, Any], mistakes: list[Mistake]) -> Any:
-    given = config.get("fp16")
-    if given is None:
+    table = config.get("fp16")
+    if table is None:
         return "float16" if config.get("zero") is not None else "float32"
-    mode = given.get("mode")
-    for key in given.keys() - _SCALE - {"mode"}:
-        mistakes.append(unknown_key(f"fp16.{key}", given[key], sorted(_SCALE | {"mode"})))
+    mode = table.get("mode")
+    for key in table.keys() - _SCALE - {"mode"}:
+        mistakes.append(unknown_key(f"fp16.{key}", table[key], sorted(_SCALE | {"mode"})))
     named = mode.name if isinstance(mode, AMP_TYPE) else str(mode or "torch").upper()
     if named not in AMP_TYPE.__members__:
         mistakes.append(
             Mistake("fp16.mode", mode, "expected AMP_TYPE.TORCH, AMP_TYPE.NAIVE or AMP_TYPE.APEX")
         )
         return "float32"
-    whole = named == "NAIVE" or (named == "APEX" and given.get("opt_level", "O1") in ("O2", "O3"))
-    return {"compute": "float16" if whole else "autocast-float16", "loss_scale": scale_of(given)}
+    whole = named == "NAIVE" or (named == "APEX" and table.get("opt_level", "O1") in ("O2", "O3"))
+    return {"compute": "float16" if whole else "autocast-float16", "loss_scale": scale_of(table)}
 
 
-def scale_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def scale_of(table: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a loss scale, under the names that Colossal-AI has for them."""
     names = {
         "initial_scale": ("init_scale", float),
@@ -171,7 +171,7 @@ def scale_of(given: Mapping[str, Any]) -> dict[str, Any]:
         "min_scale": ("min_scale", float),
         "hysteresis": ("hysteresis", int),
     }
-    return {names[key][0]: names[key][1](x) for key, x in given.items() if key in names and x is not None}
+    return {names[key][0]: names[key][1](x) for key, x in table.items() if key in names and x is not None}
 
 
 def _zero(zero: Mapping[str, Any], mistakes: list[Mistake]) -> dict[str, Any]:

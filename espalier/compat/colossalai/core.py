@@ -66,14 +66,14 @@ def launch(
         rank, world_size, host, port, local_rank: as the environment says, where they are not given.
         backend: ``"gloo"`` is for the CPU; else the device chooses.
     """
-    told = {
+    variables = {
         "RANK": rank,
         "WORLD_SIZE": world_size,
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
         "LOCAL_RANK": local_rank,
     }
-    os.environ.update({name: str(value) for name, value in told.items() if value is not None})
+    os.environ.update({name: str(value) for name, value in variables.items() if value is not None})
     _config.set(load(config))
     if not dist.is_initialized() and "RANK" in os.environ:
         os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])

@@ -132,10 +132,11 @@ def initialize(
         engine, both loaders, schedule.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    made = plan_of(global_context.config if config is None else config, ranks) if plan is None else plan
-    if made.accumulate > 1:
+    if plan is None:
+        plan = plan_of(global_context.config if config is None else config, ranks)
+    if plan.accumulate > 1:
         options.setdefault("count", _alike)
-    inner = lay_on_mesh(model, optimizer, made, loss_fn=criterion if made.pipe > 1 else None, **options)
+    inner = lay_on_mesh(model, optimizer, plan, loss_fn=criterion if plan.pipe > 1 else None, **options)
     return Engine(inner, criterion), train_dataloader, test_dataloader, lr_scheduler
 
 

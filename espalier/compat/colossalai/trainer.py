@@ -155,8 +155,10 @@ class LogMetricByEpochHook(BaseHook):
 
     def _tell(self, trainer: Trainer, mode: str) -> None:
         if trainer.cur_epoch % self._every == 0:
-            told = ", ".join(f"{name} {value:.4g}" for name, value in trainer.states["metrics"][mode].items())
-            line = f"[Epoch {trainer.cur_epoch} / {mode.capitalize()}]: {told}"
+            metrics = ", ".join(
+                f"{name} {value:.4g}" for name, value in trainer.states["metrics"][mode].items()
+            )
+            line = f"[Epoch {trainer.cur_epoch} / {mode.capitalize()}]: {metrics}"
             self._logger.info(line, ranks=[0])
 
 
@@ -249,10 +251,10 @@ class Trainer:
                     break
                 self._call("before_train_iter")
                 self.engine.zero_grad()
-                found = self.engine.execute_schedule(iter([batch]), return_output_label=return_output_label)
+                results = self.engine.execute_schedule(iter([batch]), return_output_label=return_output_label)
                 self.has_updated = self.engine.step()
                 self.cur_step += 1
-                self._call("after_train_iter", *found)
+                self._call("after_train_iter", *results)
             self.cur_epoch += 1
             self._call("after_train_epoch")
             if test_dataloader is not None and self.cur_epoch % test_interval == 0:
@@ -279,9 +281,9 @@ class Trainer:
         with torch.no_grad():
             return self.engine(*data) if isinstance(data, list | tuple) else self.engine(data)
 
-    def _call(self, moment: str, *found: Any) -> None:
+    def _call(self, moment: str, *arguments: Any) -> None:
         for hook in self._hooks:
-            getattr(hook, moment)(self, *found)
+            getattr(hook, moment)(self, *arguments)
 
 
 hooks = SimpleNamespace(

@@ -88,10 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--no_local_rank", action="store_true", help="The program is not given --local_rank.")
     short = {"hostfile": ["-H"], "include": ["-i"], "exclude": ["-e"], "quiet": ["-q"]}
     flags = {"no_python", "elastic_training", "no_ssh", "no_ssh_check", "force_multi", "save_pid", "quiet"}
-    for name, told in {**_REFUSED, **_IDLE}.items():
+    for name, reason in {**_REFUSED, **_IDLE}.items():
         kind: dict[str, Any] = {"action": "store_true"} if name in {*flags, "bind_cores_to_rank"} else {}
         fate = "Refused" if name in _REFUSED else "No effect"
-        add(*short.get(name, []), f"--{name}", default=None, help=f"{fate}: {told}.", **kind)
+        add(*short.get(name, []), f"--{name}", default=None, help=f"{fate}: {reason}.", **kind)
     add("user_script", metavar="SCRIPT.py", help="The program, and its arguments.")
     add("user_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -104,25 +104,29 @@ def read(arguments: Sequence[str]) -> Start:
         MistakeError: some ask for what is done otherwise here.
         ValueError: of several machines something is missing.
     """
-    given = vars(_parser().parse_args(arguments))
+    options = vars(_parser().parse_args(arguments))
     refuse(
         "DeepSpeed's options",
-        [(f"--{name}", given[name], told) for name, told in _REFUSED.items() if given[name] is not None],
+        [
+            (f"--{name}", options[name], reason)
+            for name, reason in _REFUSED.items()
+            if options[name] is not None
+        ],
     )
     hosts = None
-    if given["num_nodes"] > 1:
-        node = given["node_rank"] if given["node_rank"] >= 0 else None
-        port = given["master_port"] or PORT
-        found = find_hosts(
-            given["num_nodes"], node, f"{given['master_addr']}:{port}" if given["master_addr"] else None
+    if options["num_nodes"] > 1:
+        node = options["node_rank"] if options["node_rank"] >= 0 else None
+        port = options["master_port"] or PORT
+        place = find_hosts(
+            options["num_nodes"], node, f"{options['master_addr']}:{port}" if options["master_addr"] else None
         )
-        hosts = found if isinstance(found, Hosts) else None
-    program = ["-m", given["user_script"]] if given["module"] else [given["user_script"]]
-    if not given["no_local_rank"]:
+        hosts = place if isinstance(place, Hosts) else None
+    program = ["-m", options["user_script"]] if options["module"] else [options["user_script"]]
+    if not options["no_local_rank"]:
         program = ["-m", "espalier.compat.deepspeed.started", *program]
-    ranks = given["num_gpus"] if given["num_gpus"] > 0 else max(count(), 1)
-    idle = [f"--{name}: {told}" for name, told in _IDLE.items() if given[name] is not None]
-    return Start([*program, *given["user_args"]], ranks, given["master_port"], hosts, idle)
+    ranks = options["num_gpus"] if options["num_gpus"] > 0 else max(count(), 1)
+    idle = [f"--{name}: {reason}" for name, reason in _IDLE.items() if options[name] is not None]
+    return Start([*program, *options["user_args"]], ranks, options["master_port"], hosts, idle)
 
 
 def main(arguments: Sequence[str]) -> int:

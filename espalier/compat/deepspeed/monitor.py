@@ -128,11 +128,11 @@ class Flops:
         self._counter.__exit__(None, None, None)
         seconds, count = time.perf_counter() - self._begin, self._counter.get_total_flops()
         self._counter = None
-        told = (
+        report = (
             f"step {step}: {self._parameters:,} parameters; {count:,} floating-point operations of matrix "
             f"products, convolutions and attention on each rank in {seconds:.3f} s"
         )
         if rank == 0 and self._path:
-            Path(self._path).write_text(f"{told}\n", "utf-8")
+            Path(self._path).write_text(f"{report}\n", "utf-8")
         elif rank == 0:
-            print(told, flush=True)
+            print(report, flush=True)

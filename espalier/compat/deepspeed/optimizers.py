@@ -155,14 +155,14 @@ class MuonWithAdam(torch.optim.Optimizer):
             (True, torch.optim.Muon),
             (False, torch.optim.AdamW),
         ]
-        made = []
+        parts = []
         for use_muon, kind in kinds:
             if alike := [group for group in self.param_groups if group["use_muon"] is use_muon]:
                 part = kind(alike)
                 for group, full in zip(alike, part.param_groups, strict=True):
                     group.update({key: x for key, x in full.items() if key != "params"})
-                made.append(part)
-        self._parts = tuple(made)
+                parts.append(part)
+        self._parts = tuple(parts)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -197,7 +197,7 @@ def muon(module: nn.Module, groups: list[dict[str, Any]], params: Mapping[str, A
         if p.ndim == 2 and not any(word in name.lower() for word in ("embed", "lm_head"))
     }
     matrices -= {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    made = []
+    split = []
     for group in groups:
         for use_muon, known, own in ((True, _MUON, "muon_lr"), (False, _AUXILIARY, "adam_lr")):
             held = [p for p in group["params"] if p.requires_grad and (id(p) in matrices) is use_muon]
@@ -207,8 +207,8 @@ def muon(module: nn.Module, groups: list[dict[str, Any]], params: Mapping[str, A
                 if own in params:
                     options["lr"] = params[own]
                 options.update({key: x for key, x in group.items() if key in known})
-                made.append({"params": held, "use_muon": use_muon, **options})
-    return MuonWithAdam(made)
+                split.append({"params": held, "use_muon": use_muon, **options})
+    return MuonWithAdam(split)
 
 
 _BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {"adam": adam, "lamb": Lamb, "lion": Lion}
@@ -247,11 +247,11 @@ def make(
         raise MistakeError("DeepSpeed's configuration", [("optimizer.type", name, _unknown(key, known))])
     takes = inspect.signature(kind).parameters
     if strange := [key for key in options if key not in takes]:
-        told = {"max_grad_norm": "clipping is said by gradient_clipping, outside of the optimizer"}
+        reasons = {"max_grad_norm": "clipping is said by gradient_clipping, outside of the optimizer"}
         names = [n for n in takes if n != "params"]
         wrong = [
-            Mistake(f"optimizer.params.{k}", options[k], told[k])
-            if k in told
+            Mistake(f"optimizer.params.{k}", options[k], reasons[k])
+            if k in reasons
             else unknown_key(f"optimizer.params.{k}", options[k], names)
             for k in strange
         ]

@@ -33,8 +33,8 @@ class LayerSpec:
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
-        given = [*map(repr, self.module_args), *(f"{k}={v!r}" for k, v in self.module_kwargs.items())]
-        return f"{self.typename.__name__}({', '.join(given)})"
+        arguments = [*map(repr, self.module_args), *(f"{k}={v!r}" for k, v in self.module_kwargs.items())]
+        return f"{self.typename.__name__}({', '.join(arguments)})"
 
 
 class TiedLayerSpec(LayerSpec):
@@ -158,11 +158,11 @@ class PipelineModule(nn.Module):
         elif kind in ("parameters", "best"):
             return None
         else:
-            told = "expected parameters, uniform, best or type:REGEX"
-            raise MistakeError("PipelineModule", [("partition_method", self.partition_method, told)])
+            expected = "expected parameters, uniform, best or type:REGEX"
+            raise MistakeError("PipelineModule", [("partition_method", self.partition_method, expected)])
         if sum(weights) < self.num_stages:
-            told = f"finds {sum(weights)} layer(s) for {self.num_stages} stages"
-            raise MistakeError("PipelineModule", [("partition_method", self.partition_method, told)])
+            expected = f"finds {sum(weights)} layer(s) for {self.num_stages} stages"
+            raise MistakeError("PipelineModule", [("partition_method", self.partition_method, expected)])
         first = _starts(weights, self.num_stages)
         names = [self._calls[i][0] for i in first]
         own = all(name and not name.startswith("tied_modules.") for name in names)

@@ -69,18 +69,18 @@ class Schedule(ABC):
         """Go on from there; rates follow at the next step, as in DeepSpeed."""
         self.last_batch_iteration = int(state["last_batch_iteration"])
 
-    def _each(self, given: Rates, name: str) -> list[float]:
+    def _each(self, rates: Rates, name: str) -> list[float]:
         """One number for each group.
 
         Raises:
             ValueError: there are more or fewer.
         """
         groups = len(self.optimizer.param_groups)
-        if not isinstance(given, list | tuple):
-            return [given] * groups  # type: ignore[list-item]
-        if len(given) != groups:
-            raise MistakeError(type(self).__name__, [(name, given, f"expected {groups}, one for each group")])
-        return [*given]
+        if not isinstance(rates, list | tuple):
+            return [rates] * groups  # type: ignore[list-item]
+        if len(rates) != groups:
+            raise MistakeError(type(self).__name__, [(name, rates, f"expected {groups}, one for each group")])
+        return [*rates]
 
 
 class _Warmup(Schedule):
@@ -280,8 +280,8 @@ class OneCycle(Schedule):
         self.max_lrs = self._each(cycle_max_lr, "cycle_max_lr")
         self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
         if cycle_momentum and not self.cycle_momentum:
-            told = f"{type(optimizer).__name__} has no betas: OneCycle leaves its momentum as it is."
-            warnings.warn(told, stacklevel=2)
+            message = f"{type(optimizer).__name__} has no betas: OneCycle leaves its momentum as it is."
+            warnings.warn(message, stacklevel=2)
         self.min_moms = self._each(cycle_min_mom, "cycle_min_mom")
         self.max_moms = self._each(cycle_max_mom, "cycle_max_mom")
         if last_batch_iteration == -1:
@@ -343,8 +343,8 @@ def make(name: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer)
     """
     kind = _BY_NAME.get(name) or getattr(torch.optim.lr_scheduler, name, None)
     if kind is None:
-        told = did_you_mean(name, _BY_NAME, f"known: {', '.join(_BY_NAME)}, and torch's", show=str)
-        wrong = [("scheduler.type", name, f"unknown schedule; {told}")]
+        hint = did_you_mean(name, _BY_NAME, f"known: {', '.join(_BY_NAME)}, and torch's", show=str)
+        wrong = [("scheduler.type", name, f"unknown schedule; {hint}")]
         raise MistakeError("DeepSpeed's configuration", wrong)
     takes = [key for key in inspect.signature(kind).parameters if key != "optimizer"]
     if strange := [key for key in params if key not in takes]:

@@ -61,11 +61,11 @@ def GatheredParameters(
         yield
     finally:
         with raw():
-            made = [plain(p.data) for p in held]
+            values = [plain(p.data) for p in held]
             for p, data, layout in before:
                 show(p, data, layout)
     if modifier_rank is not None:
-        for p, x in zip(held, made, strict=True):
+        for p, x in zip(held, values, strict=True):
             x = gather_objects(x, p._layout.mesh)[modifier_rank]
             with torch.no_grad():
                 p.copy_(x)

@@ -126,7 +126,7 @@ class DistributedDataParallel(_Prefixed):
         plan: Said = None,
     ) -> None:
         whole = "gradients are summed by the engine alone: expected None"
-        told = [
+        mistakes = [
             ("dim", dim, "rows are cut: expected 0") if dim else None,
             ("delay_all_reduce_named_params", "...", whole) if delay_all_reduce_named_params else None,
             ("param_to_hook_all_reduce", "...", whole) if param_to_hook_all_reduce else None,
@@ -138,7 +138,7 @@ class DistributedDataParallel(_Prefixed):
             else None,
             *of_group(process_group),
         ]
-        refuse("DistributedDataParallel", [x for x in told if x is not None])
+        refuse("DistributedDataParallel", [x for x in mistakes if x is not None])
         said: dict[str, Any] = {}
         if bucket_cap_mb is not None:
             said["chunk_megabytes"] = float(bucket_cap_mb)
@@ -157,8 +157,8 @@ class DistributedDataParallel(_Prefixed):
         name = getattr(hook, "__name__", repr(hook))
         if hook not in _HOOKS:
             known = ", ".join(x.__name__ for x in _HOOKS)
-            told = f"gradients are summed by the engine: expected {known}, each of which is a dtype"
-            refuse("DistributedDataParallel", [("hook", name, told)])
+            reason = f"gradients are summed by the engine: expected {known}, each of which is a dtype"
+            refuse("DistributedDataParallel", [("hook", name, reason)])
         if self.is_made:
             refuse("DistributedDataParallel", [("hook", name, "register it before the first call")])
         if (dtype := _HOOKS[hook]) is not None:
@@ -170,19 +170,19 @@ class DistributedDataParallel(_Prefixed):
         Raises:
             MistakeError: always.
         """
-        told = (
+        reason = (
             "every rank calls the model equally often, with as many rows as it likes: leave join() out. A "
             "DistributedSampler gives every rank as many batches; engine.local_batch(None) stands for none"
         )
-        refuse("DistributedDataParallel", [("join", "()", told)])
+        refuse("DistributedDataParallel", [("join", "()", reason)])
 
 
 def of_group(group: Any) -> list[tuple[str, Any, str] | None]:
     """The mistake of a process group that is not the whole world."""
     if group is None or not isinstance(group, dist.ProcessGroup) or group.size() == world_size():
         return []
-    told = "a part of the world: expected all of it; other axes are said by plan = {'tensor': ...}"
-    return [("process_group", f"of {group.size()} ranks", told)]
+    expected = "a part of the world: expected all of it; other axes are said by plan = {'tensor': ...}"
+    return [("process_group", f"of {group.size()} ranks", expected)]
 
 
 def ZeroRedundancyOptimizer(
@@ -203,17 +203,17 @@ def ZeroRedundancyOptimizer(
         parameters_as_bucket_view, overlap_with_ddp: no effect: updates are exchanged in chunks.
     """
     refuse("ZeroRedundancyOptimizer", [x for x in of_group(process_group) if x is not None])
-    made: Any = optimizer_class(params, **defaults)
-    made.asks_for = {"zero": 1}
-    plain: Callable[[], dict[str, Any]] = made.state_dict
+    optimizer: Any = optimizer_class(params, **defaults)
+    optimizer.asks_for = {"zero": 1}
+    plain: Callable[[], dict[str, Any]] = optimizer.state_dict
 
     def consolidate_state_dict(to: int = 0) -> None:
         """Gather the states, which ``state_dict()`` gives until the next one (a collective)."""
         whole = whole_states(plain())
-        made.state_dict = lambda: whole
+        optimizer.state_dict = lambda: whole
 
-    made.consolidate_state_dict = consolidate_state_dict
-    return made
+    optimizer.consolidate_state_dict = consolidate_state_dict
+    return optimizer
 
 
 def whole_states(state: Any) -> Any:

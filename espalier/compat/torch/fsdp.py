@@ -130,7 +130,7 @@ class FullyShardedDataParallel(LateModule):
     ) -> None:
         whole = "all parameters are the engine's: expected None"
         several = isinstance(process_group, tuple)
-        told = [
+        mistakes = [
             ("ignored_modules", "...", whole) if ignored_modules else None,
             ("ignored_states", "...", whole) if ignored_states else None,
             ("param_init_fn", "...", "build the model within espalier.deferred() instead")
@@ -141,7 +141,7 @@ class FullyShardedDataParallel(LateModule):
             else None,
             *of_group(process_group),
         ]
-        refuse("FullyShardedDataParallel", [x for x in told if x is not None])
+        refuse("FullyShardedDataParallel", [x for x in mistakes if x is not None])
         strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
         said = sharding_of(strategy, cpu_offload, device_mesh)
         if mixed_precision is not None:
@@ -184,8 +184,8 @@ class FullyShardedDataParallel(LateModule):
             MistakeError: flat local state dicts are asked for.
         """
         if state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            told = "there are no flat parameters: expected FULL_STATE_DICT or SHARDED_STATE_DICT"
-            refuse("FullyShardedDataParallel", [("state_dict_type", state_dict_type, told)])
+            reason = "there are no flat parameters: expected FULL_STATE_DICT or SHARDED_STATE_DICT"
+            refuse("FullyShardedDataParallel", [("state_dict_type", state_dict_type, reason)])
         before = _Kind()
         for wrapped in FullyShardedDataParallel.fsdp_modules(module):
             before = wrapped._kind
@@ -206,8 +206,8 @@ class FullyShardedDataParallel(LateModule):
         """Whole plain tensors, or DTensors of this rank's pieces, as was said."""
         if self._kind.kind is StateDictType.SHARDED_STATE_DICT and self.is_made:
             return self.module.state_dict(destination=destination, prefix=prefix)
-        found = super().state_dict(destination=destination, prefix=prefix)
-        return self._as_said(found, self._kind.config)
+        state = super().state_dict(destination=destination, prefix=prefix)
+        return self._as_said(state, self._kind.config)
 
     def _as_said(self, state: Any, config: Any) -> Any:
         if getattr(config, "rank0_only", False) and self.engine.mesh.rank:
@@ -221,10 +221,10 @@ class FullyShardedDataParallel(LateModule):
         """The optimizer's states, whole, by the names of parameters (a collective)."""
         names = {id(p): name for name, p in model.named_parameters()}
         held = [p for of in optim.param_groups for p in of["params"]]
-        given = whole_states(optim.state_dict() if optim_state_dict is None else optim_state_dict)
+        states = whole_states(optim.state_dict() if optim_state_dict is None else optim_state_dict)
         known = [names[id(p)] for p in held]
-        groups = [{**of, "params": [known[i] for i in of["params"]]} for of in given["param_groups"]]
-        state = {"state": {known[i]: x for i, x in given["state"].items()}, "param_groups": groups}
+        groups = [{**of, "params": [known[i] for i in of["params"]]} for of in states["param_groups"]]
+        state = {"state": {known[i]: x for i, x in states["state"].items()}, "param_groups": groups}
         for wrapped in FullyShardedDataParallel.fsdp_modules(model):
             return wrapped._as_said(state, wrapped._kind.optimizer_config)
         return state
@@ -245,7 +245,7 @@ class FullyShardedDataParallel(LateModule):
         numbers = {
             names[id(p)]: i for i, p in enumerate(p for of in optim.param_groups for p in of["params"])
         }
-        found = {
+        states = {
             "state": {numbers[name]: dict(x) for name, x in optim_state_dict["state"].items()},
             "param_groups": [
                 {**of, "params": [numbers[name] for name in of["params"]]}
@@ -253,8 +253,8 @@ class FullyShardedDataParallel(LateModule):
             ],
         }
         if load_directly:
-            optim.load_state_dict(found)
-        return found
+            optim.load_state_dict(states)
+        return states
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -370,7 +370,7 @@ def fully_shard(
         plan: keys of a :class:`~espalier.Plan`: what else there is to be beside ``data``.
     """
     whole = "pieces are the engine's to choose: expected None"
-    told = [
+    mistakes = [
         ("shard_placement_fn", "...", whole) if shard_placement_fn is not None else None,
         ("ignored_params", "...", "all parameters are the engine's: expected None")
         if ignored_params
@@ -380,7 +380,7 @@ def fully_shard(
         if mp_policy.output_dtype is not None
         else None,
     ]
-    refuse("fully_shard", [x for x in told if x is not None])
+    refuse("fully_shard", [x for x in mistakes if x is not None])
     said = sharding_of(reshard_after_forward is not False, offload_policy, mesh)
     if mp_policy.param_dtype is not None or mp_policy.reduce_dtype is not None:
         said["precision"] = precision_of(mp_policy.param_dtype, mp_policy.reduce_dtype)

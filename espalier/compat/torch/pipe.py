@@ -40,8 +40,8 @@ class Pipe(LateModule):
         plan: Said = None,
     ) -> None:
         if deferred_batch_norm:
-            told = "batch norm follows each micro-batch: expected False"
-            refuse("Pipe", [("deferred_batch_norm", True, told)])
+            reason = "batch norm follows each micro-batch: expected False"
+            refuse("Pipe", [("deferred_batch_norm", True, reason)])
         if checkpoint not in ("always", "except_last", "never"):
             refuse("Pipe", [("checkpoint", checkpoint, "expected always, except_last or never")])
         ranks, said = world_size(), {}

@@ -95,7 +95,7 @@ def pipeline(
     Raises:
         MistakeError: a module does not exist, there is none behind it, or there is a ``split_policy``.
     """
-    told: list[tuple[str, Any, str]] = (
+    mistakes: list[tuple[str, Any, str]] = (
         [("split_policy", "...", "say where by split_spec")] if split_policy is not None else []
     )
     names = [name for name, _ in module.named_modules()]
@@ -103,14 +103,14 @@ def pipeline(
     for name, point in (split_spec or {}).items():
         after = [n for n in names if n > "" and not n.startswith(f"{name}.")]
         if name not in names:
-            told.append((f"split_spec.{name}", point, "there is no such module"))
+            mistakes.append((f"split_spec.{name}", point, "there is no such module"))
         elif point is SplitPoint.BEGINNING:
             cuts.append(name)
         elif after.index(name) + 1 < len(after):
             cuts.append(after[after.index(name) + 1])
         else:
-            told.append((f"split_spec.{name}", point, "there is nothing behind it"))
-    refuse("pipeline", told)
+            mistakes.append((f"split_spec.{name}", point, "there is nothing behind it"))
+    refuse("pipeline", mistakes)
     return Pipe(module, tuple(cuts))
 
 
@@ -144,10 +144,10 @@ class _Schedule:
     ) -> None:
         whole = "rows are cut: expected None"
         specs = {"args": args_chunk_spec, "kwargs": kwargs_chunk_spec, "output_merge": output_merge_spec}
-        told = [(f"{name}_spec", "...", whole) for name, given in specs.items() if given is not None]
+        mistakes = [(f"{name}_spec", "...", whole) for name, spec in specs.items() if spec is not None]
         if not scale_grads:
-            told.append(("scale_grads", "False", "gradients are those of the whole batch: expected True"))
-        refuse(type(self).__name__, told)
+            mistakes.append(("scale_grads", "False", "gradients are those of the whole batch: expected True"))
+        refuse(type(self).__name__, mistakes)
         self._stages = stage if isinstance(stage, list) else [stage]
         self._loss_fn, self._plan = loss_fn, plan
         first = self._stages[0]
@@ -195,14 +195,14 @@ class _Schedule:
         if self._loss_fn is None:
             return engine.predict(inputs)
         if not torch.is_grad_enabled():
-            found = engine.evaluate(engine.cut((inputs, target)))
+            loss = engine.evaluate(engine.cut((inputs, target)))
         else:
             engine.accumulate(engine.cut((inputs, target)))
             engine.finish_gradients()
             assert engine.loss is not None
-            found = engine.loss
+            loss = engine.loss
         if losses is not None:
-            losses[:] = [found]
+            losses[:] = [loss]
         return None
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
@@ -317,7 +317,7 @@ def get_schedule_class(schedule_name: str) -> type[_Schedule]:
     Raises:
         MistakeError: there is none of this name here.
     """
-    made = (
+    classes = (
         ScheduleGPipe,
         Schedule1F1B,
         ScheduleInterleaved1F1B,
@@ -325,11 +325,11 @@ def get_schedule_class(schedule_name: str) -> type[_Schedule]:
         ScheduleInterleavedZeroBubble,
         ScheduleZBVZeroBubble,
     )
-    by_name = {kind.__name__.removeprefix("Schedule").lower(): kind for kind in made}
+    by_name = {kind.__name__.removeprefix("Schedule").lower(): kind for kind in classes}
     if schedule_name.lower() not in by_name:
-        names = ", ".join(kind.__name__.removeprefix("Schedule") for kind in made)
-        told = f"expected {names}; more are said by plan={{'schedule': 'zb-h1'}}, see docs/pipeline.md"
-        refuse("get_schedule_class", [("schedule_name", schedule_name, told)])
+        names = ", ".join(kind.__name__.removeprefix("Schedule") for kind in classes)
+        expected = f"expected {names}; more are said by plan={{'schedule': 'zb-h1'}}, see docs/pipeline.md"
+        refuse("get_schedule_class", [("schedule_name", schedule_name, expected)])
     return by_name[schedule_name.lower()]
 
 

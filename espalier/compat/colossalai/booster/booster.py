@@ -117,8 +117,8 @@ class Booster:
                 raise ValueError(
                     "execute_pipeline(return_outputs=True): outputs leave a pipeline under no_grad only."
                 )
-            made = piped(engine, batch)
-            return {"loss": made if return_loss else None, "outputs": None}
+            result = piped(engine, batch)
+            return {"loss": result if return_loss else None, "outputs": None}
         loss = engine.evaluate(engine.cut(engine.local_batch(batch))) if return_loss else None
         with torch.no_grad():
             return {"loss": loss, "outputs": engine.outputs(batch, "own") if return_outputs else None}

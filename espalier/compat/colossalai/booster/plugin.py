@@ -32,15 +32,15 @@ class Plugin:
         Mapping[str, tuple[Any, str]]
     ] = {}  # the value that asks for nothing; what to do instead
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         names, mistakes = (*self._known, *self._without, *self._refused), []
-        for key, value in given.items():
+        for key, value in options.items():
             if key not in names:
                 mistakes.append(unknown_key(key, value, names))
             elif key in self._refused and value != self._refused[key][0] and value is not None:
                 mistakes.append(Mistake(key, value, f"not to be had here: {self._refused[key][1]}"))
-        self.given = given
-        self.idle = {key: told for key, told in self._without.items() if key in given}
+        self.options = options
+        self.idle = {key: reason for key, reason in self._without.items() if key in options}
         self._mistakes: list[Mistake] = []
         if not mistakes:
             self._arguments = self._plan()
@@ -72,21 +72,21 @@ class Plugin:
         return clip
 
     def _precision(self, otherwise: str) -> dict[str, Any]:
-        named = self.given.get("precision", otherwise)
+        named = self.options.get("precision", otherwise)
         if named not in _PRECISIONS:
             self._mistakes.append(Mistake("precision", named, "expected fp16, bf16 or fp32"))
             return {}
-        made: dict[str, Any] = {"compute": _PRECISIONS[named]}
+        precision: dict[str, Any] = {"compute": _PRECISIONS[named]}
         if named == "fp16":
             scale = {"initial_scale": 2.0**16, "min_scale": 1.0, "growth_interval": 1000, "hysteresis": 2}
-            made["loss_scale"] = scale_of({**scale, **self.given})
-        dtype = self.given.get("communication_dtype")
-        if dtype is not None and _DTYPES.get(dtype) != made["compute"]:
-            made["reduce"] = _DTYPES.get(dtype)
-        return made
+            precision["loss_scale"] = scale_of({**scale, **self.options})
+        dtype = self.options.get("communication_dtype")
+        if dtype is not None and _DTYPES.get(dtype) != precision["compute"]:
+            precision["reduce"] = _DTYPES.get(dtype)
+        return precision
 
     def _clip(self) -> float | None:
-        return self.given.get("max_norm") or None
+        return self.options.get("max_norm") or None
 
     def prepare_dataloader(
         self,
@@ -140,7 +140,7 @@ class TorchDDPPlugin(Plugin):
     _refused = _FP8
 
     def _plan(self) -> dict[str, Any]:
-        return {"chunk_megabytes": float(self.given.get("bucket_cap_mb", 25))}
+        return {"chunk_megabytes": float(self.options.get("bucket_cap_mb", 25))}
 
 
 class TorchFSDPPlugin(Plugin):
@@ -158,24 +158,26 @@ class TorchFSDPPlugin(Plugin):
     _refused = _FP8
 
     def _plan(self) -> dict[str, Any]:
-        made: dict[str, Any] = {"zero": 3}
-        strategy = getattr(self.given.get("sharding_strategy"), "name", "FULL_SHARD")
+        plan_fields: dict[str, Any] = {"zero": 3}
+        strategy = getattr(self.options.get("sharding_strategy"), "name", "FULL_SHARD")
         stages = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
         if strategy not in stages:
-            told = "expected FULL_SHARD, SHARD_GRAD_OP or NO_SHARD; Plan(replicate=n, zero=3) is the hybrid"
-            self._mistakes.append(Mistake("sharding_strategy", strategy, told))
+            expected = (
+                "expected FULL_SHARD, SHARD_GRAD_OP or NO_SHARD; Plan(replicate=n, zero=3) is the hybrid"
+            )
+            self._mistakes.append(Mistake("sharding_strategy", strategy, expected))
         else:
-            made["zero"] = stages[strategy]
-        offload = self.given.get("cpu_offload")
+            plan_fields["zero"] = stages[strategy]
+        offload = self.options.get("cpu_offload")
         if getattr(offload, "offload_params", offload):
-            made["offload"] = dict.fromkeys(("parameters", "gradients", "states"), "host")
-        policy = self.given.get("mixed_precision")
+            plan_fields["offload"] = dict.fromkeys(("parameters", "gradients", "states"), "host")
+        policy = self.options.get("mixed_precision")
         if (dtype := getattr(policy, "param_dtype", None)) is not None:
             reduce = getattr(policy, "reduce_dtype", None)
-            made["precision"] = {"compute": _DTYPES[dtype]}
+            plan_fields["precision"] = {"compute": _DTYPES[dtype]}
             if reduce not in (None, dtype):
-                made["precision"]["reduce"] = _DTYPES[reduce]
-        return made
+                plan_fields["precision"]["reduce"] = _DTYPES[reduce]
+        return plan_fields
 
 
 class LowLevelZeroPlugin(Plugin):
@@ -206,15 +208,15 @@ class LowLevelZeroPlugin(Plugin):
     def _plan(self) -> dict[str, Any]:
         precision = self._precision("fp16")
         wide = 2 if precision.get("compute") != "float32" else 4
-        made: dict[str, Any] = {
-            "zero": self.given.get("stage", 1),
+        plan_fields: dict[str, Any] = {
+            "zero": self.options.get("stage", 1),
             "precision": precision,
             "clip": self._clip(),
-            "chunk_megabytes": self.given.get("reduce_bucket_size_in_m", 12) * _MEGA * wide / 1e6,
+            "chunk_megabytes": self.options.get("reduce_bucket_size_in_m", 12) * _MEGA * wide / 1e6,
         }
-        if self.given.get("cpu_offload"):
-            made["offload"] = {"states": "host"}
-        return made
+        if self.options.get("cpu_offload"):
+            plan_fields["offload"] = {"states": "host"}
+        return plan_fields
 
 
 class GeminiPlugin(Plugin):
@@ -263,8 +265,8 @@ class GeminiPlugin(Plugin):
     }
 
     def _plan(self) -> dict[str, Any]:
-        get = self.given.get
-        made: dict[str, Any] = {
+        get = self.options.get
+        plan_fields: dict[str, Any] = {
             "zero": 3 if get("shard_param_frac", 1.0) > 0 else 2,
             "precision": self._precision("fp16"),
             "clip": self._clip(),
@@ -274,11 +276,11 @@ class GeminiPlugin(Plugin):
         policy = get("placement_policy", "static")
         if policy == "static":
             states, parameters = get("offload_optim_frac", 0.0), get("offload_param_frac", 0.0)
-            offload = {"states": states, "parameters": parameters if made["zero"] == 3 else 0.0}
-            made["offload"] = {key: {"place": "host", "ratio": x} for key, x in offload.items() if x}
+            offload = {"states": states, "parameters": parameters if plan_fields["zero"] == 3 else 0.0}
+            plan_fields["offload"] = {key: {"place": "host", "ratio": x} for key, x in offload.items() if x}
         else:
-            made |= offload_of(policy, self._mistakes, "placement_policy")
-        return made
+            plan_fields |= offload_of(policy, self._mistakes, "placement_policy")
+        return plan_fields
 
 
 class HybridParallelPlugin(Plugin):
@@ -328,16 +330,16 @@ class HybridParallelPlugin(Plugin):
     }
 
     def _plan(self) -> dict[str, Any]:
-        get, made = self.given.get, {}
+        get, plan_fields = self.options.get, {}
         for key in ("tp_size", "pp_size"):
-            if key not in self.given:
+            if key not in self.options:
                 self._mistakes.append(Mistake(key, None, "is needed"))
                 return {}
         precision = self._precision("fp16")
         wide = 2 if precision.get("compute") != "float32" else 4
         stage = get("zero_stage", 0)
         bucket = get("zero_bucket_size_in_m", 12) * _MEGA * wide / 1e6
-        made = {
+        plan_fields = {
             "tensor": get("tp_size"),
             "pipe": get("pp_size"),
             "zero": stage,
@@ -345,32 +347,34 @@ class HybridParallelPlugin(Plugin):
             "clip": self._clip(),
             "chunk_megabytes": bucket if stage else float(get("ddp_bucket_cap_mb", 25)),
         }
-        if self.given["pp_size"] > 1:
+        if self.options["pp_size"] > 1:
             if not get("num_microbatches"):
                 self._mistakes.append(Mistake("num_microbatches", None, "is needed with a pipeline"))
-            made["accumulate"] = get("num_microbatches") or 1
+            plan_fields["accumulate"] = get("num_microbatches") or 1
             style, several = get("pp_style", "1f1b"), get("num_model_chunks", 1)
-            made["schedule"] = {"1f1b": "1f1b", "interleaved": "interleaved", "zbv": "zbv"}.get(style, style)
+            plan_fields["schedule"] = {"1f1b": "1f1b", "interleaved": "interleaved", "zbv": "zbv"}.get(
+                style, style
+            )
             if style in ("interleaved", "zbv"):
-                made["stages_per_rank"] = several if several > 1 else 2
-        made |= self._sequence()
+                plan_fields["stages_per_rank"] = several if several > 1 else 2
+        plan_fields |= self._sequence()
         if get("cpu_offload"):
-            made["offload"] = {"states": "host"}
+            plan_fields["offload"] = {"states": "host"}
         if get("gradient_checkpoint_config") is not None:
-            made["recompute"] = "full"
-        return made
+            plan_fields["recompute"] = "full"
+        return plan_fields
 
     def _sequence(self) -> dict[str, Any]:
-        get = self.given.get
+        get = self.options.get
         if not get("enable_sequence_parallelism"):
             return {}
         mode = get("sequence_parallelism_mode")
         if mode in ("split_gather", "ring"):  # along the tensor axis, as in Megatron-LM
-            return {"sequence_parallel": self.given["tp_size"] > 1}
+            return {"sequence_parallel": self.options["tp_size"] > 1}
         kinds = {"all_to_all": "ulysses", "ring_attn": "ring"}
         if mode not in kinds:
-            told = "expected split_gather, ring, all_to_all or ring_attn"
-            self._mistakes.append(Mistake("sequence_parallelism_mode", mode, told))
+            expected = "expected split_gather, ring, all_to_all or ring_attn"
+            self._mistakes.append(Mistake("sequence_parallelism_mode", mode, expected))
             return {}
         return {"context": get("sp_size") or 1, "context_kind": kinds[mode]}
 
