@@ -149,9 +149,9 @@ _AT_THE_END = 20.0  # the same, when this process's program has ended
 
 
 class Staging:
-    """Copies of boxes_to_write in the host's memory, in buffers that are used again.
+    """Copies of boxes in the host's memory, in buffers that are used again.
 
-    Args:
+    Attributes:
         side: a stream of its own; None on a CPU.
     """
 
@@ -208,7 +208,7 @@ class SaveWork:
 
     Args:
         durable: let nothing be there before it outlives a crash of the machine.
-        staging: copies the boxes_to_write first; None: they are as they stay.
+        staging: copies the boxes first; None: they are as they stay.
         error: what kept this rank from having any.
     """
 

@@ -158,7 +158,7 @@ class Passes(ABC):
         updates: how often the parameters were updated.
         watch: over the device's memory, while it is asked for.
         traffic: the ledgers of steps.
-        given: compares the ranks' batches in the first step.
+        first_batches: compares the ranks' batches in the first step.
         pulse: what this rank is at, for the watch over ranks that die or hang.
     """
 

@@ -40,7 +40,7 @@ def plan_page(
 
     Args:
         name: of the job.
-        found: with at least one plan that fits.
+        searched: with at least one plan that fits.
         checked: the best ones' dry runs.
         changes: lines on what would change the choice.
         timeline: of the best one's pipeline, if it has one, maybe of fewer micro-batches than its own.

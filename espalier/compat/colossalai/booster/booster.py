@@ -21,21 +21,17 @@ _PRECISIONS = {"fp16": "autocast-float16", "bf16": "autocast-bfloat16", None: No
 
 
 class Boosted(EngineModule):
-    """A model that an engine trains: a call takes and gives this rank's rows.
-
-    Attributes:
-        criterion: of a pipeline: ``criterion(output, inputs)``.
-    """
+    """A model that an engine trains: a call takes and gives this rank's rows."""
 
     def __init__(self, model: nn.Module, optimizer: Any, plan: Plan, options: dict[str, Any]) -> None:
-        self_criterion: list[Callable[[Any, Any], torch.Tensor]] = []
+        criteria: list[Callable[[Any, Any], torch.Tensor]] = []
 
         def loss(output: Any, batch: Any) -> torch.Tensor:
-            return self_criterion[-1](output, batch)
+            return criteria[-1](output, batch)
 
         engine = lay_on_mesh(model, optimizer, plan, loss_fn=loss, **options)
         super().__init__(engine, rows="own")
-        self._criteria = self_criterion
+        self._criteria = criteria
 
     def judge_by(self, criterion: Callable[[Any, Any], torch.Tensor]) -> None:
         """Take a criterion for the passes that follow."""
