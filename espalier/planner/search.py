@@ -377,7 +377,7 @@ class Search:
         for rank, (f, b) in zip(rank_of, took, strict=True):
             each[rank] += f + b
         busiest = max(range(p), key=lambda rank: each[rank])
-        pipeline = self._closed(plan, took, each)
+        pipeline = self._closed(plan, each)
         # parameters of the fullest rank
         sizes = [0.0] * p
         for rank, n in zip(rank_of, layers, strict=True):
@@ -510,7 +510,7 @@ class Search:
                 self._schedules[key] = None
         return self._schedules[key]
 
-    def _closed(self, plan: Plan, took: Sequence[tuple[float, float]], each: Sequence[float]) -> float:
+    def _closed(self, plan: Plan, each: Sequence[float]) -> float:
         """Seconds of a pipeline by its closed form; the best ones are simulated."""
         p, m = plan.pipe, plan.accumulate
         busiest, mean = max(each), sum(each) / p

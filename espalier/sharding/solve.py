@@ -105,7 +105,7 @@ def _candidates(
                 continue
             tried.add(letter)
             if _fits(spec, letter, cuts, axis, mesh):
-                candidate = _sharded(spec, letter, len(operands))
+                candidate = _sharded(spec, letter)
                 if candidate is not None:
                     yield candidate
     ops = {s for s in states if is_partial(s)}
@@ -127,7 +127,7 @@ def _fits(spec: Spec, letter: Letter, cuts: dict[Letter, list[int]], axis: int, 
     return all(same_cuts(size, factor, sizes) for size, factor in spec.factors.get(letter, ()))
 
 
-def _sharded(spec: Spec, letter: Letter, n: int) -> Candidate | None:
+def _sharded(spec: Spec, letter: Letter) -> Candidate | None:
     outs: list[AxisState] = []
     contracted = False
     for dims in spec.outs:

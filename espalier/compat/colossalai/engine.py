@@ -11,6 +11,7 @@ from torch import nn
 
 from espalier.compat.colossalai.config import plan_of
 from espalier.compat.colossalai.core import global_context
+from espalier.compat.plans import counts_one
 from espalier.engine import Engine as Inner
 from espalier.engine import EngineModule
 from espalier.engine import initialize as lay_on_mesh
@@ -135,11 +136,6 @@ def initialize(
     if plan is None:
         plan = plan_of(global_context.config if config is None else config, ranks)
     if plan.accumulate > 1:
-        options.setdefault("count", _alike)
+        options.setdefault("count", counts_one)
     inner = lay_on_mesh(model, optimizer, plan, loss_fn=criterion if plan.pipe > 1 else None, **options)
     return Engine(inner, criterion), train_dataloader, test_dataloader, lr_scheduler
-
-
-def _alike(batch: Any) -> int:
-    """Micro-batches count alike, as in Colossal-AI."""
-    return 1

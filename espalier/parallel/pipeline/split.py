@@ -175,7 +175,7 @@ class Split:
 
     def __init__(self, family: _Family, traced: Trace, cuts: Sequence[str]) -> None:
         self._family, self.cuts = family, tuple(cuts)
-        divided = Divided(traced, _bounds(traced, cuts, family.model), family.model, family.stand_ins)
+        divided = Divided(traced, _bounds(traced, cuts), family.model, family.stand_ins)
         self.stages = tuple(StageProgram(divided, i, family.model) for i in range(divided.number))
         self._guards = divided.guards()
         self.dice = divided.dice
@@ -364,7 +364,7 @@ def _anywhere(
         if segment.name.startswith(whole):
             continue
         try:
-            Divided(traced, _bounds(traced, [segment.name], family.model), family.model, family.stand_ins)
+            Divided(traced, _bounds(traced, [segment.name]), family.model, family.stand_ins)
         except SplitError:
             continue
         legal.add(segment.name)
@@ -505,7 +505,7 @@ def _within(
     return result
 
 
-def _bounds(traced: Trace, cuts: Sequence[str], model: nn.Module) -> list[int]:
+def _bounds(traced: Trace, cuts: Sequence[str]) -> list[int]:
     labels = {label: call.start for label, call in _labels(traced).items()}
     if wrong := [c for c in cuts if c not in labels]:
         raise SplitError(_near(wrong, list(labels), "cuts"))

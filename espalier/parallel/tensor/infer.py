@@ -579,7 +579,7 @@ def choose(
     chosen = Chosen(
         described or {}, cuts, "a cut of it would be undone at once" if described is None else _TABLE
     )
-    chosen.why[""] = _of_boundary(cuts, totals, bool(tried))
+    chosen.why[""] = _of_boundary(totals, bool(tried))
     if described is None:
         _take(chosen, groups, kinds)
     return chosen
@@ -620,7 +620,7 @@ def _of_group(kind: BlockKind, i: int, best: tuple[int, ...], sequence: bool) ->
     return f"cut, it sends {sent:,} B more and frees {b.kept + b.held - a.kept - a.held:,} B"
 
 
-def _of_boundary(cut: bool, totals: Mapping[bool, int], tried: bool) -> str:
+def _of_boundary(totals: Mapping[bool, int], tried: bool) -> str:
     if len(totals) == 1:
         return "the plan"
     if not tried:

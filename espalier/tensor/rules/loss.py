@@ -93,7 +93,7 @@ def cross_entropy(
     if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
         return None
     soft = target.shape == input.shape
-    return _of_classes(input, target, weight, reduction, "c", soft, _cross_entropy)
+    return _of_classes(input, weight, reduction, "c", soft, _cross_entropy)
 
 
 @rule(F.nll_loss)
@@ -109,11 +109,11 @@ def nll_loss(
     """nll_loss of log-probabilities whose classes are whole."""
     if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
         return None
-    return _of_classes(input, target, weight, reduction, None, False, _nll)
+    return _of_classes(input, weight, reduction, None, False, _nll)
 
 
 def _of_classes(
-    input: Operand, target: Operand, weight: Operand | None, reduction: str, classes: str | None, soft: bool,
+    input: Operand, weight: Operand | None, reduction: str, classes: str | None, soft: bool,
     run: Callable[..., Any],
 ) -> Spec:  # fmt: skip
     at = 0 if input.ndim == 1 else 1

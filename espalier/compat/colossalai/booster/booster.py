@@ -13,6 +13,7 @@ from torch import nn
 
 from espalier.compat.colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from espalier.compat.colossalai.engine import piped
+from espalier.compat.plans import counts_one
 from espalier.engine import EngineModule
 from espalier.engine import initialize as lay_on_mesh
 from espalier.parallel import Plan
@@ -79,7 +80,7 @@ class Booster:
         if self._precision is not None and plan.precision.compute == "float32":
             plan = Plan(**{**plan.model_dump(), "precision": self._precision})
         if plan.accumulate > 1:
-            options.setdefault("count", _alike)
+            options.setdefault("count", counts_one)
         return Boosted(model, optimizer, plan, options), optimizer, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -192,8 +193,3 @@ class Booster:
 
 
 _MEGABYTE = 1024**2 / 1e9
-
-
-def _alike(batch: Any) -> int:
-    """Micro-batches count alike, as in Colossal-AI."""
-    return 1
