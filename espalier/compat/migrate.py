@@ -377,7 +377,7 @@ class _Program:
             idle, mistakes = [], [*error.mistakes]
         self.notes += [Note(line, f"configuration: {m.text()}", True) for m in mistakes]
         self.notes += [
-            Note(line, f"configuration: {k.name} has no effect: {k.told.replace('`', '')}") for k in idle
+            Note(line, f"configuration: {k.name} has no effect: {k.reason.replace('`', '')}") for k in idle
         ]
 
     # ---- text

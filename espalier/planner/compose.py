@@ -152,18 +152,18 @@ def composed(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     coordinate: tuple[int, ...] | Mapping[str, int] | None = None,
-    **given: Any,
+    **options: Any,
 ) -> Totals:
     """What :func:`~espalier.dry_run` tells, from dry runs of the model with few of its blocks.
 
     Args:
-        model, plan, batch, optimizer, coordinate, given: as for :func:`~espalier.dry_run`. A pipeline is
+        model, plan, batch, optimizer, coordinate, options: as for :func:`~espalier.dry_run`. A pipeline is
             composed where ``Plan(cuts=...)`` names blocks.
     """
-    made = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
-    given["optimizer"] = optimizer
+    plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
+    options["optimizer"] = optimizer
     try:
-        family = _Family(model, made, batch, coordinate, given)
+        family = _Family(model, plan, batch, coordinate, options)
         why = "the check found other numbers"
         for depths in _DEPTHS:
             totals = family.totals(*depths)
@@ -171,7 +171,7 @@ def composed(
                 return totals
     except NotComposed as error:
         why = str(error)
-    return Totals.of(dry_run(model, made, batch, coordinate=coordinate, **given), why)
+    return Totals.of(dry_run(model, plan, batch, coordinate=coordinate, **options), why)
 
 
 @dataclass
@@ -187,7 +187,7 @@ class _Family:
     plan: Plan
     batch: Any
     coordinate: Any
-    given: Mapping[str, Any]
+    options: Mapping[str, Any]
     layers: list[int] = field(init=False)
     own: list[int] = field(init=False)
     _runs: dict[tuple[int, int], Totals] = field(init=False, default_factory=dict)
@@ -197,9 +197,9 @@ class _Family:
         self.list = one_list(every_block)
         if isinstance(plan.recompute, dict):
             raise NotComposed("recompute names blocks")
-        if any(any(map(str.isdigit, str(name))) for name in (self.given.get("layouts") or {})):
+        if any(any(map(str.isdigit, str(name))) for name in (self.options.get("layouts") or {})):
             raise NotComposed("layouts name blocks")
-        if self.given.get("branches"):
+        if self.options.get("branches"):
             raise NotComposed("there are branches")
         if any(s.place != "device" and s.ratio != 1 for s in plan.offload.shares.values()):
             raise NotComposed("a share of the chunks is off the device: which, all of them decide")
@@ -264,8 +264,8 @@ class _Family:
         grid = _Grid(depths, micro, runs)
         point = (check if deep else self.most, few + 2 * step)
         tested = self._run(*point)
-        found = grid.at(*point)
-        if found is None or tested.differs(_with(tested, found)):
+        totals = grid.at(*point)
+        if totals is None or tested.differs(_with(tested, totals)):
             return None
         numbers = grid.at(self.most, self.plan.accumulate)
         if numbers is None:
@@ -339,9 +339,9 @@ class _Family:
             return x[: x.shape[0] * micro_batches // m]
 
         batch = tree_map(fewer, self.batch)
-        with shallow(self.model, self.given["optimizer"], self.list, sum(layers)):
-            made = plan.model_copy(update=change)
-            return Totals.of(dry_run(self.model, made, batch, coordinate=self.coordinate, **self.given))
+        with shallow(self.model, self.options["optimizer"], self.list, sum(layers)):
+            changed = plan.model_copy(update=change)
+            return Totals.of(dry_run(self.model, changed, batch, coordinate=self.coordinate, **self.options))
 
 
 class _Part(NamedTuple):
@@ -469,10 +469,10 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 # ---- the same model with fewer blocks
 
 
-def one_list(found: Mapping[str, nn.Module]) -> str:
+def one_list(listed: Mapping[str, nn.Module]) -> str:
     """The name of the list that has all blocks."""
-    lists = {name.rpartition(".")[0] for name in found}
-    places = [name.rpartition(".")[2] for name in found]
+    lists = {name.rpartition(".")[0] for name in listed}
+    places = [name.rpartition(".")[2] for name in listed]
     if len(lists) != 1 or places != [str(i) for i in range(len(places))]:
         raise NotComposed("blocks do not stand in one list")
     return lists.pop()

@@ -182,27 +182,27 @@ INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def answer(name: str, given: Mapping[str, Any]) -> Any:
+def answer(name: str, options: Mapping[str, Any]) -> Any:
     """What a method of :data:`GIVEN` or :data:`OFF` gives.
 
     Args:
-        given: each key of the configuration that was given, dotted, with its value.
+        options: each key of the configuration that was given, dotted, with its value.
     """
     if name in OFF:
         return False
     key, default = GIVEN[name]
-    return given.get(key, default)
+    return options.get(key, default)
 
 
-def offload(given: Mapping[str, Any], kind: str) -> SimpleNamespace | None:
+def offload(options: Mapping[str, Any], kind: str) -> SimpleNamespace | None:
     """``offload_optimizer`` or ``offload_param`` as a configuration says it; None where it does not."""
     section = f"{_ZERO}{kind}."
-    found = {key.removeprefix(section): value for key, value in given.items() if key.startswith(section)}
-    if given.get(f"{_ZERO}cpu_offload" if kind == "offload_optimizer" else f"{_ZERO}cpu_offload_param"):
-        found["device"] = "cpu"
-    if not found and not given.get(f"{_ZERO}{kind}"):
+    fields = {key.removeprefix(section): value for key, value in options.items() if key.startswith(section)}
+    if options.get(f"{_ZERO}cpu_offload" if kind == "offload_optimizer" else f"{_ZERO}cpu_offload_param"):
+        fields["device"] = "cpu"
+    if not fields and not options.get(f"{_ZERO}{kind}"):
         return None
-    return SimpleNamespace(**{"device": "none", "nvme_path": None, "ratio": 1.0, **found})
+    return SimpleNamespace(**{"device": "none", "nvme_path": None, "ratio": 1.0, **fields})
 
 
 def missing(name: str, kind: str) -> str:

@@ -46,7 +46,7 @@ class Config:
         skips: whether steps whose gradients are not finite are skipped (beside those of float16, which are).
         values: each key that was given and is honoured, dotted, with its value.
         idle: keys that were given and have no effect here.
-        given: each key that was given, dotted, with its value.
+        configured: each key that was given, dotted, with its value.
     """
 
     plan: Plan
@@ -57,7 +57,7 @@ class Config:
     skips: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
     idle: tuple[Key, ...] = ()
-    given: Mapping[str, Any] = field(default_factory=dict)
+    configured: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def notes(self) -> str:
@@ -65,7 +65,7 @@ class Config:
         if not self.idle:
             return ""
         head = f"{_OWNER}: without an effect here"
-        return listed(head, [f"{key.name}: {key.told.replace('`', '')}" for key in self.idle])
+        return listed(head, [f"{key.name}: {key.reason.replace('`', '')}" for key in self.idle])
 
 
 def load(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -118,10 +118,10 @@ def read(
     """
     tables = load(config)
     values, idle, mistakes = examine(tables)
-    made = _Reading(values, ranks, pipe, mistakes).config(plan or {}, tuple(idle))
-    if mistakes or made is None:
+    settings = _Reading(values, ranks, pipe, mistakes).config(plan or {}, tuple(idle))
+    if mistakes or settings is None:
         raise MistakeError(_OWNER, mistakes)
-    return replace(made, given={**_flat(tables, []), **values})
+    return replace(settings, configured={**_flat(tables, []), **values})
 
 
 def examine(tables: Mapping[str, Any]) -> tuple[dict[str, Any], list[Key], list[Mistake]]:
@@ -130,21 +130,21 @@ def examine(tables: Mapping[str, Any]) -> tuple[dict[str, Any], list[Key], list[
     mistakes: list[Mistake] = []
     values = _flat(tables, mistakes)
     idle: list[Key] = []
-    for name, given in [*values.items()]:
+    for name, value in [*values.items()]:
         key = KEYS[name]
         if key.fate == "honoured":
             try:
-                values[name] = TypeAdapter(key.kind).validate_python(given)
+                values[name] = TypeAdapter(key.kind).validate_python(value)
             except ValidationError as error:
                 for item in error.errors(include_url=False)[:1]:
-                    mistakes.append(Mistake(name, given, item["msg"].replace("Input should be", "expected")))
+                    mistakes.append(Mistake(name, value, item["msg"].replace("Input should be", "expected")))
                 del values[name]
             continue
         del values[name]
         if key.fate == "no effect":
             idle.append(key)
-        elif not _is_harmless(given, key.harmless):
-            mistakes.append(Mistake(name, given, f"not to be had here: {key.told}"))
+        elif not _is_harmless(value, key.harmless):
+            mistakes.append(Mistake(name, value, f"not to be had here: {key.reason}"))
     return values, idle, mistakes
 
 
@@ -160,29 +160,29 @@ def _flat(tables: Mapping[str, Any], mistakes: list[Mistake]) -> dict[str, Any]:
 def _flatten(
     tables: Mapping[str, Any], section: str, values: dict[str, Any], mistakes: list[Mistake]
 ) -> None:
-    for key, given in tables.items():
+    for key, value in tables.items():
         name = ALIASES.get(section + key, section + key)
-        if given == _AUTO and name != "pipeline.stages":
+        if value == _AUTO and name != "pipeline.stages":
             continue
         is_section = any(known.startswith(f"{name}.") for known in KEYS)
-        if is_section and isinstance(given, Mapping):
-            _flatten(given, f"{name}.", values, mistakes)
+        if is_section and isinstance(value, Mapping):
+            _flatten(value, f"{name}.", values, mistakes)
             if name in KEYS:
-                values[name] = dict(given)
+                values[name] = dict(value)
         elif name in KEYS:
-            values[name] = given
+            values[name] = value
         elif is_section:
-            if given is not None:
-                mistakes.append(Mistake(name, given, 'expected a table, as {"enabled": true}'))
+            if value is not None:
+                mistakes.append(Mistake(name, value, 'expected a table, as {"enabled": true}'))
         else:
             names = (known.removeprefix(section) for known in [*KEYS, *ALIASES] if known.startswith(section))
             siblings = sorted({known.partition(".")[0] for known in names})
-            mistakes.append(unknown_key(name, given, siblings))
+            mistakes.append(unknown_key(name, value, siblings))
 
 
-def _is_harmless(given: Any, harmless: tuple[Any, ...]) -> bool:
-    off = isinstance(given, Mapping) and given.get("enabled") is False and {"enabled": False} in harmless
-    return off or any(given == one and isinstance(given, bool) == isinstance(one, bool) for one in harmless)
+def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
+    off = isinstance(value, Mapping) and value.get("enabled") is False and {"enabled": False} in harmless
+    return off or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless)
 
 
 class _Reading:
@@ -201,8 +201,8 @@ class _Reading:
         groups.update({name: more[name] for name in groups if name in more})
         each = groups["pipe"] * groups["tensor"] * groups["context"]
         if self.ranks % each:
-            told = " × ".join(f"{name} {n}" for name, n in groups.items() if n > 1)
-            self.mistakes.append(Mistake("", MISSING, f"{self.ranks} ranks are no multiple of {told}"))
+            product = " × ".join(f"{name} {n}" for name, n in groups.items() if n > 1)
+            self.mistakes.append(Mistake("", MISSING, f"{self.ranks} ranks are no multiple of {product}"))
             return None
         share = self.ranks // each
         rows, micro, accumulate = self._batch(share)
@@ -258,8 +258,8 @@ class _Reading:
         elif micro is None:
             micro = rows // (steps * share)
         if rows != micro * steps * share:
-            told = f"{names[1]} {micro} × {names[2]} {steps} × {share} rank(s) that share the batch"
-            self._wrong(names[0], f"expected {told} = {micro * steps * share}")
+            product = f"{names[1]} {micro} × {names[2]} {steps} × {share} rank(s) that share the batch"
+            self._wrong(names[0], f"expected {product} = {micro * steps * share}")
         return rows, micro, steps
 
     def _data(self, share: int, stage: int) -> dict[str, int]:
@@ -279,21 +279,21 @@ class _Reading:
         chosen = [name for name in names if get(name)]
         if len(chosen) > 1:
             self._wrong(chosen[1], f"{chosen[0]} is so too: expected one of them")
-        made: dict[str, Any] = {"compute": "float32"}
+        precision: dict[str, Any] = {"compute": "float32"}
         if get("fp16.enabled"):
-            made = {"compute": "float16", "loss_scale": self._scale()}
+            precision = {"compute": "float16", "loss_scale": self._scale()}
         elif get("bf16.enabled"):
-            made = {"compute": "bfloat16"}
+            precision = {"compute": "bfloat16"}
         elif get("torch_autocast.enabled"):
             dtype = (get("torch_autocast.dtype") or "bfloat16").removeprefix("torch.")
             dtype = _DTYPES.get(dtype, {"half": "float16"}.get(dtype, dtype))
-            made = {"compute": f"autocast-{dtype}"}
+            precision = {"compute": f"autocast-{dtype}"}
             if dtype not in ("float16", "bfloat16"):
                 self._wrong("torch_autocast.dtype", "expected bfloat16 or float16")
         reduce = get("communication_data_type") or get("data_types.grad_accum_dtype")
-        if reduce is not None and _DTYPES[reduce] != made["compute"]:
-            made["reduce"] = _DTYPES[reduce]
-        return made
+        if reduce is not None and _DTYPES[reduce] != precision["compute"]:
+            precision["reduce"] = _DTYPES[reduce]
+        return precision
 
     def _scale(self) -> dict[str, Any]:
         get = self.values.get
@@ -314,21 +314,21 @@ class _Reading:
 
     def _sizes(self, stage: int, element: int) -> dict[str, float]:
         """Buckets, which are counted in elements, as megabytes."""
-        get, made = self.values.get, {}
+        get, sizes = self.values.get, {}
         names = ("reduce_bucket_size", "allgather_bucket_size")
         buckets = [size for name in names if (size := get(f"zero_optimization.{name}"))]
         if buckets:
-            made["chunk_megabytes"] = min(buckets) * element / 1e6
+            sizes["chunk_megabytes"] = min(buckets) * element / 1e6
             if stage == 3:
-                made["chunk_megabytes"] = min(made["chunk_megabytes"], _DEFAULT_CHUNK)
+                sizes["chunk_megabytes"] = min(sizes["chunk_megabytes"], _DEFAULT_CHUNK)
         ahead = get("zero_optimization.stage3_prefetch_bucket_size")
         if ahead is not None and stage == 3:
-            made["prefetch_megabytes"] = ahead * element / 1e6
-        return made
+            sizes["prefetch_megabytes"] = ahead * element / 1e6
+        return sizes
 
     def _offload(self, stage: int) -> dict[str, Any]:
         get, zero = self.values.get, "zero_optimization."
-        made: dict[str, Any] = {}
+        plan_fields: dict[str, Any] = {}
         directories: dict[str, str] = {}
         for kind, of_old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
             section = f"{zero}{kind}"
@@ -346,21 +346,21 @@ class _Reading:
                     self._wrong(f"{section}.nvme_path", "is missing, and device is nvme")
             share = {"place": place, "ratio": get(f"{section}.ratio", 1.0)}
             if kind == "offload_param":
-                made["parameters"] = share
+                plan_fields["parameters"] = share
             else:
-                made["states"] = share
+                plan_fields["states"] = share
                 if stage >= 2:
-                    made["gradients"] = share
+                    plan_fields["gradients"] = share
         if len({*directories.values()}) > 1:
             section = [*directories][1]
             self._wrong(
                 f"{section}.nvme_path", "expected the same as offload_optimizer's: there is one directory"
             )
         if directories:
-            made["directory"] = next(iter(directories.values()))
-        return made
+            plan_fields["directory"] = next(iter(directories.values()))
+        return plan_fields
 
     def _choice(self, kind: str) -> Choice | None:
         name, params = self.values.get(f"{kind}.type"), self.values.get(f"{kind}.params") or {}
-        given = {key: value for key, value in params.items() if value != _AUTO}
-        return None if name is None else Choice(name, given)
+        arguments = {key: value for key, value in params.items() if value != _AUTO}
+        return None if name is None else Choice(name, arguments)

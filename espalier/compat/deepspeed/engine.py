@@ -82,7 +82,7 @@ class DeepSpeedEngine(EngineModule):
 
     def __getattr__(self, name: str) -> Any:
         if name in answers.GIVEN or name in answers.OFF:
-            return partial(answers.answer, name, self.settings.given)
+            return partial(answers.answer, name, self.settings.configured)
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -261,8 +261,8 @@ class DeepSpeedEngine(EngineModule):
         """
         each = self.settings.micro_batch * self.dp_world_size
         if train_batch_size < each or train_batch_size % each:
-            told = f"{self.settings.micro_batch} rows of a micro-batch × {self.dp_world_size} rank(s)"
-            raise ValueError(f"set_train_batch_size({train_batch_size}): expected a multiple of {told}.")
+            product = f"{self.settings.micro_batch} rows of a micro-batch × {self.dp_world_size} rank(s)"
+            raise ValueError(f"set_train_batch_size({train_batch_size}): expected a multiple of {product}.")
         self.engine.resize(train_batch_size // each)
         self.settings = replace(self.settings, train_batch=train_batch_size)
 
@@ -327,13 +327,13 @@ class DeepSpeedEngine(EngineModule):
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Of parameters, and in which gradients are summed."""
         own = getattr(torch, self.plan.precision.parameters or "float32")
-        word = self.settings.given.get("data_types.grad_accum_dtype")
+        word = self.settings.configured.get("data_types.grad_accum_dtype")
         return own, own if word is None else getattr(torch, answers.dtype_word(word))
 
     @property
     def communication_data_type(self) -> torch.dtype:
         """In which gradients are summed over the ranks; the configuration says it."""
-        word = self.settings.given.get("communication_data_type")
+        word = self.settings.configured.get("communication_data_type")
         return self.get_data_types()[0] if word is None else getattr(torch, answers.dtype_word(word))
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
@@ -343,11 +343,11 @@ class DeepSpeedEngine(EngineModule):
 
     def initial_dynamic_scale(self) -> int:
         """The loss scale that training begins with, where it follows the gradients."""
-        return int(2 ** self.settings.given.get("fp16.initial_scale_power", 16))
+        return int(2 ** self.settings.configured.get("fp16.initial_scale_power", 16))
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
         """How it follows them."""
-        get = self.settings.given.get
+        get = self.settings.configured.get
         return {
             "init_scale": self.initial_dynamic_scale(),
             "scale_window": get("fp16.loss_scale_window", 1000),
@@ -358,19 +358,19 @@ class DeepSpeedEngine(EngineModule):
 
     def postscale_gradients(self) -> bool:
         """Whether gradients are divided behind their sum."""
-        return not self.settings.given.get("prescale_gradients", False)
+        return not self.settings.configured.get("prescale_gradients", False)
 
     def zero_overlap_comm(self) -> bool:
         """As the configuration says; by default at stage 3."""
-        return bool(self.settings.given.get("zero_optimization.overlap_comm", self.plan.zero == 3))
+        return bool(self.settings.configured.get("zero_optimization.overlap_comm", self.plan.zero == 3))
 
     def zero_offload_optimizer(self) -> Any:
         """``device``, ``nvme_path``, ``ratio``, ...; None where nothing is said."""
-        return answers.offload(self.settings.given, "offload_optimizer")
+        return answers.offload(self.settings.configured, "offload_optimizer")
 
     def zero_offload_param(self) -> Any:
         """``device``, ``nvme_path``, ...; None where nothing is said."""
-        return answers.offload(self.settings.given, "offload_param")
+        return answers.offload(self.settings.configured, "offload_param")
 
     def zero_cpu_offload(self) -> bool:
         """Whether states lie on the host."""
@@ -403,11 +403,11 @@ class DeepSpeedEngine(EngineModule):
         return self._tag_validation() == "FAIL"
 
     def _tag_validation(self) -> str:
-        return str(self.settings.given.get("checkpoint.tag_validation", "Warn")).upper()
+        return str(self.settings.configured.get("checkpoint.tag_validation", "Warn")).upper()
 
     def checkpoint_writer_enabled(self) -> bool:
         """Whether the configuration speaks of a writer."""
-        return any(key.startswith("checkpoint.writer.") for key in self.settings.given)
+        return any(key.startswith("checkpoint.writer.") for key in self.settings.configured)
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of each timer, with ``wall_clock_breakdown``; they run on."""

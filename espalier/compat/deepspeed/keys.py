@@ -15,9 +15,9 @@ from pydantic import BeforeValidator, Field
 from espalier.texts import Count, Positive
 
 
-def _whole(given: Any) -> Any:
+def _whole(value: Any) -> Any:
     """Counts are often written as 5e8."""
-    return int(given) if isinstance(given, float) and given.is_integer() else given
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -33,31 +33,33 @@ class Key(NamedTuple):
 
     Attributes:
         fate: what becomes of it.
-        told: how it is honoured, or why it has no effect, or what to do in its place.
+        reason: how it is honoured, or why it has no effect, or what to do in its place.
         kind: the type of its values; None where these are not looked at.
         harmless: values of a refused key that ask for nothing.
     """
 
     name: str
     fate: Fate
-    told: str
+    reason: str
     kind: Any = None
     harmless: tuple[Any, ...] = (False, None, 0)
 
 
 def _yes(section: str, **keys: tuple[Any, str]) -> Iterator[Key]:
-    for name, (kind, told) in keys.items():
-        yield Key(section + name, "honoured", told, kind)
+    for name, (kind, reason) in keys.items():
+        yield Key(section + name, "honoured", reason, kind)
 
 
-def _idle(section: str, told: str, *names: str) -> Iterator[Key]:
+def _idle(section: str, reason: str, *names: str) -> Iterator[Key]:
     for name in names:
-        yield Key(section + name, "no effect", told)
+        yield Key(section + name, "no effect", reason)
 
 
-def _no(section: str, told: str, *names: str, harmless: tuple[Any, ...] = (False, None, 0)) -> Iterator[Key]:
+def _no(
+    section: str, reason: str, *names: str, harmless: tuple[Any, ...] = (False, None, 0)
+) -> Iterator[Key]:
     for name in names:
-        yield Key(section + name, "refused", told, None, harmless)
+        yield Key(section + name, "refused", reason, None, harmless)
 
 
 _MONITOR = "what DeepSpeed writes (`Train/Samples/train_loss`, `lr`, `loss_scale`), by rank 0"
@@ -540,4 +542,4 @@ ALIASES: Final = MappingProxyType(
 def markdown(keys: Iterable[Key] = _TABLE) -> str:
     """The table as docs/deepspeed.md has it."""
     lines = ["| key | | |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| `{key.name}` | {key.fate} | {key.told} |" for key in keys)])
+    return "\n".join([*lines, *(f"| `{key.name}` | {key.fate} | {key.reason} |" for key in keys)])

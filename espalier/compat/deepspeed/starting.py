@@ -15,6 +15,7 @@ from espalier.compat.deepspeed.config import load, read
 from espalier.compat.deepspeed.engine import DeepSpeedEngine, init_distributed
 from espalier.compat.deepspeed.pipe import PipelineModule
 from espalier.compat.deepspeed.pipe_engine import PipelineEngine
+from espalier.compat.plans import counts_one
 from espalier.engine import Spikes
 from espalier.engine import initialize as lay_on_mesh
 
@@ -64,13 +65,13 @@ def initialize(
             "(tensor_parallel.autotp_size, sequence_parallel_size) or plan={...}."
         )
     path = getattr(args, "deepspeed_config", None)
-    given = config if config is not None else config_params if config_params is not None else path
-    if given is None:
+    source = config if config is not None else config_params if config_params is not None else path
+    if source is None:
         raise ValueError("deepspeed.initialize needs config=..., or --deepspeed_config in args.")
     init_distributed()
     is_pipeline = isinstance(model, PipelineModule)
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
-    tables = load(given)
+    tables = load(source)
     settings = read(tables, _ranks(), pipe=stages, plan=plan)
     if isinstance(model, PipelineModule):
         settings = model.arranged(settings)
@@ -80,7 +81,7 @@ def initialize(
         optimizer = optimizers.make(*settings.optimizer, model, model_parameters)
     elif callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model.parameters()) if model_parameters is None else model_parameters)
-    options.setdefault("count", _alike)
+    options.setdefault("count", counts_one)
     if settings.skips:
         options.setdefault("spikes", Spikes(on_nan="skip", limit=_LIMIT))
     inner = lay_on_mesh(model, optimizer, settings.plan, **options)
@@ -97,16 +98,11 @@ def initialize(
             print(f"DeepSpeed's configuration became {settings.plan!r}", flush=True)
     kind = PipelineEngine if is_pipeline else DeepSpeedEngine
     engine = kind(inner, settings, tables, lr_scheduler)
-    for name, given in brought.items():
-        setattr(engine, name, given)
+    for name, value in brought.items():
+        setattr(engine, name, value)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _alike(batch: Any) -> int:
-    """Micro-batches count alike, as in DeepSpeed."""
-    return 1
 
 
 def _ranks() -> int:

@@ -51,12 +51,12 @@ class Timer:
         """Milliseconds since it was last reset; one that runs goes on."""
         if runs := self._begun is not None:
             self.stop()
-        found = 1000 * sum(self._seconds)
+        milliseconds = 1000 * sum(self._seconds)
         if reset:
             self.reset()
         if runs:
             self.start()
-        return found
+        return milliseconds
 
     def mean(self) -> float:
         """Of the times, in milliseconds; 0 without any."""
@@ -78,11 +78,11 @@ class Timers:
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
         """Of each that there is, the mean in milliseconds."""
-        found = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+        means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
         if reset:
-            for name in found:
+            for name in means:
                 self.timers[name].reset()
-        return found
+        return means
 
     def told(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> str:
         """A line of what has elapsed."""
