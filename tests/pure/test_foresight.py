@@ -195,9 +195,8 @@ def test_slower_parts_never_make_it_faster(search: Search) -> None:
 
 def test_a_pipeline_of_equal_stages_takes_its_closed_form(search: Search) -> None:
     plan = next(p for p, _ in search.candidates() if p.pipe == 4 and p.schedule == "1f1b")
-    took, m = [(1.0, 2.0)] * 4, plan.accumulate
-    real = simulate(generate("1f1b", 4, m), Costs(1.0, 2.0, 0.0)).step_time
-    assert math.isclose(search._closed(plan, took, [3.0] * 4), real)
+    real = simulate(generate("1f1b", 4, plan.accumulate), Costs(1.0, 2.0, 0.0)).step_time
+    assert math.isclose(search._closed(plan, [3.0] * 4), real)
 
 
 def test_micro_batches_that_live(search: Search) -> None:
