@@ -62,20 +62,20 @@ def _searched(
         MistakeError: what the search needs is missing.
     """
     names = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
-    given = {**dict(zip(names, more, strict=False)), **options}
-    needed = {"cluster": cluster, "model": model, "train_dataset": given.get("train_dataset")}
-    told = f"plan='auto' needs it; clusters that are shipped: {', '.join(shipped())}"
-    refuse("Trainer", [(name, x, told) for name, x in needed.items() if x is None])
+    arguments = {**dict(zip(names, more, strict=False)), **options}
+    needed = {"cluster": cluster, "model": model, "train_dataset": arguments.get("train_dataset")}
+    reason = f"plan='auto' needs it; clusters that are shipped: {', '.join(shipped())}"
+    refuse("Trainer", [(name, x, reason) for name, x in needed.items() if x is None])
     assert cluster is not None
     ranks = world_size()
     mesh = Mesh.from_env({"data": ranks})
-    found: Plan | str | None = None
+    outcome: Plan | str | None = None
     if mesh.rank == 0:
         rows = args.per_device_train_batch_size * ranks
-        collate = given.get("data_collator")
-        if collate is None and (tokenizer := given.get("processing_class")) is not None:
+        collate = arguments.get("data_collator")
+        if collate is None and (tokenizer := arguments.get("processing_class")) is not None:
             collate = transformers.DataCollatorWithPadding(tokenizer)
-        dataset = given["train_dataset"]
+        dataset = arguments["train_dataset"]
         batch = (collate or transformers.default_data_collator)(
             [dataset[i % len(dataset)] for i in range(rows)]
         )
@@ -83,15 +83,15 @@ def _searched(
         batch = {name: x.to("meta") for name, x in batch.items() if name in takes}
         try:
             fixed = {"pipe": 1, "accumulate": 1, **said}
-            found = auto(_on_meta(model), batch, cluster, ranks=ranks, **fixed)
+            outcome = auto(_on_meta(model), batch, cluster, ranks=ranks, **fixed)
         except ValueError as error:
-            found = str(error)
+            outcome = str(error)
     if ranks > 1:
-        found = gather_objects(found, mesh)[0]
-    if isinstance(found, str):
-        raise ValueError(found)
-    assert found is not None
-    return found
+        outcome = gather_objects(outcome, mesh)[0]
+    if isinstance(outcome, str):
+        raise ValueError(outcome)
+    assert outcome is not None
+    return outcome
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

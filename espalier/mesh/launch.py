@@ -131,9 +131,9 @@ def launch(
             except ChildFailedError as error:
                 exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
                 first = 0 if hosts is None else hosts.node * nproc
-                told = _explain(exits, nproc * count, folder, range(first, first + nproc), logs)
-                kept += _not_shown(folder, told.rank)
-                raise told from None
+                launch_error = _explain(exits, nproc * count, folder, range(first, first + nproc), logs)
+                kept += _not_shown(folder, launch_error.rank)
+                raise launch_error from None
             except SignalException as error:
                 stopped = int(error.sigval)
             except dist.DistError as error:
@@ -331,10 +331,12 @@ def _not_shown(folder: Path, blamed: int | None) -> list[Path]:
         note = note_file(folder, rank)
         if note.exists():
             consequence = is_consequence(note.read_text("utf-8", errors="replace"))
-            told = consequence and (rank == 0 or all(map(_TRACE.match, path.read_text("utf-8").splitlines())))
+            redundant = consequence and (
+                rank == 0 or all(map(_TRACE.match, path.read_text("utf-8").splitlines()))
+            )
         else:
-            told = rank == 0
-        if not quoted and not told:
+            redundant = rank == 0
+        if not quoted and not redundant:
             rest.append(path)
     return rest
 

@@ -108,8 +108,8 @@ class Job:
         mistakes: list[Mistake] = []
         changed, overridden = apply_overrides(raw, overrides, mistakes)
         if resume and "checkpoint" not in changed:
-            told = "the job has no table [checkpoint], so it saves none. Add one"
-            mistakes.append(Mistake("--resume", MISSING, told))
+            expected = "the job has no table [checkpoint], so it saves none. Add one"
+            mistakes.append(Mistake("--resume", MISSING, expected))
         return cls.from_dict(changed, source=str(path), mistakes=mistakes, overridden=overridden, ranks=ranks)
 
     @classmethod
@@ -417,11 +417,11 @@ def _rank_mistakes(plan: Plan, ranks: int) -> list[Mistake]:
     )
     below = ranks - ranks % others
     near = [str(n) for n in (below, below + others) if n]
-    told = (
+    expected = (
         f"does not fit the plan, whose other axes ({rest}) multiply to {others}: it must be a multiple of "
         f"{others}, as {' or '.join(near)}; or change the plan, --set plan.<axis>=<size>"
     )
-    return [Mistake("-n", ranks, told)]
+    return [Mistake("-n", ranks, expected)]
 
 
 def _recovery_mistakes(

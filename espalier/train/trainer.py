@@ -444,10 +444,10 @@ def _finish(
         except Exception as error:  # of the user's own model: what was trained is kept all the same
             if not isinstance(job.model, OwnSpec):
                 raise
-            told = (
+            reason = (
                 f"none: it is called with input_ids alone, and gives logits ({type(error).__name__}: {error})"
             )
-            files["sample"] = told
+            files["sample"] = reason
         else:
             files["sample"] = str(out / "sample.txt")
             Path(files["sample"]).write_text(written, "utf-8")

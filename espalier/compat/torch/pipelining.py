@@ -297,8 +297,8 @@ class ScheduleDualPipeV(_Schedule):
     """Refused: a forward and a backward pass of two micro-batches at one time are nothing that this has."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        told = "its overlapped passes are not here: ScheduleZBVZeroBubble lies as a V too, and idles less"
-        refuse("pipelining", [("ScheduleDualPipeV", "...", told)])
+        reason = "its overlapped passes are not here: ScheduleZBVZeroBubble lies as a V too, and idles less"
+        refuse("pipelining", [("ScheduleDualPipeV", "...", reason)])
 
 
 def pipe_split() -> None:
@@ -307,8 +307,8 @@ def pipe_split() -> None:
     Raises:
         MistakeError: always.
     """
-    told = 'leave it out, and write pipeline(..., split_spec={"name.of.a.module": SplitPoint.BEGINNING})'
-    refuse("pipelining", [("pipe_split()", "...", told)])
+    expected = 'leave it out, and write pipeline(..., split_spec={"name.of.a.module": SplitPoint.BEGINNING})'
+    refuse("pipelining", [("pipe_split()", "...", expected)])
 
 
 def get_schedule_class(schedule_name: str) -> type[_Schedule]:
