@@ -90,9 +90,11 @@ def compare_page(name: str, compared: Comparison, timeline: Timeline | None = No
     tables = compared.rows()
     sections = [
         _section("time", "What a step's time goes to", _bars("time", bars, _TERMS, _seconds)),
-        _section("terms", "Term by term", _compared(tables["time"], _seconds)),
-        _section("memory", "Memory of the fullest rank", _compared(tables["memory"], readable_bytes)),
-        _section("sent", "Sent by a rank in a step", _compared(tables["sent"], readable_bytes)),
+        _section("terms", "Term by term", _compared("time", tables["time"], _seconds)),
+        _section(
+            "memory", "Memory of the fullest rank", _compared("memory", tables["memory"], readable_bytes)
+        ),
+        _section("sent", "Sent by a rank in a step", _compared("bytes sent", tables["sent"], readable_bytes)),
     ]
     for key, heading, of in (
         ("predicted", "The pipeline's step, predicted", timeline),
@@ -103,9 +105,9 @@ def compare_page(name: str, compared: Comparison, timeline: Timeline | None = No
     return _document("espalier compare", title, what, sections, ("time", "times"))
 
 
-def _compared(rows: Sequence[tuple[str, float, float]], say: Callable[[float], str]) -> str:
+def _compared(what: str, rows: Sequence[tuple[str, float, float]], say: Callable[[float], str]) -> str:
     lines = [(name, say(x), say(y), off_by(x, y)) for name, x, y in rows]
-    return _table("predicted and measured", ("", "predicted", "measured", "off by"), lines, 1)
+    return _table(f"{what}, predicted and measured", ("", "predicted", "measured", "off by"), lines, 1)
 
 
 def _document(brand: str, title: str, what: str, sections: Iterable[str], first: tuple[str, str]) -> str:

@@ -20,12 +20,13 @@ from espalier.models import GPT, GPTConfig
 from espalier.parallel.schedules import Costs, generate, live, simulate
 from espalier.planner import Cluster, Recorder, Search
 from espalier.planner.cells import Cell, _recorded
+from espalier.planner.compare import Comparison, Measured
 from espalier.planner.explain import report, to_dict, to_toml, why_not, words
 from espalier.planner.prices import Prices
 from espalier.planner.recording import Op, Recording, Sent, added, grown
 from espalier.planner.search import plan_table
 from espalier.planner.whole import check, more_ranks, sensitivity, too_large
-from espalier.train.plan_page import front, plan_page
+from espalier.train.plan_page import compare_page, front, plan_page
 from tests.pure.browsing import all_of, opened, violations
 
 H100 = Cluster.load("h100-sxm")
@@ -176,6 +177,24 @@ def test_all_of_it_as_a_page(search: Search, browser: Any, tmp_path: Path) -> No
         assert not any(y.bytes < x.bytes and y.seconds < x.seconds for y in found.best)
     widths = [float(re.search(r"[\d.]+", x.get_attribute("style"))[0]) for x in all_of(browser, "#time span")]  # type: ignore[index]
     assert max(widths) <= 100 and min(widths) >= 0
+    right_in_both_themes(browser)
+    # the same plan beside a run of it
+    real = Measured(1.1 * piped.seconds, 0.02, piped.terms, {}, piped.memory, {"pipe": 8.0}, 4, timeline)
+    compared = Comparison(piped, real)
+    page.write_text(compare_page("<b>mine", compared, timeline), "utf-8")
+    opened(browser, page)
+    assert all_of(browser, "h1")[0].text == "Plan and run of <b>mine"
+    for section, rows in zip(("terms", "memory", "sent"), compared.rows().values(), strict=True):
+        assert [row.text for row in all_of(browser, f"#{section} td:first-child")] == [
+            name for name, *_ in rows
+        ]
+    for side in ("predicted", "measured"):
+        shown = all_of(browser, f"#{side} svg[role=img] title")
+        assert len(shown) == sum(map(len, timeline.spans))
+    right_in_both_themes(browser)
+
+
+def right_in_both_themes(browser: Any) -> None:
     for theme in ("light", "dark"):
         browser.execute_script(f"document.documentElement.dataset.theme = '{theme}'")
         assert violations(browser) == [], theme
