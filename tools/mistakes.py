@@ -84,6 +84,7 @@ class Trial:
         act: makes the mistake while it runs.
         before: a command, after `python -m espalier`, that has to end well first.
         small: folders that are mounted with room for so many kilobytes.
+        orphans: folders whose owner is no more, so that nobody can remove them.
     """
 
     says: str
@@ -94,6 +95,7 @@ class Trial:
     act: Callable[[subprocess.Popen[bytes], Path], None] | None = None
     before: str = ""
     small: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    orphans: bool = False
 
 
 def _until(done: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
@@ -214,7 +216,7 @@ ON_RANKS = {
         code=75,
         act=_send(signal.SIGTERM),
     ),
-    "a killed launcher": Trial("", LONG, code=-9, act=_send(signal.SIGKILL)),
+    "a killed launcher": Trial("", LONG, code=-9, act=_send(signal.SIGKILL), orphans=True),
     "a loss that is no number": Trial(
         "the loss is (nan|inf)",
         f"{TRAIN} --set optimizer.lr=1e30 --set optimizer.name=SGD --set train.steps=50",
@@ -271,7 +273,7 @@ def main() -> None:
         late += bool(outcome.wrong)
         lines.append(
             f"| {name} | {trial.limit:g} s | {outcome.seconds:.1f} | {outcome.code} | "
-            f"{'; '.join(outcome.wrong) or 'nothing'} |"
+            f"{'; '.join(outcome.wrong) or ('its own folders' if trial.orphans else 'nothing')} |"
         )
         print(lines[-1], flush=True)
         if outcome.wrong:
@@ -346,11 +348,11 @@ def _made(trial: Trial, folder: Path) -> Outcome:
             seconds -= max(marks) - began_at
         time.sleep(0.2 if trial.typed.startswith("run") or "data=2" in trial.typed else 0.0)
         text = (folder / "said").read_text("utf-8", errors="replace")
-        left = _left(mark, work, names, temporary)
+        left = _left(mark, work, names, None if trial.orphans else temporary)
         return Outcome(seconds, code, text, left + _wrong(trial, seconds, code, text))
 
 
-def _left(mark: str, work: Path, names: set[str], temporary: Path) -> list[str]:
+def _left(mark: str, work: Path, names: set[str], temporary: Path | None) -> list[str]:
     """Processes that still run, and files that nobody asked for."""
     left = []
     for each in Path("/proc").glob("[0-9]*"):
@@ -359,8 +361,8 @@ def _left(mark: str, work: Path, names: set[str], temporary: Path) -> list[str]:
                 left.append(f"process {each.name}")
     files = [path for path in work.iterdir() if path.name not in names | KEPT]
     files = [path for path in files if not path.name.startswith("here")]
-    # torch makes that one whenever it is imported
-    files += [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+    if temporary is not None:  # torch makes that one whenever it is imported
+        files += [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
     return left + [f"`{path.name}`" for path in files]
 
 
