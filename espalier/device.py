@@ -336,12 +336,18 @@ def has_grouped_products(kind: str) -> bool:
     return kind == "cuda" and hasattr(torch.nn.functional, "grouped_mm")
 
 
-@lru_cache(maxsize=64)
 def has_flash_attention(device: torch.device) -> bool:
     """Whether torch's flash attention, for 16 bits and grouped queries, runs there: on CUDA from 8.0 on.
 
     ``torch.backends.cuda.enable_flash_sdp(False)`` turns it off, as it does for torch's own function.
     """
+    backend: Any = torch.backends.cuda
+    return _knows_flash(device) and bool(backend.flash_sdp_enabled())
+
+
+@lru_cache(maxsize=64)
+def _knows_flash(device: torch.device) -> bool:
+    """Whether torch was built with it, for such a device."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     there: bool = torch.backends.cuda.is_flash_attention_available()

@@ -591,7 +591,7 @@ class Block(NamedTuple):
 
 def flash_serves(device: torch.device) -> bool:
     """Whether flash attention is there, and nobody turned it off."""
-    return _FLASH is not None and has_flash_attention(device) and torch.backends.cuda.flash_sdp_enabled()
+    return _FLASH is not None and has_flash_attention(device)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
