@@ -486,10 +486,7 @@ def _copies(layout: Layout) -> tuple[int, int, tuple[object, ...]]:
     mesh = layout.mesh
     cut = set(layout.order)
     along = [a for a in range(mesh.ndim) if a not in cut and mesh.shape[a] > 1]
-    here = 0
-    for a in along:
-        here = here * mesh.shape[a] + mesh.coordinate[a]
-    return math.prod(mesh.shape[a] for a in along), here, (tuple(mesh.ranks), tuple(along))
+    return math.prod(mesh.shape[a] for a in along), mesh.place(along), (tuple(mesh.ranks), tuple(along))
 
 
 def _cut(box: Box, n: int, index: int) -> Box | None:

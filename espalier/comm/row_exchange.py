@@ -79,9 +79,7 @@ def exchange(
         return _apply(x, mesh, axis, dim, have, want)
     # along the first axis each gets what its own column has for its whole row, along the others its own
     m = math.prod(mesh.shape[a] for a in inner)
-    there, column = mesh.coordinate[axis], 0
-    for a in inner:
-        column = column * mesh.shape[a] + mesh.coordinate[a]
+    there, column = mesh.coordinate[axis], mesh.place(inner)
     wanted = [_union(want[i * m : (i + 1) * m]) for i in range(mesh.shape[axis])]
     between = [[_common(w, _union(have[j::m])) for j in range(m)] for w in wanted]
     x = exchange(x, mesh, (axis,), dim, have[column::m], [row[column] for row in between])

@@ -63,9 +63,7 @@ class Readers:
     """
 
     def __init__(self, mesh: Mesh, plan: Plan) -> None:
-        place = 0
-        for axis in map(mesh.axis, plan.batch_axes):
-            place = place * mesh.shape[axis] + mesh.coordinate[axis]
+        place = mesh.place(map(mesh.axis, plan.batch_axes))
         places = gather_objects(place, mesh) if mesh.size() > 1 else [0]
         self.place, self.size = place, len(set(places))
         self.firsts = [places.index(i) for i in range(self.size)]

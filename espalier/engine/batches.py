@@ -191,9 +191,7 @@ class Batches:
         if not any(map(_has_rows, tensors_in(rows))):
             return rows, None
         batch, held = self._gathered(rows)
-        size, here = sum(held), 0
-        for axis in self.axes:
-            here = here * self.mesh.shape[axis] + self.mesh.coordinate[axis]
+        size, here = sum(held), self.mesh.place(self.axes)
         return batch, Own(size, slice(sum(held[:here]), sum(held[: here + 1])), held == self._even(size))
 
     def returned(self, x: DTensor, of: Own | None) -> tuple[torch.Tensor, float]:
@@ -302,9 +300,7 @@ class Batches:
         # the columns first send each row of the matrix as much as it needs in all, then the rows share
         columns = [sum(row[j] for row in matrix) for j in range(inner)]
         then = _overlaps(_chunks(sum(lengths), n), columns)
-        j = 0
-        for axis in self.axes[level + 1 :]:
-            j = j * self.mesh.shape[axis] + self.mesh.coordinate[axis]
+        j = self.mesh.place(self.axes[level + 1 :])
         x = self._moved(x, self.axes[level], [row[j] for row in matrix], [row[j] for row in then])
         if level + 1 == len(self.axes):
             return x

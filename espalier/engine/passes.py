@@ -100,7 +100,7 @@ class ModelCall:
     def entered(self, inputs: Any) -> Any:
         """Inputs as DTensors: their rows cut, if there is one for each rank that shares the batch."""
         rows = [x.shape[0] for x in leaves(inputs, torch.Tensor) if x.ndim]
-        if min(rows, default=0) >= math.prod(self.mesh.shape[a] for a in self.batches.axes):
+        if min(rows, default=0) >= self.batches.readers:
             return tree_map(self.cast, self.batches.typed(inputs))
 
         def whole(x: Any) -> Any:
@@ -528,14 +528,14 @@ class Direct(Passes):
 
     def _shared(self, loss: torch.Tensor | None) -> torch.Tensor | None:
         """A loss as it is for all ranks: where each made one of its own rows, their mean."""
-        sizes = [self.mesh.shape[a] for a in self.call.batches.axes]
-        if loss is None or not self._is_own or isinstance(loss, DTensor) or math.prod(sizes) == 1:
+        readers = self.call.batches.readers
+        if loss is None or not self._is_own or isinstance(loss, DTensor) or readers == 1:
             return loss
         placements = [
             Partial() if a in self.call.batches.axes and n > 1 else Replicate()
             for a, n in enumerate(self.mesh.shape)
         ]
-        return stamp(loss.reshape(()) / math.prod(sizes), Layout(self.mesh, placements, ()))
+        return stamp(loss.reshape(()) / readers, Layout(self.mesh, placements, ()))
 
     def _check_kept(self, of_step: Accumulation) -> None:
         """See that the gradients of a step's micro-batches so far are there."""

@@ -17,7 +17,7 @@ import atexit
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -351,6 +351,13 @@ class Mesh:
         step = math.prod(self.shape[axis + 1 :])
         first = self.rank - self.coordinate[axis] * step
         return [self.ranks[first + i * step] for i in range(self.shape[axis])]
+
+    def place(self, axes: Iterable[int]) -> int:
+        """This rank's number among those that differ from it along these axes alone, the first outermost."""
+        place = 0
+        for axis in axes:
+            place = place * self.shape[axis] + self.coordinate[axis]
+        return place
 
     def to_torch(self) -> DeviceMesh:
         """The ``DeviceMesh`` underneath.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -471,10 +472,9 @@ class DeepSpeedEngine(EngineModule):
 
     def _place(self) -> tuple[int, int]:
         """This rank among those that share the batch, and how many these are."""
-        mesh, share, here = self.engine.mesh, 1, 0
-        for axis in map(mesh.axis, self.plan.batch_axes):
-            share, here = share * mesh.shape[axis], here * mesh.shape[axis] + mesh.coordinate[axis]
-        return here, share
+        mesh = self.engine.mesh
+        axes = [mesh.axis(name) for name in self.plan.batch_axes]
+        return mesh.place(axes), math.prod(mesh.shape[axis] for axis in axes)
 
     # ---- data
 
