@@ -63,6 +63,7 @@ class ModelRun:
         self._drawn_from: States | None = None  # by the training pass
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
         self._kept: list[Any] | None = None  # of each, in the last stage; elsewhere empty
+        self._value: Any = None  # when it was asked for
 
     def rows(self) -> int:
         """How many the inputs given have."""
@@ -74,9 +75,16 @@ class ModelRun:
         Raises:
             ValueError: parameters were updated since, and the output was not kept.
         """
+        if self._kept is not None:
+            self._passes.keeps_outputs = True
+        if self._value is None:
+            self._value = self._computed()
+        # what a program keeps may write to it
+        return mapped(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, self._value)
+
+    def _computed(self) -> Any:
         passes = self._passes
         if self._kept is not None:
-            passes.keeps_outputs = True
             here = [plain_output(mapped(_on_device, output)) for output in self._kept]
             outputs = gather_objects(here, passes.mesh["pipe"])[passes.stages.places[-1]]
             if len(outputs) == len(self._own):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -122,6 +123,11 @@ def told(rank: int) -> None:
 
     model = model_of(0.0, {"pipe": 2, "accumulate": 2})[0]
     out = model(x)
+    with patch.object(model.engine.passes, "output", wraps=model.engine.passes.output) as output:
+        first = looked_at(out, y)
+        asked = output.call_count
+        out.logits.add_(1.0).tolist()  # what is made of it is another's
+        assert looked_at(out, y) == first and output.call_count == asked > 0
     with pytest.raises(ValueError, match=r"two calls of the model(.|\n)*torch.cat"):
         F.cross_entropy(out.logits, y) + F.cross_entropy(model(x + 1).logits, y)
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
