@@ -309,6 +309,7 @@ def foreach(
     name = func.__name__
     written = name.endswith("_")
     args = tuple(map(_whole_scalar, args))
+    kwargs = {name: _whole_scalar(x) for name, x in kwargs.items()}
     if not _alike((*args, *kwargs.values()), layouts):
         if not written:
             layouts = [_as_others(i, lay, args) for i, lay in enumerate(layouts)]
