@@ -76,7 +76,7 @@ def initialize(
     if isinstance(model, PipelineModule):
         settings = model.arranged(settings)
         options.setdefault("loss_fn", model.loss_fn)
-    brought = {"client_optimizer": optimizer, "client_lr_scheduler": lr_scheduler}
+    brought = optimizer, lr_scheduler
     if optimizer is None and settings.optimizer is not None:
         optimizer = optimizers.make(*settings.optimizer, model, model_parameters)
     elif callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
@@ -98,8 +98,7 @@ def initialize(
             print(f"DeepSpeed's configuration became {settings.plan!r}", flush=True)
     kind = PipelineEngine if is_pipeline else DeepSpeedEngine
     engine = kind(inner, settings, tables, lr_scheduler)
-    for name, value in brought.items():
-        setattr(engine, name, value)
+    engine.client_optimizer, engine.client_lr_scheduler = brought
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

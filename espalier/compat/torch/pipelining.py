@@ -246,10 +246,9 @@ class _Several(_Schedule):
         *,
         plan: Said = None,
     ) -> None:
-        told = "gradients are autograd's: expected True"
-        refuse(type(self).__name__, [] if backward_requires_autograd else [
-            ("backward_requires_autograd", False, told)
-        ])  # fmt: skip
+        if not backward_requires_autograd:
+            expected = "gradients are autograd's: expected True"
+            refuse(type(self).__name__, [("backward_requires_autograd", False, expected)])
         specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
         super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, plan=plan)
 
