@@ -33,7 +33,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)]
+JobFile = Annotated[
+    Path,
+    typer.Argument(metavar="JOB.toml", help="The job file, or a shipped job's name.", show_default=False),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields
+from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -39,8 +40,14 @@ from espalier.train.sections import (
     VerifySection,
 )
 
+_SHIPPED = files("espalier.train") / "shipped"
 MASKS = ("<|mask|>", "[MASK]", "<mask>")
 """What tokenizers call the token that hides another; the first is that of ours."""
+
+
+def shipped_jobs() -> tuple[str, ...]:
+    """The names of the jobs that come with the package."""
+    return tuple(sorted(f.name.removesuffix(".toml") for f in _SHIPPED.iterdir() if f.name.endswith(".toml")))
 
 
 class JobError(MistakeError):
@@ -89,7 +96,7 @@ class Job:
         """Read and validate the job file ``path``.
 
         Args:
-            path: a TOML file.
+            path: a TOML file; or, where there is none, the name of a job that is shipped (`shipped_jobs`).
             overrides: texts such as ``plan.tensor=2``, applied on top.
             ranks: that the plan's other axes have to divide, for a data axis that takes what they leave.
             resume: whether the job must have checkpoints to go on from.
@@ -98,7 +105,9 @@ class Job:
             JobError: when the file is missing or no TOML, or listing all that is wrong in it.
         """
         try:
-            raw = tomllib.loads(Path(path).read_text("utf-8"))
+            shipped = str(path) in shipped_jobs() and not Path(path).is_file()
+            file = _SHIPPED / f"{path}.toml" if shipped else Path(path)
+            raw = tomllib.loads(file.read_text("utf-8"))
         except OSError as error:
             raise JobError(
                 str(path), [Mistake("file", MISSING, f"cannot be read: {error.strerror}{_near(Path(path))}")]
@@ -447,10 +456,14 @@ def _recovery_mistakes(
 
 def _near(path: Path) -> str:
     folder = path.parent
+    shipped = shipped_jobs()
+    if not path.suffix:
+        return "; " + did_you_mean(path.name, shipped, f"those that are shipped are {', '.join(shipped)}")
+    hint = f"; did you mean the shipped {path.stem}?" if path.stem in shipped else ""
     if not folder.is_dir():
-        return f"; there is no folder {folder}"
+        return f"; there is no folder {folder}{hint}"
     names = [p.name for p in folder.glob("*.toml")]
-    return did_you_mean(path.name, names, lead="; ", show=lambda name: str(folder / name))
+    return hint or did_you_mean(path.name, names, lead="; ", show=lambda name: str(folder / name))
 
 
 # ---- --set

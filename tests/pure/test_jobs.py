@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import tomllib
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
@@ -13,13 +12,12 @@ from tokenizers import Tokenizer, models
 
 from espalier.parallel import Plan
 from espalier.train.building import build_model, check_buildable
-from espalier.train.job import Job, JobError, parse_value
+from espalier.train.job import Job, JobError, parse_value, shipped_jobs
 from espalier.train.optimizer_names import optimizers
 from espalier.train.optimizers import build_optimizer, rate
 from espalier.train.sections import OptimizerSection
 from espalier.train.transformers_names import config_typos
 
-JOBS = Path(__file__).parents[2] / "jobs"
 GOOD = """
 [model]
 kind = "gpt"
@@ -53,13 +51,24 @@ def mistakes(path, *overrides):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("path", sorted(JOBS.rglob("*.toml")), ids=lambda path: path.stem)
-def test_every_job_of_the_repository(path):
-    if "huggingface" in path.read_text():
+@pytest.mark.parametrize("name", shipped_jobs())
+def test_every_shipped_job(name):
+    if name.startswith(("hf-", "llama")):
         pytest.importorskip("transformers")
-    job = Job.load(path)
+    job = Job.load(name)
     assert check_buildable(job) > 0
     assert Job.from_dict(job.raw, source=job.source) == job
+
+
+def test_a_shipped_job_is_taken_by_its_name_where_no_file_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt").mkdir()  # a folder is no job
+    assert Job.load("gpt").name == "gpt"
+    assert "there is no folder jobs; did you mean the shipped gpt?" in mistakes("jobs/gpt.toml")
+    assert "did you mean 'hf-llama'?" in mistakes("hf-lama")
+    assert "those that are shipped are demo, gpt, gpt2" in mistakes("something")
+    (tmp_path / "moe").write_text(GOOD)
+    assert Job.load("moe").model.kind == "gpt"
 
 
 def test_defaults(write):
@@ -190,7 +199,7 @@ def test_a_value_where_a_table_belongs(write):
 )
 def test_mistakes_of_hugging_face_jobs(override, expected):
     pytest.importorskip("transformers")
-    assert expected in mistakes(JOBS / "verify" / "hf-llama.toml", override)
+    assert expected in mistakes("hf-llama", override)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +213,7 @@ def test_mistakes_of_hugging_face_jobs(override, expected):
 )
 def test_hugging_face_models(name, labels, keys):
     pytest.importorskip("transformers")
-    job = Job.load(JOBS / "verify" / f"{name}.toml")
+    job = Job.load(name)
     assert job.facts.labels == labels
     quiet, changed = job.model.without_dropout()
     assert len(changed) == keys
@@ -292,12 +301,12 @@ assert "torch" not in sys.modules
 
 
 def test_typos_in_configs_of_transformers_are_told_without_it():
-    code = f"""
+    code = """
 import sys
 from espalier.train.job import Job, JobError
 for override in ("model.config.hiden_size=66", "model.config.num_atention_heads=3", "model.clas=1"):
     try:
-        Job.load({str(JOBS / "verify" / "hf-llama.toml")!r}, [override])
+        Job.load("hf-llama", [override])
     except JobError as error:
         print(error)
 assert "torch" not in sys.modules and "transformers" not in sys.modules
@@ -306,7 +315,7 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert told.count("did you mean model.c") == 3
     for name in ("hf-bert", "hf-gpt2", "hf-vit", "hf-llama"):
-        raw = tomllib.loads((JOBS / "verify" / f"{name}.toml").read_text())["model"]
+        raw = Job.load(name).raw["model"]
         assert config_typos(raw["class"], None, raw["config"]) == []
     assert config_typos("LlamaForCausalLM", None, {"rope_theta": 1.0, "quite_other": 2}) == []
 

@@ -241,7 +241,7 @@ def test_words_of_a_job(tmp_path: Path) -> None:
     """TOML there and back, the operations of a step, a tracker that isn't there, data sheets."""
     raw = tomllib.loads(JOB + '[model.config]\nrope = {kind = "a\\"b", n = -1}\n')
     assert tomllib.loads(to_toml(raw)) == raw
-    job = Job.load("jobs/verify/gpt.toml")
+    job = Job.load("gpt")
     state = torch.get_rng_state()
     n, tokens = (
         sum(p.numel() for p in job.model.build().parameters()),
@@ -252,7 +252,7 @@ def test_words_of_a_job(tmp_path: Path) -> None:
     assert found is not None and 0.5 < found / (6 * n * tokens) < 2
     assert torch.get_rng_state().equal(state)
     with pytest.raises(JobError, match=r"train\.track\S* = 'tensorbord'"):
-        Job.load("jobs/verify/gpt.toml", ["train.track=tensorbord"])
+        Job.load("gpt", ["train.track=tensorbord"])
     assert published("NVIDIA H100 80GB HBM3", "bfloat16") == ("H100-SXM", 989e12)
     assert published("NVIDIA H100 PCIe", "bfloat16") == ("H100-PCIe", 756e12)
     assert published("a CPU", "float32") is None

@@ -1,8 +1,7 @@
-"""``espalier verify`` on the project's own job files: each plan against one process."""
+"""``espalier verify`` on the jobs that are shipped: each plan against one process."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,11 @@ from espalier.mesh import Mesh
 from espalier.train.job import Job
 from espalier.train.verify import verify
 
-JOBS = Path(__file__).parents[2] / "jobs" / "verify"
 PLANS = {"data 4": (4, 1), "tensor 2": (1, 2), "tensor 4": (1, 4), "data 2 × tensor 2": (2, 2)}
 
 
 def compared(rank: int, world: int, name: str, data: int, tensor: int) -> Any:
-    job = Job.load(JOBS / f"{name}.toml", [f"plan.data={data}", f"plan.tensor={tensor}"])
+    job = Job.load(name, [f"plan.data={data}", f"plan.tensor={tensor}"])
     found = verify(job)
     if found is None:
         return None
@@ -41,7 +39,7 @@ def test_plan_equals_one_process(ranks: Any, name: str, plan: str) -> None:
 
 def accumulated(rank: int, world: int, name: str) -> Any:
     plan = ["plan.data=2", "plan.tensor=2", "plan.zero=3", "plan.accumulate=3", "plan.recompute=selective"]
-    found = verify(Job.load(JOBS / f"{name}.toml", [*plan, "verify.batch_size=5"]))
+    found = verify(Job.load(name, [*plan, "verify.batch_size=5"]))
     return None if found is None else (found.passed, found.worst)
 
 
@@ -55,7 +53,7 @@ def test_accumulation_equals_one_process(ranks: Any, name: str) -> None:
 
 
 def uneven(rank: int, world: int) -> tuple[bool, ...]:
-    job = Job.load(JOBS / "gpt.toml")
+    job = Job.load("gpt")
     hidden, heads, vocabulary = (job.raw["model"][k] for k in ("hidden", "heads", "vocab_size"))
     return tuple(n % 4 != 0 for n in (hidden, heads, vocabulary))
 
@@ -71,7 +69,7 @@ def broken(rank: int, world: int) -> Any:
     kept = gradients.start_sum, gradients.start_total
     try:
         gradients.start_sum, gradients.start_total = _forgetful, lambda *args: None
-        found = verify(Job.load(JOBS / "gpt.toml", ["plan.data=2", "plan.tensor=1"]))
+        found = verify(Job.load("gpt", ["plan.data=2", "plan.tensor=1"]))
     finally:
         gradients.start_sum, gradients.start_total = kept
     return None if found is None else found.passed
