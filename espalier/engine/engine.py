@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -255,6 +256,7 @@ class Engine(Surface):
         self._call = ModelCall(module, plan, here, loss_fn)
         trains = optimizer is not None
         self._runs: FlatParams | None = None
+        self._peaks = WeakSet[PeakMemory]()
         self.passes = kind(self._call, mesh, count, self.scaler, trains, self.lay_out)
         self._saver: Saver | None = None
         self._loaders: tuple[Loader, ...] = ()
@@ -899,7 +901,7 @@ class Engine(Surface):
         It counts what the engine holds and what is computed while it is open. On a CPU what is in the
         ``"host"``'s memory does not count, as if there were a device.
         """
-        return follow_peak(self.module, self.optimizer, self._laid_out())
+        return follow_peak(self.module, self.optimizer, self._laid_out(), self._peaks)
 
     def masters(self) -> list[torch.Tensor]:
         """The float32 masters on this rank, in flat buffers; none where parameters are not cast."""

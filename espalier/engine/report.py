@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -270,30 +271,37 @@ class PeakMemory:
 
     Args:
         live: follows what lives where there is no allocator to ask; holds what was there before.
+        together: those that ask the same allocator, which knows one peak; this one becomes one of them.
     """
 
-    def __init__(self, device: torch.device, live: LiveMemory) -> None:
+    def __init__(self, device: torch.device, live: LiveMemory, together: WeakSet[PeakMemory]) -> None:
         self._device, self.live, self._by_allocator = device, live, has_peak(device)
+        self._together, self._before = together, 0
+        together.add(self)
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new peak."""
+        """Begin a new peak; for others that follow it the old one goes on."""
         self.live.peak = 0
         if self._by_allocator:
+            for one in self._together:
+                one._before = one.peak
             restart_peak(self._device)
+        self._before = 0
 
     @property
     def peak(self) -> int:
         """The most bytes since then."""
-        return peak_memory(self._device) if self._by_allocator else self.live.peak
+        return max(self._before, peak_memory(self._device)) if self._by_allocator else self.live.peak
 
     def fit(self, data: ZeroState, optimizer: torch.optim.Optimizer) -> bool:
         """Place chunks by the memory that a step took; says whether no further step need be looked at.
 
-        Where the allocator knows the peak all are: what has fitted may not fit a longer batch.
+        Where the allocator knows the peak all are, each by itself: what has fitted may not fit a longer
+        batch, and what has not fitted may fit a shorter one.
         """
         settled = data.fit(self.peak, optimizer)
-        if not settled:
+        if self._by_allocator or not settled:
             self.restart()
         return settled and not self._by_allocator
 
@@ -306,9 +314,14 @@ class PeakMemory:
             self.live.__exit__(*error)
 
 
-def follow_peak(module: nn.Module, optimizer: torch.optim.Optimizer | None, data: ZeroState) -> PeakMemory:
-    """A watch that begins with what an engine holds."""
-    peak = PeakMemory(data.mesh.device(), LiveMemory(data.resized))
+def follow_peak(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    data: ZeroState,
+    together: WeakSet[PeakMemory],
+) -> PeakMemory:
+    """A watch that begins with what an engine holds, one of those of this engine."""
+    peak = PeakMemory(data.mesh.device(), LiveMemory(data.resized), together)
     states = optimizer.state.values() if optimizer is not None else ()
     state_tensors = [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
     for x in (*data.watched(peak.live.ignore), *module.buffers(), *state_tensors):

@@ -15,6 +15,7 @@ from espalier.comm.collectives import start_gather
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.data import masters
+from espalier.parallel.data.budget import Budget
 from espalier.parallel.data.chunks import (
     Chunk,
     ShardedParam,
@@ -26,7 +27,7 @@ from espalier.parallel.data.chunks import (
     shown,
 )
 from espalier.parallel.data.gradients import AllGradients, Gradients, gradient_of
-from espalier.parallel.data.offloaded_step import Budget, OffloadedStep, OptimizerStates, OptimizerStep
+from espalier.parallel.data.offloaded_step import OffloadedStep, OptimizerStates, OptimizerStep
 from espalier.parallel.data.residency import OffloadStore, choose
 from espalier.parallel.data.stages import STAGES
 from espalier.parallel.data.unshard import Prefetcher, bring_home, home_of, show_pieces
@@ -215,7 +216,7 @@ class ZeroState:
     def fit(self, peak: int, optimizer: torch.optim.Optimizer) -> bool:
         """See :meth:`Budget.fit`; says whether the budget is settled."""
         assert self.budget is not None
-        if self.budget.is_settled and not self.budget.is_exceeded(peak):
+        if self.budget.is_settled and not self.budget.is_to_change(peak):
             return True
         self._settle()
         self.budget.fit(peak, optimizer)
