@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 HOME = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+# of pages that name everything: who searches wants those that tell of it
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
 _ROLE = re.compile(r":(?:class|func|meth|mod):`~?([^`]+)`")
 _SEVERAL = re.compile(r"^( +)(\w+(?:, \w+)+):(?= )(.*)", re.MULTILINE)
@@ -52,6 +54,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if target(path).startswith("source/") and (ROOT / path).exists():
                 texts[target(path)] = source(path)
     texts["commands.md"] = commands()
+    texts["changelog.md"] = UNSEARCHED + texts["changelog.md"]
     for uri, text in texts.items():
         files.append(File.generated(config, uri, content=text))
     return files
@@ -79,7 +82,7 @@ def target(path: str) -> str:
 def source(name: str) -> str:
     """A page with a file of the repository, or with all of a folder."""
     path = ROOT / name
-    texts = [f"# {name}\n"]
+    texts = [UNSEARCHED, f"# {name}\n"]
     for file in [path] if path.is_file() else sorted(path.glob("*.py")):
         texts += [f"## {file.name}\n"] if path.is_dir() else []
         texts += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -127,3 +128,11 @@ def test_the_site_without_a_mouse(site: Path, browser: Any) -> None:
 
     support.WebDriverWait(browser, 20).until(there)
     assert browser.get_log("browser") == []
+
+
+def test_what_is_searched_tells_of_things(site: Path) -> None:
+    """Programs and changes name everything, and would come before the pages that explain it."""
+    index = json.loads((site / "search/search_index.json").read_text("utf-8"))
+    pages = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    assert {"resume.html", "data-axis.html", "commands.html", "api/looking.html"} <= pages
+    assert [page for page in pages if page.startswith(("source/", "changelog"))] == []
