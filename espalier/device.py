@@ -346,6 +346,12 @@ def has_flash_attention(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=64)
+def attention_kernels() -> tuple[bool, bool, bool]:
+    """Which of torch's kernels of attention may be taken: flash, memory-efficient, written out."""
+    backend: Any = torch.backends.cuda
+    return backend.flash_sdp_enabled(), backend.mem_efficient_sdp_enabled(), backend.math_sdp_enabled()
+
+
 def _knows_flash(device: torch.device) -> bool:
     """Whether torch was built with it, for such a device."""
     if device.type != "cuda" or torch.version.hip is not None:

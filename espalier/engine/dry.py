@@ -25,6 +25,7 @@ from espalier.layout.layout import state_name
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.data.zero import ZeroState
+from espalier.parallel.tensor.infer import Choices, choices
 from espalier.tensor.dry_runs import LiveMemory, Recalled
 from espalier.tensor.dtensor import DTensor, recorded_layout
 from espalier.tensor.observers import by_module, user_frame
@@ -114,6 +115,29 @@ class DryReport:
         return "\n".join(lines)
 
 
+class Shared:
+    """What dry runs of one model have in common, found out once: with fewer of its blocks, too.
+
+    Args:
+        model: with all of its blocks.
+
+    Attributes:
+        recalled: what operations give.
+        choices: layouts on the tensor axis.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.recalled, self.choices = Recalled(), Choices(model)
+        self._meshes: dict[Any, Mesh] = {}
+
+    def mesh(self, axes: Mapping[str, int], coordinate: tuple[int, ...] | None) -> Mesh:
+        """One of these axes, seen from there: one for all runs, by which calls on it are known again."""
+        key = tuple(axes.items()), coordinate
+        if key not in self._meshes:
+            self._meshes[key] = Mesh.dry(axes, coordinate)
+        return self._meshes[key]
+
+
 def dry_run(
     model: nn.Module,
     plan: Plan | Mapping[str, Any],
@@ -126,6 +150,7 @@ def dry_run(
     count: Count | None = None,
     coordinate: tuple[int, ...] | Mapping[str, int] | None = None,
     recompute_policy: Policy | None = None,
+    shared: Shared | None = None,
 ) -> DryReport:
     """A step of training as one rank of a plan would do it, without other processes or data.
 
@@ -140,18 +165,19 @@ def dry_run(
         coordinate: which rank to play, by its number along each axis in their order, or by names,
             ``{"pipe": 3}``, the others being 0; by default the first, which holds the most but in a pipeline;
             where the last stage has all of the model, that of the last stage.
+        shared: what earlier runs of this model found out, which this one need not.
 
     Raises:
         ValueError: a parameter is not on ``meta``, or there is no such rank.
     """
     whole = sum(p.numel() for p in model.parameters())
     options: dict[str, Any] = {"layouts": layouts, "max_grad_norm": max_grad_norm, "count": count}
-    options.update(recompute_policy=recompute_policy, branches=branches)
+    options.update(recompute_policy=recompute_policy, branches=branches, shared=shared)
     engine = dry_engine(model, plan, batch, optimizer=optimizer, coordinate=coordinate, **options)
     given_optimizer = optimizer
     plan, mesh, optimizer = engine.plan, engine.mesh, engine.optimizer
     # the counter of FLOPs takes operations apart: beneath the memory, which sees those of a real step
-    memory, work = engine.watch().live, Recalled()
+    memory, work = engine.watch().live, Recalled() if shared is None else shared.recalled
     with work, memory:
         # a first step, so that the optimizer's states exist and are counted
         _step(engine, batch, memory)
@@ -199,12 +225,13 @@ def dry_engine(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     coordinate: tuple[int, ...] | Mapping[str, int] | None = None,
+    shared: Shared | None = None,
     **options: Any,
 ) -> Engine:
     """An engine on a mesh without processes, a copy of a model laid out on it.
 
     Args:
-        model, plan, batch, optimizer, coordinate: as for :func:`dry_run`.
+        model, plan, batch, optimizer, coordinate, shared: as for :func:`dry_run`.
         options: more for :func:`initialize`.
 
     Raises:
@@ -223,8 +250,15 @@ def dry_engine(
     plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
     if isinstance(coordinate, Mapping):
         coordinate = _place(plan, coordinate)
-    mesh = Mesh.dry(plan.axes, coordinate)
-    return initialize(model, optimizer, plan, mesh=mesh, example=batch, **options)
+    if shared is None:
+        mesh = Mesh.dry(plan.axes, coordinate)
+        return initialize(model, optimizer, plan, mesh=mesh, example=batch, **options)
+    mesh = shared.mesh(plan.axes, coordinate)
+    before = choices.set(shared.choices)
+    try:
+        return initialize(model, optimizer, plan, mesh=mesh, example=batch, **options)
+    finally:
+        choices.reset(before)
 
 
 def _place(plan: Plan, named: Mapping[str, int]) -> tuple[int, ...]:

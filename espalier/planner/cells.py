@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +17,11 @@ import torch
 from torch import nn
 
 from espalier.blocks import blocks
-from espalier.engine.dry import dry_engine
+from espalier.engine.dry import Shared, dry_engine
 from espalier.parallel import Plan
-from espalier.planner.compose import NotComposed, kind_of, one_list, shallow
+from espalier.planner.compose import NotComposed, Totals, composed, kind_of, one_list, shallow
+from espalier.planner.kept import Kept
 from espalier.planner.recording import Counts, Event, NotAlike, Op, Recording, Sent, added, grown, record
-from espalier.tensor.dry_runs import Recalled
 from espalier.trees import leaves, tree_map
 
 _SHALLOW = 2  # blocks; and one more tells what a block adds
@@ -120,14 +118,6 @@ class _Wanted(NamedTuple):
         return hash(self.name)
 
 
-def _recorded(cell: Cell) -> tuple[int, ...]:
-    """Rows of the micro-batches that are recorded for a cell: its own, or one and two.
-
-    In 2D to 3D tensor modes what is cheapest to move hangs on the rows: more of them are another program.
-    """
-    return (cell.rows,) if cell.rows <= 2 or cell.tensor_mode != "1d" else (1, 2)
-
-
 def _output(event: Event) -> float:
     """Bytes of the output of a product with weights, or of a norm; 0 of all else."""
     if not isinstance(event, Op):
@@ -182,13 +172,12 @@ class Recorder:
         if self.blocks <= _SHALLOW + 1:
             self.why = self.why or f"it has {self.blocks} blocks"
             self.blocks = 0
-        self._folder = folder
-        said = f"{model}{[(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()]}{optimizer}"
-        shapes = [(tuple(x.shape[1:]), x.dtype) for x in leaves(batch, torch.Tensor)]
-        self._model = hashlib.sha256(f"{said}{shapes}{version('espalier')}".encode()).hexdigest()[:16]
+        one_row = tree_map(lambda x: _cut(x, 1), batch)
+        self._store = Kept(folder, model, optimizer, one_row, self._options)
         self._costs: dict[Cell, Costs | Refused] = {}
         self._runs: dict[tuple[Cell, int], Recording] = {}
-        self._recalled = Recalled()
+        self._shared = Shared(model)
+        self._least_rows: int | None = None
 
     @property
     def names(self) -> list[str]:
@@ -256,11 +245,39 @@ class Recorder:
         return (_SHALLOW, _SHALLOW + 1) if self.blocks else (0,)
 
     def _at(self, cell: Cell, depth: int) -> Recording:
-        few = _recorded(cell)
+        few = self._recorded(cell)
         if few == (cell.rows,):
             return self._run(cell, depth)
-        one, two = (self._run(replace(cell, rows=n), depth) for n in few)
-        return grown(one, two, cell.rows)
+        less, more = (self._run(replace(cell, rows=n), depth) for n in few)
+        return grown(less, more, cell.rows, (few[0], few[1]))
+
+    def _recorded(self, cell: Cell) -> tuple[int, ...]:
+        """Rows of the micro-batches that are recorded for a cell: its own, or some and twice as many.
+
+        In 2D to 3D tensor modes what is cheapest to move hangs on the rows: more of them are another program.
+        """
+        if cell.rows <= 2 or cell.tensor_mode != "1d":
+            return (cell.rows,)
+        first = self._first(cell)
+        return (cell.rows,) if cell.rows <= 2 * first else (first, 2 * first)
+
+    def _first(self, cell: Cell) -> int:
+        """The rows from which on more of them are the same program.
+
+        Tensors of one row lie in memory as others don't: a program may copy those of two.
+        """
+        if self._least_rows is None:
+            try:
+                one, two = (
+                    self._run(Cell(precision=cell.precision, rows=n), self._depths()[-1]) for n in (1, 2)
+                )
+                grown(one, two, 3)
+                self._least_rows = 1
+            except NotAlike:
+                self._least_rows = 2
+            except Refused:
+                return 1
+        return self._least_rows
 
     def _run(self, cell: Cell, depth: int) -> Recording:
         key = cell, depth
@@ -268,22 +285,11 @@ class Recorder:
             self._runs[key] = self._kept(_of_cell(cell, depth))
         return self._runs[key]
 
-    def _path(self, wanted: _Wanted) -> Path | None:
-        if self._folder is None:
-            return None
-        code = hashlib.sha256(wanted.name.encode()).hexdigest()[:16]
-        return self._folder / f"{self._model}-{code}.json"
-
     def _kept(self, wanted: _Wanted) -> Recording:
-        path = self._path(wanted)
-        if path is not None and path.is_file():
-            return Recording.from_list(json.loads(path.read_text("utf-8")))
+        if (table := self._store.get(wanted.name)) is not None:
+            return Recording.from_list(table)
         recording = self._dry(*wanted[1:])
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(recording.to_list()), "utf-8")
-            part.replace(path)
+        self._store.put(wanted.name, recording.to_list())
         return recording
 
     def ahead(self, cells: Iterable[Cell], zeros: Iterable[int], precision: str) -> None:
@@ -300,21 +306,65 @@ class Recorder:
             _of_cell(replace(cell, rows=rows), depth)
             for cell in cells
             for depth in self._depths()
-            for rows in _recorded(cell)
+            for rows in self._recorded(cell)
         ]
         wanted += [_alone(precision, self._depths()[-1])]
         wanted += [_of_zero(zero, precision, m, self._depths()[-1]) for zero in zeros for m in (1, 2)]
-        missing = [x for x in dict.fromkeys(wanted) if (path := self._path(x)) and not path.is_file()]
-        missing.sort(key=lambda x: (x.steps, x.depth, x.rows))  # so that each process has of all sizes
+        missing = [x for x in dict.fromkeys(wanted) if self._store.lacks(x.name)]
+        # those that find the same things out are one process's
+        groups: dict[Any, list[_Wanted]] = {}
+        for x in missing:
+            alike = tuple(x.plan.axes.items()), x.plan.sequence_parallel, x.rows if x.plan.tensor > 1 else 0
+            groups.setdefault(alike, []).append(x)
+        works = [partial(self._record, group) for group in groups.values()]
+        self._in_processes(works, [len(group) for group in groups.values()])
+        self.recorded += sum(not self._store.lacks(x.name) for x in missing)
+
+    def totals(self, plan: Plan, coordinate: Mapping[str, int]) -> Totals:
+        """What a dry run of the whole tells of a rank (see :func:`~espalier.planner.composed`).
+
+        Args:
+            coordinate: the rank, by the names of the plan's axes.
+        """
+        name = self._totals_name(plan, coordinate)
+        if (table := self._store.get(name)) is not None:
+            return Totals.from_dict(plan, table)
+        options = {"optimizer": self.optimizer, "shared": self._shared, **self._options}
+        totals = composed(self.model, plan, self.batch, coordinate=coordinate, **options)
+        self._store.put(name, totals.to_dict())
+        return totals
+
+    def totals_ahead(self, asked: Sequence[tuple[Plan, Mapping[str, int]]]) -> None:
+        """Find totals out in as many processes as there are cores, as :meth:`ahead` records."""
+
+        def find(plan: Plan, coordinate: Mapping[str, int]) -> None:
+            with suppress(ValueError, NotImplementedError):  # told where it is asked for
+                self.totals(plan, coordinate)
+
+        missing = [x for x in asked if self._store.lacks(self._totals_name(*x))]
+        self._in_processes([partial(find, *x) for x in missing], [_WORTH_A_PROCESS] * len(missing))
+
+    def _totals_name(self, plan: Plan, coordinate: Mapping[str, int]) -> str:
+        shapes = [tuple(x.shape) for x in leaves(self.batch, torch.Tensor)]
+        return f"totals {plan.model_dump_json(exclude={'why'})} {dict(coordinate)} {shapes}"
+
+    def _in_processes(self, works: Sequence[Callable[[], object]], sizes: Sequence[int]) -> None:
+        """Do works, whose results are kept, in as many processes as there are cores, if that is worth it."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        if cores < 2 or len(missing) < _WORTH_A_PROCESS * 2 or threading.active_count() > 1:
+        count = min(cores, sum(sizes) // _WORTH_A_PROCESS, len(works))
+        if count < 2 or threading.active_count() > 1:
             return
-        count = min(cores, len(missing) // _WORTH_A_PROCESS)
-        others = [self._apart(missing[i::count]) for i in range(1, count)]
-        self._record(missing[::count])
+        shares: list[list[Callable[[], object]]] = [[] for _ in range(count)]
+        taken = [0] * count
+        for size, work in sorted(zip(sizes, works, strict=True), key=lambda x: -x[0]):
+            least = taken.index(min(taken))
+            shares[least].append(work)
+            taken[least] += size
+        others = [_apart(share) for share in shares[1:]]
+        for work in shares[0]:
+            work()
         for process in others:
             os.waitpid(process, 0)
-        self.recorded += sum((path := self._path(x)) is not None and path.is_file() for x in missing)
 
     def _record(self, wanted: Iterable[_Wanted]) -> None:
         before = self.recorded
@@ -323,30 +373,14 @@ class Recorder:
                 self._kept(x)
         self.recorded = before
 
-    def _apart(self, wanted: Sequence[_Wanted]) -> int:
-        """In another process; gives its number."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads that torch keeps, which sleep
-            process = os.fork()
-        if process:
-            return process
-        try:
-            self._record(wanted)
-        finally:
-            os._exit(0)
-
     def _dry(self, plan: Plan, rows: int, depth: int, steps: bool) -> Recording:
-        def cut(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor) or not x.ndim:
-                return x
-            return x.new_empty((rows, *x.shape[1:]))
-
-        batch = tree_map(cut, self.batch)
+        batch = tree_map(lambda x: _cut(x, rows), self.batch)
         self.recorded += 1
 
         def run() -> Recording:
-            engine = dry_engine(self.model, plan, batch, optimizer=self.optimizer, **self._options)
-            return record(engine, batch, steps=steps, recalled=self._recalled)
+            options = {"optimizer": self.optimizer, "shared": self._shared, **self._options}
+            engine = dry_engine(self.model, plan, batch, **options)
+            return record(engine, batch, steps=steps, recalled=self._shared.recalled)
 
         try:
             if not depth:
@@ -378,6 +412,25 @@ class Recorder:
         states = max(0, alone.held - size) / size
         moved = sum(getattr(e, "moved", 0) for phase, e in alone.events if phase == "step") / size
         return Update(once, each, moved, states, one - micro - work_each, work_each, step, size)
+
+
+def _cut(x: Any, rows: int) -> Any:
+    """A part of a batch with so many rows."""
+    return x.new_empty((rows, *x.shape[1:])) if isinstance(x, torch.Tensor) and x.ndim else x
+
+
+def _apart(works: Iterable[Callable[[], object]]) -> int:
+    """Do works in another process; gives its number."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that torch keeps, which sleep
+        process = os.fork()
+    if process:
+        return process
+    try:
+        for work in works:
+            work()
+    finally:
+        os._exit(0)
 
 
 def _work(run: Recording) -> Counter[Event]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from espalier.blocks import blocks
-from espalier.engine.dry import DryReport, Line, Lined, dry_run
+from espalier.engine.dry import DryReport, Line, Lined, Shared, dry_run
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import Filling, smallest_within
 from espalier.trees import leaves, tree_map
@@ -89,6 +89,24 @@ class Totals:
             report.lines,
             why=why,
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the plan, as JSON takes it."""
+        names = ("rank", "flops", "parameter_bytes", "state_bytes", "peaks", "runs", "why")
+        table = {name: getattr(self, name) for name in names}
+        for name in ("sent", "calls"):
+            table[name] = [[*key, n] for key, n in getattr(self, name).items()]
+        return table | {"slots": list(self.slots.items()), "lines": self.lines}
+
+    @staticmethod
+    def from_dict(plan: Plan, table: Mapping[str, Any]) -> Totals:
+        """Those of a plan, of what :meth:`to_dict` gave."""
+        values = dict(table)
+        for name in ("sent", "calls"):
+            values[name] = {(axis, op): n for axis, op, n in table[name]}
+        values["slots"] = dict(table["slots"])
+        values["lines"] = [[Lined(*x) for x in line] for line in table["lines"]]
+        return Totals(plan, **values)
 
     def numbers(self) -> dict[Any, int]:
         """All counts, under keys; the peak of an update without the pieces that are copied for it.
@@ -162,6 +180,7 @@ def composed(
     """
     plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
     options["optimizer"] = optimizer
+    options.setdefault("shared", Shared(model))
     try:
         family = _Family(model, plan, batch, coordinate, options)
         why = "the check found other numbers"

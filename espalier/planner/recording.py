@@ -213,25 +213,28 @@ class NotAlike(Exception):
     """Two recordings are not of the same program."""
 
 
-def grown(one: Recording, two: Recording, times: int) -> Recording:
-    """What is done with ``times`` as many rows, of recordings with one part of them and with two.
+def grown(less: Recording, more: Recording, rows: int, of: tuple[int, int] = (1, 2)) -> Recording:
+    """What is done with so many rows, of recordings with fewer.
+
+    Args:
+        of: the rows of both.
 
     Raises:
         NotAlike: the two differ in more than their sizes.
     """
-    if times == 1:
-        return one
-    if times == 2:
-        return two
+    if rows == of[0]:
+        return less
+    if rows == of[1]:
+        return more
 
     def line(a: int, b: int) -> int:
-        return a + (b - a) * (times - 1)
+        return a + (b - a) * (rows - of[0]) // (of[1] - of[0])
 
     known: dict[tuple[Event, Event], Event] = {}
     events = []
-    if len(one.events) != len(two.events):
+    if len(less.events) != len(more.events):
         raise NotAlike
-    for (phase, a), (_, b) in zip(one.events, two.events, strict=True):
+    for (phase, a), (_, b) in zip(less.events, more.events, strict=True):
         event = known.get((a, b))
         if event is None:
             if a[0] != b[0] or a[1] != b[1] or len(a) != len(b):
@@ -244,8 +247,8 @@ def grown(one: Recording, two: Recording, times: int) -> Recording:
                 event = a._replace(bytes=line(a.bytes, b.bytes))
             known[a, b] = event
         events.append((phase, event))
-    numbers = (line(getattr(one, x), getattr(two, x)) for x in ("held", "kept", "peak"))
-    return Recording(tuple(events), one.parameters, *numbers)
+    numbers = (line(getattr(less, x), getattr(more, x)) for x in ("held", "kept", "peak"))
+    return Recording(tuple(events), less.parameters, *numbers)
 
 
 def added(shallow: Counts, deep: Counts, times: int = 1) -> dict[str, Counter[Event]]:

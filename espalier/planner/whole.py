@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import nn
 from espalier.parallel import Plan
 from espalier.planner.cells import Recorder
 from espalier.planner.cluster import Cluster, cache
-from espalier.planner.compose import composed
 from espalier.planner.explain import Checked, variants, words
 from espalier.planner.search import Found, Prediction, Search
 
@@ -104,22 +102,16 @@ def more_ranks(search: Search) -> int | None:
     return None
 
 
-def check(
-    search: Search,
-    result: Found,
-    model: nn.Module,
-    batch: Any,
-    optimizer: torch.optim.Optimizer,
-    options: Mapping[str, Any],
-) -> tuple[Found, list[Checked]]:
+def check(search: Search, result: Found, recorder: Recorder) -> tuple[Found, list[Checked]]:
     """Run the best dry, on their first and last stage's ranks, until some are known to fit.
 
     Returns:
         what was found without those that take more than they may; all dry runs.
     """
     runs: list[Checked] = []
+    recorder.totals_ahead([(x.plan, place) for x in result.best[:_CHECKED] for place in _ends(x.plan)])
     for x in result.best[:_MOST]:
-        run = checked(x, model, batch, optimizer, options)
+        run = checked(x, recorder)
         runs.append(replace(run, limit=search.limit))
         if sum(run.fits for run in runs) == _CHECKED:
             break
@@ -129,15 +121,14 @@ def check(
     return replace(result, best=best, least=least), runs
 
 
-def checked(
-    x: Prediction, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
-) -> Checked:
+def checked(x: Prediction, recorder: Recorder) -> Checked:
     """Run a plan dry, on its first and last stage's ranks."""
-    places: list[Any] = [{}] if x.plan.pipe == 1 else [{"pipe": 0}, {"pipe": x.plan.pipe - 1}]
-    totals = [
-        composed(model, x.plan, batch, optimizer=optimizer, coordinate=place, **options) for place in places
-    ]
-    return Checked(x, totals)
+    return Checked(x, [recorder.totals(x.plan, place) for place in _ends(x.plan)])
+
+
+def _ends(plan: Plan) -> list[dict[str, int]]:
+    """A rank of the first and one of the last stage, by the names of axes."""
+    return [{}] if plan.pipe == 1 else [{"pipe": 0}, {"pipe": plan.pipe - 1}]
 
 
 def sensitivity(search: Search, result: Found) -> list[str]:

@@ -76,11 +76,11 @@ def foresee(
         if not equals:
             raise ValueError(f"--fix {text}: expected key=value, as --fix tensor=8")
         fixed[key.strip().removeprefix("plan.")] = parse_value(value.strip())
-    search, (model, optimizer, batch, options) = _search(job, cluster, ranks, fixed, memory)
+    search, recorder = _search(job, cluster, ranks, fixed, memory)
     searched = search.run()
     dry: list[Checked] = []
     if searched.best and not quick:
-        searched, dry = check(search, searched, model, batch, optimizer, options)
+        searched, dry = check(search, searched, recorder)
     if not searched.best:
         text = f"{report(searched, dry)}\n\n{too_large(searched)}"
         enough = more_ranks(search)
@@ -99,11 +99,9 @@ def predicted(job: Job, cluster: str) -> tuple[Checked, Timeline | None]:
     Raises:
         ValueError: the cluster is wrong, or the plan has what is not priced.
     """
-    search, (model, optimizer, batch, options) = _search(job, cluster, job.plan.world_size, {}, 1.0)
+    search, recorder = _search(job, cluster, job.plan.world_size, {}, 1.0)
     prediction = search.of(job.plan)
-    return checked(prediction, model, batch, optimizer, options), search.timeline(
-        prediction, job.plan.accumulate
-    )
+    return checked(prediction, recorder), search.timeline(prediction, job.plan.accumulate)
 
 
 def planned(job: Job, ranks: int | None = None) -> Job:
@@ -125,10 +123,10 @@ def planned(job: Job, ranks: int | None = None) -> Job:
 
 def _search(
     job: Job, cluster: str, ranks: int | None, fixed: dict[str, Any], memory: float
-) -> tuple[Search, tuple[Any, Any, Any, dict[str, Any]]]:
+) -> tuple[Search, Recorder]:
     model, plan, options = on_meta(job)
     optimizer, batch = options.pop("optimizer"), batch_on_meta(job)
     options["max_grad_norm"] = job.clip
     recorder = Recorder(model, optimizer, batch, options, recordings())
     search = Search(recorder, Cluster.load(cluster), plan, ranks=ranks, fixed=fixed, memory=memory)
-    return search, (model, optimizer, batch, options)
+    return search, recorder

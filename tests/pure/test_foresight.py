@@ -19,7 +19,7 @@ from espalier.cli.main import app
 from espalier.models import GPT, GPTConfig
 from espalier.parallel.schedules import Costs, generate, live, simulate
 from espalier.planner import Cluster, Recorder, Search
-from espalier.planner.cells import Cell, _recorded
+from espalier.planner.cells import Cell
 from espalier.planner.compare import Comparison, Measured
 from espalier.planner.explain import report, to_dict, to_toml, why_not, words
 from espalier.planner.prices import Prices
@@ -85,7 +85,8 @@ def test_blocks_add_up_to_the_whole(recorder: Recorder, cell: Cell) -> None:
 def test_rows_add_up(recorder: Recorder) -> None:
     one, two, four = (recorder._run(Cell(rows=n), 2) for n in (1, 2, 4))
     told = grown(one, two, 4)
-    assert _recorded(Cell(rows=4)) == (1, 2) and _recorded(Cell(rows=4, tensor_mode="2d")) == (4,)
+    asked = Cell(rows=4), Cell(rows=4, tensor_mode="2d"), Cell(rows=2)
+    assert [recorder._recorded(cell) for cell in asked] == [(1, 2), (4,), (2,)]
     assert (told.events, told.held, told.kept) == (four.events, four.held, four.kept)
     assert four.peak * 0.9 < told.peak <= four.peak, "another moment may be the fullest one"
 
@@ -329,20 +330,19 @@ def test_a_plan_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_does_not_fit_when_run_dry_is_left_out(recorder: Recorder) -> None:
-    net, optimizer, batch = given()
     search = Search(recorder, H100, Plan(), ranks=4)
     found = search.run()
-    kept, runs = check(search, found, net, batch, optimizer, {})
+    kept, runs = check(search, found, recorder)
     assert kept.best == found.best and len(runs) == 3 and all(run.fits for run in runs)
     fullest = max(run.bytes for run in runs)
     search.limit = fullest - 1
-    left, runs = check(search, found, net, batch, optimizer, {})
+    left, runs = check(search, found, recorder)
     wrong = [run.prediction for run in runs if not run.fits]
     assert wrong and sum(run.fits for run in runs) == 3
     assert [x for x in found.best if all(x is not y for y in wrong)] == left.best
     assert f"left out: more than the {search.limit / 1e9:.2f} that it may take" in report(left, runs)
     search.limit = 1
-    nothing, runs = check(search, found, net, batch, optimizer, {})
+    nothing, runs = check(search, found, recorder)
     assert len(runs) == 8 and not any(run.fits for run in runs)
     assert all(x.prediction not in nothing.best for x in runs)
 

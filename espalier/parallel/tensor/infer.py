@@ -24,6 +24,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -74,6 +75,28 @@ class InferenceWarning(UserWarning):
     """A model's tensor-parallel layouts could not be inferred; its parameters stay whole."""
 
 
+class Choices:
+    """What was found of the layouts of one model, for its next runs, be it with fewer of its blocks.
+
+    Args:
+        model: with all of its blocks: what is a large share is one of this.
+
+    Attributes:
+        parameters: elements of its parameters.
+        inferred: groups and calls, by ranks and the parameters' names.
+        tried: what blocks cost and why they were not tried, by all that this hangs on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.inferred: dict[Any, tuple[list[Group], Calls]] = {}
+        self.tried: dict[Any, tuple[dict[Any, Cost], str]] = {}
+
+
+choices: ContextVar[Choices | None] = ContextVar("espalier.choices", default=None)
+"""Of the model that is laid out; None: it is of no interest to other runs."""
+
+
 def infer(model: nn.Module, batch: Any, ranks: int, around: Around = nullcontext) -> list[Group]:
     """What a tensor axis of ``ranks`` may cut.
 
@@ -82,7 +105,8 @@ def infer(model: nn.Module, batch: Any, ranks: int, around: Around = nullcontext
         batch: arguments of the model: a dict, tuple or tensor.
         around: see :func:`run_once`.
     """
-    recorder = _StreamRecorder(model, ranks)
+    shared = choices.get()
+    recorder = _StreamRecorder(model, ranks, None if shared is None else shared.parameters)
     try:
         run_once(model, batch, around, recorder.of)
     except NotCopiedError as error:
@@ -125,12 +149,13 @@ def run_once(model: nn.Module, batch: Any, *around: Around) -> None:
 
 
 class _StreamRecorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, ranks: int) -> None:
+    def __init__(self, model: nn.Module, ranks: int, parameters: int | None) -> None:
         super().__init__()
         self.mesh = Mesh.dry({"tensor": ranks})
         self.ranks = ranks
         self.names: dict[int, str] = {}
         self.sizes = {name: p.numel() for name, p in model.named_parameters()}
+        self.parameters = sum(self.sizes.values()) if parameters is None else parameters
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.parent: list[Stream] = []
         self.cuts: dict[Cut, Stream] = {}
@@ -299,7 +324,7 @@ class _StreamRecorder(TorchFunctionMode):
             # of a table of positions most is looked up, and what is looked up would be sent
             if self.shapes[name][dim] > 2 * looked_up:
                 cut(name, dim, name)
-        least = _LARGE_SHARE * sum(self.sizes.values())
+        least = _LARGE_SHARE * self.parameters
         return [
             group
             for key, group in groups.items()
@@ -354,6 +379,7 @@ class BlockKind:
         names: of the blocks.
         block: the first of them.
         groups: of its parameters, by their names in it.
+        key: what is the same of them.
         costs: by the groups that are cut and whether the sequence is; none if it was not tried.
         untried: why not.
     """
@@ -361,6 +387,7 @@ class BlockKind:
     names: list[str]
     block: nn.Module
     groups: list[Group]
+    key: Any
     costs: dict[tuple[tuple[int, ...], bool], Cost] = field(default_factory=dict)
     untried: str = "it was not called"
 
@@ -415,7 +442,7 @@ def kinds_of(blocks: Mapping[str, nn.Module], groups: Sequence[Group]) -> list[B
         ]
         shapes = tuple((key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in block.named_parameters())
         key = type(block), shapes, tuple(tuple(sorted(group.items())) for group in block_groups)
-        kinds.setdefault(key, BlockKind([], block, block_groups)).names.append(name)
+        kinds.setdefault(key, BlockKind([], block, block_groups, key)).names.append(name)
     return list(kinds.values())
 
 
@@ -431,7 +458,12 @@ def try_out(
         boundaries: whether the sequence is cut: what is tried.
         free: whether a group may be left whole.
     """
-    n = len(kind.groups)
+    shared, n = choices.get(), len(kind.groups)
+    known = kind.key, mesh.shape, rows, tuple(boundaries), free
+    if shared is not None and known in shared.tried:
+        costs, kind.untried = shared.tried[known]
+        kind.costs.update(costs)
+        return
     sizes = (n,) if not free else range(n + 1) if n <= _MOST else (0, n - 1, n)
     costs = {}
     try:
@@ -441,10 +473,11 @@ def try_out(
                 with apart(kind.block, call, stand=on_meta) as twin:
                     args, kwargs = _inputs(twin.extra, mesh, rows, sequence)
                     costs[cut, sequence] = _tried(twin.module, args, kwargs, dims, mesh, sequence)
+        kind.costs.update(costs)
     except Exception as error:
         kind.untried = textwrap.shorten(f"{type(error).__name__}: {error}", 100)
-        return
-    kind.costs.update(costs)
+    if shared is not None:
+        shared.tried[known] = dict(kind.costs), kind.untried
 
 
 def _tried(
@@ -557,17 +590,7 @@ def choose(
         return Chosen(described, sequence, _TABLE)
     if batch is None:
         return None
-    calls = Calls()
-
-    def watching(copy: nn.Module) -> AbstractContextManager[None]:
-        return calls.watching({name: copy.get_submodule(name) for name in blocks})
-
-    if described is None:
-        groups = infer(model, batch, ranks, watching)
-    else:
-        groups = [Group({p: d for p, d in described.items() if p.startswith(f"{name}.")}) for name in blocks]
-        with suppress(Exception):  # then nothing is tried
-            run_once(model, batch, watching)
+    groups, calls = _groups(model, ranks, blocks, described, batch)
     boundaries = (False, True) if sequence == "auto" else (sequence,)
     kinds, mesh = kinds_of(blocks, groups), Mesh.dry({"tensor": ranks})
     for kind in kinds:
@@ -583,6 +606,33 @@ def choose(
     if described is None:
         _take(chosen, groups, kinds)
     return chosen
+
+
+def _groups(
+    model: nn.Module,
+    ranks: int,
+    blocks: Mapping[str, nn.Module],
+    described: Mapping[str, int] | None,
+    batch: Any,
+) -> tuple[list[Group], Calls]:
+    """What may be cut together, and each block's first call."""
+    shared, calls = choices.get(), Calls()
+    known = ranks, described is None, tuple(name for name, _ in model.named_parameters())
+    if shared is not None and known in shared.inferred:
+        return shared.inferred[known]
+
+    def watching(copy: nn.Module) -> AbstractContextManager[None]:
+        return calls.watching({name: copy.get_submodule(name) for name in blocks})
+
+    if described is None:
+        groups = infer(model, batch, ranks, watching)
+    else:
+        groups = [Group({p: d for p, d in described.items() if p.startswith(f"{name}.")}) for name in blocks]
+        with suppress(Exception):  # then nothing is tried
+            run_once(model, batch, watching)
+    if shared is not None:
+        shared.inferred[known] = groups, calls
+    return groups, calls
 
 
 def _take(chosen: Chosen, groups: Sequence[Group], kinds: list[BlockKind]) -> None:
