@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-import espalier
 from espalier.device import attention_kernels
 from espalier.torch_private import raw
 
@@ -233,7 +232,7 @@ def _code(modules: Iterable[str]) -> Iterator[str]:
     Raises:
         _UntoldError: a class stands in no file.
     """
-    own = Path(espalier.__file__).parent
+    own = _PACKAGE
     for path in sorted(own.rglob("*.py")):
         yield f"{path.relative_to(own)} {_digest(path)}"
     for name in sorted(modules):
@@ -261,6 +260,7 @@ def _is_installed(path: Path) -> bool:
     return str(path).startswith(_ROOTS)
 
 
+_PACKAGE = Path(__file__).parents[1]
 _ROOTS = tuple(
     {
         str(root) + os.sep
