@@ -21,10 +21,11 @@ from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, conve
 from torch import nn
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import PIPELINES, Readers, plan_for_world, precision_of, refuse
+from espalier.compat.plans import NO_SCALER, Readers, plan_for_world, precision_of, refuse
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.compat.torch.fsdp import sharding_of
 from espalier.engine import EngineModule, initialize
+from espalier.engine.awaited import Awaited
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 
@@ -40,15 +41,31 @@ class _Model(EngineModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives for this rank's rows; in float32 under autocast, as accelerate's."""
         outputs = super().forward(*args, **kwargs)
-        return convert_to_fp32(outputs) if self.engine.plan.precision.autocast else outputs
+        if not self.engine.plan.precision.autocast:
+            return outputs
+        return outputs.by(convert_to_fp32) if isinstance(outputs, Awaited) else convert_to_fp32(outputs)
+
+
+class _Whole(nn.Module):
+    """What there is to save of a model."""
+
+    def __init__(self, states: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._states = states
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """With plain whole tensors."""
+        return self._states
 
 
 class _Optimizer(AcceleratedOptimizer):
     """A prepared optimizer, whose states are saved whole."""
 
+    mesh: Mesh | None = None
+
     def state_dict(self) -> dict[str, Any]:
         """With plain whole tensors (a collective)."""
-        return whole_states(super().state_dict())
+        return whole_states(super().state_dict(), self.mesh)
 
 
 class _Schedule(AcceleratedScheduler):
@@ -72,7 +89,8 @@ class Accelerator(accelerate.Accelerator):
         args, kwargs: of accelerate's own. ``mixed_precision`` is autocast, unless the plan says a precision;
             ``fsdp_plugin`` is ``zero=2`` or ``3``, with what lies on the host and what is recomputed;
             ``parallelism_config`` the axes ``replicate``, ``data``, ``tensor`` and ``context``;
-            a ``dynamo_backend`` has the model's blocks compiled. The Accelerator accumulates and clips.
+            a ``dynamo_backend`` has the model's blocks compiled. The Accelerator accumulates and clips; in a
+            pipeline ``accumulate`` of the plan cuts each batch into micro-batches.
         plan: a :class:`~espalier.Plan`, or keys of one, which hold. Without it all ranks are on the data
             axis.
 
@@ -95,9 +113,9 @@ class Accelerator(accelerate.Accelerator):
             fixed = {"loss_scale": {"init_scale": 1.0, "growth_factor": 1.0}} if low == "fp16" else {}
             said["precision"] = {**said.get("precision", {}), **precision, **fixed}  # accelerate scales
         self.plan = plan_for_world(said, plan)
-        if self.plan.pipe > 1:
-            mistakes.append(("plan.pipe", self.plan.pipe, PIPELINES))
-        if self.plan.accumulate > 1:
+        if self.plan.pipe > 1 and low == "fp16":
+            mistakes.append(("mixed_precision", low, NO_SCALER))
+        if self.plan.accumulate > 1 and self.plan.pipe == 1:
             known = "say gradient_accumulation_steps=, by which losses are divided: expected 1"
             mistakes.append(("plan.accumulate", self.plan.accumulate, known))
         refuse("Accelerator", mistakes)
@@ -130,6 +148,7 @@ class Accelerator(accelerate.Accelerator):
         """The optimizer, which its model's engine steps."""
         if not isinstance(optimizer, AcceleratedOptimizer):
             optimizer = _Optimizer(optimizer, False, self.scaler)
+            optimizer.mesh = self._mesh
         if all(optimizer is not known for known in self._optimizers):
             self._optimizers.append(optimizer)
         self._join()
@@ -191,6 +210,12 @@ class Accelerator(accelerate.Accelerator):
         """With plain whole tensors (a collective). A model that was unwrapped is known as well."""
         of = next((known for known in self._models if model in (known, known.module)), None)
         return super().get_state_dict(model, unwrap) if of is None else of.state_dict()
+
+    def save_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the model's whole weights (a collective)."""
+        if isinstance(model, EngineModule):  # parameters of other stages have no memory here
+            model = _Whole(model.state_dict())
+        super().save_model(model, *args, **kwargs)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
         """Refused: ranks call the model equally often.

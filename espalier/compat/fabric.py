@@ -8,7 +8,7 @@ layers read the same ones.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -20,9 +20,10 @@ from lightning_fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import PIPELINES, Readers, plan_for_world, refuse
+from espalier.compat.plans import NO_SCALER, Readers, plan_for_world, refuse
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import Engine, EngineModule, initialize
+from espalier.engine.awaited import Awaited
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor.deferred import deferred
@@ -37,7 +38,8 @@ class EspalierStrategy(DDPStrategy):
     Args:
         plan: a :class:`~espalier.Plan`, or keys of one. Without it all ranks are on the data axis.
             ``Fabric(precision="bf16-mixed")`` is autocast, unless the plan says a precision. The program
-            accumulates (``no_backward_sync``) and clips.
+            accumulates (``no_backward_sync``) and clips; in a pipeline ``accumulate`` of the plan cuts each
+            batch into micro-batches.
         options: of Fabric's ``DDPStrategy``: ``start_method``, ``timeout``, ``process_group_backend``,
             ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``, ``precision``.
 
@@ -91,9 +93,9 @@ class EspalierStrategy(DDPStrategy):
                 ("precision", type(plugin).__name__, "expected 32, 64, bf16 or 16, true or mixed")
             )
         plan = plan_for_world(said, self._said)
-        if plan.pipe > 1:
-            mistakes.append(("plan.pipe", plan.pipe, PIPELINES))
-        if plan.accumulate > 1:
+        if plan.pipe > 1 and getattr(plugin, "scaler", None) is not None:
+            mistakes.append(("precision", "16-mixed", NO_SCALER))
+        if plan.accumulate > 1 and plan.pipe == 1:
             known = "accumulate by fabric.no_backward_sync, and divide losses: expected 1"
             mistakes.append(("plan.accumulate", plan.accumulate, known))
         refuse("EspalierStrategy", mistakes)
@@ -119,7 +121,8 @@ class EspalierStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> Any:
         """The model on an engine of its own, see :meth:`engine_of`."""
-        wrapped = EngineModule(initialize(module, None, self.plan, mesh=self._mesh), "own")
+        wrapped = _Model(initialize(module, None, self.plan, mesh=self._mesh), "own")
+        wrapped.as_asked = self.precision.convert_output
         self._modules.append(wrapped)
         return wrapped
 
@@ -151,7 +154,7 @@ class EspalierStrategy(DDPStrategy):
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> Any:
         """With plain whole tensors (a collective)."""
-        return whole_states(optimizer.state_dict())
+        return whole_states(optimizer.state_dict(), self._mesh)
 
     # ---- values of all ranks: of each that reads rows
 
@@ -173,6 +176,17 @@ class EspalierStrategy(DDPStrategy):
         assert self._mesh is not None
         said = gather_objects(bool(decision), self._mesh) if self._mesh.size() > 1 else [bool(decision)]
         return False not in said if all else True in said
+
+
+class _Model(EngineModule):
+    """A model that was set up."""
+
+    as_asked: Callable[[Any], Any] = staticmethod(lambda output: output)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives; what a pipeline has yet to give, as Fabric would cast it."""
+        output = super().forward(*args, **kwargs)
+        return output.by(self.as_asked) if isinstance(output, Awaited) else output
 
 
 class _NoSync(_BackwardSyncControl):

@@ -19,11 +19,11 @@ from espalier.parallel import Plan
 from espalier.parallel.plan import known_as
 from espalier.texts import MistakeError
 
-# why trainers that ask for each loss by itself have no pipelines, and who has
-PIPELINES = (
-    "a loss goes back and is clipped by itself, where stages take a step's micro-batches together: expected "
-    "1. Write the loop around espalier.prepare(model, optimizer, loader, plan={'pipe': 2, 'accumulate': 8, "
-    "'clip': 1.0}), or a job for espalier train"
+# why trainers that scale losses by themselves have no pipelines in float16, and who has
+NO_SCALER = (
+    "with plan.pipe > 1 the loss is where it was made, and no other rank sees a gradient overflow: use "
+    "bfloat16; or a loop around espalier.prepare(..., plan={'pipe': 2, 'precision': 'float16'}), whose "
+    "engine scales"
 )
 
 

@@ -24,9 +24,10 @@ from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import PIPELINES, plan_for_world, refuse, world_size
+from espalier.compat.plans import NO_SCALER, plan_for_world, refuse, world_size
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import Engine, EngineModule, initialize
+from espalier.engine.awaited import Awaited
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.planner import Cluster, auto, shipped
@@ -119,13 +120,14 @@ class Trainer(transformers.Trainer):
     Args:
         args, kwargs: of transformers' own. Without ``plan`` all ranks are on the data axis.
         plan: a :class:`~espalier.Plan`, or a dict of its arguments; ``bf16=True`` of the arguments is
-            ``precision="autocast-bfloat16"`` unless the plan says one. The Trainer clips and accumulates.
+            ``precision="autocast-bfloat16"`` unless the plan says one. The Trainer clips and accumulates; in
+            a pipeline ``accumulate`` cuts each of its batches into micro-batches.
             ``"auto"``: rank 0 searches for the fastest one without a pipeline; a step's batch has the rows of
             all ranks then, whichever it is.
         cluster: with ``plan="auto"``: what the ranks run on, as for :meth:`espalier.Plan.auto`.
 
     Raises:
-        MistakeError: arguments ask another library for parallelism, or the plan has a pipeline.
+        MistakeError: arguments ask another library for parallelism, or the plan for what the Trainer does.
     """
 
     def __init__(
@@ -153,11 +155,11 @@ class Trainer(transformers.Trainer):
             for name in _THEIRS
             if (value := getattr(args, name, None))
         ]
-        if self.plan.pipe > 1:
-            mistakes.append(("plan.pipe", self.plan.pipe, PIPELINES))
-        if self.plan.accumulate > 1:
+        if self.plan.accumulate > 1 and self.plan.pipe == 1:
             said_by = "say gradient_accumulation_steps in the arguments: expected 1"
             mistakes.append(("plan.accumulate", self.plan.accumulate, said_by))
+        if self.plan.pipe > 1 and args.fp16:
+            mistakes.append(("fp16", True, NO_SCALER))
         refuse("Trainer", mistakes)
         self._mesh = Mesh.from_env(self.plan.axes)
         self._module: _Model | None = None
@@ -189,6 +191,11 @@ class Trainer(transformers.Trainer):
             wrapped.engine.attach(optimizer)
         return wrapped
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of a micro-batch; gives its loss."""
+        loss = super().training_step(*args, **kwargs)
+        return loss.value() if isinstance(loss, Awaited) else loss
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As ``save_pretrained`` writes it (a collective: all ranks call)."""
         if self._module is None:
@@ -200,7 +207,7 @@ class Trainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         assert self.optimizer is not None
-        state = whole_states(self.optimizer.state_dict())
+        state = whole_states(self.optimizer.state_dict(), self._mesh)
         if self.args.should_save:
             torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
         self._wait()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,6 +35,10 @@ from espalier.torch_private import raw
 
 Count = Callable[[Any], Any] | Literal["sum"]
 Number = torch.Tensor | None  # None: the loss is a sum, each micro-batch counts once
+
+
+class OfAll(float):
+    """A number that is the same for all micro-batches of a step: no count of the rows of one."""
 
 
 class UnseenCountError(ValueError):
@@ -104,6 +109,18 @@ class Accumulation:
             return loss, self._seen(loss)
         loss = forward(batch)
         return loss, None if self._count == "sum" else self._counted(self._count, batch)
+
+    @contextmanager
+    def of_one_call(self, numbers: Iterable[torch.Tensor]) -> Iterator[None]:
+        """While open, micro-batches are parts of one call, which was given these numbers: they are of all.
+
+        Sums that are divided by one of them are to be added up.
+        """
+        self._watcher.of_all = [x for x in numbers if not x.ndim]
+        try:
+            yield
+        finally:
+            self._watcher.of_all = []
 
     @property
     def followed(self) -> Followed | None:
@@ -347,12 +364,16 @@ class Counting(Watcher):
 
     Args:
         axes: of the mesh, those that share the batch's rows.
+
+    Attributes:
+        of_all: numbers that are the same for all micro-batches of a step.
     """
 
     inside = traffic = False
 
     def __init__(self, axes: tuple[int, ...]) -> None:
         self._axes = axes
+        self.of_all: list[torch.Tensor] = []
 
     def around(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], go: Go) -> Any:
         """Carry a call out and mark what comes of it."""
@@ -380,6 +401,14 @@ class Counting(Watcher):
             dtensors[0].__dict__["_mark"] = mixed  # x[i] = mixture
         return out
 
+    def _is_of_all(self, x: Any) -> bool:
+        if isinstance(x, OfAll):
+            return True
+        if not self.of_all or not isinstance(x, torch.Tensor) or x.ndim or x.is_meta:
+            return False
+        with raw():  # stages get it as a view
+            return any(plain(x).data_ptr() == plain(number).data_ptr() for number in self.of_all)
+
     def _cut(self, layout: Layout) -> bool:
         return any(type(layout.axes[a]) is int for a in self._axes)
 
@@ -394,6 +423,8 @@ class Counting(Watcher):
     ) -> Mark | None:
         name = getattr(func, "__name__", "")
         if any(type(m) in (Mean, Sum) for m in before):
+            if name in _DIV and type(before[0]) is Sum and self._is_of_all(args[-1]):
+                return _sum(out)
             return _combined(name, args, kwargs, dtensors, before, out)
         rowed = [x for x, m in zip(dtensors, before, strict=True) if m is not None or self._cut(x._layout)]
         if not rowed or name in _FRESH or self._cut(out._layout):

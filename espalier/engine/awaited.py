@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
+from espalier.engine.accumulation import OfAll
 from espalier.trees import leaves, tree_map
 
 _CONSTANT = ("weight", "pos_weight")  # arguments of losses that may be as long as a batch
@@ -47,6 +48,7 @@ class Awaited:
     def __init__(self, source: Source, step: _Step | None = None) -> None:
         self._source, self._step = source, step
         self._known: Any = None
+        self._has_gone_back = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,8 +64,12 @@ class Awaited:
             raise AttributeError(name)
         return _kept(getattr, (self, name), {})
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Awaited:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _kept(_call, (self, *args), kwargs)
+
+    def by(self, func: Callable[[Any], Any]) -> Any:
+        """What a function makes of it."""
+        return _kept(func, (self,), {})
 
     def local_value(self) -> Awaited:
         """Itself."""
@@ -85,8 +91,15 @@ class Awaited:
                 "pipeline they are not all where the loss is. Make it a part of the model's forward; for a "
                 "penalty on parameters use the optimizer's weight_decay, or change p.grad before the step."
             )
-        captured = [x for x in held if x.ndim and x.shape[0] == self._source.rows()]
+        captured = [x for x in held if not x.ndim or x.shape[0] == self._source.rows()]
         self._known = self._source.train(captured, partial(_replayed, self, [id(x) for x in captured]))
+        self._has_gone_back, whole = True, self
+        while whole._step is not None and whole._step.func is operator.truediv:
+            inner, parts = whole._step.args
+            if not isinstance(inner, Awaited) or not isinstance(parts, int | float):
+                break
+            inner._known, inner._has_gone_back = whole._known * parts, True  # accelerate divides it
+            whole = inner
 
     def value(self) -> Any:
         """What it is, without gradients: all ranks must ask."""
@@ -136,8 +149,8 @@ class Awaited:
     __hash__ = object.__hash__
 
 
-def _operator(func: Callable[..., Any], swaps: bool = False) -> Callable[..., Awaited]:
-    def kept(self: Awaited, *others: Any) -> Awaited:
+def _operator(func: Callable[..., Any], swaps: bool = False) -> Callable[..., Any]:
+    def kept(self: Awaited, *others: Any) -> Any:
         return _kept(func, (*others, self) if swaps else (self, *others), {})
 
     return kept
@@ -154,8 +167,11 @@ def _call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Awaited:
-    first, *others = leaves([list(args), dict(kwargs)], Awaited)
+def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    first, *others = held = leaves([list(args), dict(kwargs)], Awaited)
+    if all(x._has_gone_back for x in held):  # it is there: a sum of losses over steps, say
+        values = tree_map(lambda x: x._known if isinstance(x, Awaited) else x, [list(args), dict(kwargs)])
+        return func(*values[0], **values[1])
     if any(x._source is not first._source for x in others):
         raise ValueError(
             "Outputs of two calls of the model meet. In a pipeline a loss is made of one call: call the "
@@ -208,6 +224,9 @@ def _evaluated(
             return replacements.get(id(x), x) if isinstance(x, torch.Tensor) else x
 
         step = of._step
-        value = step.func(*tree_map(inner, step.args), **tree_map(inner, dict(step.kwargs)))
+        args = tree_map(inner, step.args)
+        if step.func is operator.truediv and isinstance(step.args[1], int | float):
+            args[1] = OfAll(args[1])  # the loop's own: it knows nothing of micro-batches
+        value = step.func(*args, **tree_map(inner, dict(step.kwargs)))
     done[id(of)] = value
     return value

@@ -550,8 +550,11 @@ class Engine(Surface):
         self.passes.one_by_one("engine.backward(loss)").backward(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes in here only accumulate; the next one outside reduces for all."""
-        return self.passes.one_by_one("engine.no_sync()").no_sync()
+        """Backward passes in here only accumulate; the next one outside reduces for all.
+
+        In a pipeline each reduces: the gradients are the same.
+        """
+        return self.passes.no_sync()
 
     def finish_gradients(self) -> None:
         """Wait until every ``p.grad`` is the gradient of the whole batch, times :attr:`scale`.

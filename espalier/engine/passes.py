@@ -251,6 +251,10 @@ class Passes(ABC):
         """
 
     @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See :meth:`espalier.Engine.no_sync`."""
+
+    @abstractmethod
     def one_by_one(self, what: str) -> Direct:
         """These passes, for a call (``what``) that concerns one micro-batch alone.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -159,6 +159,9 @@ class Staged(Passes):
             "engine.train_step(batch), or engine.accumulate(parts) and engine.step(); to evaluate, "
             "engine.evaluate(parts)."
         )
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def forward(self, batch: Any) -> torch.Tensor:
         """The loss of a batch, under ``torch.no_grad()`` alone: plain, the same on every rank."""

@@ -16,6 +16,7 @@ import torch
 
 from espalier.comm.control import gather_objects
 from espalier.device import is_accelerator
+from espalier.engine.accumulation import Accumulation
 from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
 from espalier.mesh import Mesh
@@ -35,6 +36,7 @@ class StagedPasses(Protocol):
     updates: int
     keeps_outputs: bool | None
     first_batches: GivenBatches
+    evaluation: Accumulation
 
     @property
     def stages(self) -> Stages: ...
@@ -149,7 +151,8 @@ class ModelRun:
         keeps = passes.keeps_outputs is not False
         before, call.loss_fn = call.loss_fn, loss_of_kept if keeps else loss
         try:
-            passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
+            with passes.evaluation.of_one_call(leaves((self._inputs, captured), torch.Tensor)):
+                passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
             passes.finish_gradients()
         finally:
             call.loss_fn = before

@@ -58,6 +58,8 @@ def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _meet_others_states(optimizer: torch.optim.Optimizer) -> None:
+    for p in [p for p in optimizer.state if isinstance(p, DTensor) and not p._layout.mesh.is_member]:
+        del optimizer.state[p]  # of a stage of other ranks
     optimizer._has_others_states = True  # type: ignore[attr-defined]
 
 

@@ -59,7 +59,8 @@ def programs(rank: int, world: int, alone: list[float], folder: Path) -> None:
     close(expected, run("accelerator", folder), "as espalier migrate changes it")
     for options in ({}, {"plan": {"data": 2, "zero": 3}}):
         close(expected, run("accelerator_here", **options), options)
-    close(alone, run("accelerator_here", batch=32, plan={"tensor": 2}), "tensor", 2e-6)
+    for plan in ({"tensor": 2}, {"pipe": 2}, {"pipe": 2, "accumulate": 2}):
+        close(alone, run("accelerator_here", batch=32, plan=plan), plan, 2e-6)
 
 
 def early(rank: int, world: int, folder: str) -> None:
@@ -116,10 +117,12 @@ def asked(rank: int, world: int) -> None:
         assert accelerator.reduce(torch.tensor(3.0)).item() == 3.0
         with pytest.raises(
             ValueError,
-            match=r"3 mistakes(.|\n)*megatron_lm(.|\n)*plan.pipe(.|\n)*espalier.prepare(.|\n)*plan.acc",
+            match=r"2 mistakes(.|\n)*megatron_lm(.|\n)*plan.acc",
         ):
-            plan = {"pipe": 2, "accumulate": 2}
+            plan = {"data": 2, "accumulate": 2}
             Accelerator(megatron_lm_plugin=object.__new__(MegatronLMPlugin), plan=plan)
+        with pytest.raises(ValueError, match=r"mixed_precision(.|\n)*bfloat16(.|\n)*espalier.prepare"):
+            Accelerator(mixed_precision="fp16", plan={"pipe": 2})
 
 
 def test_a_program_with_another_import(ranks: Any, tmp_path: Path) -> None:

@@ -172,13 +172,16 @@ def refused(rank: int, world: int, folder: str) -> None:
     from espalier.compat.transformers import Trainer
 
     arguments = transformers.TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
-    with pytest.raises(ValueError, match=r"2 mistakes(.|\n)*plan.pipe(.|\n)*gradient_accumulation_steps"):
-        Trainer(model(), arguments, plan={"pipe": 2, "accumulate": 2})
+    with pytest.raises(ValueError, match=r"plan.accumulate(.|\n)*gradient_accumulation_steps"):
+        Trainer(model(), arguments, plan={"data": 2, "accumulate": 2})
+    arguments.fp16 = True
+    with pytest.raises(ValueError, match=r"fp16(.|\n)*bfloat16(.|\n)*espalier.prepare"):
+        Trainer(model(), arguments, plan={"pipe": 2})
 
 
 def test_the_trainer_under_plans(ranks: Any, tmp_path: Path) -> None:
     (expected,) = ranks(1, own, str(tmp_path / "own"))
-    for i, plan in enumerate(({"data": 2, "zero": 3}, {"tensor": 2})):
+    for i, plan in enumerate(({"data": 2, "zero": 3}, {"tensor": 2}, {"pipe": 2, "accumulate": 2})):
         ranks(2, ours, str(tmp_path / f"ours{i}"), plan, expected)
     ranks(2, searched, str(tmp_path / "searched"), expected)
     ranks(2, refused, str(tmp_path / "refused"))

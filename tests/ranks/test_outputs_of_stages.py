@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -67,9 +68,13 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def model_of(p: float, plan: dict[str, Any] | None, rows: Any = "all") -> tuple[Any, Any, Net]:
+def model_of(
+    p: float, plan: dict[str, Any] | None, rows: Any = "all", norm: bool = True
+) -> tuple[Any, Any, Net]:
     torch.manual_seed(0)
     net = Net(p).double()
+    if not norm:
+        net.norm = nn.Identity()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     if plan is None:
         return net, optimizer, net
@@ -102,6 +107,34 @@ def on_two(rank: int, world: int) -> None:
                         assert abs(got - expected) < TOLERANCE, (plan, when)
                     same(values, of_one[when][1], (plan, when))
     told(rank)
+
+
+def summed(rank: int, world: int) -> None:
+    """Sums over what is in all batches of a step, as transformers and accelerate make them, added up."""
+    found = {}
+    for plan in (None, {"pipe": 2}, {"pipe": 2, "accumulate": 2}):
+        model, optimizer, _ = model_of(0.0, plan, norm=False)
+        total, seen = torch.zeros((), dtype=torch.float64), []
+        for _ in range(2):
+            rows = batches()
+            items = torch.tensor(sum(len(y) for _, y in rows))
+            for x, y in rows:
+                with model.no_sync() if plan else nullcontext():
+                    loss = F.cross_entropy(model(x).logits, y, reduction="sum") / items
+                    (loss / 0.5).backward()
+                total += loss.detach()
+                seen.append((3 * loss).item())
+            seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert type(total) is torch.Tensor
+        found[str(plan)] = [*seen, total.item()]
+        if plan is not None:
+            same([found[str(plan)]], [found["None"]], plan)
+    model = model_of(0.0, {"pipe": 2, "accumulate": 2}, norm=False)[0]
+    out = model(x).logits
+    with pytest.raises(ValueError, match="cannot see it"):  # of a micro-batch, or of all: nobody knows
+        (F.cross_entropy(out, y, reduction="sum") / out.shape[0]).backward()
 
 
 def told(rank: int) -> None:
@@ -161,6 +194,10 @@ def on_four(rank: int, world: int) -> None:
 
 def test_looking_at_outputs_of_a_pipeline_changes_nothing(ranks: Any) -> None:
     ranks(2, on_two)
+
+
+def test_losses_that_are_shares_of_a_steps_sum(ranks: Any) -> None:
+    ranks(2, summed)
 
 
 def test_own_rows_of_outputs_after_a_step(ranks: Any) -> None:

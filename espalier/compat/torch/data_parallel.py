@@ -216,11 +216,18 @@ def ZeroRedundancyOptimizer(
     return optimizer
 
 
-def whole_states(state: Any) -> Any:
-    """An optimizer's state dict with whole plain tensors (a collective)."""
+def whole_states(state: Any, mesh: Mesh | None = None) -> Any:
+    """An optimizer's state dict with whole plain tensors (a collective).
+
+    Args:
+        mesh: of all ranks, whose stages have states of their own if it has an axis ``pipe``.
+    """
     whole = {}
     for key, states in sorted(state["state"].items()):  # ranks have filled them in their own order
         whole[key] = apart(
             {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in sorted(states.items())}
         )
+    if mesh is not None and "pipe" in mesh.names:
+        of_stages = gather_objects(whole, mesh["pipe"])
+        whole = dict(sorted({key: x for states in reversed(of_stages) for key, x in states.items()}.items()))
     return {**state, "state": whole}
