@@ -31,6 +31,7 @@ from espalier.layout import Layout, Shard, local_box
 from espalier.layout.layout import Box, overlap
 from espalier.mesh import Mesh
 from espalier.parallel.data.zero import ZeroState
+from espalier.parallel.several import parts_of
 from espalier.tensor import DTensor, layout_of, plain, stamp
 from espalier.tensor.random import state_of_keys
 from espalier.torch_private import raw
@@ -121,7 +122,7 @@ def index_and_tree(
     said["model"] = {n: x for n, x in module.state_dict(keep_vars=True).items() if is_value(n)}
     if optimizer is not None:
         said["optimizer"] = {
-            "class": type(optimizer).__name__,
+            "class": _kind_of(optimizer),
             "groups": groups_of(module, optimizer),
             "states": {
                 name: {k: x for k, x in optimizer.state.get(p, {}).items() if not isinstance(x, torch.Tensor)}
@@ -385,6 +386,8 @@ def named_values(own: EngineState, steps: int) -> Iterator[tuple[str, Any]]:
 
 
 _SHOWN = 40
+# what jobs with Muon were once saved as
+_FORMER_KINDS = {"Muon and AdamW": "Mixed"}
 
 
 def is_value(name: str) -> bool:
@@ -426,6 +429,10 @@ def conflicts(
     return lines
 
 
+def _kind_of(optimizer: torch.optim.Optimizer) -> str:
+    return " and ".join(type(part).__name__ for part in parts_of(optimizer))
+
+
 def _of_optimizer(
     values: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[str]:
@@ -435,8 +442,8 @@ def _of_optimizer(
     if known["class"] is None:  # it was imported
         if strange := strange_options(known["groups"], optimizer):
             return strange
-    elif known["class"] != type(optimizer).__name__:
-        return [f"its optimizer is {known['class']}, not {type(optimizer).__name__}"]
+    elif known["class"] not in (kind := _kind_of(optimizer), _FORMER_KINDS.get(kind)):
+        return [f"its optimizer is {known['class']}, not {kind}"]
     names = {id(p): name for name, p in module.named_parameters()}
     saved = {name for group in known["groups"] for name in group["names"]}
     grouped = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
@@ -58,6 +58,7 @@ from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.experts import stacks
 from espalier.parallel.pipeline import Timeline
 from espalier.parallel.pipeline.record import mapped
+from espalier.parallel.several import Optimizers, as_one, parts_of
 from espalier.tensor import DTensor, redistribute
 from espalier.tensor import compile as compile_region
 from espalier.tensor.compiled import Backend
@@ -70,7 +71,7 @@ Rows = Literal["all", "whole", "own"]
 
 def initialize(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     plan: Plan | Mapping[str, Any] | None = None,
     *,
     mesh: MeshLike | None = None,
@@ -92,7 +93,8 @@ def initialize(
 
     Args:
         model: written for one device; ``model(**batch)``, ``model(*batch)`` or ``model(batch)`` is called.
-        optimizer: built on ``model.parameters()``; None to evaluate only.
+        optimizer: built on ``model.parameters()``; several as a list, each with its own parameters; None
+            to evaluate only.
         plan: a :class:`Plan` or a dict of its arguments; by default all ranks on the data axis.
         mesh: where to lay it; by default the running world (torchrun's environment). It may leave out
             those of the plan's axes that have one rank.
@@ -130,6 +132,7 @@ def initialize(
         )
     on = on.telling(**plan.words)
     if optimizer is not None:
+        optimizer = as_one(optimizer)
         _check(optimizer, model)
     _warn_of_compiled(model)
     to_compile = _compilable(model, plan) if compile else []
@@ -207,6 +210,14 @@ def _compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
     return [*listed.values()]
 
 
+class _Verdict(NamedTuple):
+    """What the first of several steps was told of gradients that stay."""
+
+    factor: torch.Tensor | float | None
+    finite: bool
+    stepped: set[torch.optim.Optimizer]
+
+
 class Engine(Surface):
     """Trains one model under one plan. Made by :func:`initialize`.
 
@@ -217,7 +228,7 @@ class Engine(Surface):
 
     Attributes:
         module: the model given, its parameters now DTensors.
-        optimizer: the optimizer given.
+        optimizer: the optimizer given; several as one :class:`Several`, whose ``parts`` they are.
         plan: the plan.
         mesh: the mesh.
         grad_norm: the global gradient norm before clipping (a plain scalar tensor), after a step.
@@ -257,28 +268,35 @@ class Engine(Surface):
         trains = optimizer is not None
         self._runs: FlatParams | None = None
         self._peaks = WeakSet[PeakMemory]()
+        self._verdict: _Verdict | None = None
         self.passes = kind(self._call, mesh, count, self.scaler, trains, self.lay_out)
         self._saver: Saver | None = None
         self._loaders: tuple[Loader, ...] = ()
-        if optimizer is not None:
-            bind(optimizer, self)
+        self._bind()
         share_random_state(mesh)
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Train with an optimizer that was made after the engine, on the engine's parameters.
+    def _bind(self) -> None:
+        """Let steps of the optimizer, and of each of several, be the engine's."""
+        if self.optimizer is not None:
+            for part in {self.optimizer, *parts_of(self.optimizer)}:
+                bind(part, self)
+
+    def attach(self, optimizer: Optimizers) -> None:
+        """Train with an optimizer, or several, made after the engine on the engine's parameters.
 
         Raises:
             ValueError: there is one already, or its parameters are not the model's.
         """
         if self.optimizer is not None:
             raise ValueError(
-                f"This engine trains with a {type(self.optimizer).__name__} already: one optimizer, with a "
-                "group for each set of options."
+                f"This engine trains with a {type(self.optimizer).__name__} already. Attach all optimizers "
+                "at once: engine.attach([a, b])."
             )
+        optimizer = as_one(optimizer)
         _check(optimizer, self.module)
         self.optimizer = optimizer
         self.passes.train_from_now()
-        bind(optimizer, self)
+        self._bind()
         if self._data is not None:
             self._data.reserve(optimizer)
             self._begin_updates(optimizer, self._data)
@@ -591,11 +609,12 @@ class Engine(Surface):
             )
         return self.passes.is_complete and self._step(self.optimizer)
 
-    def step_in_loop(self) -> bool:
-        """A step that the program has asked the optimizer for; False: there is nothing to update.
+    def step_in_loop(self, optimizer: torch.optim.Optimizer) -> bool:
+        """A step that the program has asked an optimizer for; False: there is nothing to update.
 
         Raises:
-            ValueError: see :meth:`step`; the micro-batches of a step are not all there.
+            ValueError: see :meth:`step`; the micro-batches of a step are not all there; a step would drop
+                gradients that another of several optimizers waits for.
         """
         of_step = self.passes.accumulation
         if self.optimizer is None or not self.passes.may_step:
@@ -606,30 +625,46 @@ class Engine(Surface):
                 "Write engine.step() in its place, after each: it updates after the last one, says so, and "
                 "drops the gradients then. Or call engine.finish_gradients() first, if the batch ends here."
             )
-        self._step(self.optimizer, keep=self.passes.keeps_gradients and self.plan.gradients != "in-place")
+        keep = self.passes.keeps_gradients and self.plan.gradients != "in-place"
+        if not keep and optimizer is not self.optimizer:
+            raise ValueError(
+                f"{type(optimizer).__name__}.step(): with {self.plan} a step drops all gradients, and this "
+                f"is one of {len(parts_of(self.optimizer))} optimizers. Write engine.step() in place of all "
+                "of their steps."
+            )
+        self._step(optimizer, keep)
         return True
 
     def _step(self, optimizer: torch.optim.Optimizer, keep: bool = False) -> bool:
-        """:meth:`step`; gradients stay if they are to be kept."""
-        passes, data, guard = self.passes, self._laid_out(), self.guard
+        """:meth:`step`; gradients stay if they are to be kept.
+
+        Another of several optimizers, which steps after one, finds what that was told of the gradients.
+        """
+        passes, data, guard, verdict = self.passes, self._laid_out(), self.guard, self._verdict
+        known = verdict is not None and not passes.has_gradients and optimizer not in verdict.stepped
         passes.seen.check()
         passes.finish()
         counted = passes.counted()
         judged: list[torch.Tensor] = []
         norm = Norm([*counted.values()], self.mesh, self._riders(judged.append))
-        factor = passes.factor() if self.scaler is None else self.scaler.divided(passes.factor())
+        if verdict is not None and known:
+            factor, finite = verdict.factor, verdict.finite
+        else:
+            factor, finite = passes.factor(), True
+            if self.scaler is not None:
+                factor = self.scaler.divided(factor)
 
         def arrived() -> torch.Tensor:
             self.grad_norm = norm.wait() if factor is None else norm.wait() * factor
             return self.grad_norm
 
-        finite = self.is_stepping = True
+        self.is_stepping = True
         if guard is not None:
             guard.told = ""
-        if self.scaler is not None:
+        if self.scaler is not None and not known:
             finite = self.scaler.update(arrived(), counted, self._names, self.mesh)
         try:
-            if finite and guard is not None and not self.mesh.is_dry:
+            if finite and guard is not None and not known and not self.mesh.is_dry:
                 size = float(arrived())
                 loss = float(judged[0] if judged else 0.0 if self.loss is None else self.loss)
                 finite = guard.admits(self.steps + 1, loss, size, counted, self._names, self.mesh)
@@ -641,9 +676,10 @@ class Engine(Surface):
             with passes.watch or nullcontext():
                 if finite:
                     self.wait_staged()
-                    data.update(optimizer, partial(update, factor=scale, runs=self._runs), keep)
+                    step, whole = partial(update, factor=scale, runs=self._runs), self.optimizer or optimizer
+                    data.update(optimizer, step, keep, whole.state)
                     passes.updates += 1
-                    if passes.watch is not None and passes.watch.fit(data, optimizer):
+                    if passes.watch is not None and passes.watch.fit(data, whole):
                         passes.watch = None
             arrived()
         finally:
@@ -655,6 +691,10 @@ class Engine(Surface):
                 forget_gradients(optimizer)
                 passes.forget()
             passes.traffic.end()
+        if verdict is not None and known:
+            verdict.stepped.add(optimizer)
+            return finite
+        self._verdict = _Verdict(factor, finite, {optimizer}) if keep else None
         self.steps += 1
         self.pulse.step = self.steps + 1
         return finite

@@ -16,6 +16,7 @@ from espalier.comm.control import gather_objects
 from espalier.engine.engine import Engine, Rows, initialize
 from espalier.engine.surface import bound
 from espalier.parallel import Plan
+from espalier.parallel.several import Several, as_one
 
 
 class EngineModule(nn.Module):
@@ -93,10 +94,10 @@ class EngineModule(nn.Module):
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
-    """The optimizer that holds a model's parameters, wherever the program keeps it; None if there is none.
+    """What holds a model's parameters, wherever the program keeps it; several as one; None if there is none.
 
     Raises:
-        ValueError: there are several.
+        ValueError: a parameter is in two of them.
     """
     own = {id(p) for p in module.parameters()}
     owners = [
@@ -105,13 +106,8 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
         if issubclass(type(x), torch.optim.Optimizer)
         and any(id(p) in own for group in x.param_groups for p in group["params"])
     ]
-    if len(owners) > 1:
-        kinds = ", ".join(type(x).__name__ for x in owners)
-        raise ValueError(
-            f"{len(owners)} optimizers ({kinds}) hold parameters of this model, and an engine steps one. "
-            "Make one optimizer with a group for each, or say which by engine.attach(optimizer)."
-        )
-    return owners[0] if owners else None
+    inner = {id(part) for x in owners if isinstance(x, Several) for part in x.parts}
+    return as_one([x for x in owners if id(x) not in inner]) if owners else None
 
 
 class Prepared:
@@ -146,11 +142,11 @@ def prepare(
     ``model, optimizer, loader, schedule = prepare(model, optimizer, loader, schedule, plan={"data": 2})``
 
     Args:
-        things: the optimizer; loaders; schedules; None and others are given back as they are. Of a torch
-            ``DataLoader`` each rank loads its rows, and a batch is as large as on one process, with the same
-            rows in it: rank 0 draws them, as that does. ``engine.save`` knows where it stands. One with a
-            ``DistributedSampler`` is cut already. One with another sampler is taken as it is: it must give
-            the same batches on all ranks.
+        things: the optimizer, or several; loaders; schedules; None and others are given back as they are. Of
+            a torch ``DataLoader`` each rank loads its rows, and a batch is as large as on one process, with
+            the same rows in it: rank 0 draws them, as that does. ``engine.save`` knows where it stands. One
+            with a ``DistributedSampler`` is cut already. One with another sampler is taken as it is: it must
+            give the same batches on all ranks.
         plan: as for :func:`espalier.initialize`.
         rows: what the model gives, as for :meth:`espalier.Engine.outputs`.
         options: more for :func:`espalier.initialize`.
@@ -159,12 +155,7 @@ def prepare(
         an :class:`EngineModule` (whose ``engine`` is the engine), and all ``things`` in their order.
     """
     optimizers = [x for x in things if isinstance(x, torch.optim.Optimizer)]
-    if len(optimizers) > 1:
-        raise ValueError(
-            f"prepare takes one optimizer, got {len(optimizers)}: an engine steps one, with a group for each "
-            "set of options."
-        )
-    engine = initialize(model, optimizers[0] if optimizers else None, plan, **options)
+    engine = initialize(model, optimizers or None, plan, **options)
     module = EngineModule(engine, rows)
     if not things:
         return module

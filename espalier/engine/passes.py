@@ -758,7 +758,7 @@ class Steps(Protocol):
     def is_stepping(self) -> bool:
         """Whether it makes one."""
 
-    def step_in_loop(self) -> bool:
+    def step_in_loop(self, optimizer: torch.optim.Optimizer) -> bool:
         """Make one that the program has asked the optimizer for; False: there is nothing that it would do."""
 
 
@@ -780,7 +780,7 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
         # within, the optimizer's own step, without what others have put around it: that runs now
         outermost, self.step = self.step, own  # type: ignore[method-assign]
         try:
-            if not engine.step_in_loop():
+            if not engine.step_in_loop(self):
                 own()
         finally:
             self.step = outermost  # type: ignore[method-assign]

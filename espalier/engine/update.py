@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch.optim import optimizer as _base
 from espalier.engine.norm import scale_gradients
 from espalier.layout import Layout
 from espalier.parallel.fused import Substitute, fuse, holding, may_fuse, within_hooks
+from espalier.parallel.several import Several, parts_of
 from espalier.tensor import DTensor, lay_out, plain, redistribute, stamp
 from espalier.tensor.deferred import make_values_real
 from espalier.tensor.guard import ELEMENTWISE, on_locals, stamp_states
@@ -30,12 +32,13 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: it wants to compute the loss itself, as often as it likes (LBFGS).
     """
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{type(optimizer).__name__}.step needs a closure, and the engine steps once for each backward "
-            "pass. Use another optimizer."
-        )
+    for part in parts_of(optimizer):
+        closure = inspect.signature(type(part).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{type(part).__name__}.step needs a closure, and the engine steps once for each backward "
+                "pass. Use another optimizer."
+            )
 
 
 def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
@@ -53,8 +56,9 @@ def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
             for name, x in state.items():
                 if isinstance(x, torch.Tensor) and x.ndim and x.shape == p.shape:
                     state[name] = lay_out(x, p._layout)
-    _meet_others_states(optimizer)
-    optimizer.register_load_state_dict_post_hook(_meet_others_states)
+    for part in parts_of(optimizer):
+        _meet_others_states(part)
+        part.register_load_state_dict_post_hook(_meet_others_states)
 
 
 def _meet_others_states(optimizer: torch.optim.Optimizer) -> None:
@@ -112,6 +116,9 @@ def update(
     Args:
         runs: joins parameters that lie one after the other.
     """
+    if isinstance(optimizer, Several):
+        optimizer.step_by(partial(update, factor=factor, runs=runs))
+        return
     held = _held(optimizer)
     parameters = [p for p in held if type(p) is DTensor]
     if optimizer.__dict__.pop("_has_others_states", False):
@@ -149,13 +156,14 @@ def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def forget_gradients(optimizer: torch.optim.Optimizer) -> None:
     """``optimizer.zero_grad()``, past DTensor's Python getters."""
-    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
-        optimizer.zero_grad(set_to_none=True)
-        return
-    with raw():
-        for p in _held(optimizer):
-            p.__dict__.pop("_reduced", None)
-            _set_grad(p, None)
+    for part in parts_of(optimizer):
+        if type(part).zero_grad is not torch.optim.Optimizer.zero_grad:
+            part.zero_grad(set_to_none=True)
+            continue
+        with raw():
+            for p in _held(part):
+                p.__dict__.pop("_reduced", None)
+                _set_grad(p, None)
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
@@ -222,11 +230,12 @@ class FlatParams:
 
     def __init__(self, rooms: Rooms = dict) -> None:
         self._rooms = rooms
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, dict[int, _Group]] = {}  # by optimizer
 
     def join(self, optimizer: torch.optim.Optimizer, substitutes: list[Substitute]) -> None:
         """Let the optimizer hold runs in place of what is in them; it is ``holding`` what is noted."""
-        before, self._groups = self._groups, {}
+        before = self._groups.get(id(optimizer), {})
+        groups = self._groups[id(optimizer)] = dict[int, _Group]()
         for i, group in enumerate(optimizer.param_groups):
             params = group["params"]
             if any(group.get(name) for name in _OTHERWISE):
@@ -234,7 +243,7 @@ class FlatParams:
             group_runs, most = before.get(i), math.inf if may_fuse(optimizer, group) else _MOST
             if group_runs is None or not group_runs.is_valid(params, optimizer, most, self._rooms):
                 group_runs = _joined(params, optimizer, most, self._rooms())
-            self._groups[i] = group_runs
+            groups[i] = group_runs
             group["params"] = [
                 *[run.open(optimizer) for run in group_runs.runs],
                 *group_runs.alone,

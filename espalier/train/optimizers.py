@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from espalier.device import accelerator
+from espalier.parallel.several import Several
 from espalier.texts import Mistake
 from espalier.train.sections import OptimizerSection, as_arguments
 
@@ -28,28 +29,6 @@ def rate(section: OptimizerSection, step: int, steps: int) -> float:
     progress = min(max(step - begin, 0) / max(steps - 1 - begin, 1), 1.0)
     left = 0.5 * (1 + math.cos(math.pi * progress)) if section.schedule == "cosine" else 1 - progress
     return section.final_lr + (1 - section.final_lr) * left
-
-
-class Mixed(torch.optim.Optimizer):
-    """Several optimizers as one: each updates the groups that are its own.
-
-    Args:
-        parts: the optimizers; of their groups these are made, with the number of the part in each.
-    """
-
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        self._parts = parts
-        groups = [{**group, "part": i} for i, part in enumerate(parts) for group in part.param_groups]
-        super().__init__(groups, {})
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of each."""
-        loss = None if closure is None else closure()
-        for i, part in enumerate(self._parts):
-            part.param_groups = [group for group in self.param_groups if group["part"] == i]
-            part.state = self.state
-            part.step()
-        return loss
 
 
 def build_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
@@ -72,7 +51,7 @@ def build_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.
         if not rest:
             return muon
         options = {"lr": section.lr, **as_arguments(section.rest)}
-        return Mixed(muon, _one(section, "AdamW", rest, options))
+        return Several([muon, _one(section, "AdamW", rest, options)])
     except ValueError as error:
         raise ValueError(
             f"optimizer.name = {section.name!r}: it cannot train this model: {error}. Give another."

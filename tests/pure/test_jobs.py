@@ -267,9 +267,10 @@ def test_groups_of_parameters(write):
     everywhere = Job.load(write(), ["optimizer.weight_decay=0.1", "optimizer.decay=all"])
     assert len(build_optimizer(everywhere.optimizer, model).param_groups) == 1
     muon = Job.load(write(), ["optimizer.name=Muon", "optimizer.rest={lr=1e-4}"])
-    parts = build_optimizer(muon.optimizer, model).param_groups
+    built = build_optimizer(muon.optimizer, model)
+    parts = built.param_groups
     outside = {id(p) for n, p in model.named_parameters() if p.ndim < 2 or n.startswith(("embed", "head"))}
-    assert {id(p) for group in parts if group["part"] == 1 for p in group["params"]} == outside
+    assert {id(p) for group in built.parts[1].param_groups for p in group["params"]} == outside
     assert {group["lr"] for group in parts} == {1e-3, 1e-4}
     told = mistakes(write(text.replace("lr = 0.5", "rl = 0.5")), "optimizer.rest={lr=1.0}")
     assert "optimizer.groups[0].rl = 0.5: unknown key; did you mean optimizer.groups[0].lr?" in told

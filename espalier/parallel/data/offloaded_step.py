@@ -23,6 +23,7 @@ from espalier.parallel.data.chunks import Appearance, Chunk, shown
 from espalier.parallel.data.residency import DiskError, OffloadStore
 from espalier.parallel.fused import has_host_kernel, holding, within_hooks
 from espalier.parallel.plan import Place
+from espalier.parallel.several import Several, parts_of
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
 from espalier.torch_private import raw
@@ -146,22 +147,29 @@ class OffloadedStep:
         self.store.settle()
         self.agree()
 
-    def update(self, optimizer: torch.optim.Optimizer, step: OptimizerStep) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, step: OptimizerStep, states: OptimizerStates) -> None:
         """One step of the optimizer: it counts once, for its hooks and schedulers too.
 
         The optimizer updates what is on the device. Before its last hooks run, what is away is updated by
         shadows of it that hold a chunk each. What goes wrong is said by :meth:`agree`.
+
+        Args:
+            states: of all parameters, also those that others of several optimizers update.
         """
         away = {id(m.p) for a in self.away for m in a.chunk.members}
         shadows = {id(a.chunk): _shadow(optimizer, a.chunk) for a in self.away}
-        on_host = has_host_kernel(optimizer)
+        updated = [a for a in self.away if shadows[id(a.chunk)].param_groups]
+        on_host = all(map(has_host_kernel, parts_of(optimizer)))
 
         @contextmanager
         def then_the_rest() -> Iterator[None]:
             yield
-            self.each(optimizer.state, lambda chunk: step(shadows[id(chunk)]), on_host)
+            self.each(states, lambda chunk: step(shadows[id(chunk)]), on_host, updated)
 
-        with holding(optimizer), within_hooks(optimizer, then_the_rest()):
+        # several have no hook before which all of them have stepped, and a chunk may have parts of all
+        several = isinstance(optimizer, Several)
+        around = then_the_rest() if several else within_hooks(optimizer, then_the_rest())
+        with around, holding(optimizer):
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if id(p) not in away]
             step(optimizer)
@@ -180,26 +188,34 @@ class OffloadedStep:
 
     # ---- one chunk after the other
 
-    def each(self, states: OptimizerStates, visit: Callable[[Chunk], None], on_host: bool = False) -> None:
+    def each(
+        self,
+        states: OptimizerStates,
+        visit: Callable[[Chunk], None],
+        on_host: bool = False,
+        of: Sequence[OffloadedChunk] | None = None,
+    ) -> None:
         """Let each chunk that is away have its turn: it is what the optimizer updates, with its states.
 
         Args:
             on_host: in the host's memory, if its states lie off the device.
+            of: those of them that are meant; by default all.
         """
+        of = self.away if of is None else of
         ahead = on_host and is_accelerator(self.store.device)
         ready = reached(self.store.device)
         try:
-            for i, a in enumerate(self.away):
+            for i, a in enumerate(of):
                 there = on_host and a.place != "device"
                 if a.place != "device":
                     what, shown = a.states(states)
                     a.set(states, what, self.store.take(a.key, shown, on_host=there))
                 # so that three chunks are here at most: one leaves, one has its turn, one comes
                 self.store.settle(keep=len(a.chunk.places.keys() - {"gradients"}))
-                for following in self.away[i + 1 : i + 2]:
+                for following in of[i + 1 : i + 2]:
                     self.store.start(following.key, following.states(states)[1])
                 # and the host updates one while what it reads of the next comes, and the one before goes back
-                for one in self.away[i + 1 if i else 0 : i + 2] if ahead else ():
+                for one in of[i + 1 if i else 0 : i + 2] if ahead else ():
                     if one.place != "device" and self._fetch is not None:
                         self._fetch(one.chunk, ready)
                 with self._turns(a.chunk, there):
@@ -242,6 +258,11 @@ class OffloadedStep:
 
     def _expected(self, optimizer: torch.optim.Optimizer, a: OffloadedChunk) -> int:
         """Bytes of a chunk's states, by a step of the optimizer on the ``meta`` device."""
+        held_elements = a.chunk.size if a.chunk.by_piece else a.chunk.elements
+        master = 4 * held_elements if a.chunk.has_master else 0
+        return master + sum(self._expected_of(part, a) for part in parts_of(optimizer))
+
+    def _expected_of(self, optimizer: torch.optim.Optimizer, a: OffloadedChunk) -> int:
         shadow = _shadow(optimizer, a.chunk)
         shadow.state = defaultdict(dict)
         elements = 0
@@ -255,14 +276,12 @@ class OffloadedStep:
                 elements += sum(x.numel() * x.element_size() for x in like)
                 group["params"] = like
                 group.update({key: False for key in ("fused", "foreach") if key in group})
-        held_elements = a.chunk.size if a.chunk.by_piece else a.chunk.elements
-        master = 4 * held_elements if a.chunk.has_master else 0
         try:
             shadow.step()
         except Exception:  # one that does not run without values: two states a parameter, as most have
-            return 2 * elements + master
+            return 2 * elements
         states = [x for state in shadow.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-        return sum(x.numel() * x.element_size() + 64 for x in states if x.ndim) + master
+        return sum(x.numel() * x.element_size() + 64 for x in states if x.ndim)
 
 
 def _laid_as(grad: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
@@ -272,6 +291,8 @@ def _laid_as(grad: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 def _shadow(optimizer: torch.optim.Optimizer, chunk: Chunk) -> torch.optim.Optimizer:
     """The optimizer again, with the parameters of one chunk, the same states, and no hooks."""
+    if isinstance(optimizer, Several):
+        return Several([_shadow(part, chunk) for part in optimizer.parts])
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
     step = type(optimizer).step

@@ -346,11 +346,18 @@ class ZeroState:
         if self.offloaded_step is not None:
             self.offloaded_step.place(optimizer)
 
-    def update(self, optimizer: torch.optim.Optimizer, step: OptimizerStep, keep: bool = False) -> None:
+    def update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: OptimizerStep,
+        keep: bool = False,
+        states: OptimizerStates | None = None,
+    ) -> None:
         """One step of the optimizer, by ``step(optimizer)`` where nothing is off the device.
 
         Args:
             keep: gradients stay (not those in the parameters' memory).
+            states: of all parameters, where the optimizer is one of several; by default its own.
 
         Raises:
             DiskError: see :meth:`OffloadedStep.agree`.
@@ -359,7 +366,7 @@ class ZeroState:
             if self.offloaded_step is None:
                 step(optimizer)
             else:
-                self.offloaded_step.update(optimizer, step)
+                self.offloaded_step.update(optimizer, step, optimizer.state if states is None else states)
 
     def fill(self, fill: Callable[[nn.Parameter], None], states: OptimizerStates) -> None:
         """Have each trained parameter filled while it, with its states, is what the optimizer updates.
