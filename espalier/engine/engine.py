@@ -6,12 +6,12 @@ import itertools
 import json
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -43,7 +43,15 @@ from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
 from espalier.engine.staged import Staged
 from espalier.engine.surface import Surface, bound
-from espalier.engine.update import FlatParams, forget_gradients, lay_out_states, refuse_closures, update
+from espalier.engine.update import (
+    FlatParams,
+    check_closures,
+    forget_gradients,
+    lay_out_states,
+    steps_by_closure,
+    sum_states,
+    update,
+)
 from espalier.faults.settings import Faults, Spikes
 from espalier.faults.watchdog import Watchdog, watched
 from espalier.layout import Layout
@@ -133,7 +141,7 @@ def initialize(
     on = on.telling(**plan.words)
     if optimizer is not None:
         optimizer = as_one(optimizer)
-        _check(optimizer, model)
+        _check(optimizer, model, plan)
     _warn_of_compiled(model)
     to_compile = _compilable(model, plan) if compile else []
     arranged = {"table": layouts, "branches": branches}
@@ -166,9 +174,9 @@ def _stay_on_device(model: nn.Module) -> None:
         use(there)
 
 
-def _check(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def _check(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> None:
     """See that an optimizer can be stepped, and is the model's."""
-    refuse_closures(optimizer)
+    check_closures(optimizer, plan)
     ids = {id(p) for p in model.parameters()}
     foreign = sum(id(p) not in ids for group in optimizer.param_groups for p in group["params"])
     if foreign:
@@ -267,7 +275,7 @@ class Engine(Surface):
         self._call = ModelCall(module, plan, here, loss_fn)
         trains = optimizer is not None
         self._runs: FlatParams | None = None
-        self._peaks = WeakSet[PeakMemory]()
+        self._peaks = weakref.WeakSet[PeakMemory]()
         self._verdict: _Verdict | None = None
         self.passes = kind(self._call, mesh, count, self.scaler, trains, self.lay_out)
         self._saver: Saver | None = None
@@ -279,7 +287,17 @@ class Engine(Surface):
         """Let steps of the optimizer, and of each of several, be the engine's."""
         if self.optimizer is not None:
             for part in {self.optimizer, *parts_of(self.optimizer)}:
-                bind(part, self)
+                if steps_by_closure(part):
+                    part.register_step_post_hook(partial(_count, weakref.ref(self)))
+                else:
+                    bind(part, self)
+
+    def _count_step(self) -> None:
+        """A step was made by the optimizer alone."""
+        self.steps += 1
+        self.passes.updates += 1
+        self.passes.has_gradients = False
+        self.pulse.step = self.steps + 1
 
     def attach(self, optimizer: Optimizers) -> None:
         """Train with an optimizer, or several, made after the engine on the engine's parameters.
@@ -293,7 +311,7 @@ class Engine(Surface):
                 "at once: engine.attach([a, b])."
             )
         optimizer = as_one(optimizer)
-        _check(optimizer, self.module)
+        _check(optimizer, self.module, self.plan)
         self.optimizer = optimizer
         self.passes.train_from_now()
         self._bind()
@@ -602,6 +620,12 @@ class Engine(Surface):
         """
         if self.optimizer is None:
             raise ValueError("This engine has no optimizer: pass one to initialize(model, optimizer, ...).")
+        if steps_by_closure(self.optimizer):
+            raise ValueError(
+                f"engine.step(): {type(self.optimizer).__name__} asks for the loss itself. Write "
+                "optimizer.step(closure), whose closure drops the gradients, calls loss = engine(batch) and "
+                "engine.backward(loss), and gives the loss."
+            )
         if not self.passes.may_step:
             raise ValueError(
                 "engine.step(): there are no gradients since the last step. Call loss = engine(batch) and "
@@ -1003,6 +1027,13 @@ def _lay_out_states(optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
     with data.updating(exchange=False):
         lay_out_states(optimizer)
     data.place(optimizer)
+
+
+def _count(engine: weakref.ref[Engine], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Behind a step that an optimizer made by itself."""
+    sum_states(optimizer)
+    if (here := engine()) is not None:
+        here._count_step()
 
 
 class _AsModel:

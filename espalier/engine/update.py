@@ -17,28 +17,63 @@ from torch.optim import optimizer as _base
 from espalier.engine.norm import scale_gradients
 from espalier.layout import Layout
 from espalier.parallel.fused import Substitute, fuse, holding, may_fuse, within_hooks
+from espalier.parallel.plan import Plan
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor import DTensor, lay_out, plain, redistribute, stamp
 from espalier.tensor.deferred import make_values_real
 from espalier.tensor.guard import ELEMENTWISE, on_locals, stamp_states
 from espalier.torch_private import foreach_copy_, getter, method, raw, setter
+from espalier.trees import tree_map
 
 _set_grad = setter("grad")
 
 
-def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer steps once for each backward pass.
+def steps_by_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it computes the loss itself, as often as it likes (LBFGS)."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def check_closures(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """See that an optimizer that :func:`steps_by_closure` sees whole parameters and finished gradients.
 
     Raises:
-        ValueError: it wants to compute the loss itself, as often as it likes (LBFGS).
+        ValueError: the plan has what only the engine's own step knows how to take.
     """
-    for part in parts_of(optimizer):
-        closure = inspect.signature(type(part).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
+    precision, offload = plan.precision, plan.offload
+    is_away = any(share.place != "device" for share in offload.shares.values())
+    against = {
+        f"pipe = {plan.pipe}": plan.pipe > 1,
+        f"branch = {plan.branch}": plan.branch > 1,
+        f"accumulate = {plan.accumulate}": plan.accumulate > 1,
+        f"clip = {plan.clip}": plan.clip is not None,
+        f"precision = {precision}": precision.parameters is not None or precision.scales,
+        "offload": is_away or offload.is_by_budget,
+    }
+    for part in filter(steps_by_closure, parts_of(optimizer)):
+        reasons = [said for said, holds in against.items() if holds]
+        if part is not optimizer:
+            reasons.append("another optimizer of the same model")
+        if reasons:
             raise ValueError(
-                f"{type(part).__name__}.step needs a closure, and the engine steps once for each backward "
-                "pass. Use another optimizer."
+                f"{type(part).__name__}.step(closure) asks for the loss as often as it likes, and works on "
+                f"whole parameters. It does not go with {', '.join(reasons)}: leave that out, or use another "
+                "optimizer."
             )
+
+
+@torch.no_grad()
+def sum_states(optimizer: torch.optim.Optimizer) -> None:
+    """Do what sums are still to be done in states that an optimizer has made by itself (a collective)."""
+
+    def summed(x: Any) -> Any:
+        if type(x) is not DTensor or not x._layout.partial:
+            return x
+        return redistribute(x, Layout.replicated(x._layout.mesh, tuple(x.shape)))
+
+    for state in optimizer.state.values():
+        for name, x in state.items():
+            state[name] = tree_map(summed, x)
 
 
 def lay_out_states(optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,108 @@
+"""LBFGS, which asks for the loss as often as it likes, on an equation in derivatives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import espalier
+
+TOLERANCE = 1e-9
+PLANS: tuple[dict[str, Any], ...] = (
+    {"data": 2},
+    {"data": 2, "zero": 1},
+    {"data": 2, "zero": 2},
+    {"data": 2, "zero": 3},
+    {"tensor": 2},
+)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 1)).double()
+
+
+def residual(model: Any, step: int) -> torch.Tensor:
+    x = torch.rand(8, 2, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    x.requires_grad_()
+    u = model(x)
+    (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    return (du[:, :1] + u * du[:, 1:] - torch.sin(3 * x[:, :1])).square().mean()
+
+
+def solve(model: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    losses = []
+    for step in range(steps):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = residual(model, step)
+            loss.backward()
+            return loss
+
+        loss: Any = optimizer.step(closure)  # type: ignore[arg-type]
+        losses.append(loss.detach().item())
+    return losses
+
+
+def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
+
+
+def on_two(rank: int, world: int) -> None:
+    plain = net()
+    expected = solve(plain, lbfgs(plain))
+    for plan in PLANS:
+        ours = net()
+        model, optimizer = espalier.prepare(ours, lbfgs(ours), plan=plan)
+        assert solve(model, optimizer) == pytest.approx(expected, abs=TOLERANCE), plan
+        for name, x in model.engine.full_state_dict().items():
+            assert (x - plain.state_dict()[name]).abs().max() < TOLERANCE, (plan, name)
+        assert model.engine.steps == 3
+
+
+def resumed(rank: int, world: int, folder: str) -> None:
+    """With the curvature that it has gathered, under another plan too."""
+    for plan in PLANS:
+        first, second = net(), net()
+        model, optimizer = espalier.prepare(first, lbfgs(first), plan=plan)
+        solve(model, optimizer, 2)
+        path = f"{folder}/{'-'.join(map(str, plan.items()))}"
+        model.engine.save(path)
+        again, other = espalier.prepare(second, lbfgs(second), plan={"data": 2, "zero": 1})
+        again.engine.load(path)
+        assert solve(again, other) == pytest.approx(solve(model, optimizer), abs=TOLERANCE), plan
+
+
+def refused(rank: int, world: int) -> None:
+    for plan, why in (
+        ({"pipe": 2}, "pipe = 2"),
+        ({"data": 2, "precision": "bfloat16"}, "precision = bfloat16"),
+        ({"data": 2, "clip": 1.0, "offload": {"states": "host"}}, r"clip = 1.0, offload"),
+    ):
+        model = net()
+        with pytest.raises(ValueError, match=rf"LBFGS(.|\n)*does not go with {why}"):
+            espalier.initialize(model, lbfgs(model), plan)
+    model = net()
+    halves = [lbfgs(model[0]), torch.optim.SGD(model[2:].parameters(), 0.1)]
+    with pytest.raises(ValueError, match=r"does not go with another optimizer of the same model"):
+        espalier.initialize(model, halves, {"data": 2})
+    engine = espalier.initialize(model, lbfgs(model), {"data": 2}, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(ValueError, match=r"Write optimizer.step\(closure\)"):
+        engine.train_step((torch.ones(8, 2).double(), torch.ones(8, 1).double()))
+
+
+def test_a_closure_is_called_as_on_one_process(ranks: Any) -> None:
+    ranks(2, on_two)
+
+
+def test_a_run_with_closures_goes_on(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, resumed, str(tmp_path))
+
+
+def test_what_closures_do_not_go_with(ranks: Any) -> None:
+    ranks(2, refused)
