@@ -19,6 +19,7 @@ from espalier.compat.deepspeed.keys import KEYS, markdown
 from espalier.engine.norm import LossScaler
 from espalier.mesh import Mesh
 from espalier.parallel.plan import LossScale
+from espalier.parallel.several import Several
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 ROWS = {"train_micro_batch_size_per_gpu": 4}
@@ -259,7 +260,7 @@ class Net(nn.Module):
         ("SGD", {"lr": 0.1, "momentum": 0.9}, torch.optim.SGD),
         ("Lion", {}, optimizers.Lion),
         ("lamb", {}, optimizers.Lamb),
-        ("Muon", {"lr": 0.01, "adam_lr": 0.1}, optimizers.MuonWithAdam),
+        ("Muon", {"lr": 0.01, "adam_lr": 0.1}, Several),
     ],
 )
 def test_optimizers(name: str, params: dict[str, Any], kind: type) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.parallel.several import Several
 from espalier.texts import Mistake, MistakeError, did_you_mean, unknown_key
 
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -141,44 +142,11 @@ def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str
     return ((group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
-class MuonWithAdam(torch.optim.Optimizer):
-    """Muon for the matrices of a model, Adam for the rest, as one optimizer.
-
-    Groups whose ``use_muon`` is true are ``torch.optim.Muon``'s; the others ``torch.optim.AdamW``'s.
-    """
-
-    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
-        groups = list(groups)
-        self._parts: tuple[torch.optim.Optimizer, ...] = ()
-        super().__init__(groups, {})
-        kinds: list[tuple[bool, Callable[..., torch.optim.Optimizer]]] = [
-            (True, torch.optim.Muon),
-            (False, torch.optim.AdamW),
-        ]
-        parts = []
-        for use_muon, kind in kinds:
-            if alike := [group for group in self.param_groups if group["use_muon"] is use_muon]:
-                part = kind(alike)
-                for group, full in zip(alike, part.param_groups, strict=True):
-                    group.update({key: x for key, x in full.items() if key != "params"})
-                parts.append(part)
-        self._parts = tuple(parts)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update."""
-        for part in self._parts:
-            use_muon = isinstance(part, torch.optim.Muon)
-            part.param_groups = [group for group in self.param_groups if group["use_muon"] is use_muon]
-            part.state = self.state
-            part.step()
-
-
 _MUON = {"lr", "momentum", "weight_decay", "nesterov", "ns_steps", "muon_lr"}
 _AUXILIARY = {"lr", "betas", "eps", "weight_decay", "adam_lr"}
 
 
-def muon(module: nn.Module, groups: list[dict[str, Any]], params: Mapping[str, Any]) -> MuonWithAdam:
+def muon(module: nn.Module, groups: list[dict[str, Any]], params: Mapping[str, Any]) -> Several:
     """Matrices but of embeddings and the last layer go to Muon, the rest to Adam, as DeepSpeed has it.
 
     Args:
@@ -197,7 +165,7 @@ def muon(module: nn.Module, groups: list[dict[str, Any]], params: Mapping[str, A
         if p.ndim == 2 and not any(word in name.lower() for word in ("embed", "lm_head"))
     }
     matrices -= {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    split = []
+    parts: list[torch.optim.Optimizer] = []
     for group in groups:
         for use_muon, known, own in ((True, _MUON, "muon_lr"), (False, _AUXILIARY, "adam_lr")):
             held = [p for p in group["params"] if p.requires_grad and (id(p) in matrices) is use_muon]
@@ -207,8 +175,9 @@ def muon(module: nn.Module, groups: list[dict[str, Any]], params: Mapping[str, A
                 if own in params:
                     options["lr"] = params[own]
                 options.update({key: x for key, x in group.items() if key in known})
-                split.append({"params": held, "use_muon": use_muon, **options})
-    return MuonWithAdam(split)
+                kind = torch.optim.Muon if use_muon else torch.optim.AdamW
+                parts.append(kind([{"params": held, "use_muon": use_muon, **options}]))
+    return Several(parts)
 
 
 _BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {"adam": adam, "lamb": Lamb, "lion": Lion}
