@@ -181,6 +181,8 @@ class StoredOptimizer:
         every = [*source.entries, *source.values]
         trees = {match["tree"] for name in every if (match := _GROUPS.match(name))}
         if len(trees) != 1:
+            if source.without:
+                raise FormatError(f"{source.without}. Or load without optimizer=True.")
             raise FormatError(
                 f"{source.path} holds {len(trees) or 'no'} optimizers: expected one beside the weights, as "
                 "state and param_groups of get_state_dict or state_dict. Load without optimizer=True."

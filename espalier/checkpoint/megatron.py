@@ -315,6 +315,11 @@ def in_names_of(source: TensorSource, config: Mapping[str, Any] | None) -> Tenso
             "a folder with the config.json of a model of transformers (--like), or load it into such a model."
         )
     weights = {key for key in source.entries if not key.startswith("optimizer.")}
+    if routed := sorted(key for key in weights if ".mlp.experts." in key or ".mlp.router." in key):
+        raise FormatError(
+            f"{source.path} has experts ({routed[0]}, ...), which are not read here. Convert it to the hub's "
+            "format first, by Megatron-Bridge's or Megatron's own converter, and load that folder."
+        )
     stacked = not any(key.startswith(f"{_LAYERS}0.") for key in weights)
     table = [place for place in places(config, stacked=stacked) if place.key in weights]
     wrong = [f"{key} is not in it" for key in sorted(weights - {place.key for place in table})]
@@ -334,6 +339,11 @@ def in_names_of(source: TensorSource, config: Mapping[str, Any] | None) -> Tenso
     shapes = {name: len(parts[f"model.{name}"][0].box.sizes) for name in dict.fromkeys(p.name for p in table)}
     steps, values = _options(source, shapes) if kinds else ({}, {})
     composed = Composed(source, parts, steps)
+    if not kinds and any("bucket_idx_" in key for key in source.entries):
+        composed.without = (
+            f"{source.path} has an optimizer in dp_reshardable buckets, which say no names. Load it under "
+            "Megatron and save it with --dist-ckpt-optim-fully-reshardable"
+        )
     composed.values, composed.trees = values, frozenset(("model", "optimizer") if kinds else ("model",))
     return composed
 

@@ -63,10 +63,11 @@ class TensorSource(ABC):
         entries: what there is.
         values: what is no tensor.
         trees: first parts of names that stand for a nested dict.
+        without: why its optimizer cannot be read, and what to do; empty if it can, or there is none.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.without = path, ""
         self.entries: dict[str, TensorInfo] = {}
         self.values: Mapping[str, Any] = {}
         self.trees: frozenset[str] = frozenset()

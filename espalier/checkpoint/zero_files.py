@@ -66,8 +66,20 @@ def read_zero(path: Path) -> dict[str, Any]:
     Weights are the float32 ones that the optimizer updated.
 
     Raises:
-        FormatError: it was saved with tensor or pipeline parallelism, or files are missing.
+        FormatError: it was saved with tensor, pipeline or expert parallelism, or files are missing.
     """
+    if any("_expert_" in file.name for file in path.glob(MODEL)):
+        raise FormatError(
+            f"{path} has experts of DeepSpeed's MoE in files of their own. Give the model's weights as one "
+            "state dict, {name: whole tensor}, written by torch.save under DeepSpeed: of all ranks' "
+            "engine.module.state_dict(), each expert under its number."
+        )
+    if any(re.match(r"layer_\d+-model_", file.name) for file in path.glob(MODEL)):
+        raise FormatError(
+            f"{path} was saved by a pipeline, with a file for each layer and states of each stage apart. "
+            "Give the weights as one state dict, {'LAYER.NAME': tensor}, of the files layer_LAYER-model_00-"
+            "model_states.pt, written by torch.save; optimizer states are not read."
+        )
     models = [_load(file) for file in _files(path, MODEL)]
     first, files = models[0], _files(path, OPTIMIZER)
     if len({re.findall(r"mp_rank_(\d+)", file.name)[-1] for file in _files(path, MODEL)}) > 1:

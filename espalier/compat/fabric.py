@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning_fabric.plugins.environments import TorchElasticEnvironment
 from lightning_fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning_fabric.strategies import DDPStrategy
+from lightning_fabric.strategies import DDPStrategy as Theirs
 from lightning_fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 
@@ -30,9 +30,12 @@ from espalier.tensor.deferred import deferred
 
 _LOW: Mapping[str, str] = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
 _LAUNCHED = ("RANK", "WORLD_SIZE")
+_OF_DDP = frozenset(
+    "find_unused_parameters static_graph broadcast_buffers gradient_as_bucket_view init_sync".split()
+)
 
 
-class EspalierStrategy(DDPStrategy):
+class EspalierStrategy(Theirs):
     """Trains models on engines: started by ``espalier run -n 2 script.py``, torchrun, or ``fabric.launch``.
 
     Args:
@@ -178,6 +181,23 @@ class EspalierStrategy(DDPStrategy):
         return False not in said if all else True in said
 
 
+class DDPStrategy(EspalierStrategy):
+    """Fabric's own ``DDPStrategy`` by name and arguments: all ranks on the data axis.
+
+    Args:
+        plan, options: as of :class:`EspalierStrategy`; and of torch's ``DistributedDataParallel``
+            ``bucket_cap_mb``, which is ``Plan(chunk_megabytes=...)``. ``find_unused_parameters``,
+            ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and ``init_sync`` have no
+            effect: parameters and buffers are in step, unused parameters are seen.
+    """
+
+    def __init__(self, plan: Plan | Mapping[str, Any] | None = None, **options: Any) -> None:
+        options = {name: x for name, x in options.items() if name not in _OF_DDP}
+        if (megabytes := options.pop("bucket_cap_mb", None)) is not None and not isinstance(plan, Plan):
+            plan = {"chunk_megabytes": float(megabytes), **(plan or {})}
+        super().__init__(plan, **options)
+
+
 class _Model(EngineModule):
     """A model that was set up."""
 
@@ -200,4 +220,4 @@ def _is_world(group: Any) -> bool:
     return group is None or group.size() == torch.distributed.get_world_size()
 
 
-__all__ = ["EspalierStrategy"]
+__all__ = ["DDPStrategy", "EspalierStrategy"]

@@ -61,12 +61,14 @@ class _Move(NamedTuple):
         to: the package here.
         names: those that move; None: all, under the same submodules.
         hint: what to do where one is not there.
+        known: those that are there, whether what the package here builds on is installed or not.
     """
 
     system: str
     to: str
     names: frozenset[str] | None = None
     hint: str = ""
+    known: frozenset[str] = frozenset()
 
 
 _TORCH = "espalier.compat.torch"
@@ -82,6 +84,7 @@ _FABRIC = _Move(
     "espalier.compat.fabric",
     frozenset("DDPStrategy FSDPStrategy DeepSpeedStrategy ModelParallelStrategy".split()),
     "Fabric(strategy=EspalierStrategy(plan={...})) of espalier.compat.fabric, see docs/lightning-fabric.md",
+    frozenset({"DDPStrategy"}),
 )
 _MOVES: Final = MappingProxyType(
     {
@@ -253,7 +256,8 @@ class _Program:
                 stays.append(alias)
                 continue
             self.systems.add(move.system)
-            if there is not None and (alias.name == "*" or _has(there, alias.name)):
+            is_there = there is not None and (alias.name == "*" or _has(there, alias.name))
+            if is_there or alias.name in move.known:
                 moved.append(alias)
                 if alias.name == "Trainer":
                     self.notes.append(Note(node.lineno, _TRAINER))
@@ -306,7 +310,7 @@ class _Program:
             return
         self.systems.add(move.system)
         there = _module(move.to)
-        if there is None or not _has(there, last):
+        if last not in move.known and (there is None or not _has(there, last)):
             self._missing(node.lineno, name, move)
         elif move.names is not None:
             self.wanted.add((move.to, last))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import inspect
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -26,6 +29,7 @@ from espalier.compat.colossalai.booster.plugin import (
 )
 from espalier.compat.colossalai.config import load, plan_of
 from espalier.compat.colossalai.core import global_context as gpc
+from espalier.compat.colossalai.nn.optimizer import HybridAdam
 from espalier.compat.colossalai.trainer import Trainer, hooks
 from espalier.compat.colossalai.utils import share_of
 
@@ -332,3 +336,38 @@ def boosted(rank: int, world: int, folder: str) -> None:
 def test_booster(ranks: Callable[..., Any], tmp_path: Path) -> None:
     """The parameters of a plain loop."""
     ranks(2, boosted, str(tmp_path))
+
+
+def test_arguments_of_plugins() -> None:
+    """Each that Colossal-AI 0.5 documents is honoured, has no effect that is told, or is refused."""
+    lines = (Path(__file__).parent / "colossalai_surface.txt").read_text("utf-8").splitlines()
+    documented = {name: words.split() for name, _, words in (line.partition(": ") for line in lines)}
+    kinds = {x.__name__: x for x in Plugin.__subclasses__()}
+    assert documented.keys() == kinds.keys()
+    for name, kind in kinds.items():
+        answered = [*kind._known, *kind._without, *kind._refused]
+        assert len(answered) == len({*answered}), name
+        assert [word for word in documented[name] if word not in answered] == [], name
+        for word, reason in kind._without.items():
+            given = (
+                {word: None} if name != "HybridParallelPlugin" else {"tp_size": 1, "pp_size": 1, word: None}
+            )
+            assert kind(**given).idle == {word: reason} and reason
+        for word, (nothing, _) in kind._refused.items():
+            needs = {"tp_size": 1, "pp_size": 1} if name == "HybridParallelPlugin" else {}
+            kind(**needs, **{word: nothing})
+            with pytest.raises(ValueError, match=f"{word}(.|\n)*not to be had here"):
+                kind(**needs, **{word: not nothing})
+    if importlib.util.find_spec("colossalai") is not None:
+        plugins = importlib.import_module("colossalai.booster.plugin")
+        for name, words in documented.items():
+            assert [*inspect.signature(getattr(plugins, name)).parameters] == words, name
+
+
+def test_arguments_of_optimizers() -> None:
+    """None is dropped in silence."""
+    one = [nn.Parameter(torch.ones(2))]
+    assert HybridAdam(one, betas=(0.8, 0.9), nvme_offload_fraction=0.5).defaults["betas"] == (0.8, 0.9)
+    assert type(HybridAdam(one, adamw_mode=False)) is torch.optim.Adam
+    with pytest.raises(ValueError, match=r"HybridAdam: 2 mistakes(.|\n)*bias_correction(.|\n)*weight_decai"):
+        HybridAdam(one, bias_correction=False, weight_decai=0.1)

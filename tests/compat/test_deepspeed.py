@@ -292,6 +292,9 @@ def pipeline(rank: int, world: int) -> list[list[float]]:
         data = cycle(rows)
         losses = [float(engine.train_batch(data)) for _ in range(5)]
         losses.append(float(engine.eval_batch(data)))
+        engine.set_train_batch_size(3 * engine.train_batch_size() // 2)  # of 3 micro-batches
+        assert engine.gradient_accumulation_steps() == 3
+        losses += [float(engine.train_batch(data)) for _ in range(2)]
         found.append(losses)
     return found
 

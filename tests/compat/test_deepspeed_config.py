@@ -255,6 +255,7 @@ class Net(nn.Module):
     [
         ("Adam", {"lr": 0.1, "betas": [0.8, 0.9]}, torch.optim.AdamW),
         ("Adam", {"adam_w_mode": False, "torch_adam": True}, torch.optim.Adam),
+        ("Adam", {"torch_adam": True}, torch.optim.AdamW),
         ("AdamW", {"weight_decay": 0.1}, torch.optim.AdamW),
         ("Adagrad", {}, torch.optim.Adagrad),
         ("SGD", {"lr": 0.1, "momentum": 0.9}, torch.optim.SGD),
@@ -270,7 +271,8 @@ def test_optimizers(name: str, params: dict[str, Any], kind: type) -> None:
     made = optimizers.make(name, params, net, None)
     assert type(made) is kind
     if name == "Adam":
-        assert all(group["weight_decay"] == 0 for group in made.param_groups)  # not torch's default
+        own = params.get("torch_adam") and kind is torch.optim.AdamW  # torch's default, as there
+        assert all(group["weight_decay"] == (0.01 if own else 0) for group in made.param_groups)
     first = net(ids).item()
     for _ in range(3):
         made.zero_grad()
@@ -357,6 +359,69 @@ def test_cosine() -> None:
         found.append(schedule.get_last_lr()[0])
     after = [2 * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1, k / 4))) / 2) for k in range(1, 7)]
     assert found == pytest.approx([0, 1.0, *after])
+
+
+class Watched(dict[str, Any]):
+    """A table that takes down the keys that it is asked for."""
+
+    def __init__(self, table: dict[str, Any], asked: set[str], at: str = "") -> None:
+        inner = {k: Watched(x, asked, f"{at}{k}.") if isinstance(x, dict) else x for k, x in table.items()}
+        super().__init__(inner)
+        self.asked, self.at = asked, at
+
+    def get(self, key: Any, *more: Any) -> Any:
+        self.asked.add(f"{self.at}{key}")
+        return super().get(key, *more)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(f"{self.at}{key}")
+        return super().__contains__(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        self.asked.add(f"{self.at}{key}")
+        return super().__getitem__(key)
+
+    def __deepcopy__(self, known: Any) -> Any:
+        return self
+
+
+def test_every_key_that_deepspeed_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its code looks up in a configuration, and whatever its models of sections name, is a key."""
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install --no-deps deepspeed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    from espalier.compat.deepspeed.keys import ALIASES
+
+    sections = {name.rpartition(".")[0] for name in KEYS if "." in name}
+    whole: dict[str, Any] = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {}}}
+    whole["scheduler"] = {"type": "WarmupLR", "params": {}}
+    for section in sections:
+        table = whole
+        for part in section.split("."):
+            table = table.setdefault(part, {})
+    asked: set[str] = set()
+    DeepSpeedConfig(Watched(whole, asked))
+    within = {".".join(s.split(".")[:n]) for s in sections for n in range(1, 4)}
+    assert sorted(k for k in asked if ALIASES.get(k, k) not in KEYS and k not in within) == []
+    assert len(asked) > 100
+    own = {
+        kind.__name__: kind for kind in _below(DeepSpeedConfigModel) if ".inference." not in kind.__module__
+    }
+    ends = {name.rpartition(".")[2] for name in [*KEYS, *ALIASES]} | {s.rpartition(".")[2] for s in within}
+    inside = {"ZenFlowConfig", "DeepSpeedZeroLeafModuleConfig", "HybridEngineConfig"}  # of what is one key
+    fields = {
+        f"{kind}.{field.alias or name}": field.alias or name
+        for kind, model in own.items()
+        if kind not in inside
+        for name, field in model.model_fields.items()
+    }
+    assert [where for where, name in fields.items() if name not in ends] == [] and len(own) > 15
+
+
+def _below(kind: Any) -> list[Any]:
+    return [x for one in kind.__subclasses__() for x in (one, *_below(one))]
 
 
 def test_against_deepspeed() -> None:

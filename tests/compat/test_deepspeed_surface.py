@@ -49,11 +49,17 @@ CONFIGS: list[dict[str, Any]] = [
         "communication_data_type": "fp32",
         "zero_allow_untested_optimizer": True,
     },
+    {
+        "optimizer": ADAM,
+        "fp16": {"enabled": True, "loss_scale": 8},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    },
 ]
 # what a method gives differs: docs/deepspeed.md says why
 DIFFERENT = {
     "loss_scale",  # the scale of now, not the configuration's
-    "dynamic_loss_scale",  # only in float16
     "get_batch_info",  # numbers, where DeepSpeed gives methods
     "module_state_dict",  # the masters, in float32
     "steps_per_print",  # 0 for never, in place of None
@@ -179,7 +185,7 @@ def test_the_batch_changes_on_the_way(stage: int) -> None:
     config = {"train_batch_size": 6, "optimizer": ADAM, "zero_optimization": {"stage": stage}}
     made = deepspeed.initialize(model=net(), config=config)[0]
     plain = net()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
     at = 0
     for size in (1, 3, 3, 2, 1):
         made.set_train_batch_size(6 * size)
@@ -246,6 +252,65 @@ def test_timers() -> None:
 
 
 def test_compiled() -> None:
-    """The blocks, if there are some."""
+    """The blocks, if there are some: the same steps."""
     with pytest.raises(ValueError, match="no list of blocks"):
         engine({"optimizer": ADAM}).compile()
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.GELU()) for _ in range(3)])
+        made = deepspeed.initialize(model=Stacked(blocks), config={"train_batch_size": 6, "optimizer": ADAM})[
+            0
+        ]
+        assert not made.is_compiled
+        if compiles:
+            made.compile(backend="aot_eager")
+            assert made.is_compiled
+        losses = []
+        for i in range(3):
+            x, y = batch(i)
+            loss = F.cross_entropy(made(x.float()), y)
+            made.backward(loss)
+            made.step()
+            losses.append(loss.item())
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], abs=1e-6) and found[0][2] != found[0][0]
+
+
+class Stacked(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_is_offloaded(tmp_path: Path) -> None:
+    """As the configuration says it, in its present and its former words."""
+    told = []
+    for section in (
+        {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+        {"stage": 2, "cpu_offload": True},
+        {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}},
+        {"stage": 3, "offload_param": {"device": "cpu"}},
+    ):
+        made = engine({"optimizer": ADAM, "zero_optimization": section})
+        kinds = made.zero_cpu_offload(), made.zero_nvme_offload_optimizer(), made.zero_use_cpu_optimizer()
+        at = [
+            None if x is None else x.device
+            for x in (made.zero_offload_optimizer(), made.zero_offload_param())
+        ]
+        told.append((*kinds, made.zero_partial_offload(), *at))
+        assert (made.plan.offload.states.place == "device") is (at[0] is None)
+        assert (made.plan.offload.parameters.place == "device") is (at[1] is None)
+    assert told == [
+        (True, False, True, 0.5, "cpu", None),
+        (True, False, True, 1.0, "cpu", None),
+        (False, True, True, 1.0, "nvme", None),
+        (False, False, False, 1.0, None, "cpu"),
+    ]

@@ -52,7 +52,7 @@ def shared(rank: int, world: int) -> None:
     """Ranks that share a batch count once; what is refused."""
     from lightning_fabric import Fabric
 
-    from espalier.compat.fabric import EspalierStrategy
+    from espalier.compat.fabric import DDPStrategy, EspalierStrategy
 
     fabric = Fabric(accelerator="cpu", devices=2, strategy=EspalierStrategy({"tensor": 2}))
     fabric.launch()
@@ -71,6 +71,11 @@ def shared(rank: int, world: int) -> None:
     engine = fabric.strategy.engine_of(model)
     assert engine.module is net and engine.plan.axes["tensor"] == 2
     assert model.state_dict()["weight"].shape == (2, 4)
+    strategy = DDPStrategy(find_unused_parameters=True, static_graph=True, bucket_cap_mb=3)
+    Fabric(accelerator="cpu", devices=2, strategy=strategy).launch()
+    assert (strategy.plan.data, strategy.plan.chunk_megabytes) == (2, 3.0)
+    with pytest.raises(ValueError, match="process_group"):
+        DDPStrategy(process_group=None)
     with pytest.raises(ValueError, match="find_unused_parameters"):
         EspalierStrategy(find_unused_parameters=True)
     with pytest.raises(ValueError, match=r"plan.accumulate"):

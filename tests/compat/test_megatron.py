@@ -231,9 +231,22 @@ def test_layers_apart_and_what_is_told(tmp_path: Path) -> None:
         Foreign(open_any(tmp_path / "apart"), other, optimizer_of(other))
     with pytest.raises(FormatError, match=r"linear_fc1.weight is \[96, 32\], expected \[48, 32\]"):
         load_into(model_of("gpt2", seed=2), tmp_path / "apart")
+    write(tmp_path / "other", {**apart, "decoder.layers.0.mlp.gate.weight": torch.ones(2)}, {})
+    with pytest.raises(FormatError, match=r"layers.0.mlp.gate.weight is not in it"):
+        load_into(other, tmp_path / "other")
     write(tmp_path / "routed", {**apart, "decoder.layers.0.mlp.router.weight": torch.ones(2)}, {})
-    with pytest.raises(FormatError, match=r"layers.0.mlp.router.weight is not in it"):
+    with pytest.raises(
+        FormatError, match=r"has experts \(.*router.weight(.|\n)*Convert it to the hub's format"
+    ):
         load_into(other, tmp_path / "routed")
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(bfloat16, float32).bucket_idx_0.exp_avg"
+    write(tmp_path / "buckets", {**apart, bucket: torch.zeros(4)}, {})
+    load_into(other, tmp_path / "buckets")
+    with pytest.raises(
+        FormatError, match=r"dp_reshardable buckets(.|\n)*--dist-ckpt-optim-fully-reshardable"
+    ):
+        source = open_any(tmp_path / "buckets")
+        Foreign(source, other, optimizer_of(other))
     with pytest.raises(FormatError, match=r"give a folder with the config.json .*--like"):
         export(tmp_path / "apart", tmp_path / "out")
     flat = {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(1, 1, 4)}

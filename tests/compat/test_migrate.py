@@ -123,13 +123,16 @@ def test_fabric() -> None:
     """A strategy by name is one of the plan; one of another library's is told."""
     program = (
         "from lightning_fabric import Fabric\n"
-        "from lightning_fabric.strategies import FSDPStrategy\n"
+        "from lightning_fabric.strategies import DDPStrategy, FSDPStrategy\n"
         "fabric = Fabric(devices=2, strategy='fsdp')\n"
     )
     found = migrate(program)
     assert found.systems == ("Lightning Fabric",)
     assert found.after == program.replace("'fsdp'", "EspalierStrategy({'zero': 3})").replace(
-        "FSDPStrategy\n", "FSDPStrategy\nfrom espalier.compat.fabric import EspalierStrategy\n"
+        "from lightning_fabric.strategies import DDPStrategy, FSDPStrategy\n",
+        "from espalier.compat.fabric import DDPStrategy\n"
+        "from lightning_fabric.strategies import FSDPStrategy\n"
+        "from espalier.compat.fabric import EspalierStrategy\n",
     )
     (note,) = found.notes
     assert note.is_missing and "FSDPStrategy has no equivalent here: Fabric(strategy=Espalier" in note.text

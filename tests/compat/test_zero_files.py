@@ -307,3 +307,11 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "tag" / "mp_rank_01_model_states.pt")
     with pytest.raises(ValueError, match="several tensor-parallel ranks"):
         read_zero(tagged(tmp_path))
+    (tmp_path / "tag" / "mp_rank_01_model_states.pt").unlink()
+    torch.save({}, tmp_path / "tag" / "layer_0_expert_1_mp_rank_00_model_states.pt")
+    with pytest.raises(ValueError, match=r"experts of DeepSpeed's MoE(.|\n)*one state dict"):
+        read_zero(tagged(tmp_path))
+    (tmp_path / "tag" / "layer_0_expert_1_mp_rank_00_model_states.pt").unlink()
+    torch.save({}, tmp_path / "tag" / "layer_01-model_00-model_states.pt")
+    with pytest.raises(ValueError, match=r"saved by a pipeline(.|\n)*layer_LAYER-model_00"):
+        read_zero(tagged(tmp_path))

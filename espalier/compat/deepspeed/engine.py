@@ -305,8 +305,9 @@ class DeepSpeedEngine(EngineModule):
         return self.engine.scale
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether that follows the gradients."""
-        return self.engine.scaler is not None and not self._wants("fp16.loss_scale")
+        """Whether the configuration leaves it to the gradients: so it does where it says none, in any
+        precision."""
+        return not self._wants("fp16.loss_scale")
 
     def gradient_clipping(self) -> float:
         """The largest norm; 0 for none."""

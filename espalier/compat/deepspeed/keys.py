@@ -320,6 +320,13 @@ _TABLE: Final = (
         "injection_policy_tuple",
         harmless=(None,),
     ),
+    *_no(
+        "tensor_parallel.",
+        "the mesh is made of `autotp_size`",
+        "tp.mpu",
+        "tp.tp_group",
+        harmless=(None,),
+    ),
     *_yes("", sequence_parallel_size=(Count, '`Plan(context=, context_kind="ulysses")`')),
     *_idle("", "the axes' order is the plan's", "use_data_before_expert_parallelism"),
     *_no(

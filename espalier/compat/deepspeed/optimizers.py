@@ -26,7 +26,7 @@ def adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     adam_w_mode: bool = True,
-    weight_decay: float = 0.0,
+    weight_decay: float | None = None,
     amsgrad: bool = False,
     torch_adam: bool = False,
     fp32_optimizer_states: bool = True,
@@ -35,6 +35,9 @@ def adam(
     freeze_step: int | None = None,
 ) -> torch.optim.Optimizer:
     """Adam as DeepSpeed has it: AdamW, unless ``adam_w_mode`` is off.
+
+    Args:
+        weight_decay: by default none; with ``torch_adam`` what torch's optimizer has, 0.01 of AdamW.
 
     Raises:
         ValueError: no bias correction, states in less than float32, or 1-bit Adam's warm-up.
@@ -50,6 +53,8 @@ def adam(
         raise MistakeError("Adam", wrong)
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     first, second = betas
+    if weight_decay is None:
+        weight_decay = 0.01 if torch_adam and adam_w_mode else 0.0
     return kind(params, lr=lr, betas=(first, second), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 

@@ -194,7 +194,6 @@ class LowLevelZeroPlugin(Plugin):
     )
     _without: ClassVar[Mapping[str, str]] = {
         "max_scale": "the scale falls again where it grows too far",
-        "norm_type": "the norm is the 2-norm",
         "overlap_communication": _ALWAYS,
         "overlap_allgather": _ALWAYS,
         "verbose": _CHOSEN,
@@ -202,6 +201,7 @@ class LowLevelZeroPlugin(Plugin):
     }
     _refused: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "master_weights": (True, "masters are float32, or the update is another"),
+        "norm_type": (2.0, "gradients are clipped by the 2-norm: torch.nn.utils.clip_grad_norm_ has others"),
         **_FP8,
     }
 
@@ -249,7 +249,6 @@ class GeminiPlugin(Plugin):
         "min_chunk_size_m": "chunks follow the model's blocks",
         "memstats": _CHOSEN,
         "max_scale": "the scale falls again where it grows too far",
-        "norm_type": "the norm is the 2-norm",
         "enable_all_optimization": "models stay as they are",
         "enable_fused_normalization": "models stay as they are",
         "enable_flash_attention": "torch chooses the kernel",
@@ -261,6 +260,7 @@ class GeminiPlugin(Plugin):
     }
     _refused: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "master_weights": (True, "masters are float32, or the update is another"),
+        "norm_type": (2.0, "gradients are clipped by the 2-norm: torch.nn.utils.clip_grad_norm_ has others"),
         **_FP8,
     }
 
@@ -316,6 +316,7 @@ class HybridParallelPlugin(Plugin):
         "overlap_communication": _ALWAYS,
         "overlap_allgather": _ALWAYS,
         "overlap_p2p": _ALWAYS,
+        "enable_sequence_overlap": _ALWAYS,
         "enable_metadata_cache": _CHOSEN,
         "make_vocab_size_divisible_by": "any size of vocabulary is cut",
         "dp_outside": "the axes' order is the plan's",
