@@ -161,7 +161,7 @@ class Accelerator(accelerate.Accelerator):
             own = optimizer.optimizer
             held = [owner[id(p)] for group in own.param_groups for p in group["params"] if id(p) in owner]
             for engine in dict.fromkeys(held):
-                if engine.optimizer is not own:
+                if not engine.has_optimizer(own):
                     engine.attach(own)
 
     def prepare_data_loader(

@@ -66,7 +66,7 @@ from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.experts import stacks
 from espalier.parallel.pipeline import Timeline
 from espalier.parallel.pipeline.record import mapped
-from espalier.parallel.several import Optimizers, as_one, parts_of
+from espalier.parallel.several import Optimizers, Several, as_one, parts_of
 from espalier.tensor import DTensor, redistribute
 from espalier.tensor import compile as compile_region
 from espalier.tensor.compiled import Backend
@@ -280,17 +280,17 @@ class Engine(Surface):
         self.passes = kind(self._call, mesh, count, self.scaler, trains, self.lay_out)
         self._saver: Saver | None = None
         self._loaders: tuple[Loader, ...] = ()
-        self._bind()
+        if optimizer is not None:
+            self._bind(optimizer)
         share_random_state(mesh)
 
-    def _bind(self) -> None:
-        """Let steps of the optimizer, and of each of several, be the engine's."""
-        if self.optimizer is not None:
-            for part in {self.optimizer, *parts_of(self.optimizer)}:
-                if steps_by_closure(part):
-                    part.register_step_post_hook(partial(_count, weakref.ref(self)))
-                else:
-                    bind(part, self)
+    def _bind(self, added: torch.optim.Optimizer) -> None:
+        """Let steps of an optimizer, of each of several, and of all that there are, be the engine's."""
+        for part in {self.optimizer or added, *parts_of(added)}:
+            if steps_by_closure(part):
+                part.register_step_post_hook(partial(_count, weakref.ref(self)))
+            else:
+                bind(part, self)
 
     def _count_step(self) -> None:
         """A step was made by the optimizer alone."""
@@ -302,22 +302,30 @@ class Engine(Surface):
     def attach(self, optimizer: Optimizers) -> None:
         """Train with an optimizer, or several, made after the engine on the engine's parameters.
 
+        It goes beside those that are there, and has other parameters.
+
         Raises:
-            ValueError: there is one already, or its parameters are not the model's.
+            ValueError: its parameters are not the model's, or another's; states lie off the device already.
         """
-        if self.optimizer is not None:
+        added = as_one(optimizer)
+        _check(added, self.module, self.plan)
+        whole = added if self.optimizer is None else Several([*parts_of(self.optimizer), *parts_of(added)])
+        check_closures(whole, self.plan)
+        if self.passes.updates and self._data is not None and self._data.offloaded_step is not None:
             raise ValueError(
-                f"This engine trains with a {type(self.optimizer).__name__} already. Attach all optimizers "
-                "at once: engine.attach([a, b])."
+                f"engine.attach({type(added).__name__}): states of the optimizers lie off the device already "
+                f"({self.plan}). Attach all optimizers before the first step."
             )
-        optimizer = as_one(optimizer)
-        _check(optimizer, self.module, self.plan)
-        self.optimizer = optimizer
+        self.optimizer = whole
         self.passes.train_from_now()
-        self._bind()
+        self._bind(added)
         if self._data is not None:
-            self._data.reserve(optimizer)
-            self._begin_updates(optimizer, self._data)
+            self._data.reserve(whole)
+            self._begin_updates(added, self._data)
+
+    def has_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it steps this optimizer, alone or beside others."""
+        return self.optimizer is not None and optimizer in (self.optimizer, *parts_of(self.optimizer))
 
     def resize(self, accumulate: int) -> None:
         """Let steps have another number of micro-batches from now on, as if the plan had said so.

@@ -88,6 +88,38 @@ def early(rank: int, world: int, folder: str) -> None:
     assert losses[3:] == losses[1:3]
 
 
+def with_two(rank: int, world: int) -> None:
+    """Two optimizers of one model, as accelerate itself steps them."""
+    from espalier.compat.accelerate import Accelerator
+
+    results = []
+    for kind, options in (
+        (accelerate.Accelerator, {"cpu": True}),
+        (Accelerator, {}),
+        (Accelerator, {"plan": {"data": 2, "zero": 3}}),
+    ):
+        with afresh():
+            accelerator = kind(**options)
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
+            first, second = (
+                torch.optim.AdamW(net[0].parameters(), 0.01),
+                torch.optim.SGD(net[2].parameters(), 0.1),
+            )
+            model, first, second = accelerator.prepare(net, first, second)
+            for step in range(3):
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                loss = model(torch.randn(4, 6, generator=generator, dtype=torch.float64)).square().mean()
+                accelerator.backward(loss)
+                for optimizer in (first, second) if step != 1 else (second,):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            results.append(accelerator.get_state_dict(model))
+    for found in results[1:]:
+        for name, x in results[0].items():
+            assert (found[name] - x).abs().max() < 1e-12, name
+
+
 def asked(rank: int, world: int) -> None:
     """What accelerate's own arguments become, and what is refused."""
     from accelerate.utils import FullyShardedDataParallelPlugin, MegatronLMPlugin, ParallelismConfig
@@ -133,6 +165,10 @@ def test_a_program_with_another_import(ranks: Any, tmp_path: Path) -> None:
 
 def test_a_state_before_the_first_batch(ranks: Any, tmp_path: Path) -> None:
     ranks(2, early, str(tmp_path))
+
+
+def test_two_optimizers_of_one_model(ranks: Any) -> None:
+    ranks(2, with_two)
 
 
 def test_what_is_asked_of_it(ranks: Any) -> None:

@@ -65,7 +65,7 @@ def of_all(rank: int, world: int, plan: dict[str, Any]) -> None:
     engine = espalier.initialize(ours, None, plan)
     engine.attach(torch.optim.AdamW(engine.parameters(), lr=0.05))
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.05)
-    with pytest.raises(ValueError, match=r"AdamW already\. Attach all"):
+    with pytest.raises(ValueError, match="held by two of the optimizers"):
         engine.attach(torch.optim.SGD(ours.parameters(), lr=0.1))
     for step in range(3):
         x, y = rows(step)

@@ -165,6 +165,33 @@ def by_the_engine(rank: int, world: int, folder: str) -> None:
         equal(engine, plain, plan)
 
 
+def attached(rank: int, world: int) -> None:
+    """One after the other, behind the engine, before and after the first step."""
+    for plan in ({"data": 2}, {"data": 2, "zero": 2}, {"tensor": 2}):
+        plain, ours = net(Net), net(Net)
+        first, second = split(plain), split(ours)
+        engine = espalier.initialize(ours, None, plan)
+        engine.attach(second[1])
+        for step in range(4):
+            if step == 2:
+                engine.attach(second[0])
+            for whole, optimizers in ((plain, first), (engine, second)):
+                whole(*batch(step)).backward()
+                for optimizer in optimizers if step > 1 else optimizers[1:]:
+                    optimizer.step()
+                whole.zero_grad()
+        equal(engine, plain, plan)
+        assert engine.has_optimizer(second[0]) and engine.has_optimizer(second[1])
+    with pytest.raises(ValueError, match="held by two"):
+        engine.attach(torch.optim.SGD(ours.parameters()))
+    ours = net(Net)
+    pair = split(ours)
+    engine = espalier.initialize(ours, pair[1], {"data": 2, "zero": 2, "offload": {"states": "host"}})
+    engine.train_step(dict(zip("xy", batch(0), strict=True)))
+    with pytest.raises(ValueError, match="before the first step"):
+        engine.attach(pair[0])
+
+
 def in_float16(rank: int, world: int) -> None:
     """The second optimizer steps with the scale of the gradients, not with the one that is next."""
     scale = {"init_scale": 64.0, "growth_interval": 1}
@@ -213,6 +240,10 @@ def test_several_optimizers_step_as_on_one_process(ranks: Any) -> None:
 
 def test_an_engine_steps_several_optimizers_and_saves_them(ranks: Any, tmp_path: Path) -> None:
     ranks(2, by_the_engine, str(tmp_path))
+
+
+def test_optimizers_are_attached_one_after_the_other(ranks: Any) -> None:
+    ranks(2, attached)
 
 
 def test_one_scale_for_all_optimizers(ranks: Any) -> None:
