@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -33,6 +33,7 @@ ROWS, ROUNDS = 8, 20
 RATE = 1e-4
 
 Step = Callable[[], object]
+OURS = ("stage 0", "ZeRO-3")
 
 
 def model(device: torch.device) -> nn.Module:
@@ -90,6 +91,34 @@ def ours(device: torch.device, data: dict[str, torch.Tensor], *, zero: int) -> S
     return step
 
 
+def begun(makers: Mapping[str, Callable[[], Step]]) -> tuple[dict[str, Step], dict[str, str]]:
+    """Those whose first step ends well, on every rank; and of the others, by whose error they do not."""
+    steps, failed = {}, {}
+    for name, make in makers.items():
+        why = ""
+        try:
+            steps[name] = make()
+            steps[name]()
+        except Exception as error:
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        words: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(words, why)
+        if any(words):
+            steps.pop(name, None)
+            failed[name] = next(f"rank {rank}: {word}" for rank, word in enumerate(words) if word)
+    return steps, failed
+
+
+def waited(step: Step) -> Callable[[], None]:
+    """A step, with what the device has to do."""
+
+    def whole() -> None:
+        step()
+        torch.accelerator.synchronize()
+
+    return whole
+
+
 def measured() -> int:
     """On a rank: all in turns; the exit status."""
     device = start(accelerator()).device
@@ -102,32 +131,21 @@ def measured() -> int:
         "stage 0": lambda: ours(device, data, zero=0),
         "ZeRO-3": lambda: ours(device, data, zero=3),
     }
-    contenders = {}
-    for name, make in makers.items():
-        try:
-            step = make()
-            step()
-        except Exception as error:  # a peer that does not run here is no measure
-            if name in ("stage 0", "ZeRO-3"):
-                raise
-            print(f"{name} does not run here: {str(error).splitlines()[0]}", file=sys.stderr)
-            continue
-
-        def whole(step: Step = step) -> None:
-            step()
-            torch.accelerator.synchronize()
-
-        contenders[name] = Contender(whole, dist.barrier)
+    steps, failed = begun(makers)
+    contenders = {name: Contender(waited(step), dist.barrier) for name, step in steps.items()}
     times = slowest_rank(in_turns(contenders, rounds=ROUNDS))
     report = Report()
     for mine, peers in (("stage 0", ("ddp", "ddp, compiled")), ("ZeRO-3", ("fsdp2", "fsdp2, compiled"))):
         for peer in peers:
-            if peer in times:
+            if mine in times and peer in times:
                 limit = None if "compiled" in peer else 1.0
                 report.add(f"{dist.get_world_size()} ranks", times, mine, peer, limit)
     missed = report.show() if dist.get_rank() == 0 else 0
+    for name, why in failed.items() if dist.get_rank() == 0 else ():
+        print(f"{name} does not run here: {why}")
     finish()
-    return MISSED if missed else 0
+    # a peer that does not run here is no measure; one of ours is a bar that is missed
+    return MISSED if missed or not failed.keys().isdisjoint(OURS) else 0
 
 
 def main() -> int:

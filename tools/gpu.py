@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import espalier
-from espalier.device import accelerator, count, names
+from espalier.device import accelerator, count
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKS = str(ROOT / "tools" / "gpu_checks.py")
@@ -102,6 +102,18 @@ def sections() -> list[Section]:
     ]
 
 
+def devices_by_name() -> list[str]:
+    """The devices' names, asked for in a process of its own: to ask may open a context on one, for good."""
+    ask = "from espalier.device import names; print(*names(), sep='\\n')"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    told = subprocess.run(
+        [sys.executable, "-c", ask], cwd=ROOT, env=env, text=True, capture_output=True, check=False
+    )
+    if told.returncode:
+        return [f"{count()} x {accelerator()}, which cannot be named: {told.stderr.strip().splitlines()[-1]}"]
+    return told.stdout.split("\n")[: count()]
+
+
 def run(section: Section, left: float) -> Outcome:
     """Run a section, and what it started, to its limit at most, or that of all, which is so far away."""
     if section.needs:
@@ -129,13 +141,10 @@ def run(section: Section, left: float) -> Outcome:
     return Outcome(section, held, words, time.perf_counter() - began, said.splitlines()[-LINES:])
 
 
-def page(outcomes: Sequence[Outcome]) -> str:
-    """All of it as Markdown."""
-    where = (
-        "\n".join(f"- {name}" for name in names())
-        if count()
-        else "No GPU is visible here: simulated parts alone."
-    )
+def page(outcomes: Sequence[Outcome], devices: Sequence[str]) -> str:
+    """All of it as Markdown; ``devices``: by name."""
+    listed = "\n".join(f"- {name}" for name in devices)
+    where = listed or "No GPU is visible here: simulated parts alone."
     versions = ".".join(map(str, nccl())) or "none"
     about = f"Espalier {espalier.__version__}, torch {torch.__version__}, NCCL {versions}."
     lines = ["# Figures of GPUs", "", "What `make gpu` wrote.", "", about, "", where, ""]
@@ -163,7 +172,7 @@ def main() -> int:
         if count()
         else "No GPU is visible here: only the simulated part is run."
     )
-    outcomes = []
+    outcomes, devices = [], devices_by_name() if count() else []
     end = time.perf_counter() + 60 * said.minutes
     for section in chosen:
         if said.only and section.name not in said.only:
@@ -174,7 +183,7 @@ def main() -> int:
             print(f"   {line}")
         print(f"   {outcomes[-1].mark} {outcomes[-1].words} ({outcomes[-1].seconds:.0f} s)", flush=True)
         if said.write:
-            said.write.write_text(page(outcomes), encoding="utf-8")
+            said.write.write_text(page(outcomes, devices), encoding="utf-8")
     failed = [o.section.name for o in outcomes if o.held is False]
     print(f"failed: {', '.join(failed)}" if failed else "all that was run holds")
     return 1 if failed else 0

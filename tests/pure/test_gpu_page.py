@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,3 +63,46 @@ def test_without_a_gpu_the_simulated_part_is_run(gpu: Any, monkeypatch: Any, cap
     assert gpu.main() == 0
     told = capsys.readouterr().out
     assert "No GPU is visible here" in told and "as on a GPU" in told
+
+
+def test_the_devices_are_named_by_another_process(gpu: Any, monkeypatch: Any) -> None:
+    """This one lives as long as the ranks: it must open nothing on their devices."""
+    asked: list[Any] = []
+    run = subprocess.run
+
+    def watched(argv: Any, **more: Any) -> Any:
+        asked.append(argv)
+        return run(argv, **more)
+
+    monkeypatch.setattr(subprocess, "run", watched)
+    named = gpu.devices_by_name()
+    assert len(named) == count() and [argv[0] for argv in asked] == [sys.executable]
+    assert not hasattr(gpu, "names")
+
+
+BENCHMARK = """
+import sys
+sys.path[:0] = ["benchmarks"]
+import torch.distributed as dist
+import gpu
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def broken():
+    raise ValueError("no such kernel" + chr(10) + "and more")
+
+def breaks_later():
+    return broken
+
+makers = {"ddp": broken, "stage 0": breaks_later, "ZeRO-3": lambda: lambda: None}
+steps, failed = gpu.begun(makers)
+assert list(steps) == ["ZeRO-3"], steps
+assert set(failed) == {"ddp", "stage 0"} and set(failed.values()) == {"rank 0: ValueError: no such kernel"}
+dist.destroy_process_group()
+"""
+
+
+def test_what_does_not_run_is_left_out_of_the_benchmark() -> None:
+    """Of ours too: the others are measured, and that it failed is said at the end."""
+    root = TOOL.parents[1]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-c", BENCHMARK], cwd=root, env=env, check=True, timeout=100)

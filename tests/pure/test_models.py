@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import espalier.models
-from espalier.models import GPT, GPT2, ConfigError, GPT2Config, GPTConfig, build, kinds
+from espalier.models import GPT, GPT2, ConfigError, GPT2Config, GPTConfig, build, kinds, moe
 from espalier.models.gpt import rotary_tables, rotate
 from espalier.models.sampling import keepers
 
@@ -285,3 +285,33 @@ def test_models_know_nothing_of_the_rest():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("espalier"):
                 assert node.module.startswith("espalier.models") or node.module in allowed, path
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no products of groups")
+@pytest.mark.parametrize("sizes", [[3, 0, 5, 4], [0, 0, 0, 12], [12, 0, 0, 0]])
+def test_grouped_products_are_those_of_a_loop(monkeypatch, sizes):
+    """Experts without rows too; values and gradients, by the CPU's own operator."""
+    torch.manual_seed(0)
+    experts = moe.Experts(moe.MoEConfig(**SMALL, experts=4, ffn=16)).bfloat16()
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=0.3)
+    rows = torch.randn(12, 24, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(12, 24, dtype=torch.bfloat16)
+    results, products = [], []
+    grouped = F.grouped_mm
+
+    def counted(*given, **more):
+        products.append(None)
+        return grouped(*given, **more)
+
+    monkeypatch.setattr(F, "grouped_mm", counted)
+    for in_groups in (False, True):
+        monkeypatch.setattr(moe, "has_grouped_products", lambda kind, there=in_groups: there)
+        out = experts.of_sorted(rows, sizes)
+        results.append([out, *torch.autograd.grad((out * weight).sum(), [rows, *experts.parameters()])])
+        assert len(products) == 3 * in_groups
+    for loop, groups in zip(*results, strict=True):
+        torch.testing.assert_close(groups, loop, atol=0.05, rtol=0.02)
+    for i, n in enumerate(sizes):
+        assert all((grad[i] == 0).all() == (n == 0) for grad in results[1][2:])
