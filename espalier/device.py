@@ -6,6 +6,7 @@ that of a plugin). Elsewhere a device is asked what it can do, never what it is 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -334,6 +335,26 @@ def autocast_types() -> tuple[str, ...]:
 def has_grouped_products(kind: str) -> bool:
     """Whether torch multiplies groups of rows by matrices of their own in one kernel there."""
     return kind == "cuda" and hasattr(torch.nn.functional, "grouped_mm")
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether kernels of our own run there: those of Triton, on CUDA from 8.0 on, and on XPU.
+
+    ``ESPALIER_TRITON=0`` turns them off; then torch's own operations do the same, in more kernels.
+    """
+    return device.type in ("cuda", "xpu") and _knows_triton(device)
+
+
+@lru_cache(maxsize=64)
+def _knows_triton(device: torch.device) -> bool:
+    if os.environ.get("ESPALIER_TRITON") == "0" or importlib.util.find_spec("triton") is None:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
+    """While open, the device of a tensor is the one that this process uses."""
+    return torch.accelerator.device_index(x.device.index) if is_accelerator(x.device) else nullcontext()
 
 
 def has_flash_attention(device: torch.device) -> bool:

@@ -36,6 +36,7 @@ try:
     from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks  # the innermost
 
     # ---- transforms of functions
+    from torch._C._functorch import peek_interpreter_stack as open_transform  # None: none is open
     from torch._functorch import apis as functorch_apis
     from torch._functorch import eager_transforms as functorch_transforms
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms

@@ -38,10 +38,10 @@ def _times(key: Key, factor: int) -> Key:
     return key * _signed(factor) if isinstance(key, torch.Tensor) else _signed(key * factor)
 
 
-_WEYL = _signed(0x9E3779B97F4A7C15)
+WEYL = _signed(0x9E3779B97F4A7C15)
 _STEP = _signed(0x2545F4914F6CDD1D * pow(0x9E3779B97F4A7C15, -1, 1 << 64))
-_MIX1 = _signed(0xBF58476D1CE4E5B9)
-_MIX2 = _signed(0x94D049BB133111EB)
+MIX1 = _signed(0xBF58476D1CE4E5B9)
+MIX2 = _signed(0x94D049BB133111EB)
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -77,12 +77,18 @@ def element_index(layout: Layout, device: torch.device) -> torch.Tensor:
     return total.contiguous()
 
 
+def addends(key: Key) -> tuple[Key, Key]:
+    """What of a key is added to an index, and between the rounds of the hash."""
+    return _times(key, _STEP), _times(key ^ 0x5851F42D4C957F2D, 0xD1342543DE82EF95)
+
+
 def bits(index: torch.Tensor, key: Key) -> torch.Tensor:
     """64 random bits (as int64) for each index; ``index`` is overwritten."""
-    # index * _WEYL + key * 0x2545F4914F6CDD1D; inductor cannot multiply a bare index by so large a number
-    x = index.add_(_times(key, _STEP)).mul_(_WEYL)
-    x = _xor_shift(x, 30).mul_(_MIX1).add_(_times(key ^ 0x5851F42D4C957F2D, 0xD1342543DE82EF95))
-    x = _xor_shift(x, 27).mul_(_MIX2)
+    first, second = addends(key)
+    # index * WEYL + key * 0x2545F4914F6CDD1D; inductor cannot multiply a bare index by so large a number
+    x = index.add_(first).mul_(WEYL)
+    x = _xor_shift(x, 30).mul_(MIX1).add_(second)
+    x = _xor_shift(x, 27).mul_(MIX2)
     return _xor_shift(x, 31)
 
 

@@ -14,6 +14,7 @@ from espalier.comm.row_exchange import Spans, spans_of
 from espalier.layout import Layout, local_box, same_cuts
 from espalier.layout.layout import AxisState, D, R
 from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec, bound_to, of_nothing, rule
+from espalier.tensor import fused_kernels
 from espalier.tensor.dry_runs import autocast_dtype
 from espalier.tensor.random import draw_key
 from espalier.tensor.rules.pointwise import letters
@@ -167,7 +168,11 @@ def _attend(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
             draw_key(placed.mesh)  # all ranks draw alike
         mask = bound.get("attn_mask")
         return of_nothing(placed, q, k, v, *([] if mask is None else [mask]))
-    if bound.get("dropout_p", 0.0) > 0:
+    if (rate := bound.get("dropout_p", 0.0)) > 0:
+        # a kernel of our own, or the plain formula: the mask of torch's kernels depends on what a rank holds
+        mask = bound.get("attn_mask")
+        if rate < 1 and not (mask is not None and mask.requires_grad) and fused_kernels.attends(q, k, v):
+            return _over_sequence(func, bound, placed, ())
         return _with_dropout(bound, placed)
     return _dry(func, bound) if placed.mesh.is_dry else func(**bound)
 
@@ -337,7 +342,7 @@ def _bias(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
 
 
 def _with_dropout(bound: dict[str, Any], placed: Placed) -> torch.Tensor:
-    """The plain formula, for the mask of torch's kernels depends on what one rank holds."""
+    """The plain formula."""
     q, k, v, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
     if k.shape[-3] != q.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))

@@ -23,6 +23,7 @@ from espalier.sharding.spec import (
     rule_in_place,
     rule_with,
 )
+from espalier.tensor import fused_kernels
 from espalier.tensor.random import draw_key, integers, normal, uniform
 from espalier.tensor.rules.pointwise import letters, operands_in
 
@@ -48,11 +49,17 @@ def _drop(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> t
 
 
 def dropped(x: torch.Tensor, placed: Placed, p: float, inplace: bool = False) -> torch.Tensor:
-    """``x``, which lies as the first output, times :func:`keep_mask`; saved for backward as one byte each."""
+    """``x``, which lies as the first output, times :func:`keep_mask`; saved for backward as one byte each.
+
+    Where there is a kernel of our own for it nothing is saved but the key.
+    """
     if p == 1:
         kept, scale = x.new_zeros(x.shape, dtype=torch.bool), 1.0
     else:
         key = draw_key(placed.mesh)
+        by_kernel = fused_kernels.dropped(x, placed.outs[0], key, p, inplace)
+        if by_kernel is not None:
+            return by_kernel
         kept, scale = uniform(placed.outs[0], key, torch.float32, x.device) >= p, 1 / (1 - p)
     return (x.mul_(kept) if inplace else x * kept).mul_(scale)
 

@@ -29,6 +29,7 @@ from espalier.comm.row_exchange import Spans, exchange
 from espalier.device import has_efficient_attention, has_flash_attention
 from espalier.layout import Layout, local_box
 from espalier.mesh import Mesh
+from espalier.tensor import fused_kernels
 from espalier.tensor.dry_runs import autocast_dtype, without_autocast
 from espalier.tensor.random import Key, uniform_at
 
@@ -131,7 +132,7 @@ class _Pass:
         kept = None
         if self._key is not None:
             late, early = self._way.keys[job.late], self._way.keys[job.early]
-            kept = keep(self._way, late, early, self._key, q)[..., slice(*job.rows), :]
+            kept = Kept(self._way, late, early, self._key, job.rows)
         return Block(q, k, v, self._way.scale, None, job.late == job.early, kept)
 
     def run(self) -> None:
@@ -483,14 +484,20 @@ def _block(
 ) -> Block:  # fmt: skip
     rows, columns = slice(*call.q), slice(*call.k)
     part = None if bias is None else _of_bias(bias, way.keys[place], call)
+    ahead = None
     if call.cut == "masked":
-        row, column = (numbers(s, q.device) for s in (way.queries, way.keys[place]))
-        part = row[rows].unsqueeze(-1) >= column[columns]
-    kept = None
-    if key is not None:
-        kept = keep(way, way.queries, way.keys[place], key, q)[..., rows, columns]
+        ahead = way.queries[0][0] + call.q[0] - way.keys[place][0][0] - call.k[0]
+    kept = None if key is None else Kept(way, way.queries, way.keys[place], key, call.q, call.k)
     return Block(
-        q[:, :, rows], k[:, :, columns], v[:, :, columns], way.scale, part, call.cut == "same", kept, plainly
+        q[:, :, rows],
+        k[:, :, columns],
+        v[:, :, columns],
+        way.scale,
+        part,
+        call.cut == "same",
+        kept,
+        plainly,
+        ahead,
     )
 
 
@@ -521,7 +528,7 @@ def _plainly(
         spans = everything
     if way.causal:
         bias = numbers(way.queries, q.device).unsqueeze(-1) >= numbers(spans, q.device)
-    kept = None if key is None else keep(way, way.queries, spans, key, q)
+    kept = None if key is None else Kept(way, way.queries, spans, key)
     return forward(Block(q, k, v, way.scale, bias, False, kept, True))[0].to(q.dtype)
 
 
@@ -549,8 +556,9 @@ class Block(NamedTuple):
     Attributes:
         bias: added to the scores, broadcast to [b, h, s, t], or, of bools, what may be seen; None: nothing.
         causal: query i sees the keys up to i.
-        keep: what weights are multiplied by (dropout), [b, h, s, t]; None: nothing.
+        keep: what weights are dropped; None: none.
         plainly: no kernel will do, say because the bias needs a gradient.
+        ahead: without a bias: query i sees the keys up to i + ahead; None: all, or as ``causal`` says.
     """
 
     q: torch.Tensor
@@ -559,8 +567,9 @@ class Block(NamedTuple):
     scale: float
     bias: torch.Tensor | None = None
     causal: bool = False
-    keep: torch.Tensor | None = None
+    keep: Kept | None = None
     plainly: bool = False
+    ahead: int | None = None
 
     @property
     def unseen(self) -> bool:
@@ -575,18 +584,36 @@ class Block(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """Which computes it: ``"flash"``, ``"efficient"``, the ``"cpu"``'s kernel, or ``"plain"`` torch."""
+        """Which computes it: ``"flash"``, ``"efficient"``, the ``"cpu"``'s, our ``"own"``, or ``"plain"``."""
         q, device = self.q, self.q.device.type
-        if self.plainly or self.keep is not None or q.shape[-1] != self.v.shape[-1]:
+        if self.plainly:
             return "plain"
-        if device in ("cpu", "meta") and _CPU is not None:
+        special = self.keep is not None or q.shape[-1] != self.v.shape[-1]
+        if device in ("cpu", "meta") and _CPU is not None and not special:
             return "cpu"
-        fits = q.dtype is not torch.float64 and q.shape[-1] % 8 == 0 and self.bias is None
+        masked = self.bias is not None or self.ahead is not None
+        fits = q.dtype is not torch.float64 and q.shape[-1] % 8 == 0 and not masked and not special
         # of queries and keys that differ in number it sees other keys as causal than torch does
         square = not self.causal or q.shape[-2] == self.k.shape[-2]
         if fits and square and q.dtype.itemsize == 2 and q.shape[-1] <= _WIDEST and flash_serves(q.device):
             return "flash"
-        return "efficient" if has_efficient_attention(device) and _EFFICIENT is not None and fits else "plain"
+        if has_efficient_attention(device) and _EFFICIENT is not None and fits:
+            return "efficient"
+        numbered = self.keep is None or self.keep.numbered() is not None
+        return "own" if numbered and fused_kernels.attends(q, self.k, self.v) else "plain"
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """The bias, spelled out."""
+        if self.ahead is None:
+            return self.bias
+        row, column = (torch.arange(n, device=self.q.device) for n in (self.q.shape[-2], self.k.shape[-2]))
+        return row.unsqueeze(-1) + self.ahead >= column
+
+    def told(self) -> Any:
+        """As :func:`fused_kernels.attention` takes it."""
+        drops = None if self.keep is None else self.keep.numbered()
+        return self.q, self.k, self.v, self.bias, 0 if self.causal else self.ahead, self.scale, drops
 
 
 def flash_serves(device: torch.device) -> bool:
@@ -607,6 +634,8 @@ def forward(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     if kernel == "flash":
         out, lse, *_ = _FLASH(block.q, block.k, block.v, 0.0, block.causal, scale=block.scale)
         return out, lse
+    if kernel == "own":
+        return fused_kernels.attention(*block.told())
     q, k, v = block.q, _spread(block.k, block.q), _spread(block.v, block.q)
     if kernel == "cpu":
         bias = _full(block)
@@ -654,6 +683,8 @@ def backward(
             block.causal, unused, unused, scale=block.scale,
         )  # fmt: skip
         return dq, dk, dv, None
+    if kernel == "own":
+        return (*fused_kernels.attention_back(grad, out, lse, *block.told()), None)
     q, k, v = block.q, _spread(block.k, block.q), _spread(block.v, block.q)
     if kernel == "cpu":
         dq, dk, dv = _CPU_BACK(
@@ -682,9 +713,10 @@ def _gathered(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _full(block: Block) -> torch.Tensor | None:
-    if block.bias is None:
+    mask = block.mask
+    if mask is None:
         return None
-    return _added(block.bias, block.q.dtype).expand(*block.q.shape[:-1], block.k.shape[-2])
+    return _added(mask, block.q.dtype).expand(*block.q.shape[:-1], block.k.shape[-2])
 
 
 def _added(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -699,7 +731,8 @@ def _scores(block: Block) -> torch.Tensor:
     if block.causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
         scores = scores.masked_fill(~seen, -math.inf)
-    return scores if block.bias is None else scores + _added(block.bias, dtype)
+    mask = block.mask
+    return scores if mask is None else scores + _added(mask, dtype)
 
 
 def _plain(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
@@ -709,7 +742,7 @@ def _plain(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp().masked_fill(blind, 0.0)
     if block.keep is not None:
-        weights = weights * block.keep
+        weights = weights * block.keep.factors(block.q)
     return weights @ _spread(block.v, block.q).to(weights.dtype), lse.masked_fill(
         blind.squeeze(-1), -math.inf
     )
@@ -722,11 +755,11 @@ def _plain_back(
     dtype = weights.dtype
     grad, out, q = grad.to(dtype), out.to(dtype), block.q.to(dtype)
     k, v = _spread(block.k, block.q).to(dtype), _spread(block.v, block.q).to(dtype)
-    kept = weights if block.keep is None else weights * block.keep
-    dv = kept.mT @ grad
+    keep = None if block.keep is None else block.keep.factors(block.q)
+    dv = (weights if keep is None else weights * keep).mT @ grad
     moved = grad @ v.mT
-    if block.keep is not None:
-        moved = moved * block.keep
+    if keep is not None:
+        moved = moved * keep
     scores = weights * (moved - (grad * out).sum(-1, keepdim=True))
     dq, dk = scores @ k * block.scale, scores.mT @ q * block.scale
     return dq, _gathered(dk, block.k), _gathered(dv, block.v), scores
@@ -777,19 +810,54 @@ def numbers(spans: Spans, device: torch.device) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def keep(way: RingLayout, queries: Spans, keys: Spans, key: Key, like: torch.Tensor) -> torch.Tensor:
-    """What the weights are multiplied by, a value for each global element."""
-    box, device = local_box(way.weights), like.device
-    indices = [
-        torch.arange(o, o + n, device=device) for o, n in zip(box.offsets[:-2], box.sizes[:-2], strict=True)
-    ]
-    indices += [numbers(queries, device), numbers(keys, device)]
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for d, (along, step) in enumerate(zip(indices, way.weights.stride, strict=True)):
-        index = index + (along * step).view([-1 if i == d else 1 for i in range(len(indices))])
-    kept = uniform_at(index.contiguous(), key, torch.float32) >= way.dropout
-    scale = 0.0 if way.dropout == 1 else 1 / (1 - way.dropout)
-    return (kept.to(wide(like.dtype)) * scale).reshape(like.shape[0], like.shape[1], *kept.shape[-2:])
+class Kept(NamedTuple):
+    """What weights a call drops, by their global numbers.
+
+    Attributes:
+        queries, keys: whose weights they are.
+        rows, columns: the part of these; None: all.
+    """
+
+    way: RingLayout
+    queries: Spans
+    keys: Spans
+    key: Key
+    rows: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
+
+    def factors(self, like: torch.Tensor) -> torch.Tensor:
+        """What the weights of queries ``like`` are multiplied by, [b, h, s, t]."""
+        way, device = self.way, like.device
+        box = local_box(way.weights)
+        indices = [
+            torch.arange(o, o + n, device=device)
+            for o, n in zip(box.offsets[:-2], box.sizes[:-2], strict=True)
+        ]
+        for spans, part in ((self.queries, self.rows), (self.keys, self.columns)):
+            numbered = numbers(spans, device)
+            indices.append(numbered if part is None else numbered[slice(*part)])
+        index = torch.zeros((), dtype=torch.int64, device=device)
+        for d, (along, step) in enumerate(zip(indices, way.weights.stride, strict=True)):
+            index = index + (along * step).view([-1 if i == d else 1 for i in range(len(indices))])
+        kept = uniform_at(index.contiguous(), self.key, torch.float32) >= way.dropout
+        scale = 0.0 if way.dropout == 1 else 1 / (1 - way.dropout)
+        return (kept.to(wide(like.dtype)) * scale).reshape(like.shape[0], like.shape[1], *kept.shape[-2:])
+
+    def numbered(self) -> fused_kernels.Dropout | None:
+        """The same as a start and steps; None: there are no such."""
+        box, steps = local_box(self.way.weights), self.way.weights.stride
+        if not isinstance(self.key, int) or max(len(self.queries), len(self.keys)) > 1:
+            return None
+        batch = 0
+        for n, step in reversed(list(zip(box.sizes[:-3], steps[:-3], strict=True))):
+            if n > 1 and batch:
+                return None  # of two dims that count as one
+            batch = step if n > 1 else batch
+        starts = [*box.offsets[:-2], self.queries[0][0], self.keys[0][0]]
+        starts[-2] += self.rows[0] if self.rows else 0
+        starts[-1] += self.columns[0] if self.columns else 0
+        base = sum(start * step for start, step in zip(starts, steps, strict=True))
+        return fused_kernels.Dropout(self.key, base, (batch, steps[-3], steps[-2]), self.way.dropout)
 
 
 def nothing(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,97 @@
+"""Kernels of our own compile for GPUs; Triton brings all that takes, so that no GPU is needed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from espalier.tensor import fused_kernels
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: pip install triton")
+
+SMALLEST = 99 * 1024  # bytes that a program may share, on units from 8.0 on
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*i1"}
+
+
+def compiled(name: str, args: tuple[Any, ...], constants: dict[str, Any], unit: int) -> Any:
+    """A kernel, compiled for a CUDA device."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from espalier.tensor import triton_kernels
+
+    kernel = getattr(triton_kernels, name)
+    options = {"num_stages": constants["num_stages"]} if "num_stages" in constants else {}
+    types = {}
+    for key, value in zip(kernel.arg_names, args, strict=False):
+        if isinstance(value, torch.Tensor):
+            types[key] = TYPES[value.dtype]
+        else:
+            wide = "i64" if abs(value) >= 1 << 31 else "i32"
+            types[key] = "fp32" if isinstance(value, float) else wide
+    # Triton takes ones as constants, as it does where it is asked to launch
+    ones = {
+        key: 1
+        for key, value in zip(kernel.arg_names, args, strict=False)
+        if type(value) is int and value == 1 and key not in kernel.do_not_specialize
+    }
+    fixed = {key: value for key, value in (constants | ones).items() if key in kernel.arg_names}
+    signature = {key: "constexpr" if key in fixed else types[key] for key in kernel.arg_names}
+    by_place = {(i,): fixed[key] for i, key in enumerate(kernel.arg_names) if key in fixed}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=by_place)
+    return triton.compile(source, target=GPUTarget("cuda", unit, 32), options=options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "masked", "unit"),
+    [
+        (torch.bfloat16, 128, True, 90),
+        (torch.bfloat16, 256, False, 80),
+        (torch.float32, 64, True, 80),
+    ],
+)
+def test_kernels_compile_for_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, dtype: torch.dtype, width: int, masked: bool, unit: int
+) -> None:
+    """And fit into what the smallest units share."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # else Triton warns of what it will be
+    shared = {}
+
+    def launch(name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        kernel = compiled(name, args, constants, unit)
+        assert "cubin" in kernel.asm
+        shared[name] = kernel.metadata.shared
+
+    monkeypatch.setattr(fused_kernels, "launch", launch)
+    monkeypatch.setattr(fused_kernels, "has_triton", lambda device: True)
+    groups = 1 if width == 256 else 2
+    q, k = (torch.empty(groups, heads, 64, width, dtype=dtype) for heads in (groups * groups, groups))
+    bias = torch.ones(64, 64, dtype=torch.bool) if masked else None
+    given = q, k, k, bias, None if masked else 0, 0.1, fused_kernels.Dropout(1 << 40, 3, (1, 2, 3), 0.1)
+    assert fused_kernels.attends(q, k, k)
+    out, lse = fused_kernels.attention(*given)
+    fused_kernels.attention_back(out, out, lse, *given)
+    assert set(shared) == {"attend", "attend_back_keys", "attend_back_queries"}
+    assert max(shared.values()) <= SMALLEST, shared
+
+
+@pytest.mark.parametrize("dims", [((100, 1),), ((10, 1), (10, 20)), ((2, 1), (5, 4), (5, 40), (2, 400))])
+def test_dropout_compiles_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, dims: Any) -> None:
+    """For elements numbered along one dim, two, and four."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    names = []
+
+    def launch(name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        assert constants["DIMS"] == len(dims) and "cubin" in compiled(name, args, constants, 80).asm
+        names.append(name)
+
+    monkeypatch.setattr(fused_kernels, "launch", launch)
+    drawn = fused_kernels.Drawn.of(-(1 << 63), 0.1)
+    fused_kernels._Dropped.apply(torch.ones(100, dtype=torch.bfloat16), drawn, 1 / 0.9, (3, dims), False)
+    assert names == ["drop"]
