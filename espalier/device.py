@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from espalier.torch_private import allocator_settings, set_allocator_settings
+
 # methods of tensors that move them to a kind of device
 MOVES = tuple(name for name in ("cpu", "cuda", "xpu") if hasattr(torch.Tensor, name))
 
@@ -261,6 +263,39 @@ def number(value: float, device: torch.device, dtype: torch.dtype) -> torch.Tens
 def pins(device: torch.device) -> bool:
     """Whether a device copies faster, and beside the program, from and to pinned memory of the host."""
     return _has_streams(device)
+
+
+def host_buffer(shape: Sequence[int], dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
+    """A tensor in the host's memory, uninitialized; ``pin``: a device copies from and to it by itself."""
+    if pin:
+        _pin_no_more_than_is_used()
+    return torch.empty(torch.Size(shape), dtype=dtype, device="cpu", pin_memory=pin)
+
+
+@lru_cache(maxsize=1)
+def _pin_no_more_than_is_used() -> None:
+    """Let torch not round pinned buffers above a megabyte up to powers of two, if nobody chose otherwise.
+
+    What lasts is made once, and what is made anew has the size of what was given back: rounding would help
+    nobody find a buffer again, and take up to twice the memory. torch before 2.13 always rounds.
+    """
+    said = allocator_settings()
+    if said is None or "pinned_max" in said:
+        return
+    try:
+        set_allocator_settings(",".join(filter(None, (said, "pinned_max_round_threshold_mb:1"))))
+    except (RuntimeError, ValueError) as error:
+        warnings.warn(
+            f"Pinned memory is rounded up to powers of two: torch does not take its settings ({error}).",
+            stacklevel=3,
+        )
+
+
+def host_buffer_like(x: torch.Tensor, *, pin: bool) -> torch.Tensor:
+    """The same, of the shape, dtype and order in memory of a tensor."""
+    if pin:
+        _pin_no_more_than_is_used()
+    return torch.empty_like(x, device="cpu", pin_memory=pin)
 
 
 def has_peak(device: torch.device | str) -> bool:

@@ -101,6 +101,29 @@ scaled_mm: Any = getattr(torch, "_scaled_mm", None)  # products of 8-bit floats
 set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 
 
+_settings: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+_set_settings: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+
+
+def allocator_settings() -> str | None:
+    """What ``PYTORCH_ALLOC_CONF`` or the program said to allocators of memory; None: it cannot be asked.
+
+    From torch 2.13 on, which alone knows ``pinned_max_round_threshold_mb``.
+    """
+    known = _settings is not None and _set_settings is not None and _version() >= (2, 13)
+    return str(_settings()) if known else None
+
+
+def set_allocator_settings(settings: str) -> None:
+    """Say something else."""
+    _set_settings(settings)
+
+
+def _version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def getter(name: str) -> Callable[[torch.Tensor], Any]:
     """An attribute of tensors, read by C alone: to be called where torch functions are not intercepted."""
     read: Callable[[torch.Tensor], Any] = vars(_of_tensors)[name].__get__

@@ -25,7 +25,7 @@ from espalier.checkpoint.folder import cannot, commit, final_of, hidden, prepare
 from espalier.checkpoint.index import Boxes, CheckpointError, Index, TensorInfo
 from espalier.checkpoint.tensor_file import LARGEST, TensorFile
 from espalier.comm.control import agree, gather_objects
-from espalier.device import current_stream, new_stream, on, wait_for
+from espalier.device import current_stream, host_buffer, new_stream, on, wait_for
 from espalier.files import write_file
 from espalier.layout import Layout, chunk_bounds, local_box
 from espalier.layout.layout import Box
@@ -172,8 +172,7 @@ class Staging:
             key = f"{piece.name} {piece.box.offsets}"
             buffer = self._buffers.get(key)
             if buffer is None or (buffer.shape, buffer.dtype) != (piece.values.shape, piece.values.dtype):
-                shape, dtype = piece.values.shape, piece.values.dtype
-                buffer = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pin)
+                buffer = host_buffer(piece.values.shape, piece.values.dtype, pin=pin)
             buffers[key] = buffer
             out.append(piece._replace(values=buffer))
             if piece.steady:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 from espalier.blocks import around, blocks, parts, segments
 from espalier.comm.custom_ops import recorders, recording
 from espalier.comm.redistribute import carry_out
-from espalier.device import copy_by, new_stream, pins, wait_for
+from espalier.device import copy_by, host_buffer_like, new_stream, pins, wait_for
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.parallel import Plan
@@ -601,7 +601,7 @@ class _OnHost:
             if self._dry:
                 self._held = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
                 return
-            self._held = torch.empty_like(x, device="cpu", pin_memory=pins(x.device))
+            self._held = host_buffer_like(x, pin=pins(x.device))
             # the forward pass goes on meanwhile
             self._event = copy_by(new_stream(x.device), [(self._held, x)], x.device)
 

@@ -17,6 +17,7 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/AllocatorConfig.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <signal.h>
 #include <torch/library.h>
@@ -101,13 +102,21 @@ void give_back(void* p) {
   say(findings);
 }
 
+// As torch's allocator of pinned memory: a power of two, up to a size that can be set.
+size_t taken(size_t bytes) {
+  if (bytes > c10::CachingAllocator::AcceleratorAllocatorConfig::pinned_max_round_threshold()) return bytes;
+  size_t power = 1;
+  while (power < bytes) power *= 2;
+  return power;
+}
+
 template <bool pinned>
 struct Memory final : c10::Allocator {
   at::DataPtr allocate(size_t bytes) override {
     c10::Device where = pinned ? c10::Device(c10::DeviceType::CPU) : device(device_here);
     if (!bytes) return {nullptr, nullptr, &give_back, where};
     Lock g(order.lock);
-    char* p = order.allocate(bytes, pinned, pinned ? 0 : stream_of(device_here));
+    char* p = order.allocate(bytes, pinned, pinned ? 0 : stream_of(device_here), taken(bytes));
     TORCH_CHECK(p, "sim: out of memory");
     return {p, p, &give_back, where};
   }
@@ -431,6 +440,9 @@ int sim_devices() { return devices(); }
 int64_t sim_most() { return order.most(); }
 int64_t sim_allocated() { return order.allocated(); }
 void sim_tell_kernels(int on) { tells_kernels = on; }
+int64_t sim_most_pinned() { return order.most_pinned(); }
+int64_t sim_most_taken() { return order.most_taken(); }
+void sim_restart_pinned() { order.restart_pinned(); }
 void sim_restart_peak() { order.restart_peak(); }
 // Copies from here on are the emulation's own.
 void sim_emulate(int by) { emulating += by; }

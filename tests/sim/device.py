@@ -37,7 +37,7 @@ class Simulated:
 
     def __init__(self, library: Path) -> None:
         self.c = ctypes.CDLL(str(library))
-        for name in ("sim_most", "sim_allocated"):
+        for name in ("sim_most", "sim_allocated", "sim_most_pinned", "sim_most_taken"):
             getattr(self.c, name).restype = ctypes.c_int64
         self.c.sim_access.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_char_p]
         self._tellings: Counter[Telling] | None = None

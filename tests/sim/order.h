@@ -42,6 +42,7 @@ struct Access {
 struct Block {
   size_t size, room;  // room: whole pages
   bool pinned;        // the host's memory, which streams may copy from and to
+  size_t taken = 0;   // of it, if so
   Stream stream;      // that it was allocated on
   int open = 0;       // how many look into it on behalf of the device
   std::vector<Access> accesses;
@@ -54,14 +55,17 @@ class Order {
  public:
   std::recursive_mutex lock;
 
-  char* allocate(size_t size, bool pinned, Stream stream) {
+  // taken: the bytes that the host's allocator takes for it, if it is pinned.
+  char* allocate(size_t size, bool pinned, Stream stream, size_t taken = 0) {
     size_t room = (size + kPage - 1) / kPage * kPage;
     void* p = mmap(nullptr, room, pinned ? kOpen : PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return nullptr;
     Block block;
-    block.size = size, block.room = room, block.pinned = pinned, block.stream = stream;
+    block.size = size, block.room = room, block.pinned = pinned, block.stream = stream, block.taken = taken;
     blocks_.emplace((char*)p, std::move(block));
-    if (!pinned) {
+    if (pinned) {
+      pin(size, taken);
+    } else {
       allocated_ += rounded(size);
       if (allocated_ > most_) most_ = allocated_;
     }
@@ -84,6 +88,8 @@ class Order {
           break;
         }
       allocated_ -= rounded(block.size);
+    } else {
+      pinned_ -= block.size, taken_ -= block.taken;
     }
     munmap(p, block.room);
     blocks_.erase(i);
@@ -175,6 +181,10 @@ class Order {
   int64_t allocated() const { return allocated_; }
   int64_t most() const { return most_; }
   void restart_peak() { most_ = allocated_; }
+  // of pinned memory at its most: the bytes that were asked for, and what was taken for them
+  int64_t most_pinned() const { return most_pinned_; }
+  int64_t most_taken() const { return most_taken_; }
+  void restart_pinned() { most_pinned_ = pinned_, most_taken_ = taken_; }
 
  private:
   static constexpr int kOpen = PROT_READ | PROT_WRITE;
@@ -186,6 +196,12 @@ class Order {
   Clock host_;
   Stream streams_ = 0;
   int64_t allocated_ = 0, most_ = 0;
+  int64_t pinned_ = 0, taken_ = 0, most_pinned_ = 0, most_taken_ = 0;
+
+  void pin(size_t size, size_t taken) {
+    pinned_ += size, taken_ += taken;
+    if (taken_ > most_taken_) most_pinned_ = pinned_, most_taken_ = taken_;
+  }
 
   static int64_t rounded(size_t size) { return (size + 511) / 512 * 512; }
 

@@ -5,6 +5,7 @@ A waiting host is a fault, unless it stands in ``WAITS`` with the reason.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import os
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import espalier
+from espalier import device
 from espalier.comm.collectives import all_gather, all_to_all, reduce_scatter
 from espalier.engine import norm
 from espalier.parallel.data import residency
@@ -25,6 +27,7 @@ from espalier.parallel.data.offloaded_step import OffloadedStep
 from espalier.parallel.data.residency import OffloadStore
 from espalier.parallel.data.unshard import Unsharded
 from espalier.parallel.pipeline.runtime import Runtime
+from espalier.torch_private import allocator_settings, set_allocator_settings
 from tests.sim.order import Asked, Entry, Waited, check
 from tests.sim.plans import STEPS, alone, trained
 from tests.sim.transport import Shared
@@ -212,6 +215,35 @@ def test_what_is_brought_keeps_no_kernel_waiting(on_sim: Callable[..., list[Any]
     ((started, waits, threads),) = on_sim(1, brought)
     assert started >= 3 * 4 and waits == 0
     assert threads == {max(1, len(os.sched_getaffinity(0)))}
+
+
+ROUNDED = "pinned_max_round_threshold_mb:65536"
+
+
+def pinned(shared: Shared, rank: int, world: int, chosen: bool) -> tuple[int, int]:
+    """Of offload to the host: bytes of pinned memory that were asked for, at its most, and those taken."""
+    set_allocator_settings(ROUNDED)
+    if not chosen:  # as torch begins
+        set_allocator_settings("pinned_use_background_threads:False")
+    device._pin_no_more_than_is_used.cache_clear()
+    gc.collect()
+    shared.sim.c.sim_restart_pinned()
+    case = {**SINGLE, "changes": {"hidden": 520}}
+    trained(shared, rank, world, {"offload": {"states": "host"}, "chunk_megabytes": 2}, case, "")
+    said = str(allocator_settings())
+    assert said == ROUNDED if chosen else said.startswith("pinned_use_background_threads:False,pinned_max")
+    return shared.sim.c.sim_most_pinned(), shared.sim.c.sim_most_taken()
+
+
+@pytest.mark.skipif(allocator_settings() is None, reason="this torch always rounds")
+def test_pinned_memory_is_what_is_used(on_sim: Callable[..., list[Any]], figures: list[str]) -> None:
+    """And not the next power of two, unless somebody chose otherwise."""
+    ((asked, taken),) = on_sim(1, pinned, False)
+    ((_, rounded),) = on_sim(1, pinned, True)
+    figures.append(f"states on the host           1 rank: {taken / asked:.2f} bytes pinned a byte used")
+    figures.append(f"the same, rounded by torch   1 rank: {rounded / asked:.2f}")
+    assert asked > 16 << 20
+    assert taken < 1.1 * asked and rounded > 1.4 * asked
 
 
 def pipelined(shared: Shared, rank: int, world: int, more: dict[str, Any]) -> tuple[str, int]:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from espalier.device import copy_by, is_accelerator, new_stream, pins, wait_for
+from espalier.device import copy_by, host_buffer, is_accelerator, new_stream, pins, wait_for
 from espalier.files import PIECE, get, memory_of, pieces_of, put
 from espalier.parallel.plan import Place
 from espalier.tensor import plain
@@ -249,7 +249,7 @@ class OffloadStore:
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
         """A buffer on the host: pinned where there is a device."""
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pins(self.device))
+        return host_buffer(like.shape, like.dtype, pin=pins(self.device))
 
     def fetch(self, tensors: Sequence[torch.Tensor], ready: torch.Event | None) -> None:
         """Start to copy tensors of the device that :meth:`to_host` will be asked for, unchanged.
@@ -501,7 +501,7 @@ class Disk:
     def empty(self, key: str, *, pin: bool = False) -> list[torch.Tensor]:
         """Uninitialized CPU tensors, in one buffer, of the shapes and dtypes written."""
         record = self._records[key]
-        buffer = torch.empty(record.size, dtype=torch.uint8, device="cpu", pin_memory=pin)
+        buffer = host_buffer((record.size,), torch.uint8, pin=pin)
         return [
             buffer[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
             for offset, shape, dtype in record.parts
