@@ -67,6 +67,31 @@ def test_random_values_are_those_of_the_cpu(name: str, dtype: torch.dtype) -> No
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)], ids=str)
+def test_attention_drops_what_the_cpu_drops(dtype: torch.dtype, near: float, masked: bool) -> None:
+    """By a kernel of our own, which holds no scores; grouped queries, causal or in a window."""
+    torch.manual_seed(2)
+    whole = [torch.randn(2, heads, 100, 64).to(dtype) for heads in (4, 2, 2)]
+    apart = torch.arange(100).unsqueeze(1) - torch.arange(100)
+    window = (apart >= 0) & (apart < 30) if masked else None
+    found = []
+    for kind, compute in (("cpu", torch.float32), ("cuda", dtype)):
+        mesh = Mesh.single(("data",), kind)
+        xs = [distribute_tensor(x.to(kind, compute), mesh, [Replicate()]).requires_grad_() for x in whole]
+        seen = None if window is None else distribute_tensor(window.to(kind), mesh, [Replicate()])
+        torch.manual_seed(7)
+        out = F.scaled_dot_product_attention(
+            *xs, attn_mask=seen, dropout_p=0.2, is_causal=not masked, enable_gqa=True
+        )
+        out.float().square().mean().backward()
+        grads = [x.grad for x in xs]
+        found.append([espalier.full_tensor(x).detach().float().cpu() for x in (out, *grads) if x is not None])
+    assert len(found[0]) == 4
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= near * theirs.norm()
+
+
 def test_a_key_from_a_cuda_generator_is_refused() -> None:
     with pytest.raises(ValueError, match="CPU generator"):
         espalier.rand(3, device_mesh=Mesh.single(("data",), "cuda"), generator=torch.Generator("cuda"))
