@@ -162,6 +162,11 @@ ON_RANKS = {
         "if rank == 0: print(model[0].weight.full_tensor())\nstep(e)",
         code=76,
     ),
+    ".numpy() of a part on one rank alone, at the end": Trial(
+        "rank 1 of 2 has left: its program has ended(.|\n)*all_gather(.|\n)*made by all of its ranks",
+        body="e = engine(tensor=2)\nstep(e)\nhere()\n"
+        "if rank == 0: print(model[0].weight.detach().numpy().shape)",
+    ),
     ".numpy() of a part (it is the whole)": Trial(
         r"\(8, 4\)",
         body="e = engine(tensor=2)\nhere(); print(model[0].weight.detach().numpy().shape)",

@@ -55,6 +55,7 @@ _KEPT: Final = (
 )  # of the host's memory, by all ranks, beyond which large blocks are not kept for the next
 _LARGE: Final = 1 << 20
 _SLICE: Final = 0.1  # seconds between two looks at whether a peer lives
+_FAREWELL: Final = 5.0  # seconds that one who leaves stays for those that have not taken its last messages
 _LOOKS: Final = 300  # before it sleeps
 _ADDRESSES: Final = 1 << 46  # half of what a process has
 _TOKEN: Final = 16  # bytes by which a segment is known
@@ -614,11 +615,23 @@ class Host:
             self._courier.close()
         if self._own is not None:
             self._own.memory[0] = 1
+            self._see_off()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
         for peer in self._peers.values():
             peer.close()
+
+    def _see_off(self) -> None:
+        """Stay a while for who has not taken what was sent: one may not have opened this memory yet."""
+        until = time.monotonic() + _FAREWELL
+        while time.monotonic() < until:
+            with self.lock:
+                while self._sent and self._is_back(self._sent[0]):
+                    self._put_back(self._sent.popleft())
+            if not self._sent or all(peer.has_left() for peer in self._peers.values()):
+                return
+            time.sleep(0.002)
 
 
 def _host_name() -> str:

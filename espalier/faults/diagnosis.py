@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Self
 
 from espalier.comm.control import named
 from espalier.faults.settings import Faults
 
 _SOON: Final = 2.0  # seconds without a move, where the cause is known
+_TOGETHER: Final = (
+    "A collective is made by all of its ranks: so are a step, and full_tensor(), .numpy() and a print of a "
+    "tensor that is cut."
+)
 
 
 @dataclass
@@ -155,11 +159,16 @@ def judge(heard: Mapping[int, Heard], faults: Faults) -> Verdict | None:
     rest = [of for of in heard.values() if of.runs]
     if left and (hurt or _stuck(rest, min(faults.limit, _SOON), faults)):
         delay = max((of.quiet for of in rest), default=0.0)
-        return _verdict(heard, left, lambda s: f"has left: {s.message}", delay)
+        verdict = _verdict(heard, left, lambda s: f"has left: {s.message}", delay)
+        return replace(verdict, text=f"{verdict.text}\n{_TOGETHER}")
     if hurt and all(of.silent > _SOON for of in (heard[rank] for rank in hurt)):
         delay = max(heard[rank].silent for rank in hurt)
         return _verdict(heard, hurt, lambda s: f"lost its connection: {s.message}", delay)
-    if not left and not hurt and _stuck(rest, faults.limit, faults):
+    if left or hurt:
+        return None
+    # ranks that do not make the same calls wait for what will never come
+    known = _parting(list(signs.values())) is not None
+    if _stuck(rest, min(faults.limit, _SOON) if known else faults.limit, faults):
         return _hanging(heard, signs)
     return None
 
@@ -185,7 +194,7 @@ def _hanging(heard: Mapping[int, Heard], signs: Mapping[int, Sign]) -> Verdict:
     parted = divergence(list(signs.values()))
     if parted is not None:
         ranks, what = parted
-        text = f"{what}\n{_rest(heard, ())}\nNoticed {delay:.1f} s after the last move."
+        text = f"{what}\n{_rest(heard, ())}\nNoticed {delay:.1f} s after the last move.\n{_TOGETHER}"
         return Verdict(ranks, text, delay, tuple(signs[ranks[0]].words if ranks else ()))
     text = (
         f"All ranks wait for each other, and nothing has come for {delay:.1f} s: is the network between them "
@@ -196,13 +205,21 @@ def _hanging(heard: Mapping[int, Heard], signs: Mapping[int, Sign]) -> Verdict:
 
 def divergence(signs: Sequence[Sign]) -> tuple[tuple[int, ...], str] | None:
     """Where ranks' collectives part ways: the minority, or those behind, and both sides in words."""
+    return _parting(signs) or _lag(signs)
+
+
+def _recent(signs: Sequence[Sign]) -> dict[str, dict[int, dict[int, tuple[str, int]]]]:
+    """By the ranks that take part, and by rank: of a collective's number, what it was and at which step."""
     by_group: dict[str, dict[int, dict[int, tuple[str, int]]]] = {}
     for sign in signs:
         for group, number, what, step in sign.recent:
             by_group.setdefault(group, {}).setdefault(sign.rank, {})[number] = (what, step)
-    for group, of in by_group.items():
-        if len(of) < 2:
-            continue
+    return {group: of for group, of in by_group.items() if len(of) > 1}
+
+
+def _parting(signs: Sequence[Sign]) -> tuple[tuple[int, ...], str] | None:
+    """The first collective that is not the same on all of its ranks, and whose it is."""
+    for group, of in _recent(signs).items():
         shared = sorted(set.intersection(*(set(rows) for rows in of.values())))
         for number in shared:
             sides: dict[str, list[int]] = {}
@@ -216,10 +233,15 @@ def divergence(signs: Sequence[Sign]) -> tuple[tuple[int, ...], str] | None:
                 odd = min(sides.values(), key=lambda side: (len(side), -min(side)))
                 about = f"The collectives of ranks {group} part ways at their no. {number}: {where}."
                 return tuple(sorted(odd)), about
-    for group, of in by_group.items():
+    return None
+
+
+def _lag(signs: Sequence[Sign]) -> tuple[tuple[int, ...], str] | None:
+    """The ranks that have begun fewer collectives than the others of theirs."""
+    for group, of in _recent(signs).items():
         last = {rank: max(rows) for rank, rows in of.items()}
         most, least = max(last.values()), min(last.values())
-        if most == least or len(of) < 2:
+        if most == least:
             continue
         ahead, behind = (sorted(r for r, n in last.items() if n == end) for end in (most, least))
         what, step = of[ahead[0]][most]

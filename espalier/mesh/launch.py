@@ -372,9 +372,11 @@ def _explain(
     if ranks and _blame(rank, exits, folder)[0]:
         rank = ranks[0]
     code = exits.get(rank, STOPPED if rank not in here else 0 if rank in ranks else 1)
-    if code == -signal.SIGTERM and rank in ranks:
-        code = 1  # the agent's, while it was on its way out
-    lines = [f"rank {rank} of {nproc} failed: {_exit_text(code)}", *account]
+    if rank in ranks and code in (0, -signal.SIGTERM):
+        # it has left while others waited for it; SIGTERM is the agent's, while it was on its way out
+        code, lines = 1, account
+    else:
+        lines = [f"rank {rank} of {nproc} failed: {_exit_text(code)}", *account]
     if rank not in here:
         stopped = f"ranks {here[0]} to {here[-1]} were stopped"
         lines = [f"rank {rank} of {nproc} failed, on another host: {stopped}", *account]

@@ -50,6 +50,25 @@ def test_a_silent_rank_that_is_short_of_a_core_is_waited_for():
     assert found is not None and found.ranks == (1,) and "no sign of life for 6.0 s" in found.text
 
 
+def test_ranks_that_make_other_calls_are_told_sooner_than_those_that_wait():
+    def heard(quiet: float, other: str) -> dict[int, Heard]:
+        calls = {0: ("all_gather of [8, 4] float32", 7), 1: (other, 7)}
+        return {
+            rank: Heard(
+                Sign(rank, "one", rank, state="waits", quiet=quiet, recent=[("0, 1", number, what, 2)]), 0.0
+            )
+            for rank, (what, number) in calls.items()
+        }
+
+    same = "all_gather of [8, 4] float32"
+    assert judge(heard(2.5, same), Faults()) is None
+    found = judge(heard(5.5, same), Faults())
+    assert found is not None and "is the network between them whole?" in found.text
+    assert judge(heard(1.5, "reduce_scatter of [72] float32"), Faults()) is None
+    found = judge(heard(2.5, "reduce_scatter of [72] float32"), Faults())
+    assert found is not None and "part ways at their no. 7" in found.text
+
+
 def test_a_look_keeps_nothing_of_what_it_has_seen():
     class Held:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from espalier.mesh.launch import LaunchError, _blame, launch
+from espalier.mesh.launch import LaunchError, _blame, _explain, launch
 from espalier.mesh.process import finish, start
 
 # What every script of these tests begins with. A rank's process id is noted to see whether it has gone.
@@ -107,6 +108,23 @@ def test_a_rank_that_raises_is_named_and_quoted(script, capfd):
     # Rank 0's own error, that its peer has gone, would be no news.
     assert capfd.readouterr() == ("", "")
     assert gone(path.parent)
+
+
+def test_a_rank_that_left_well_is_not_said_to_have_failed(tmp_path):
+    """The watch tells who has left; others end for want of it, with its code."""
+    account = {
+        "ranks": [1],
+        "text": "rank 1 of 2 has left: its program has ended.",
+        "delay": 0.0,
+        "words": [],
+    }
+    (tmp_path / "account").write_text(json.dumps(account))
+    for exits in ({0: 76}, {0: 76, 1: -signal.SIGTERM}):
+        error = _explain(exits, 2, tmp_path, range(2), None)
+        assert str(error).startswith("rank 1 of 2 has left: its program has ended.\n")
+        assert "failed" not in str(error) and (error.rank, error.exit_code) == (1, 1)
+    error = _explain({0: 76, 1: 3}, 2, tmp_path, range(2), None)
+    assert str(error).startswith("rank 1 of 2 failed: exit code 3\nrank 1 of 2 has left")
 
 
 def test_a_rank_that_exits_is_told_from_those_that_wait_for_it(script):

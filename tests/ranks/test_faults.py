@@ -114,6 +114,7 @@ def test_without_the_store_the_others_say_who_kept_it(ended):
 
 def test_one_that_leaves_early_is_named(ended):
     assert "has left: its program has ended, at step 3" in ended["exit:2:1"].reports[0]
+    assert "A collective is made by all of its ranks" in ended["exit:2:1"].reports[0]
     assert ended["exit:2:1"].codes == {0: 76, 1: 0}
 
 

@@ -218,6 +218,32 @@ def test_a_peer_that_has_gone_is_told(tmp_path: Path, how: str) -> None:
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "espalier" in name}
 
 
+def one_comes_late(mesh: Mesh) -> float:
+    x = torch.full((4,), 3.0 - mesh.rank)
+    if mesh.rank:
+        time.sleep(1.0)  # the other has sent all that it has to, and leaves
+    y = collectives.broadcast(x, mesh, 0)
+    dist.destroy_process_group()
+    return float(y.sum())
+
+
+def test_what_one_that_leaves_has_said_is_heard_by_those_that_come_late() -> None:
+    """They open its memory when they first use it: it may not be gone by then."""
+    assert espalier.spawn(one_comes_late, {"data": 2}, device_type="cpu") == [12.0, 12.0]
+
+
+def nobody_takes(mesh: Mesh) -> None:
+    host = collectives.all_reduce(torch.ones(4), mesh, 0) is not None and Host.here()
+    host.send(torch.ones(4), [1 - mesh.rank], 0, 1)
+    began = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - began < 4  # both leave: nobody stays for the other
+
+
+def test_ranks_that_all_leave_wait_for_none() -> None:
+    espalier.spawn(nobody_takes, {"data": 2}, device_type="cpu")
+
+
 def hosts(rank: int, world: int, wishes: list[str], refused: int) -> tuple[list[bool], list[str]]:
     """Which groups share memory, where ranks wish so and one cannot be looked into; and what is told."""
     opened: Callable[..., int] = os.open
