@@ -80,7 +80,8 @@ def written(answers: Answers) -> str:
     """
     parts = [_model(answers), _data(answers), _plan(answers), _optimizer(answers), _train(answers)]
     head = "# Train it: espalier train FILE. See what it needs first: espalier dry FILE.\n"
-    head += "# Any value can be changed for one run: --set train.steps=50. All keys: docs/command-line.md\n"
+    head += "# Change a value for one run: --set train.steps=50. All keys stand in the documentation,\n"
+    head += "# on its page of the command line.\n"
     return "\n".join([head, *parts])
 
 
@@ -114,13 +115,22 @@ def _model(answers: Answers) -> str:
             f"model {named!r}: expected one of {known}, a folder with config.json, or module:function{hint}"
         )
     if named == "vit":
-        sizes = "image = 32\npatch = 4\nclasses = 10\nlayers = 6\nhidden = 192\nheads = 3\n"
+        classes = _classes(Path(answers.data)) or 10
+        sizes = f"image = 32\npatch = 4\nclasses = {classes}\nlayers = 6\nhidden = 192\nheads = 3\n"
         return '[model]\nkind = "vit"\n' + sizes
+    cut = Path(answers.data).suffix in (".bin", ".npy")
+    vocabulary = "above every token" if cut else "a tokenizer of this size is trained on the text"
     return (
         f'[model]\nkind = "{named}"\n'
-        "vocab_size = 4096     # a tokenizer of this size is trained on the text\n"
+        f"vocab_size = 4096     # {vocabulary}\n"
         "max_positions = 256\nlayers = 6\nhidden = 256\nheads = 8\n"
     )
+
+
+def _classes(folder: Path) -> int:
+    """The classes of images: folders, or those of what is there to train on."""
+    inner = folder / "train" if (folder / "train").is_dir() else folder
+    return sum(path.is_dir() for path in inner.iterdir()) if inner.is_dir() else 0
 
 
 def _data(answers: Answers) -> str:
@@ -173,11 +183,14 @@ def _train(answers: Answers) -> str:
     steps = answers.steps
     size = "" if answers.model == "vit" else f"sequence = {_positions(answers.model)}\n"
     every = max(steps // 4, 1)
+    metrics = 'metrics = ["loss", "accuracy"]\n' if answers.model == "vit" else ""
+    if answers.model != "vit" and answers.data != "stdlib":
+        size += 'prompt = "The "       # how the sample begins that it writes at the end\n'
     return (
         f"[train]\nsteps = {steps}\n"
         f"batch_size = {16 * answers.ranks}       # rows of all ranks together\n{size}"
         f"clip = 1.0\neval_every = {every}\n\n"
-        "[evaluation]          # the best weights are kept\npatience = 0          # validations without a "
-        "better one, after which it stops; 0: never\n\n"
+        f"[evaluation]          # the best weights are kept\n{metrics}"
+        "patience = 0          # validations without a better one, after which it stops; 0: never\n\n"
         f"[checkpoint]          # go on by espalier train --resume\nevery = {every}\n"
     )

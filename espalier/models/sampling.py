@@ -8,7 +8,7 @@ positions of its tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Final
@@ -34,7 +34,7 @@ def generate(
     """Continue ``ids`` token by token.
 
     Args:
-        model: called as ``model(ids)``; its output has ``.logits`` [batch, sequence, vocabulary].
+        model: called as ``model(ids)``; see :func:`logits_of`.
         ids: [batch, sequence] integer prompt with at least one token.
         max_new_tokens: how many tokens to add.
         temperature: logits are divided by it; 0 takes the likeliest token.
@@ -69,16 +69,33 @@ def generate(
             context = ids if max_positions is None else ids[:, -max_positions:]
             if caching and context.shape == ids.shape:
                 positions = torch.arange(seen, ids.shape[1], device=ids.device).repeat(len(ids), 1)
-                logits = model(ids[:, seen:], position_ids=positions).logits[:, -1, :]
+                logits = logits_of(model(ids[:, seen:], position_ids=positions))[:, -1, :]
                 seen = ids.shape[1]
             else:
                 caches.close()
-                logits = model(context).logits[:, -1, :]
+                logits = logits_of(model(context))[:, -1, :]
             ids = torch.cat((ids, _pick(logits, temperature, top_k, generator)), dim=1)
     finally:
         caches.close()
         model.train(was_training)
     return ids
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits [batch, sequence, vocabulary] in what a model gives: itself, or its ``logits``.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if isinstance(output, torch.Tensor):
+        return output
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(logits, torch.Tensor):
+        return logits
+    raise ValueError(
+        f"The model returned {type(output).__name__} without logits. Let model(input_ids) return them, or an "
+        "output (or a dict) that has them as logits."
+    )
 
 
 class Generates(nn.Module):

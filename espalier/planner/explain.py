@@ -157,7 +157,7 @@ def why_not(result: Found) -> list[str]:
         more = x.terms.get(worst, 0.0) - first.terms.get(worst, 0.0)
         by = x.seconds / first.seconds - 1
         same = " (within the error)" if by < first.error / 3 else ""
-        other = f"{by:+.1%}{same}, {worst} {more:+.3g} s ({words(x.plan)}, {x.rows} rows)"
+        other = f"{by:+.1%}{same}, {worst} {more:+.3g} s ({words(x.plan)}, {x.rows} row{'s' * (x.rows != 1)})"
         lines.append(f"{key} {getattr(x.plan, key)}: {other}")
     return lines
 

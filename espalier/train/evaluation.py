@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from espalier.engine import UnseenCountError
+from espalier.models.sampling import logits_of
 from espalier.train.data import BatchSource
 from espalier.train.job import Job
 from espalier.train.sections import EvaluationSection
@@ -104,7 +105,7 @@ class Evaluator:
             batch = self._batches.batch(step)
             labels = batch["labels"]
             inputs = {name: x for name, x in batch.items() if name != "labels"}
-            logits = self._engine.predict(inputs).logits.cpu()
+            logits = logits_of(self._engine.predict(inputs)).cpu()
             if self._job.facts.labels == "same":
                 logits, labels = logits[:, :-1], labels[:, 1:]
             counts = labels != -100

@@ -33,7 +33,7 @@ def facts_of(engine: Any, known: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         engine: whose parameters are laid out.
-        known: what the caller knows: ``steps``, ``tokens``, ``flops``, ``entropy``, ``job``.
+        known: what the caller knows: ``steps``, ``tokens``, ``flops``, ``entropy``, ``job``, ``unit``.
     """
     mesh, plan = engine.mesh, engine.plan
     device = mesh.device()

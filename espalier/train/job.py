@@ -229,6 +229,11 @@ class Job:
         return str(Path(self.source).parent)
 
     @property
+    def unit(self) -> str:
+        """What is counted a second: tokens, or images."""
+        return "tokens" if self.facts.image is None else "images"
+
+    @property
     def clip(self) -> float | None:
         """Largest norm of the gradient; None for no limit."""
         return self.plan.clip if self.train.clip is None else self.train.clip

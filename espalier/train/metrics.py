@@ -235,17 +235,18 @@ class Lines(Silent):
     Args:
         steps: optimizer steps of the run.
         console: where to write.
+        unit: what is counted a second: tokens, or images.
     """
 
-    def __init__(self, steps: int, console: Console) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, console: Console, unit: str = "tokens") -> None:
+        self._steps, self._unit = steps, unit
         self._console = console
 
     def show(self, record: Record) -> None:
         """Write a line."""
         parts = [
             f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
-            *(f"{name} {text}" for name, text in fields(record).items()),
+            *(f"{name} {text}" for name, text in fields(record, self._unit).items()),
         ]
         remaining = _remaining(record, self._steps)
         self.say("  ".join([*parts, f"ETA {readable_time(remaining)}"]))
@@ -262,10 +263,11 @@ class Display(Silent):
         steps: optimizer steps of the run.
         console: the terminal.
         title: of the panel.
+        unit: what is counted a second: tokens, or images.
     """
 
-    def __init__(self, steps: int, console: Console, title: str) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, console: Console, title: str, unit: str = "tokens") -> None:
+        self._steps, self._unit = steps, unit
         self._title = title
         self._live = Live(console=console, refresh_per_second=8, transient=False)
 
@@ -279,7 +281,9 @@ class Display(Silent):
     def show(self, record: Record) -> None:
         """Redraw the panel."""
         remaining = readable_time(_remaining(record, self._steps))
-        table = pairs({"step": f"{record.step} of {self._steps}, ETA {remaining}", **fields(record)})
+        table = pairs(
+            {"step": f"{record.step} of {self._steps}, ETA {remaining}", **fields(record, self._unit)}
+        )
         bar = ProgressBar(total=self._steps, completed=record.step, width=60)
         self._live.update(Panel(Group(table, Text(), bar), title=self._title, expand=False), refresh=True)
 
@@ -288,8 +292,8 @@ class Display(Silent):
         self._live.console.print(message, highlight=False, markup=False)
 
 
-def fields(record: Record) -> dict[str, str]:
-    """The measurements as short texts, by name."""
+def fields(record: Record, unit: str = "tokens") -> dict[str, str]:
+    """The measurements as short texts, by name; ``unit`` is what is counted a second."""
     shown = {"loss": f"{record.loss:.4f}"}
     if record.val_loss is not None:
         shown["val"] = f"{record.val_loss:.4f}"
@@ -297,7 +301,7 @@ def fields(record: Record) -> dict[str, str]:
     if record.grad_norm is not None:
         shown["grad norm"] = f"{record.grad_norm:.3f}"
     shown["lr"] = f"{record.lr:.2e}"
-    shown["tokens/s"] = f"{record.tokens_per_second:,.0f}"
+    shown[f"{unit}/s"] = f"{record.tokens_per_second:,.0f}"
     shown["memory"] = _span(record.memory)
     sent = ", ".join(f"{axis} {readable_bytes(count)}" for axis, count in record.sent.items())
     shown["sent a step"] = sent or "nothing"

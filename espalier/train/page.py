@@ -159,7 +159,7 @@ def _ending(run: Mapping[str, Any]) -> dict[str, str]:
         "steps": f"{last['step']:,}",
         "training loss": f"{losses[-1]:.4f}" if losses else "–",
         "validation loss": f"{validated[-1]:.4f}" if validated else "–",
-        "tokens a second": f"{rates[len(rates) // 2]:,.0f}" if rates else "–",
+        f"{run.get('unit', 'tokens')} a second": f"{rates[len(rates) // 2]:,.0f}" if rates else "–",
         "peak memory": readable_bytes(max(last["memory"])),
         "trained for": readable_time(last["seconds"]),
     }

@@ -260,9 +260,9 @@ def resized(job: Job, data: int) -> Job:
 
 def _train(job: Job, resume: bool = False) -> Any:
     console = Console()
-    progress: Progress = Lines(job.train.steps, console)
+    progress: Progress = Lines(job.train.steps, console, job.unit)
     if console.is_terminal and sys.stdout.isatty():  # a notebook's cell has colours, but nothing goes up
-        progress = Display(job.train.steps, console, job.name)
+        progress = Display(job.train.steps, console, job.name, job.unit)
     return train(job, progress, resume=resume)
 
 

@@ -47,7 +47,7 @@ class RunLog:
         engine: from :func:`espalier.initialize`.
         name: by default that of the folder.
         steps: optimizer steps of the whole run, if known.
-        tokens: of a global batch (or images), for tokens a second.
+        tokens: of a global batch (or images), for tokens a second; ``unit``: what they are called.
         flops: floating-point operations of a step of the plain model, forward and backward, without what is
             computed again; by default 6 for each parameter and token.
         entropy: a loss to draw as a line, nats.
@@ -72,6 +72,7 @@ class RunLog:
         name: str | None = None,
         steps: int | None = None,
         tokens: int | None = None,
+        unit: str = "tokens",
         flops: int | None = None,
         entropy: float | None = None,
         job: str | None = None,
@@ -84,7 +85,7 @@ class RunLog:
         self.name, self.first = name or self.folder.resolve().name, engine.mesh.rank == 0
         self.tokens, self.every = tokens, every
         self._known: dict[str, Any] = {"steps": steps, "tokens": tokens, "flops": flops, "entropy": entropy}
-        self._known["job"] = job
+        self._known |= {"job": job, "unit": unit}
         self._callbacks = [*trackers(track), *callbacks]
         self._log = Log(self.folder, self.first, after)
         self.facts: dict[str, Any] = {}

@@ -105,9 +105,16 @@ class WeightsAndBiases:
         """Open the run, on the first rank."""
         if run.first:
             mode = os.environ.get("WANDB_MODE", "offline")
+            # what it prints of a run that is sent nowhere stands in the summary and the report
+            settings = self._wandb.Settings(silent=mode in ("offline", "disabled"))
             plan = run.engine.plan.model_dump(mode="json")
             self._run = self._wandb.init(
-                dir=str(run.folder), name=run.name, mode=mode, config={"plan": plan}, reinit="create_new"
+                dir=str(run.folder),
+                name=run.name,
+                mode=mode,
+                config={"plan": plan},
+                reinit="create_new",
+                settings=settings,
             )
 
     def record(self, record: Record) -> None:

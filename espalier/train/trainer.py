@@ -261,6 +261,7 @@ class Loop:
             name=job.name,
             steps=job.train.steps,
             tokens=self._tokens_per_batch(),
+            unit=job.unit,
             flops=step_flops(job) if engine.mesh.rank == 0 else None,
             entropy=self._entropy,
             job=to_toml(job.raw),
@@ -417,8 +418,7 @@ class Loop:
         )
 
     def _tokens_per_batch(self) -> int:
-        images = self._job.facts.image is not None
-        return self._batches.size * (1 if images else self._job.train.sequence)
+        return self._batches.size * (1 if self._job.unit == "images" else self._job.train.sequence)
 
 
 def _finish(
@@ -451,6 +451,8 @@ def _finish(
         else:
             files["sample"] = str(out / "sample.txt")
             Path(files["sample"]).write_text(written, "utf-8")
+    tracked = [job.train.track] if isinstance(job.train.track, str) else job.train.track or []
+    files |= {word: str(out / word) for word in tracked}
     files["report"] = str(out / PAGE)
     bubble = None
     if timeline is not None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from espalier.checkpoint.foreign import load_into
+from espalier.engine.batches import loss_of
 from espalier.train.building import build_model, build_optimizer, count_of
 from espalier.train.conversion import weights_of
 from espalier.train.data import prepare, training_batches
@@ -179,7 +180,7 @@ class PlainRun:
         self._optimizer.zero_grad()
         device = next(self._model.parameters()).device
         with Double():
-            loss = self._model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+            loss = loss_of(self._model(**{name: tensor.to(device) for name, tensor in batch.items()}))
         loss.backward()
         return float(loss.item())
 

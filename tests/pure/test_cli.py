@@ -162,6 +162,12 @@ def test_init_writes_jobs_that_are_right(tmp_path, monkeypatch):
     assert call("init", "b.toml", "--model", "vit")[0] == 0
     assert call("init", "c.toml", "--data", "data.jsonl", "--field", "body", "--zero", 3, "-n", 2)[0] == 0
     assert call("init", "d.toml", "--model", "my_model:make")[0] == 0
+    for kind in ("cats", "dogs"):
+        (tmp_path / "pets/train" / kind).mkdir(parents=True)
+    text = init.written(init.Answers(model="vit", data="pets"))
+    assert "classes = 2\n" in text and '"accuracy"' in text
+    (tmp_path / "tokens.bin").touch()
+    assert "4096     # above every token" in init.written(init.Answers(data="tokens.bin"))
     code, _, err = call("init")
     assert code == 2 and "job.toml exists" in err
     code, _, err = call("init", "e.toml", "--model", "gtp")
@@ -194,6 +200,36 @@ def test_a_model_of_ones_own_that_cannot_write_is_trained_all_the_same(job, tmp_
     assert code == 0, err
     assert "sample" in out and "none: it is called with input_ids alone" in out
     assert (tmp_path / "runs/job/model.safetensors").exists()
+
+
+DICTS = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(300, 8), nn.Linear(8, 300))
+
+    def forward(self, input_ids, labels=None):
+        logits = self.net(input_ids)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+"""
+
+
+def test_a_model_of_ones_own_may_give_dicts(job, tmp_path):
+    (tmp_path / "dicts.py").write_text(DICTS)
+    model = "[model]\nkind = 'module'\nbuild = 'dicts:Net'\nvocab_size = 300\n[data]"
+    job.write_text(model + JOB.partition("[data]")[2].replace("eval_every = 4", "eval_every = 0"))
+    few = ("--set", "train.steps=1", "--set", 'evaluation.metrics=["loss", "accuracy"]')
+    code, out, err = call("train", job, *few, "--set", "checkpoint.every=0")
+    assert code == 0 and "a sample of what it writes" in out and "none:" not in out, err
+    assert (tmp_path / "runs/job/sample.txt").exists()
+    code, out, err = call("generate", tmp_path / "runs/job", "--prompt", "def", "--tokens", 3)
+    assert code == 0 and out.startswith("def"), err
+    code, out, err = call("verify", job)
+    assert code == 0 and "PASS" in out, err
 
 
 def test_the_same_seed_trains_the_same(job, tmp_path):
@@ -385,6 +421,8 @@ def record(**changes):
 
 
 def test_a_line_of_the_log(capsys):
+    Lines(100, Console(width=80), "images").show(record())
+    assert "  images/s 12,346  " in capsys.readouterr().out
     Lines(100, Console(width=80)).show(record(val_loss=2.75))
     line = capsys.readouterr().out
     assert line.count("\n") == 1

@@ -667,7 +667,8 @@ def _of_group(kind: BlockKind, i: int, best: tuple[int, ...], sequence: bool) ->
     cut, whole = (best, other) if i in best else (other, best)
     a, b = kind.costs[cut, sequence], kind.costs[whole, sequence]
     sent = a.forward + a.backward - b.forward - b.backward
-    return f"cut, it sends {sent:,} B more and frees {b.kept + b.held - a.kept - a.held:,} B"
+    than = f"{abs(sent):,} B {'less' if sent < 0 else 'more'}"
+    return f"cut, it sends {than} and frees {b.kept + b.held - a.kept - a.held:,} B"
 
 
 def _of_boundary(totals: Mapping[bool, int], tried: bool) -> str:

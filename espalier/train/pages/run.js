@@ -220,7 +220,7 @@
   }
   const only = series => ({ series, rulers: [], marks: [] });
 
-  const several = runs.length > 1;
+  const several = runs.length > 1, counted = runs.every(run => run.unit === "images") ? "Images" : "Tokens";
   const lossChart = new Chart("Loss", () => ({
     series: runs.flatMap((run, i) => {
       const at = lasting(run), mean = r => [at(r), r.val_loss], name = several ? run.name : "training";
@@ -234,7 +234,7 @@
   const small = [
     ["norm", new Chart("Gradient norm", () => ({ ...only(curves(r => r.grad_norm)), marks: marks() }), { fromZero: true })],
     ["rate", new Chart("Learning rate", () => only(curves(r => r.lr)), { fromZero: true })],
-    ["speed", new Chart("Tokens a second", () => only(curves(r => r.tokens_per_second || null)), { fromZero: true })],
+    ["speed", new Chart(`${counted} a second`, () => only(curves(r => r.tokens_per_second || null)), { fromZero: true })],
     ["mfu", new Chart("Model FLOPs utilization", () => only(curves((r, run) => utilization(run, r))), { fromZero: true, format: n => `${+(n * 100).toPrecision(3)}%` })],
     ["peak", new Chart("Peak memory", () => only(peaks()), { format: bytes, fromZero: true })],
     ["sent", new Chart("Sent a step, by axis", () => only(sent()), { format: bytes, fromZero: true })],
@@ -306,7 +306,7 @@
     if (lost) found.push(figure("training loss", fixed(3)(lost.loss), "nats"));
     if (val) found.push(figure("validation", fixed(3)(val.val_loss), run.entropy ? `${fixed(2)(Math.abs(run.entropy - val.val_loss))} ${run.entropy > val.val_loss ? "below" : "above"} unigram` : `step ${grouped(val.step)}`));
     const rates = run.records.slice(-8).map(r => r.tokens_per_second).sort((a, b) => a - b), rate = rates[rates.length >> 1];
-    if (rate) found.push(figure("tokens a second", short(rate), "of all ranks"));
+    if (rate) found.push(figure(`${run.unit || "tokens"} a second`, short(rate), "of all ranks"));
     const used = utilization(run, { tokens_per_second: rate });
     if (used !== null) found.push(figure("MFU", `${(used * 100).toFixed(used < 0.1 ? 1 : 0)}%`, `${prefixed(rate / run.tokens * run.flops)}FLOP/s`));
     found.push(figure("peak memory", bytes(Math.max(...now.memory)), now.memory.length > 1 ? "fullest rank" : null));
@@ -457,7 +457,7 @@
     const node = h("details", { id: "numbers" }, h("summary", {}, "All numbers"), body);
     node.addEventListener("toggle", () => {
       if (!node.open) return body.replaceChildren();
-      const head = ["run", "step", "loss", "validation", "gradient norm", "learning rate", "tokens/s", "peak memory"].slice(several ? 0 : 1);
+      const head = ["run", "step", "loss", "validation", "gradient norm", "learning rate", `${counted.toLowerCase()}/s`, "peak memory"].slice(several ? 0 : 1);
       const text = (x, format) => x === null || x === undefined ? "" : format(x);
       body.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, head.map(x => h("th", { scope: "col", class: "n" }, x)))), h("tbody", {}, runs.flatMap(run => run.records.map(r => h("tr", {},
         several ? h("td", {}, run.name) : null,
@@ -475,7 +475,7 @@
       "steps": run => value(run, (_, r) => grouped(r.step)),
       "training loss": run => value(run, (_, r) => r.loss === null ? "–" : fixed(4)(r.loss)),
       "validation loss": run => { const r = lastOf(run, x => x.val_loss !== null && x.val_loss !== undefined); return r ? fixed(4)(r.val_loss) : "–"; },
-      "tokens a second, median": run => { const all = run.records.map(r => r.tokens_per_second).sort((a, b) => a - b); return all.length ? grouped(all[all.length >> 1]) : "–"; },
+      [`${counted.toLowerCase()} a second, median`]: run => { const all = run.records.map(r => r.tokens_per_second).sort((a, b) => a - b); return all.length ? grouped(all[all.length >> 1]) : "–"; },
       "peak memory, fullest rank": run => value(run, (_, r) => bytes(Math.max(...r.memory))),
       "sent a step, rank 0": run => { const r = lastOf(run, x => Object.keys(x.sent || {}).length); return r ? bytes(Object.values(r.sent).reduce((a, b) => a + b, 0)) : "nothing"; },
       "trained for": run => value(run, (_, r) => clock(r.seconds)),
