@@ -143,12 +143,13 @@ def job_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[st
 def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """How two runs ended, and what their jobs say differently: a row each, the first with their names."""
     rows = [("", str(a["name"]), str(b["name"]))]
-    endings = [_ending(run) for run in (a, b)]
+    unit = "images" if a.get("unit") == b.get("unit") == "images" else "tokens"
+    endings = [_ending(run, unit) for run in (a, b)]
     rows += [(key, endings[0][key], endings[1][key]) for key in endings[0]]
     return rows + job_differences(a, b)
 
 
-def _ending(run: Mapping[str, Any]) -> dict[str, str]:
+def _ending(run: Mapping[str, Any], unit: str) -> dict[str, str]:
     records = run["records"]
     losses = [r["loss"] for r in records if r["loss"] is not None and math.isfinite(r["loss"])]
     validated = [r["val_loss"] for r in records if r.get("val_loss") is not None]
@@ -159,7 +160,7 @@ def _ending(run: Mapping[str, Any]) -> dict[str, str]:
         "steps": f"{last['step']:,}",
         "training loss": f"{losses[-1]:.4f}" if losses else "–",
         "validation loss": f"{validated[-1]:.4f}" if validated else "–",
-        f"{run.get('unit', 'tokens')} a second": f"{rates[len(rates) // 2]:,.0f}" if rates else "–",
+        f"{unit} a second": f"{rates[len(rates) // 2]:,.0f}" if rates else "–",
         "peak memory": readable_bytes(max(last["memory"])),
         "trained for": readable_time(last["seconds"]),
     }

@@ -23,7 +23,7 @@ from espalier.train.callbacks import Event
 from espalier.train.facts import published
 from espalier.train.job import Job, JobError
 from espalier.train.metrics import Record
-from espalier.train.page import PAGE, page, read_run, to_toml
+from espalier.train.page import PAGE, compared, page, read_run, to_toml
 from espalier.train.runlog import RunLog, note
 from espalier.train.watch import Server
 from tests.pure.browsing import all_of, opened, violations
@@ -132,6 +132,17 @@ def test_a_run_shown_while_it_goes_and_two_compared(browser: Any, tmp_path: Path
         "theirs",
     }
     assert violations(browser) == []
+
+
+def test_runs_on_images_tell_images_a_second(browser: Any, tmp_path: Path) -> None:
+    words, pictures = (read_run(write_run(tmp_path / name, name=name)) for name in ("words", "pictures"))
+    pictures["unit"] = "images"
+    assert "images a second" in [row[0] for row in compared(pictures, pictures)]
+    assert "tokens a second" in [row[0] for row in compared(words, pictures)]
+    (tmp_path / PAGE).write_text(page([pictures]))
+    opened(browser, tmp_path / PAGE)
+    shown = all_of(browser, "body")[0].text.lower()
+    assert "images a second" in shown and "tokens a second" not in shown
 
 
 # ---- the server
