@@ -209,6 +209,22 @@ noop_save_inputs: Any = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
 next_node_number: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
 current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
 
+# ---- what torch.compile leaves alone
+
+_FRAMES: Any = torch._C._dynamo.eval_frame
+_LEAVE: Any = _FRAMES._FrameExecStrategy(_FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.SKIP)
+
+
+def as_written(function: Any) -> Any:
+    """Let ``torch.compile`` leave a function, and all that it calls, as ``torch.compiler.disable`` would.
+
+    That imports the compiler, which takes seconds.
+    """
+    _FRAMES.set_code_exec_strategy(function.__code__, _LEAVE)
+    function._torchdynamo_disable = True
+    return function
+
+
 # ---- what is seldom needed, and slow to import
 
 

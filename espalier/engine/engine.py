@@ -182,7 +182,8 @@ def _check(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> No
     if foreign:
         raise ValueError(
             f"The optimizer holds {foreign} parameter(s) that are not the model's. "
-            "Build it on model.parameters() of the very model given."
+            "Build it on model.parameters() of the very model given. What has parameters beside the model (a "
+            "loss, a head) goes into one module with it."
         )
 
 

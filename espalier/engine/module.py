@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
@@ -17,6 +18,9 @@ from espalier.engine.engine import Engine, Rows, initialize
 from espalier.engine.surface import bound
 from espalier.parallel import Plan
 from espalier.parallel.several import Several, as_one
+from espalier.tensor.observers import user_frame
+from espalier.tensor.traces import is_within_compiled
+from espalier.torch_private import as_written
 
 
 class EngineModule(nn.Module):
@@ -34,6 +38,8 @@ class EngineModule(nn.Module):
         module: the model.
     """
 
+    _is_told = False  # that torch.compile is around it
+
     def __init__(self, engine: Engine, rows: Rows = "all") -> None:
         super().__init__()
         self.rows, self._engine = rows, engine
@@ -44,6 +50,19 @@ class EngineModule(nn.Module):
     def engine(self) -> Engine:
         """The engine that trains the model."""
         return self._engine
+
+    @as_written
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As of every module: hooks, and :meth:`forward`."""
+        if not self._is_told and is_within_compiled():
+            self._is_told = True
+            warnings.warn(
+                "torch.compile of a model that is laid out compiles nothing: it cannot follow DTensors, and "
+                "the model runs as it is written. To compile its blocks, collectives included: "
+                "initialize(..., compile=True), or module.engine.compile().",
+                stacklevel=user_frame()[0],
+            )
+        return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives."""

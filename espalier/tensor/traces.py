@@ -421,6 +421,17 @@ def run_as_written(module: nn.Module) -> list[str]:
     return names
 
 
+def is_within_compiled() -> bool:
+    """Whether what runs was called by what ``torch.compile`` gave."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    frame = None if dynamo is None else sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == dynamo.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def on_meta(x: torch.Tensor) -> torch.Tensor:
     """Stands for a parameter or buffer: its shape alone."""
     with raw():

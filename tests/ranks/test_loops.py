@@ -519,3 +519,29 @@ def rows(rank: int, world: int) -> None:
 
 def test_own_rows_taken_for_the_global_batch_are_told_of(ranks: Any) -> None:
     ranks(4, rows)
+
+
+def compiled(rank: int, world: int) -> None:
+    """What ``torch.compile`` is put around runs as it is written, whatever wraps the model."""
+    results = []
+    for around in (False, True):
+        torch.manual_seed(0)
+        net = Net().double()
+        model, optimizer = espalier.prepare(net, torch.optim.SGD(net.parameters(), 0.1), plan={"data": 2})
+        called = torch.compile(model, backend="eager") if around else model
+        for step in range(3):
+            with (
+                pytest.warns(UserWarning, match=r"engine.compile\(\)")
+                if around and not step
+                else nullcontext()
+            ):
+                called(*batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model.engine.full_state_dict())
+    for name, x in results[0].items():
+        assert torch.equal(x, results[1][name]), name
+
+
+def test_a_model_that_is_laid_out_is_not_compiled(ranks: Any) -> None:
+    ranks(2, compiled)
