@@ -135,7 +135,6 @@ _HINTS: Final = MappingProxyType(
         "accelerate.notebook_launcher": _SPAWN,
         "deepspeed.init_inference": "engine.predict and engine.generate answer under any plan",
         "deepspeed.tp_model_init": "leave it out: tensor_parallel.autotp_size in the configuration is enough",
-        "deepspeed.moe.layer.MoE": 'a plain mixture of experts, and initialize(..., plan={"expert": n})',
     }
 )
 # arguments that ask another library for parallelism, and who takes a plan in their place

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import runpy
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -32,6 +33,7 @@ from espalier.compat.colossalai.core import global_context as gpc
 from espalier.compat.colossalai.nn.optimizer import HybridAdam
 from espalier.compat.colossalai.trainer import Trainer, hooks
 from espalier.compat.colossalai.utils import share_of
+from tests.compat.migrated import PROGRAMS, migrate
 
 HOST = dict.fromkeys(("parameters", "gradients", "states"), "host")
 ON_CPU = {"model_config": {"tensor_placement_policy": "cpu"}}
@@ -336,6 +338,59 @@ def boosted(rank: int, world: int, folder: str) -> None:
 def test_booster(ranks: Callable[..., Any], tmp_path: Path) -> None:
     """The parameters of a plain loop."""
     ranks(2, boosted, str(tmp_path))
+
+
+# ---- a program in the form of each plugin, as espalier migrate changes it
+
+
+def of_torch(batch: int, clips: bool) -> list[float]:
+    """The losses of its loop on one process."""
+    names = runpy.run_path(str(PROGRAMS / "colossal_here.py"))
+    torch.manual_seed(0)
+    model, found = names["Network"](), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.0)
+    for _ in range(2):
+        for images, labels in DataLoader(names["digits"](0, 192), batch):
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    return found
+
+
+def migrated_program(rank: int, world: int, folder: Path) -> dict[str, list[float]]:
+    """This rank's losses, under each plugin."""
+    names = runpy.run_path(str(folder / "colossal.py"))
+    kinds = names["PLUGINS"]
+    shared = ("tensor", "pipeline")  # all ranks have the same rows
+    return {kind: names["main"](kind, 16 if kind in shared else 8) for kind in kinds}
+
+
+@pytest.mark.world(2)
+def test_a_program_of_each_plugin(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """The diff of ``espalier migrate`` is applied, and what comes of it run."""
+    migrate(["colossal"], tmp_path)
+    losses = of_torch(16, False), of_torch(16, True)
+    assert losses[0] != losses[1] and all(len(x) >= 20 and max(x) < 3 > 2 * min(x) for x in losses)
+    for kind, of_ranks in _by_kind(ranks(2, migrated_program, tmp_path)).items():
+        mean = [sum(x) / 2 for x in zip(*of_ranks, strict=True)]
+        right = losses[kind not in ("ddp", "fsdp")]  # these have no max_norm
+        if kind == "gemini":  # bfloat16
+            assert mean == pytest.approx(right, abs=0.05), kind
+        else:
+            assert mean == pytest.approx(right, abs=1e-6), kind
+    bodies = [
+        (PROGRAMS / f"{name}.py").read_text("utf-8").partition("\n\n\n")[2]
+        for name in ("colossal", "colossal_here")
+    ]
+    assert bodies[0] == bodies[1] != ""
+
+
+def _by_kind(found: list[dict[str, list[float]]]) -> dict[str, list[list[float]]]:
+    return {kind: [of_rank[kind] for of_rank in found] for kind in found[0]}
 
 
 def test_arguments_of_plugins() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import runpy
@@ -162,11 +161,6 @@ def _environment() -> dict[str, str]:
     import os
 
     return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def test_layers_of_experts_are_refused_in_words() -> None:
-    with pytest.raises(ImportError, match=r'plain model(.|\n)*plan=\{"expert": n\}'):
-        importlib.import_module("espalier.compat.deepspeed.moe.layer")
 
 
 def half(rank: int, world: int, folder: Path) -> None:

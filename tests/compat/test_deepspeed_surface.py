@@ -51,7 +51,7 @@ CONFIGS: list[dict[str, Any]] = [
     },
     {
         "optimizer": ADAM,
-        "fp16": {"enabled": True, "loss_scale": 8},
+        "fp16": {"loss_scale": 8},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},

@@ -6,7 +6,7 @@ engine under DeepSpeed's names (``engine``). docs/deepspeed.md says what maps to
 
 import argparse
 
-from espalier.compat.deepspeed import accelerator, checkpointing, comm, ops, pipe, runtime, utils, zero
+from espalier.compat.deepspeed import accelerator, checkpointing, comm, moe, ops, pipe, runtime, utils, zero
 from espalier.compat.deepspeed.config import Config, read
 from espalier.compat.deepspeed.engine import DeepSpeedEngine, init_distributed
 from espalier.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -37,6 +37,7 @@ __all__ = [
     "comm",
     "init_distributed",
     "initialize",
+    "moe",
     "ops",
     "pipe",
     "read",

@@ -191,6 +191,8 @@ def answer(name: str, options: Mapping[str, Any]) -> Any:
     if name in OFF:
         return False
     key, default = GIVEN[name]
+    if name == "cpuadam_cores_perc" and offload(options, "offload_optimizer") is not None:
+        default = 0.8  # that of the section, which is there
     return options.get(key, default)
 
 

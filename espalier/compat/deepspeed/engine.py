@@ -21,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from espalier.compat.deepspeed import answers
 from espalier.compat.deepspeed.checkpoints import load, save
 from espalier.compat.deepspeed.config import Config
+from espalier.compat.deepspeed.moe.layer import layers
 from espalier.compat.deepspeed.monitor import Flops, Monitor
 from espalier.compat.deepspeed.timers import BACKWARD, FORWARD, STEP, Timers
 from espalier.engine import Engine, EngineModule
@@ -45,7 +46,8 @@ class DeepSpeedEngine(EngineModule):
         monitor: writes events where the configuration says.
         timers: of forward, backward and step (``fwd``, ``bwd``, ``step``), and of the program's own.
         client_optimizer, client_lr_scheduler: what the program brought; None where the configuration says.
-        mpu, has_moe_layers, num_experts: None, False and []: axes and experts are the plan's.
+        mpu: None: axes are the plan's.
+        has_moe_layers, num_experts: whether the model has layers of ``deepspeed.moe``, and of each how many.
     """
 
     def __init__(
@@ -69,8 +71,9 @@ class DeepSpeedEngine(EngineModule):
         self.timers = Timers()
         self.client_optimizer: Any = None
         self.client_lr_scheduler: Any = None
-        self.mpu, self.has_moe_layers = None, False
-        self.num_experts: list[int] = []
+        self.mpu = None
+        self.num_experts = [layer.num_experts for layer in layers(self.module)]
+        self.has_moe_layers = bool(self.num_experts)
         self._is_compiled = False
         self.monitor = Monitor(settings.values if self.global_rank == 0 else {})
         self._flops = Flops(settings.values, self.module) if self._wants("flops_profiler.enabled") else None

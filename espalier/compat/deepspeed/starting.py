@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from espalier.compat.deepspeed import optimizers, schedules
 from espalier.compat.deepspeed.config import load, read
 from espalier.compat.deepspeed.engine import DeepSpeedEngine, init_distributed
+from espalier.compat.deepspeed.moe.layer import axes_of_experts
 from espalier.compat.deepspeed.pipe import PipelineModule
 from espalier.compat.deepspeed.pipe_engine import PipelineEngine
 from espalier.compat.plans import counts_one
@@ -72,7 +73,7 @@ def initialize(
     is_pipeline = isinstance(model, PipelineModule)
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     tables = load(source)
-    settings = read(tables, _ranks(), pipe=stages, plan=plan)
+    settings = read(tables, _ranks(), pipe=stages, plan={**axes_of_experts(model), **(plan or {})})
     if isinstance(model, PipelineModule):
         settings = model.arranged(settings)
         options.setdefault("loss_fn", model.loss_fn)

@@ -1,9 +1,6 @@
-"""``deepspeed.moe`` has no equivalent: whoever imports it reads what to write instead."""
+"""``deepspeed.moe``: layers of experts with DeepSpeed's own gates, on :mod:`espalier.parallel.experts`."""
 
-raise ImportError(
-    "deepspeed.moe has no equivalent here: experts are found in the plain model, whose layers need no "
-    "process groups. Write espalier.models.moe.MoELayer, or a layer whose stack of experts is called as "
-    'experts(hidden, top_k_index, top_k_weights), and deepspeed.initialize(..., plan={"expert": n}): see '
-    "docs/experts.md.",
-    name="deepspeed.moe",
-)
+from espalier.compat.deepspeed.moe import layer, utils
+from espalier.compat.deepspeed.moe.layer import MoE
+
+__all__ = ["MoE", "layer", "utils"]
