@@ -124,7 +124,7 @@ def _leftovers() -> list[Finding]:
     def remove() -> str:
         for path in halves:
             shutil.rmtree(path)
-        return f"removed: {len(halves)} folders"
+        return f"removed: {len(halves)} folder{'s' * (len(halves) != 1)}"
 
     text = f"{len(halves)} in {cache}, of processes that are gone"
     return [Finding("half-prepared data", text, "note", "remove them", remove)]

@@ -129,10 +129,11 @@ def tell_schedule(console: Console, timeline: Timeline) -> None:
     for line in terminal(timeline, console.width if colours else _WIDE, colours=colours):
         console.print(line, no_wrap=True, crop=colours, overflow="ignore")
     work = max(timeline.busy) / schedule.micro_batches
-    live = ", ".join(f"{number:g}" for number in report.live)
+    live = ", ".join(f"{number:.3g}" for number in report.live)
     crossings = sum(map(int.__ne__, schedule.stage_to_rank, schedule.stage_to_rank[1:]))
+    share = f"{timeline.bubble / work:.3g}"
     rows = {
-        "bubble": f"{timeline.bubble:g}, as long as {timeline.bubble / work:.3g} micro-batches; "
+        "bubble": f"{timeline.bubble:g}, as long as {share} micro-batch{'es' * (share != '1')}; "
         f"{timeline.bubble_fraction:.1%} of all ranks' time",
         "step": f"{timeline.step_time:g}, without a bubble {max(timeline.busy):g}",
         "live micro-batches": f"{live} on ranks 0 to {schedule.ranks - 1}",

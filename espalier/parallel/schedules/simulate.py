@@ -287,7 +287,7 @@ def _panel(axes: Any, title: str, timeline: Timeline, longest: float) -> None:
 def summary(timeline: Timeline) -> str:
     """Bubble and live micro-batches in a line."""
     most = max(live(timeline.schedule))
-    return f"{timeline.bubble_fraction:.0%} of the time idle, {most:g} live micro-batch{'es' * (most != 1)}"
+    return f"{timeline.bubble_fraction:.0%} of the time idle, {most:.3g} live micro-batch{'es' * (most != 1)}"
 
 
 def draw(path: str | Path, timelines: Mapping[str, Timeline], columns: int = 1) -> None:
