@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from espalier.comm import Ledger, ledger
+from espalier.comm.dry import without_data
 from espalier.engine.accumulation import Count
 from espalier.engine.engine import Engine, initialize
 from espalier.engine.recompute import Policy
@@ -159,7 +160,9 @@ def dry_run(
     Args:
         model: on the ``meta`` device (``with torch.device("meta"): ...``); a copy of it is laid out and run.
         plan: a :class:`Plan` or a dict of its arguments.
-        batch: the global batch, as meta tensors.
+        batch: the global batch, as meta tensors. A program may look into masks and other integers that are
+            given with their values, on the CPU, and into what it computes of them; other ranks' rows are
+            then taken to be like the played one's.
         optimizer: built on the model's parameters; copied, too.
         max_grad_norm, layouts, branches, count, recompute_policy: as for :func:`initialize`.
         coordinate: which rank to play, by its number along each axis in their order, or by names,
@@ -170,7 +173,7 @@ def dry_run(
     Raises:
         ValueError: a parameter is not on ``meta``, or there is no such rank.
     """
-    whole = sum(p.numel() for p in model.parameters())
+    whole, batch = sum(p.numel() for p in model.parameters()), without_data(batch)
     options: dict[str, Any] = {"layouts": layouts, "max_grad_norm": max_grad_norm, "count": count}
     options.update(recompute_policy=recompute_policy, branches=branches, shared=shared)
     engine = dry_engine(model, plan, batch, optimizer=optimizer, coordinate=coordinate, **options)
@@ -243,6 +246,7 @@ def dry_engine(
             f"A dry run needs a model on the meta device, but {real[0]} is on "
             f"{model.get_parameter(real[0]).device}. Build it under `with torch.device('meta'):`."
         )
+    batch = without_data(batch)
     model, optimizer = _copied(model, optimizer)
     for group in () if optimizer is None else optimizer.param_groups:
         # kernels that need a device; without, it is the same update
@@ -430,9 +434,10 @@ def _explained(
     model: nn.Module, plan: Plan, batch: Any, coordinate: tuple[int, ...] | None, options: Mapping[str, Any]
 ) -> LayoutTable:
     """The table as one rank sees it."""
+    batch = without_data(batch)
     engine = dry_engine(model, plan, batch, coordinate=coordinate, **options)
     model = engine.module
-    with by_module(model) as traffic:
+    with Recalled(), by_module(model) as traffic:
         engine.accumulate(engine.cut(batch))
         engine.finish_gradients()
     assert engine.arrangement is not None

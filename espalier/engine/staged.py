@@ -12,6 +12,7 @@ from torch import nn
 
 from espalier.comm.collectives import broadcast, sum_whole, swap_with
 from espalier.comm.control import agree, any_says, gather_objects
+from espalier.comm.dry import values_of
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Accumulation, Number, averaged
 from espalier.engine.awaited import Awaited
@@ -654,5 +655,8 @@ def _random_states(
 
 
 def _zeros(x: Any) -> Any:
-    """An input of a dry mesh, which has no values, to trace the model on."""
-    return torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x
+    """An input of a dry mesh to trace the model on: where its values are not known, zeros."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    values = values_of(x)
+    return torch.zeros(x.shape, dtype=x.dtype) if values is None else values.clone()

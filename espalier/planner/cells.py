@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from espalier.blocks import blocks
+from espalier.comm.dry import know, values_of, without_data
 from espalier.engine.dry import Shared, dry_engine
 from espalier.parallel import Plan
 from espalier.planner.compose import NotComposed, Totals, composed, kind_of, one_list, shallow
@@ -157,6 +158,7 @@ class Recorder:
         given: Mapping[str, Any],
         folder: Path | None = None,
     ) -> None:
+        batch = without_data(batch)
         self.model, self.optimizer, self.batch, self._options = model, optimizer, batch, dict(given)
         self.recorded = 0
         self.why = ""  # no pipeline can be composed
@@ -173,7 +175,8 @@ class Recorder:
             self.why = self.why or f"it has {self.blocks} blocks"
             self.blocks = 0
         one_row = tree_map(lambda x: _cut(x, 1), batch)
-        self._store = Kept(folder, model, optimizer, one_row, self._options)
+        values = [values_of(x) for x in leaves(batch, torch.Tensor)]
+        self._store = Kept(folder, model, optimizer, one_row, values, self._options)
         self._costs: dict[Cell, Costs | Refused] = {}
         self._runs: dict[tuple[Cell, int], Recording] = {}
         self._shared = Shared(model)
@@ -415,8 +418,12 @@ class Recorder:
 
 
 def _cut(x: Any, rows: int) -> Any:
-    """A part of a batch with so many rows."""
-    return x.new_empty((rows, *x.shape[1:])) if isinstance(x, torch.Tensor) and x.ndim else x
+    """As many rows as a part of a batch has."""
+    if not isinstance(x, torch.Tensor) or not x.ndim:
+        return x
+    values = values_of(x)
+    part = x.new_empty((rows, *x.shape[1:]))
+    return part if values is None else know(part, values[torch.arange(rows) % len(values)])
 
 
 def _apart(works: Iterable[Callable[[], object]]) -> int:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from espalier.comm import Collective, ledger
 from espalier.engine.engine import Engine
 from espalier.engine.report import local_bytes
-from espalier.tensor.dry_runs import ATTENTION, Recalled
+from espalier.tensor.dry_runs import UNCOUNTED, Recalled
 from espalier.torch_private import TorchDispatchMode, raw
 from espalier.trees import tensors_in
 
@@ -150,7 +150,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.phase, self.seen = "forward", 0
         self.events: list[tuple[str, Event]] = []
-        self._count = FlopCounterMode(display=False, custom_mapping=ATTENTION).flop_registry
+        self._count = FlopCounterMode(display=False, custom_mapping=UNCOUNTED).flop_registry
         self._views: dict[Any, bool] = {}
 
     def saw(self, event: Collective) -> None:

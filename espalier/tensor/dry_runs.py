@@ -14,6 +14,7 @@ from torch.library import Library, fallthrough_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from espalier.comm.control import gather_objects
+from espalier.comm.dry import know, values_of, without_data
 from espalier.device import get_rng_state, is_accelerator, set_rng_state
 from espalier.mesh import Mesh
 from espalier.tensor.observers import site, user_frame
@@ -119,11 +120,20 @@ def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> in
     return int(sdpa_backward_flop_count(grad, q, k, v))
 
 
-# torch's counter does not know the kernel of the CPU, which dry runs use (see ``tensor.rules.ring``)
-ATTENTION = {
+def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Of products of groups of rows, each with a matrix of its own."""
+    rows = a.numel() if len(a) == 2 or len(b) == 3 else a[1:].numel()
+    return 2 * int(rows) * int(b[-1])
+
+
+# what torch's counter does not know: attention's kernel of the CPU, which dry runs use (see
+# ``tensor.rules.ring``), and experts' products
+UNCOUNTED = {
+    torch.ops.aten._grouped_mm: _grouped_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
 }
+_FOLLOWED = 2**21  # elements of tensors whose values are computed
 _RANDOM = torch.Tag.nondeterministic_seeded
 _META = torch.device("meta")
 
@@ -158,7 +168,7 @@ class CostMode(TorchDispatchMode):
         super().__init__()
         self.total, self.random = OpCost(), False
         self._nested = False
-        self._counts = FlopCounterMode(display=False, custom_mapping=ATTENTION).flop_registry
+        self._counts = FlopCounterMode(display=False, custom_mapping=UNCOUNTED).flop_registry
 
     def begin(self) -> None:
         """A call begins."""
@@ -210,7 +220,8 @@ class Recalled(TorchDispatchMode):
     """While open, counts FLOPs; what torch makes of meta tensors is found out once for equal arguments.
 
     A step does the same for each block and each micro-batch, and many of torch's operations take longer
-    without data than with it. Views, writes and draws are left to torch.
+    without data than with it. Views, writes and draws are left to torch. What is computed of small tensors of
+    integers whose values are known (see :func:`~espalier.comm.dry.know`) has values, too.
 
     Attributes:
         flops: floating-point operations, as torch's own counter has them, which takes operations apart.
@@ -219,15 +230,58 @@ class Recalled(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
-        self._counts = FlopCounterMode(display=False, custom_mapping=ATTENTION).flop_registry
-        self._ways: dict[Any, Callable[..., Any]] = {}
+        self._counts = FlopCounterMode(display=False, custom_mapping=UNCOUNTED).flop_registry
+        self._ways: dict[Any, tuple[Callable[..., Any], bool, bool]] = {}
         self._known: dict[Any, _Made | None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        way = self._ways.get(func)
-        if way is None:
-            way = self._ways[func] = self._way(func)
-        return way(func, args, kwargs or {})
+        known = self._ways.get(func)
+        if known is None:
+            follows = func.namespace == "aten" and func is not torch.ops.aten._local_scalar_dense.default
+            way = self._way(func)
+            known = way, bool(func._schema.is_mutable), follows and way != self._apart
+            self._ways[func] = known
+        (way, writes, follows), kwargs = known, kwargs or {}
+        if not follows or (writes and isinstance(args[0], torch.Tensor) and not args[0].is_meta):
+            return way(func, args, kwargs)
+        inputs = _without_floats(args, kwargs)
+        values = None if inputs is None else list(map(values_of, inputs))
+        if values is not None and all(x is not None for x in values):
+            return self._computed(way, func, args, kwargs, values)
+        out = way(func, args, kwargs)
+        if writes:  # from now on nobody knows what is there
+            for x in tensors_in([args[:1], kwargs.get("out")]):
+                if x.is_meta and not x.is_floating_point():
+                    know(x, None)
+        return out
+
+    def _computed(
+        self, way: Callable[..., Any], func: Any, args: Any, kwargs: Any, known: list[torch.Tensor | None]
+    ) -> Any:
+        """What an operation gives whose inputs' values are known."""
+        if _RANDOM in func.tags or func.overloadpacket.__name__.startswith(("empty", "new_empty")):
+            return way(func, args, kwargs)
+        left = iter(known)
+        with raw():
+            real = tree_map(lambda x: next(left) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+            if "device" in real[1]:
+                real[1]["device"] = torch.device("cpu")
+            if func._schema.is_mutable:
+                out = way(func, args, kwargs)
+                func(*real[0], **real[1])
+                return out
+            try:
+                out = way(func, args, kwargs)
+            except (NotImplementedError, RuntimeError):  # torch cannot tell shapes that hang on values
+                return without_data(func(*real[0], **real[1]))
+            made = [x for x in tensors_in([out]) if x.is_meta and not x.is_floating_point()]
+            seen = {x.untyped_storage()._cdata for x in tensors_in([args, kwargs])}
+            if any(x.numel() <= _FOLLOWED and x.untyped_storage()._cdata not in seen for x in made):
+                of = [x for x in tensors_in([func(*real[0], **real[1])]) if not x.is_floating_point()]
+                for x, values in zip(made, of, strict=True):
+                    if x.numel() <= _FOLLOWED and x.untyped_storage()._cdata not in seen:
+                        know(x, values)
+        return out
 
     def _way(self, func: Any) -> Callable[..., Any]:
         """How an operation is done."""
@@ -276,14 +330,30 @@ class NoValueError(ValueError, RuntimeError):
 
 def _value(func: Any, args: Any, kwargs: Any) -> Any:
     """The value of a tensor that has one."""
-    if args[0].device.type != "meta":
-        return func(*args, **kwargs)
+    with raw():
+        values = values_of(args[0])
+        if values is not None:
+            return func(values)
     raise NoValueError(
         f"A dry run has no values (all is on the meta device), and {site(user_frame()[1])} asks for one. "
-        "Let the model not ask for it: give a batch without attention_mask and, to transformers' models, "
-        "config.use_cache = True (without it they look whether sequences are packed); or branch on "
-        "x.device.type == 'meta'."
+        "Known are masks and other integers that the batch has with their values (on the CPU, not as meta "
+        "tensors), and what is computed of them: batch['attention_mask'] = torch.ones(...). Else let the "
+        "model not ask for it, or branch on x.device.type == 'meta'."
     )
+
+
+def _without_floats(args: Any, kwargs: Any) -> list[torch.Tensor] | None:
+    """The tensors that an operation is given; None where one is of floats, or so large that none looks in."""
+    inputs = []
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, torch.Tensor):
+            inputs.append(x)
+        elif isinstance(x, tuple | list):
+            inputs += [y for y in x if isinstance(y, torch.Tensor)]
+    for x in inputs:
+        if x.dtype.is_floating_point or x.dtype.is_complex:
+            return None
+    return inputs
 
 
 def _described(arguments: Iterable[Any], key: list[Any], tensors: list[torch.Tensor]) -> bool:

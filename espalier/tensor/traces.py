@@ -493,6 +493,8 @@ class _Tensors(TorchFunctionMode):
             if twin is None:
                 twin = whole.clone()
             self._storages[storage._cdata] = storage, twin.untyped_storage()
+            if x.is_meta and (values := getattr(storage, "values", None)) is not None:
+                twin.untyped_storage().values = values.clone()  # type: ignore[attr-defined]
         twin_storage = self._storages[storage._cdata][1]
         bare = torch.empty(0, dtype=x.dtype, device=x.device)
         return bare.set_(twin_storage, x.storage_offset(), x.size(), x.stride())

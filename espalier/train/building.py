@@ -14,7 +14,7 @@ from espalier.checkpoint import open_any
 from espalier.checkpoint.foreign import Foreign
 from espalier.checkpoint.index import FormatError
 from espalier.engine.accumulation import Count as CountOf
-from espalier.tensor.dry_runs import ATTENTION
+from espalier.tensor.dry_runs import UNCOUNTED
 from espalier.texts import MISSING, Mistake
 from espalier.train.conversion import convert, weights_of
 from espalier.train.job import Job, JobError
@@ -98,7 +98,7 @@ def step_flops(job: Job) -> int | None:
     Counted on one row without content. None where the model does not run so.
     """
     row = {name: x[:1] for name, x in batch_on_meta(job).items()}
-    counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
+    counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):  # ranks draw alike as before
             model = job.model.build().to(getattr(torch, job.train.dtype)).train()

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import espalier
+from espalier.comm.dry import values_of, without_data
 from espalier.models import GPT, GPTConfig
 from espalier.tensor.dry_runs import Recalled
 
@@ -120,6 +121,57 @@ def test_a_value_that_a_model_asks_for_is_told_with_its_line() -> None:
     batch = {"x": torch.empty(2, 4, device="meta"), "mask": torch.empty(2, 4, device="meta")}
     line = inspect.getsourcelines(Asks.forward)[1] + 1
     for plan in ({}, {"data": 2}):
-        told = rf"has no values .* and \S*test_dry.py:{line} asks for one. .* config.use_cache = True"
+        told = rf"has no values .* and \S*test_dry.py:{line} asks for one. .* not as meta tensors"
         with pytest.raises(ValueError, match=told):
             espalier.dry_run(Asks(), plan, batch)
+
+
+def test_values_of_masks_are_followed() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    unknown = torch.empty(2, 3, dtype=torch.int64, device="meta")
+    bare = without_data({"mask": mask, "x": torch.ones(2), "ids": unknown})
+    assert bare["mask"].is_meta and values_of(bare["x"]) is None and values_of(unknown) is None
+    with Recalled():
+        known = bare["mask"]
+        views = known[:, 1:].t()
+        assert torch.equal(values_of(views), mask[:, 1:].t())
+        assert not known.all() and known[0, :2].all() and int(known.sum()) == 3
+        assert known.cumsum(-1)[0].max().item() == 2 and torch.arange(4, device="meta")[-1].item() == 3
+        assert known.nonzero().shape == (3, 2), "a shape that hangs on values"
+        known[0, 2] = 1  # is written through every view
+        assert int(known.sum()) == 4 and int(views.sum()) == 2
+        added = known + unknown
+        assert values_of(added) is None and values_of(known.float()) is None
+        with pytest.raises(ValueError, match="has no values"):
+            bool(added.any())
+        known.copy_(unknown)
+        assert values_of(known) is None and values_of(views) is None, "nobody knows what is there now"
+    assert mask.tolist() == [[1, 1, 0], [1, 0, 0]], "what was given is as it was"
+    real = torch.zeros(2, dtype=torch.int64)
+    with Recalled():
+        real += 1
+    assert real.tolist() == [1, 1], "what has data is written once"
+
+
+class Branches(nn.Module):
+    """Takes another way where all is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.more = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return (y if mask.all() else self.more(y) * mask[..., None]).sum()
+
+
+def test_a_program_takes_the_way_that_its_mask_says() -> None:
+    with torch.device("meta"):
+        net, x = Branches(), torch.empty(4, 3, 4)
+    work = []
+    for mask in (torch.ones(4, 3, dtype=torch.int64), torch.ones(4, 3, dtype=torch.int64).tril(-1)):
+        for plan in ({"data": 2}, {"data": 2, "accumulate": 2}, {"tensor": 2}):
+            given = {"optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+            work.append(espalier.dry_run(net, plan, {"x": x, "mask": mask}, **given).flops)
+    one, two = 2 * 12 * 16, 2 * 12 * 16 * 2
+    assert work[:2] == [one, one] and work[3:5] == [two * 5 // 4] * 2

@@ -33,12 +33,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from espalier.comm import ledger
+from espalier.comm.dry import know, values_of
 from espalier.layout import Layout, Placement, Replicate, Shard, same_cuts
 from espalier.mesh import Mesh
 from espalier.parallel.tensor.sequence_parallel import SEQUENCE, cut_sequences
 from espalier.parallel.tensor.tables import Table, by_table
 from espalier.sharding.spec import Letter, Operand, Spec
-from espalier.tensor.dry_runs import LiveMemory
+from espalier.tensor.dry_runs import LiveMemory, Recalled
 from espalier.tensor.dtensor import DTensor, plain, redistribute, stamp
 from espalier.tensor.fallback import _entrance
 from espalier.tensor.modules import lay_out_parameter
@@ -140,6 +141,8 @@ def run_once(model: nn.Module, batch: Any, *around: Around) -> None:
         NotCopiedError: it, or the batch, cannot be copied.
     """
     with apart(model, batch) as twin, torch.no_grad(), ExitStack() as stack:
+        if any(p.is_meta for p in twin.module.parameters()):
+            stack.enter_context(Recalled())
         for opened in around:
             stack.enter_context(opened(twin.module))
         if isinstance(twin.extra, Mapping):
@@ -429,7 +432,11 @@ class Calls:
 
 
 def _shape_of(x: Any) -> Any:
-    return torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x
+    if not isinstance(x, torch.Tensor):
+        return x
+    shape = torch.empty_like(x, device="meta")
+    values = None if x.is_floating_point() else values_of(x)
+    return shape if values is None else know(shape, values)
 
 
 def kinds_of(blocks: Mapping[str, nn.Module], groups: Sequence[Group]) -> list[BlockKind]:
@@ -495,7 +502,7 @@ def _tried(
         memory.hold(p)
         with raw():
             kept_bytes += p.nbytes * (_COPIES if p.requires_grad else 1)
-    with warnings.catch_warnings(), torch.enable_grad(), memory:
+    with warnings.catch_warnings(), torch.enable_grad(), Recalled(), memory:
         warnings.simplefilter("ignore")
         before = memory.now
         with ledger(mesh) as forward:
