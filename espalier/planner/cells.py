@@ -18,9 +18,9 @@ from torch import nn
 
 from espalier.blocks import blocks
 from espalier.comm.dry import know, values_of, without_data
-from espalier.engine.dry import Shared, dry_engine
+from espalier.engine.dry import Shared, dry_engine, dry_run
 from espalier.parallel import Plan
-from espalier.planner.compose import NotComposed, Totals, composed, kind_of, one_list, shallow
+from espalier.planner.compose import NotComposed, Totals, composed, kind_of, one_list, pipe_rank, shallow
 from espalier.planner.kept import Kept
 from espalier.planner.recording import Counts, Event, NotAlike, Op, Recording, Sent, added, grown, record
 from espalier.trees import leaves, tree_map
@@ -100,6 +100,33 @@ class Update(NamedTuple):
     work_each: Counter[Event]
     work_step: Counter[Op]
     size: int
+
+
+class Boundary(NamedTuple):
+    """Bytes that a rank sends to another stage.
+
+    Attributes:
+        forward, backward: of a micro-batch: activations to the next stage, their gradients to the one before.
+        once: in a step, of the first and of the last stage: gradients of parameters that both have.
+    """
+
+    forward: int
+    backward: int
+    once: int
+
+    def sent(self, plan: Plan) -> list[int]:
+        """Of each rank along the pipe axis in a step: its micro-batches' messages and what is sent once."""
+        stages = plan.pipe * plan.stages_per_rank
+        rank_of = [pipe_rank(plan, i) for i in range(stages)]
+        sent = [0] * plan.pipe
+        for stage, rank in enumerate(rank_of):
+            if stage + 1 < stages and rank_of[stage + 1] != rank:
+                sent[rank] += plan.accumulate * self.forward
+            if stage and rank_of[stage - 1] != rank:
+                sent[rank] += plan.accumulate * self.backward
+        for rank in {rank_of[0], rank_of[-1]} if rank_of[0] != rank_of[-1] else ():
+            sent[rank] += self.once
+        return sent
 
 
 class Refused(Exception):
@@ -322,6 +349,34 @@ class Recorder:
         works = [partial(self._record, group) for group in groups.values()]
         self._in_processes(works, [len(group) for group in groups.values()])
         self.recorded += sum(not self._store.lacks(x.name) for x in missing)
+
+    def boundary(self, cell: Cell) -> Boundary:
+        """What ranks send between two stages that are cut at blocks.
+
+        Raises:
+            Refused: the engine does not run it.
+        """
+        cell = replace(cell, recompute="none")  # which has nothing to do with it
+        name = f"boundary {asdict(cell)}"
+        if (sent := self._store.get(name)) is None:
+            plan = Plan(**cell.plan, pipe=2, accumulate=2, cuts=(self.names[1],))
+            batch = tree_map(lambda x: _cut(x, 2 * cell.rows), self.batch)
+            options = {"optimizer": self.optimizer, "shared": self._shared, **self._options}
+            sent = []
+            try:
+                with shallow(self.model, self.optimizer, self._list, _SHALLOW):
+                    for stage in (0, 1):
+                        report = dry_run(self.model, plan, batch, coordinate={"pipe": stage}, **options)
+                        entries = report.ledger.entries
+                        sizes = Counter(x.bytes for x in entries if x.axis == "pipe" and x.op == "send")
+                        sent.append(sum(n // 2 * size for size, n in sizes.items()))
+                        once = sum(n % 2 * size for size, n in sizes.items())
+            except (ValueError, NotImplementedError, NotComposed) as error:
+                raise Refused(str(error)) from error
+            self.recorded += 2
+            sent.append(once)
+            self._store.put(name, sent)
+        return Boundary(*sent)
 
     def totals(self, plan: Plan, coordinate: Mapping[str, int]) -> Totals:
         """What a dry run of the whole tells of a rank (see :func:`~espalier.planner.composed`).

@@ -554,9 +554,18 @@ class Search:
         rest = found.seconds - found.terms.get("data", 0.0) - found.terms.get("update", 0.0)
         bubble = max(0.0, found.terms.get("bubble", 0.0) + pipeline - rest)
 
-        return replace(
-            found, seconds=found.seconds + pipeline - rest, terms={**found.terms, "bubble": bubble}
-        )
+        terms, sent = {**found.terms, "bubble": bubble}, {**found.sent, **self._between(found)}
+        return replace(found, seconds=found.seconds + pipeline - rest, terms=terms, sent=sent)
+
+    def _between(self, found: Prediction) -> dict[str, float]:
+        """Bytes along the pipe axis, of the rank that sends the most; nothing where they are not known."""
+        if found.plan.pipe == 1 or not self._recorder.blocks:
+            return {}
+        try:
+            boundary = self._recorder.boundary(self._cell(found.plan, found.rows))
+        except Refused:
+            return {}
+        return {"pipe": float(max(boundary.sent(found.plan)))}
 
     def _error(self, terms: Mapping[str, float], total: float) -> float:
         """The spreads of the constants, each by its share of the time."""

@@ -360,3 +360,34 @@ def test_memory_of_a_divided_backward_pass_is_that_of_the_dry_run(schedule: str,
     for place, kinds in ((0, told.by_rank[0]), (3, told.by_rank[-1])):
         dry = dry_run(net, told.plan, batch, optimizer=optimizer, coordinate={"pipe": place})
         assert sum(kinds.values()) == pytest.approx(dry.peak_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"pipe": 2, "accumulate": 4},
+        {"pipe": 4, "accumulate": 8, "tensor": 2, "sequence_parallel": True},
+        {"pipe": 2, "accumulate": 4, "schedule": "interleaved", "stages_per_rank": 2, "recompute": "full"},
+        {"pipe": 2, "accumulate": 4, "schedule": "zbv", "stages_per_rank": 2, "precision": "bfloat16"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_stages_send_is_what_dry_runs_send(table: dict[str, Any], tied: bool) -> None:
+    with torch.device("meta"):
+        sizes = {"vocab_size": 64, "max_positions": 16, "layers": 5, "hidden": 32, "heads": 4}
+        net = GPT(GPTConfig(tied=tied, **sizes))
+        tokens = torch.empty(8, 16, dtype=torch.int64)
+    batch, optimizer = {"input_ids": tokens, "labels": tokens}, torch.optim.AdamW(net.parameters())
+    own = Recorder(net, optimizer, batch, {})
+    stages = table["pipe"] * table.get("stages_per_rank", 1)
+    plan = Plan(**table, cuts=tuple(own.names[1:stages]))
+    search = Search(own, H100, Plan(precision=table.get("precision", "float32")), ranks=plan.world_size)
+    found = search.of(plan)
+    sent = []
+    for i in range(plan.pipe):
+        report = dry_run(net, plan, batch, optimizer=optimizer, coordinate={"pipe": i})
+        sent.append(report.ledger.by_op()["pipe", "send"][1])
+    cell = search._cell(plan, found.rows)
+    assert own.boundary(cell).sent(plan) == sent and found.sent["pipe"] == max(sent)
+    assert (own.boundary(cell).once > 0) == tied
