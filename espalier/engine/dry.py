@@ -25,6 +25,7 @@ from espalier.layout import Layout
 from espalier.layout.layout import state_name
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
+from espalier.parallel.data.residency import Carried
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.tensor.infer import Choices, choices
 from espalier.tensor.dry_runs import LiveMemory, Recalled
@@ -74,6 +75,9 @@ class DryReport:
             smallest of them, a chunk's bytes at most, are copied while the optimizer updates.
         lines: of each part of the model the parameters in the order in which they go into chunks, where these
             are by size.
+        carried: bytes that go between the device and other places, by kind, place and way
+            (:class:`~espalier.parallel.data.residency.Carried`).
+        away_bytes: what lies off the device between its uses, by place.
     """
 
     plan: Plan
@@ -88,6 +92,8 @@ class DryReport:
     peaks: Mapping[str, int] = field(default_factory=dict)
     slots: Mapping[int, int] = field(default_factory=dict)
     lines: Sequence[Line] = ()
+    carried: Mapping[Carried, int] = field(default_factory=dict)
+    away_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, as JSON takes them."""
@@ -98,7 +104,9 @@ class DryReport:
         ]
         plan = {"words": str(self.plan), "axes": self.plan.axes, "ranks": self.plan.world_size}
         values = {name: getattr(self, name) for name in sizes}
-        return {"plan": plan, "rank": dict(self.rank), **values, "sent": sent}
+        carried = [{**x._asdict(), "bytes": n} for x, n in sorted(self.carried.items())]
+        away = {"carried": carried, "away_bytes": dict(self.away_bytes)}
+        return {"plan": plan, "rank": dict(self.rank), **values, "sent": sent, **away}
 
     def __str__(self) -> str:
         played = " ".join(f"{name}={i}" for name, i in self.rank.items() if i)
@@ -112,7 +120,13 @@ class DryReport:
             ("  FLOPs a step", f"{self.flops:.3e}"),
         ]
         sent = [(f"    {axis}", _size(n)) for axis, n in self.ledger.by_axis().items()]
-        lines = [*in_columns(rows, "<"), "  bytes sent a step:", *in_columns(sent, "<"), "", str(self.ledger)]
+        lines = [*in_columns(rows, "<"), "  bytes sent a step:", *in_columns(sent, "<")]
+        if self.carried:
+            there = [(f"    on {place}", _size(n)) for place, n in self.away_bytes.items()]
+            lines += ["  off the device:", *in_columns(there, "<"), "  bytes a step between places:"]
+            moved = [(f"    {x.kind}, {x.place}, {x.way}", _size(n)) for x, n in sorted(self.carried.items())]
+            lines += in_columns(moved, "<")
+        lines += ["", str(self.ledger)]
         return "\n".join(lines)
 
 
@@ -190,6 +204,7 @@ def dry_run(
     memory.peak = 0
     memory.peaks.clear()
     work.flops = 0
+    before = engine.carried()
     with ledger(mesh) as book, work, memory:
         _step(engine, batch, memory)
     states = 0 if optimizer is None else sum(map(state_bytes, optimizer.state.values()))
@@ -206,6 +221,8 @@ def dry_run(
         dict(memory.peaks),
         dict(engine._laid_out().copies),
         _lines(engine._laid_out()),
+        dict(engine.carried() - before),
+        engine._laid_out().away_bytes,
     )
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -62,6 +63,7 @@ from espalier.models.sampling import generate as continued
 from espalier.models.sampling import keepers
 from espalier.parallel import Arrangement, Plan, lay_out_model
 from espalier.parallel.compose import Stages
+from espalier.parallel.data.residency import Carried
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.experts import stacks
 from espalier.parallel.pipeline import Timeline
@@ -992,6 +994,10 @@ class Engine(Surface):
         step, states from the first step on.
         """
         return report.memory(self.module, self.optimizer, self._laid_out(), str(self.plan))
+
+    def carried(self) -> Counter[Carried]:
+        """Bytes that went between the device and the places that ``plan.offload`` names, so far."""
+        return self._laid_out().carried
 
     def order(self) -> MoveOrder:
         """The chunks that move along the data axis in a step, in their order; printed, a table."""

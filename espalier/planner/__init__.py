@@ -3,7 +3,8 @@
 from espalier.planner.cells import Recorder
 from espalier.planner.cluster import Cluster, shipped
 from espalier.planner.compose import Totals, composed
-from espalier.planner.search import Found, Prediction, Search
+from espalier.planner.prediction import Found, Prediction
+from espalier.planner.search import Search
 from espalier.planner.whole import auto
 
 __all__ = [

@@ -20,13 +20,18 @@ from espalier.blocks import blocks
 from espalier.comm.dry import know, values_of, without_data
 from espalier.engine.dry import Shared, dry_engine, dry_run
 from espalier.parallel import Plan
+from espalier.parallel.experts import stacked, stacks
+from espalier.parallel.plan import Offload
 from espalier.planner.compose import NotComposed, Totals, composed, kind_of, one_list, pipe_rank, shallow
 from espalier.planner.kept import Kept
 from espalier.planner.recording import Counts, Event, NotAlike, Op, Recording, Sent, added, grown, record
 from espalier.trees import leaves, tree_map
 
+LEAST_ZERO = {"states": 0, "gradients": 1, "parameters": 3}
+"""The least ZeRO stage with which a kind of state may be off the device, where several ranks share it."""
 _SHALLOW = 2  # blocks; and one more tells what a block adds
 _WORTH_A_PROCESS = 6  # recordings
+_EXCHANGES = ("all_to_all", "send", "receive")  # of tokens
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Cell:
     """What changes the local shapes.
 
     Attributes:
-        tensor, tensor_mode, depth, sequence_parallel, context, recompute, precision: as of a plan.
+        tensor, tensor_mode, depth, sequence_parallel, context, recompute, precision, expert: as of a plan.
         rows: of a micro-batch on a rank.
     """
 
@@ -46,13 +51,14 @@ class Cell:
     rows: int = 1
     tensor_mode: str = "1d"
     depth: int = 1
+    expert: int = 1
 
     @property
     def plan(self) -> dict[str, Any]:
         """The arguments of a plan that it needs."""
         fields = asdict(self)
         del fields["rows"]
-        return fields
+        return {**fields, "data": self.expert}
 
 
 class Costs(NamedTuple):
@@ -66,6 +72,7 @@ class Costs(NamedTuple):
         transient: bytes more that live at the fullest time.
         waiting: what a backward pass that is divided holds of gradients between its two parts, as a share of
             what is kept: of the outputs of products and norms, from which weights' gradients are taken.
+        block_experts: bytes of a block's experts on a rank, which are among its parameters.
     """
 
     block: Counts
@@ -76,6 +83,7 @@ class Costs(NamedTuple):
     rest_kept: int
     transient: int
     waiting: float = 0.0
+    block_experts: float = 0.0
 
 
 class Update(NamedTuple):
@@ -129,6 +137,26 @@ class Boundary(NamedTuple):
         return sent
 
 
+class Away(NamedTuple):
+    """What goes between the device and other places at a ZeRO stage, where all that may be is off the device.
+
+    Attributes:
+        once, each: bytes a byte of parameters, in ``"passes"`` or in the ``"step"``, by kind and way (see
+            :class:`~espalier.parallel.data.residency.Carried`): in a step, and for each micro-batch.
+        rests: bytes a byte of parameters that lie there between their uses, by kind.
+        ranks: on so many it was recorded.
+    """
+
+    once: Mapping[tuple[str, str, str], float]
+    each: Mapping[tuple[str, str, str], float]
+    rests: Mapping[str, float]
+    ranks: int
+
+    def total(self, micro_batches: int) -> dict[tuple[str, str, str], float]:
+        """Bytes a byte of parameters in a step of so many micro-batches."""
+        return {key: n + micro_batches * self.each.get(key, 0.0) for key, n in self.once.items()}
+
+
 class Refused(Exception):
     """The engine does not run a cell; says why."""
 
@@ -156,12 +184,33 @@ def _output(event: Event) -> float:
 
 
 def _of_cell(cell: Cell, depth: int) -> _Wanted:
-    return _Wanted(f"{asdict(cell)}{depth}", Plan(**cell.plan), cell.rows, depth)
+    return _Wanted(f"{asdict(cell)}{depth}", Plan(**cell.plan), cell.rows * cell.expert, depth)
+
+
+def _without_sums(run: Recording) -> Recording:
+    """A run whose experts lie along an axis, without sums of gradients along it: the data axis has them."""
+    rest = (
+        (phase, event)
+        for phase, event in run.events
+        if phase != "backward"
+        or not isinstance(event, Sent)
+        or event.axis != "expert"
+        or event.op in _EXCHANGES
+    )
+    return replace(run, events=tuple(rest))
 
 
 def _of_zero(zero: int, precision: str, accumulate: int, depth: int) -> _Wanted:
     plan = Plan(data=2, zero=zero, precision=precision, accumulate=accumulate)
     return _Wanted(f"zero {zero} {precision} {accumulate} {depth}", plan, 2 * accumulate, depth, True)
+
+
+def _of_away(zero: int, precision: str, accumulate: int, depth: int, ranks: int) -> _Wanted:
+    kinds = [kind for kind, least in LEAST_ZERO.items() if ranks == 1 or zero >= least]
+    offload = Offload.model_validate(dict.fromkeys(kinds, "host"))
+    plan = Plan(data=ranks, zero=zero, precision=precision, accumulate=accumulate, offload=offload)
+    name = f"away {zero if ranks > 1 else 0} {precision} {accumulate} {depth} {ranks}"
+    return _Wanted(name, plan, ranks * accumulate, depth, True)
 
 
 def _alone(precision: str, depth: int) -> _Wanted:
@@ -204,10 +253,18 @@ class Recorder:
         one_row = tree_map(lambda x: _cut(x, 1), batch)
         values = [values_of(x) for x in leaves(batch, torch.Tensor)]
         self._store = Kept(folder, model, optimizer, one_row, values, self._options)
+        self.experts = min((int(m.num_experts) for m in stacks(model).values()), default=0)  # type: ignore[arg-type]
+        self._expert_sizes = self._count_experts(listed)
         self._costs: dict[Cell, Costs | Refused] = {}
         self._runs: dict[tuple[Cell, int], Recording] = {}
         self._shared = Shared(model)
         self._least_rows: int | None = None
+
+    def _count_experts(self, listed: Mapping[str, nn.Module]) -> int:
+        """Elements of a block's experts."""
+        block = next(iter(listed.values()), None)
+        own = {} if block is None else dict(block.named_parameters())
+        return sum(own[name].numel() for name in ([] if block is None else stacked(block)))
 
     @property
     def names(self) -> list[str]:
@@ -269,7 +326,15 @@ class Recorder:
             shallow_run.kept - _SHALLOW * kept,
             max(0, over - _SHALLOW * (more - over)),
             sum(n * _output(op) for op, n in block.get("forward", {}).items()) / kept if kept > 0 else 0.0,
+            self._expert_bytes(cell),
         )
+
+    def _expert_bytes(self, cell: Cell) -> float:
+        """Bytes of a block's experts on a rank."""
+        low = Plan(**cell.plan).precision.parameters
+        sizes = {p.element_size() for p in self.model.parameters()}
+        each = max(sizes, default=4) if low is None else getattr(torch, low).itemsize
+        return self._expert_sizes * each / (cell.expert * cell.tensor)
 
     def _depths(self) -> tuple[int, ...]:
         return (_SHALLOW, _SHALLOW + 1) if self.blocks else (0,)
@@ -312,7 +377,8 @@ class Recorder:
     def _run(self, cell: Cell, depth: int) -> Recording:
         key = cell, depth
         if key not in self._runs:
-            self._runs[key] = self._kept(_of_cell(cell, depth))
+            run = self._kept(_of_cell(cell, depth))
+            self._runs[key] = run if cell.expert == 1 else _without_sums(run)
         return self._runs[key]
 
     def _kept(self, wanted: _Wanted) -> Recording:
@@ -470,6 +536,31 @@ class Recorder:
         states = max(0, alone.held - size) / size
         moved = sum(getattr(e, "moved", 0) for phase, e in alone.events if phase == "step") / size
         return Update(once, each, moved, states, one - micro - work_each, work_each, step, size)
+
+    def away(self, zero: int, precision: str, ranks: int) -> Away:
+        """What offloading at a ZeRO stage carries, by runs on two ranks, or on one where there is no other.
+
+        Raises:
+            Refused: the engine does not run it.
+        """
+        depth, n = self._depths()[-1], min(ranks, 2)
+        size = max(self._run(Cell(precision=precision), depth).parameters, 1)
+        one, two = (_passes(self._kept(_of_away(zero, precision, m, depth, n))) for m in (1, 2))
+        each = {key: (two[key] - one[key]) / size for key in two.keys() | one.keys()}
+        once = {key: one[key] / size - x for key, x in each.items()}
+        rests: dict[str, float] = {}
+        for (part, kind, way), x in once.items():
+            if part == "step" and way != "away":
+                rests[kind] = rests.get(kind, 0.0) + x
+        return Away(once, each, rests, n)
+
+
+def _passes(run: Recording) -> Counter[tuple[str, str, str]]:
+    """What goes between places, both passes as one."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for (phase, kind, way), n in run.carried.items():
+        counts["step" if phase == "step" else "passes", kind, way] += n
+    return counts
 
 
 def _cut(x: Any, rows: int) -> Any:

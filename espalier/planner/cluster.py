@@ -18,6 +18,10 @@ A TOML file; ``espalier/planner/shipped`` has some that are built from published
     ranks = 512
     bandwidth_gbs = 50
 
+    [host]
+    memory_gb = 2000
+    to_device_gbs = 50
+
 Bandwidths are 10^9 bytes a second that one rank sends, memory is 10^9 bytes, times are microseconds. What was
 measured at several sizes stands there as points, and takes the place of these rates: ``espalier calibrate``
 writes such a file of the machine at hand, which goes by the name of ``here``.
@@ -122,6 +126,35 @@ class Level(Settings):
     collectives: dict[str, Points] = Field(default_factory=dict)
 
 
+class Host(Settings):
+    """The memory of a host, which the ranks of the innermost level share.
+
+    Attributes:
+        memory_gb: of one host.
+        to_device_gbs: between it and one device, each way, while all devices of the host do so.
+        update_gbs: that all ranks of a host together read and write in it while they update parameters there.
+    """
+
+    memory_gb: Positive = 1000.0
+    to_device_gbs: Positive = 20.0
+    update_gbs: Positive = 160.0
+
+
+class Disk(Settings):
+    """The disk of a host, which the ranks of the innermost level share.
+
+    Attributes:
+        capacity_gb: of one host.
+        read_gbs, write_gbs: of all of a host's ranks together.
+        directory: where a plan keeps what is on it.
+    """
+
+    capacity_gb: Positive = 2000.0
+    read_gbs: Positive = 5.0
+    write_gbs: Positive = 2.5
+    directory: str = "offload"
+
+
 class Provenance(Settings):
     """From where numbers are known.
 
@@ -142,12 +175,15 @@ class Cluster(Settings):
     Attributes:
         device: all are alike.
         level: from the innermost to the outermost, which holds all ranks.
+        host, disk: of each host, which is a group of the innermost level.
         provenance: of numbers; what stands nowhere there is assumed.
         unusual: dotted keys of numbers that are meant though no known machine has such ones.
     """
 
     device: Device
     level: tuple[Level, ...]
+    host: Host = Host()
+    disk: Disk = Disk()
     provenance: tuple[Provenance, ...] = ()
     unusual: tuple[str, ...] = ()
 
@@ -160,6 +196,11 @@ class Cluster(Settings):
     def memory_bytes(self) -> float:
         """What a plan may take on a rank."""
         return (self.device.memory_gb - self.device.reserved_gb) * 1e9
+
+    def room(self, place: str, ranks: int) -> float:
+        """Bytes off the device that each of so many ranks has at a place, ``"host"`` or ``"disk"``."""
+        of_host = self.host.memory_gb if place == "host" else self.disk.capacity_gb
+        return of_host * 1e9 / min(ranks, self.level[0].ranks)
 
     @model_validator(mode="after")
     def _fits(self) -> Cluster:
@@ -243,6 +284,18 @@ class Cluster(Settings):
         )
         if device.products:
             rows.append(("in a step", f"{device.in_steps:.0%} of what products and operations reach alone"))
+        rows.append(
+            (
+                "memory of a host",
+                f"{self.host.memory_gb:.4g} GB, updates {self.host.update_gbs:.3g} GB a second",
+            )
+        )
+        rows.append(
+            (
+                "disk of a host",
+                f"{self.disk.read_gbs:.3g} GB a second read, {self.disk.write_gbs:.3g} written",
+            )
+        )
         for level in self.level:
             text = f"{level.ranks} ranks, {level.bandwidth_gbs:.4g} GB a second, {level.latency_us:.3g} µs"
             rows.append((f"links, {level.name}", f"{text}; {level.beside:.0%} beside the program"))
@@ -254,6 +307,8 @@ class Cluster(Settings):
         lines += ["[device]", *_rows(self.device)]
         for level in self.level:
             lines += ["", "[[level]]", *_rows(level)]
+        for name, table in (("host", self.host), ("disk", self.disk)):
+            lines += ["", f"[{name}]", *_rows(table)] if table.model_fields_set else []
         for known in self.provenance:
             lines += ["", "[[provenance]]", *_rows(known)]
         return "\n".join([*lines, ""])
@@ -307,13 +362,17 @@ def _strangers(cluster: Cluster) -> list[tuple[str, Any, str]]:
     known = {
         "device": Device.model_fields.keys(),
         "level": {*Level.model_fields, *(level.name for level in cluster.level)},
+        "host": Host.model_fields.keys(),
+        "disk": Disk.model_fields.keys(),
     }
     mistakes: list[tuple[str, Any, str]] = []
     for i, row in enumerate(cluster.provenance):
         table, _, rest = row.key.partition(".")
         name = rest.partition(".")[0]
         if table not in known:
-            hint = did_you_mean(table, known, "expected device or level, and after a dot one of its keys")
+            hint = did_you_mean(
+                table, known, "expected device, level, host or disk, and after a dot one of its keys"
+            )
             mistakes.append((f"provenance.{i}.key", row.key, f"there is no such table; {hint}"))
         elif name and name not in known[table]:
             hint = did_you_mean(name, known[table], f"known are {', '.join(known[table])}")

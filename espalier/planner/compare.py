@@ -15,7 +15,7 @@ from espalier.comm.collectives import sum_whole
 from espalier.comm.waits import Waits, waiting
 from espalier.engine.engine import Engine
 from espalier.parallel.schedules import Timeline
-from espalier.planner.search import Prediction, plan_table
+from espalier.planner.prediction import Prediction, plan_table
 from espalier.texts import in_columns
 from espalier.torch_private import TorchDispatchMode, raw
 

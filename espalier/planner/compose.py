@@ -24,6 +24,7 @@ from espalier.blocks import blocks
 from espalier.engine.dry import DryReport, Line, Lined, Shared, dry_run
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import Filling, smallest_within
+from espalier.parallel.data.residency import Carried
 from espalier.trees import leaves, tree_map
 
 _DEPTHS = ((2, 1, 2), (4, 1, 3))  # least blocks, and how many more those of the second run and the check have
@@ -45,6 +46,7 @@ class Totals:
         parameter_bytes, state_bytes: held.
         peaks: the most bytes that live at once, by phase.
         slots, lines: see :class:`~espalier.engine.dry.DryReport`; where it is composed, the lines of a run.
+        carried, away_bytes: see there, too.
         runs: dry runs that it took; 1: it is that of the whole model.
         why: why it was not composed; empty if it was.
     """
@@ -59,6 +61,8 @@ class Totals:
     peaks: Mapping[str, int]
     slots: Mapping[int, int] = field(default_factory=dict)
     lines: Sequence[Line] = ()
+    carried: Mapping[Carried, int] = field(default_factory=dict)
+    away_bytes: Mapping[str, int] = field(default_factory=dict)
     runs: int = 1
     why: str = ""
 
@@ -87,14 +91,16 @@ class Totals:
             dict(report.peaks),
             dict(report.slots),
             report.lines,
+            dict(report.carried),
+            dict(report.away_bytes),
             why=why,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """All but the plan, as JSON takes it."""
-        names = ("rank", "flops", "parameter_bytes", "state_bytes", "peaks", "runs", "why")
+        names = ("rank", "flops", "parameter_bytes", "state_bytes", "peaks", "away_bytes", "runs", "why")
         table = {name: getattr(self, name) for name in names}
-        for name in ("sent", "calls"):
+        for name in ("sent", "calls", "carried"):
             table[name] = [[*key, n] for key, n in getattr(self, name).items()]
         return table | {"slots": list(self.slots.items()), "lines": self.lines}
 
@@ -105,6 +111,7 @@ class Totals:
         for name in ("sent", "calls"):
             values[name] = {(axis, op): n for axis, op, n in table[name]}
         values["slots"] = dict(table["slots"])
+        values["carried"] = {Carried(kind, place, way): n for kind, place, way, n in table["carried"]}
         values["lines"] = [[Lined(*x) for x in line] for line in table["lines"]]
         return Totals(plan, **values)
 
@@ -142,7 +149,7 @@ class Totals:
 
 
 _COUNTS = ("flops", "parameter_bytes", "state_bytes")
-_TABLES = ("sent", "calls", "peaks", "slots")
+_TABLES = ("sent", "calls", "peaks", "slots", "carried", "away_bytes")
 _UPDATE = ("peaks", "step")
 
 

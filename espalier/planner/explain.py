@@ -12,7 +12,7 @@ from espalier.parallel.schedules import Timeline
 from espalier.parallel.schedules.simulate import terminal
 from espalier.planner.cluster import Cluster
 from espalier.planner.compose import Totals
-from espalier.planner.search import Found, Prediction, plan_table
+from espalier.planner.prediction import Found, Prediction, plan_table
 from espalier.texts import in_columns
 
 _SHOWN = 8
@@ -22,8 +22,21 @@ _OF_TERMS = {
     "host": ("device.host_us_per_op",),
     "update": ("device.bandwidth_gbs", "device.memory_share"),
     "bubble": ("device.tflops", "device.ceiling"),
+    "offload": ("host", "disk"),
 }
-_NEXT = ("tensor", "tensor_mode", "pipe", "zero", "recompute", "sequence_parallel", "schedule")
+_NEXT = (
+    "expert",
+    "tensor",
+    "tensor_mode",
+    "pipe",
+    "zero",
+    "recompute",
+    "sequence_parallel",
+    "schedule",
+    "offload",
+)
+_UNSEARCHED = "branches, replicate, where axes lie, shares of what is off the device, recompute_inputs"
+_PLACES = {"host": "the host's memory", "disk": "disk"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,12 @@ class Checked:
         return max(t.peak_bytes for t in self.totals)
 
     @property
+    def away(self) -> dict[str, int]:
+        """The most bytes that lie off the device of one of them, by place."""
+        places = dict.fromkeys(place for t in self.totals for place in t.away_bytes)
+        return {place: max(t.away_bytes.get(place, 0) for t in self.totals) for place in places}
+
+    @property
     def sent(self) -> dict[str, int]:
         """Bytes that these ranks send, the most along each axis."""
         by_axis: dict[str, int] = {}
@@ -65,7 +84,7 @@ class Checked:
 
 def words(plan: Any) -> str:
     """A plan in a few words."""
-    said = [f"{key} {getattr(plan, key)}" for key in ("pipe", "data", "context", "tensor")]
+    said = [f"{key} {getattr(plan, key)}" for key in ("pipe", "data", "context", "expert", "tensor")]
     said = [x for x in said if not x.endswith(" 1")]
     said += [plan.tensor_mode] if plan.tensor_mode != "1d" else []
     if plan.pipe > 1:
@@ -73,6 +92,11 @@ def words(plan: Any) -> str:
     said += [f"ZeRO-{plan.zero}"] if plan.zero else []
     said += ["sequence"] if plan.sequence_parallel else []
     said += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
+    by_place: dict[str, list[str]] = {}
+    for kind, share in plan.offload.shares.items():
+        if share.place != "device":
+            by_place.setdefault(share.place, []).append(kind)
+    said += [f"{' + '.join(kinds)} on {place}" for place, kinds in by_place.items()]
     return " ".join(said) or "one rank"
 
 
@@ -95,6 +119,7 @@ def report(
         ]
         lines += [*in_columns(rows, "<>><"), "", "memory of its fullest rank, 10^9 bytes:"]
         lines += in_columns([(f"  {k}", f"{n / 1e9:.2f}") for k, n in first.memory.items()], "<>")
+        lines += off_the_device(first, cluster)
         if timeline is not None and len(timeline.spans) <= _SHOWN:
             of = f"{timeline.schedule.micro_batches} of {first.plan.accumulate} micro-batches"
             drawn = terminal(timeline, _WIDE, colours=False)
@@ -116,6 +141,7 @@ def report(
 
 def _checked(x: Checked) -> tuple[str, str, str, str]:
     left = "" if x.fits else f"left out: more than the {x.limit / 1e9:.2f} that it may take"
+    left = left or "".join(f"and {n / 1e9:.2f} on {place}" for place, n in x.away.items())
     return f"  {words(x.prediction.plan)}", f"{x.prediction.bytes / 1e9:.2f}", f"{x.bytes / 1e9:.2f}", left
 
 
@@ -129,8 +155,18 @@ def _table(rows: Iterable[Prediction], result: Found) -> list[str]:
         size = f"{x.bytes / 1e9:.1f}{'' if x.fits else ' (too much)'}"
         known = result.cluster.weakest(key for term, n in x.terms.items() if n for key in constants(term))
         time = f"{x.seconds:.4g}", f"{x.error:.0%}", known, f"{result.batch / x.seconds:.4g}"
+        size += "".join(f" + {n / 1e9:.1f} on {place}" for place, n in x.away.items())
         lines.append((name, words(x.plan), str(x.rows), *time, size, sent))
     return in_columns(lines, "<<>>><>><")
+
+
+def off_the_device(x: Prediction, cluster: Cluster) -> list[str]:
+    """What of a rank lies where, of how much room it has there, one line each place."""
+    rooms = {place: cluster.room(place, x.plan.world_size) / 1e9 for place in x.away}
+    return [
+        f"beside that, {n / 1e9:.2f} in {_PLACES[place]}, of {rooms[place]:.4g}"
+        for place, n in x.away.items()
+    ]
 
 
 def constants(term: str) -> tuple[str, ...]:
@@ -146,10 +182,12 @@ def why_not(result: Found) -> list[str]:
         if key in result.fixed or (key == "schedule" and first.plan.pipe == 1):
             continue
         others = [x for x in result.best if getattr(x.plan, key) != own]
+        if key == "expert" and own == 1 and not others:
+            continue
         if key == "schedule":
             others = [x for x in others if x.plan.pipe > 1]
         if not others:
-            lines.append(f"{key} other than {own}: none fits")
+            lines.append(f"{key} other than {_said(own)}: none fits")
             continue
         x = min(others, key=lambda x: x.seconds)
         names = first.terms.keys() | x.terms.keys()
@@ -158,20 +196,25 @@ def why_not(result: Found) -> list[str]:
         by = x.seconds / first.seconds - 1
         same = " (within the error)" if by < first.error / 3 else ""
         other = f"{by:+.1%}{same}, {worst} {more:+.3g} s ({words(x.plan)}, {x.rows} row{'s' * (x.rows != 1)})"
-        lines.append(f"{key} {getattr(x.plan, key)}: {other}")
+        lines.append(f"{key} {_said(getattr(x.plan, key))}: {other}")
     return lines
+
+
+def _said(value: Any) -> str:
+    return str(value) or "none"
 
 
 def origins(result: Found) -> list[str]:
     """From where the figures are, and what was not looked at."""
     cluster = result.cluster
-    keys = ("device.tflops", "device.ceiling", "device.bandwidth_gbs", "device.host_us_per_op", "level")
+    keys = ["device.tflops", "device.ceiling", "device.bandwidth_gbs", "device.host_us_per_op", "level"]
+    keys += ["host", "disk"] if any(x.away for x in result.best[:_SHOWN]) else []
     known = [(f"  {key}", cluster.source(key).source, f"± {cluster.source(key).spread:.0%}") for key in keys]
     lines = [f"{result.scored:,} plans scored from {result.recorded} new dry runs; constants:"]
     lines += in_columns(known, "<<>")
     lines += [
         "assumed: no stragglers, experts routed evenly, the data axis hides behind 90 % of what it may.",
-        "not searched: experts, branches, offload, where axes lie: give them in [plan].",
+        f"not searched: {_UNSEARCHED}: give them in [plan].",
     ]
     if result.refused:
         lines.append("refused:")
@@ -202,7 +245,13 @@ def to_dict(result: Found, checked: Sequence[Checked] = ()) -> dict[str, Any]:
         "recorded": result.recorded,
         "refused": dict(result.refused),
         "checked": [
-            {"plan": plan_table(x.prediction.plan), "bytes": x.bytes, "sent": x.sent, "fits": x.fits}
+            {
+                "plan": plan_table(x.prediction.plan),
+                "bytes": x.bytes,
+                "away": x.away,
+                "sent": x.sent,
+                "fits": x.fits,
+            }
             for x in checked
         ],
     }
@@ -224,4 +273,11 @@ def variants(cluster: Cluster) -> dict[str, Cluster]:
             clusters[f"{name} {sign}"] = cluster.model_copy(
                 update={"device": device.model_copy(update={key: to})}
             )
+        host = cluster.host.model_copy(
+            update={
+                "to_device_gbs": cluster.host.to_device_gbs * factor,
+                "update_gbs": cluster.host.update_gbs * factor,
+            }
+        )
+        clusters[f"hosts {sign}"] = cluster.model_copy(update={"host": host})
     return clusters

@@ -60,6 +60,16 @@ def ranges(cluster: Any) -> Iterator[Range]:
         )
         yield Range(f"level.{i}.latency_us", level.latency_us or 1.0, 0.02, 20_000, _US)
         yield Range(f"level.{i}.efficiency", level.efficiency, 0.005, 1, _PART)
+    for key, least, most, unit in (
+        ("host.memory_gb", 0.5, 100_000.0, _GB),
+        ("host.to_device_gbs", 0.3, 2_000.0, _GBS),
+        ("host.update_gbs", 0.3, 5_000.0, _GBS),
+        ("disk.capacity_gb", 0.5, 1e7, _GB),
+        ("disk.read_gbs", 0.01, 1_000.0, _GBS),
+        ("disk.write_gbs", 0.01, 1_000.0, _GBS),
+    ):
+        table, _, name = key.partition(".")
+        yield Range(key, getattr(getattr(cluster, table), name), least, most, unit)
     yield from _measured(cluster)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch.utils.flop_counter import FlopCounterMode
@@ -68,6 +68,7 @@ class Recording:
         held: bytes that live before the step: parameters, states.
         kept: bytes more that live between forward and backward.
         peak: the most bytes that live at once in forward and backward.
+        carried: bytes that go between the device and other places, by phase, kind and way.
     """
 
     events: tuple[tuple[str, Event], ...]
@@ -75,6 +76,7 @@ class Recording:
     held: int
     kept: int
     peak: int
+    carried: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
 
     def counts(self) -> dict[str, Counter[Event]]:
         """How often what is done, by phase."""
@@ -87,7 +89,9 @@ class Recording:
         """As JSON takes it; each event once."""
         known = {event: i for i, event in enumerate(dict.fromkeys(event for _, event in self.events))}
         rows = [[phase, known[event]] for phase, event in self.events]
-        return [[list(event) for event in known], rows, self.parameters, self.held, self.kept, self.peak]
+        carried = [[*key, n] for key, n in self.carried.items()]
+        numbers = [self.parameters, self.held, self.kept, self.peak, carried]
+        return [[list(event) for event in known], rows, *numbers]
 
     @staticmethod
     def from_list(table: Sequence[Any]) -> Recording:
@@ -99,7 +103,10 @@ class Recording:
             else:
                 name, kind, sizes, dtype, flops, moved = row
                 known.append(Op(name, kind, tuple(sizes), dtype, flops, moved))
-        return Recording(tuple((phase, known[i]) for phase, i in table[1]), *table[2:])
+        carried = {(phase, kind, way): n for phase, kind, way, n in table[6]}
+        events = tuple((phase, known[i]) for phase, i in table[1])
+        parameters, held, kept, peak = table[2:6]
+        return Recording(events, parameters, held, kept, peak, carried)
 
 
 def record(engine: Engine, batch: Any, *, steps: bool = False, recalled: Recalled | None = None) -> Recording:
@@ -120,27 +127,32 @@ def record(engine: Engine, batch: Any, *, steps: bool = False, recalled: Recalle
     with work, memory:
         memory.phase = "forward"
         held, kept = memory.now, [0]
+        carried, seen = Counter[tuple[str, str, str]](), [engine.carried()]
 
         def phase(name: str) -> None:
             if name == "backward" and mode.phase == "forward":
                 kept[0] = max(kept[0], memory.now - held)
+            now = engine.carried()
+            carried.update({(mode.phase, x.kind, x.way): n for x, n in (now - seen[0]).items()})
+            seen[0] = now
             mode.phase = memory.phase = name
 
         with ledger(engine.mesh) as book, mode:
             engine.mesh.ledgers.append(mode)
             try:
                 engine.accumulate(engine.cut(batch), phase=phase)
-                mode.phase = memory.phase = "backward"
+                phase("backward")
                 engine.finish_gradients()
-                mode.phase = memory.phase = "step"
+                phase("step")
                 if steps:
                     engine.step()
+                phase("")
             finally:
                 engine.mesh.ledgers[:] = [x for x in engine.mesh.ledgers if x is not mode]
         assert len(book.entries) == mode.seen
     peak = max(memory.peaks.get(name, 0) for name in ("forward", "backward"))
     parameters = sum(map(local_bytes, engine.module.parameters()))
-    return Recording(tuple(mode.events), parameters, held, kept[0], peak)
+    return Recording(tuple(mode.events), parameters, held, kept[0], peak, dict(carried))
 
 
 class _Recorder(TorchDispatchMode):
@@ -247,8 +259,8 @@ def grown(less: Recording, more: Recording, rows: int, of: tuple[int, int] = (1,
                 event = a._replace(bytes=line(a.bytes, b.bytes))
             known[a, b] = event
         events.append((phase, event))
-    numbers = (line(getattr(less, x), getattr(more, x)) for x in ("held", "kept", "peak"))
-    return Recording(tuple(events), less.parameters, *numbers)
+    held, kept, peak = (line(getattr(less, x), getattr(more, x)) for x in ("held", "kept", "peak"))
+    return Recording(tuple(events), less.parameters, held, kept, peak)
 
 
 def added(shallow: Counts, deep: Counts, times: int = 1) -> dict[str, Counter[Event]]:

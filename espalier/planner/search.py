@@ -2,85 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from espalier.parallel import Plan, PlanError
-from espalier.parallel.plan import ROWS, Mode
+from espalier.parallel.fused import has_host_kernel
+from espalier.parallel.plan import ROWS, Mode, Offload
 from espalier.parallel.schedules import Costs as Times
 from espalier.parallel.schedules import Schedule, Timeline, find_schedule, live, simulate
-from espalier.planner.cells import Cell, Costs, Recorder, Refused, Update
+from espalier.planner.away import NOTHING, carried, is_away, share_here, under_way, ways
+from espalier.planner.cells import Away, Cell, Costs, Recorder, Refused, Update
 from espalier.planner.cluster import Cluster
 from espalier.planner.compose import pipe_rank
+from espalier.planner.prediction import DIVIDED, Found, Prediction, kinds_of, plan_table
 from espalier.planner.prices import Prices, Spent
 from espalier.planner.recording import Sent
 from espalier.trees import leaves
 
 _TIMELINES = 10  # of the best are simulated, schedule by schedule
+_CLOSER = 4  # of the best that divide experts are tried with them on fewer ranks
 _HIDDEN = 0.9  # of the computation behind which the data axis can hide what it sends
 _ZEROS = (0, 1, 2, 3)
 _RECOMPUTES = ("none", "selective", "full")
 _GRIDS: tuple[tuple[Mode, int, int], ...] = (("2d", 1, 4), ("2.5d", 2, 8), ("3d", 1, 8))
 """Modes beside 1D that are searched: how deep, and on how many ranks, which is the least of each."""
-_DIVIDED = ("zb-h1", "zbv")  # schedules whose backward pass is divided in two
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a plan takes on a cluster.
-
-    Attributes:
-        plan: the plan.
-        rows: of a micro-batch on a rank.
-        seconds: of a step.
-        terms: what they are spent on: ``"compute"``, ``"host"`` (what the device waits for it), ``"bubble"``,
-            ``"update"``, and what is waited for along each axis.
-        memory: bytes on the fullest rank, by kind.
-        by_rank: the same of each rank along the pipe axis.
-        beside: seconds, by axis, of what is sent while the program goes on.
-        sent: bytes that a rank sends in a step, by axis.
-        fits: whether the cluster's devices have so much memory.
-        error: by how much the seconds may be off, as a share.
-        stage_seconds: of each stage, forward and backward of a micro-batch.
-    """
-
-    plan: Plan
-    rows: int
-    seconds: float
-    terms: Mapping[str, float]
-    memory: Mapping[str, float]
-    sent: Mapping[str, float]
-    fits: bool
-    error: float
-    stage_seconds: tuple[tuple[float, float], ...] = ()
-    by_rank: tuple[Mapping[str, float], ...] = ()
-    beside: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def bytes(self) -> float:
-        """On the fullest rank."""
-        return sum(self.memory.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values, as JSON takes them."""
-        table = plan_table(self.plan)
-        names = ["rows", "seconds", "terms", "beside", "memory", "sent", "fits", "error", "stage_seconds"]
-        names.append("by_rank")
-        return {"plan": table, **{name: getattr(self, name) for name in names}}
-
-
-def plan_table(plan: Plan) -> dict[str, Any]:
-    """What of a plan is not by default, as TOML takes it."""
-    table = plan.model_dump(exclude_defaults=True, mode="json", exclude={"why"})
-    precision = table.get("precision")
-    if isinstance(precision, dict) and set(precision) == {"compute"}:
-        table["precision"] = precision["compute"]
-    return {key: list(x) if isinstance(x, tuple) else x for key, x in table.items()}
 
 
 class _Stage(NamedTuple):
@@ -94,43 +45,6 @@ class _Stage(NamedTuple):
     def of(forward: Spent, backward: Spent) -> _Stage:
         """Of what both phases spend."""
         return _Stage(forward, backward, (forward.alone, backward.alone))
-
-
-def kinds_of(plan: Plan) -> list[str]:
-    """Those of :data:`~espalier.planner.cluster.KINDS` that a plan is of."""
-    of = {
-        str(plan.recompute): plan.recompute != "none",
-        f"zero-{plan.zero}": plan.zero >= 2 and plan.data * plan.context > 1,
-        "sequence" if plan.sequence_parallel else "tensor": plan.tensor > 1,
-        "context": plan.context > 1,
-        "divided" if plan.schedule in _DIVIDED else "pipe": plan.pipe > 1,
-    }
-    return [kind for kind, holds in of.items() if holds]
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search found.
-
-    Attributes:
-        best: those that fit, best first.
-        plain: pure data parallelism and ZeRO-3, whether they fit or not.
-        least: of those that don't fit, what needs least memory; None where some fit.
-        scored: candidates of which the cost is known.
-        recorded: dry runs that it took.
-        refused: what the engine does not run, and why.
-        fixed: keys of the plan that were not searched.
-    """
-
-    cluster: Cluster
-    batch: int
-    best: Sequence[Prediction]
-    plain: Sequence[Prediction]
-    least: Prediction | None
-    scored: int
-    recorded: int
-    refused: Mapping[str, str] = field(default_factory=dict)
-    fixed: frozenset[str] = frozenset()
 
 
 class Search:
@@ -176,6 +90,8 @@ class Search:
         self._spent: dict[Any, Spent] = {}
         self._lives: dict[Any, Sequence[float]] = {}
         self._updates: dict[int, Update | None] = {}
+        self._aways: dict[tuple[int, int], Away | None] = {}
+        self._has_kernel = has_host_kernel(recorder.optimizer)
         self._precision = base.precision.compute
         self._schedules: dict[tuple[Any, ...], Schedule | None] = {}
         self._stages: dict[Any, _Stage] = {}
@@ -184,6 +100,7 @@ class Search:
             "host": cluster.source("device.host_us_per_op").spread,
             "bubble": 0.05,
             "update": cluster.source("device.memory_share").spread,
+            "offload": max(cluster.source(x).spread for x in ("host", "disk")),
         }
         self._link = cluster.source("level").spread
 
@@ -218,7 +135,8 @@ class Search:
             return
         base = plan_table(self._base)
         for key in (*_SEARCHED, "cuts"):
-            base.pop(key, None)
+            if key != "offload":  # the base's holds for all
+                base.pop(key, None)
         for schedule, virtual in self._schedules_of(pipe):
             for rows in [n for n in _powers(each) if each % n == 0 and n <= 16]:
                 micro = each // rows
@@ -227,7 +145,8 @@ class Search:
                 cuts = self._cuts(pipe * virtual)
                 for way, recompute in self._ways(tensor, schedule):
                     zeros = _ZEROS if data * context > 1 else (0,)
-                    for zero in self._values("zero", list(zeros)):
+                    mixes = itertools.product(self._values("zero", list(zeros)), self._experts(data, way))
+                    for zero, expert in mixes:
                         if pipe > 1 and zero > 1 and "zero" not in self._fixed:
                             continue  # gathered or reduced for each micro-batch
                         fields = {
@@ -236,6 +155,7 @@ class Search:
                             "context": context,
                             "pipe": pipe,
                             "data": data,
+                            "expert": expert,
                             "accumulate": micro,
                             **way,
                             "recompute": recompute,
@@ -254,6 +174,11 @@ class Search:
                         few = unit == 1 or rows <= 2 * unit or "tensor_mode" in self._fixed
                         if few and rows % unit == 0:
                             yield plan, rows
+
+    def _experts(self, data: int, way: Mapping[str, Any]) -> list[int]:
+        """Among how many ranks a model's experts are divided: one, or as many as can be."""
+        most = math.gcd(data, self._recorder.experts or 1) if way["tensor_mode"] == "1d" else 1
+        return self._values("expert", [1, most] if most > 1 else [1])
 
     def _ways(self, tensor: int, schedule: str) -> Iterator[tuple[dict[str, Any], str]]:
         """How tensor ranks share layers, each with a kind of recomputation."""
@@ -358,7 +283,7 @@ class Search:
     def _cell(self, plan: Plan, rows: int) -> Cell:
         sequence, recompute = bool(plan.sequence_parallel), str(plan.recompute)
         mode = (plan.tensor_mode, plan.depth) if plan.tensor > 1 else ("1d", 1)
-        return Cell(plan.tensor, sequence, plan.context, recompute, self._precision, rows, *mode)
+        return Cell(plan.tensor, sequence, plan.context, recompute, self._precision, rows, *mode, plan.expert)
 
     def _whole(
         self,
@@ -369,7 +294,7 @@ class Search:
         prices: Prices,
         layers: Sequence[int],
         spent: Sequence[_Stage],
-    ) -> Prediction:
+    ) -> Prediction | None:
         p, m, ranks = plan.pipe, plan.accumulate, plan.data * plan.context
         took = tuple(stage.took for stage in spent)
         rank_of = [pipe_rank(plan, i) for i in range(len(layers))]
@@ -379,17 +304,16 @@ class Search:
         busiest = max(range(p), key=lambda rank: each[rank])
         pipeline = self._closed(plan, each)
         # parameters of the fullest rank
-        sizes = [0.0] * p
+        deep = [0] * p
         for rank, n in zip(rank_of, layers, strict=True):
-            sizes[rank] += n * costs.block_bytes
+            deep[rank] += n
+        sizes = [n * float(costs.block_bytes) for n in deep]
         ends = {rank_of[0], rank_of[-1]}
         for rank in ends:
             sizes[rank] += costs.rest_bytes / len(ends)
         size = max(sizes)
-        part = (ranks - 1) / ranks / 0.5
-        sent = {op: size * part * (update.once[op] + m * update.each[op]) for op in update.once}
-        calls = max(1.0, size / (plan.chunk_megabytes * 1e6))
-        seconds = {op: prices.sent(op, "data", n, calls) for op, n in sent.items() if n > size * 1e-3}
+        of_experts = costs.block_experts * deep[sizes.index(size)]
+        sent, seconds, calls, cut = self._summed(plan, size, of_experts, prices, update)
         backward = sum(b for i, (_, b) in enumerate(took) if rank_of[i] == busiest)
         behind = _HIDDEN * (m * each[busiest] if plan.zero == 3 else backward)
         early = sum(n for op, n in seconds.items() if plan.zero == 3 or op != "all_gather")
@@ -397,35 +321,33 @@ class Search:
         beside = self.cluster.span(max(ranks, 1), plan.tensor)[0].beside
         exposed = max(early - beside * min(early, behind), early / calls) + late
         hidden = early + late - exposed
-        updated = self._updated(prices, update, size, ranks, plan.zero)
+        updated = self._updated(prices, update, size, cut, plan.zero)
+        moved = NOTHING
+        if is_away(plan.offload):
+            away = self._away(plan)
+            if away is None:
+                return None
+            passes = _HIDDEN * m * each[busiest]
+            given = {"size": size, "ranks": cut, "moved": update.moved, "behind": passes, "updated": updated}
+            moved = carried(plan, away, prices, **given, has_kernel=self._has_kernel)
+            updated *= moved.update
         # a ceiling that was not measured is one of whole steps, in which these copies are
         if ranks > 1 and self.cluster.device.operations:
             copied = (
                 prices.of({"": update.work_once}, "").alone + m * prices.of({"": update.work_each}, "").alone
             )
             exposed += copied * size / update.size
-        terms = {"compute": 0.0, "host": 0.0}
-        for rank, stage in zip(rank_of, spent, strict=True):
-            if rank == busiest:
-                for x in (stage.forward, stage.backward):
-                    terms["compute"] += m * x.compute
-                    terms["host"] += m * x.idle
-                    for axis, waited in x.sent.items():
-                        terms[axis] = terms.get(axis, 0.0) + m * waited
+        terms = _terms((stage for rank, stage in zip(rank_of, spent, strict=True) if rank == busiest), m)
         terms["bubble"] = max(0.0, pipeline - m * each[busiest])
         terms["data"] = exposed
         terms["update"] = updated
-        by_rank = self._memory(plan, costs, update, layers, rank_of, sizes)
+        terms["offload"] = moved.waited
+        by_rank = self._memory(plan, costs, update, layers, rank_of, sizes, cut)
         memory = max(by_rank, key=lambda kinds: sum(kinds.values()))
-        total = pipeline + exposed + updated
-        bytes_sent = {"data": sum(sent.values())}
-        for counts, times in ((costs.block, m * max(layers)), (costs.rest, m)):
-            for events in counts.values():
-                for event, k in events.items():
-                    if isinstance(event, Sent):
-                        more = float(times * k * event.bytes)
-                        bytes_sent[event.axis] = bytes_sent.get(event.axis, 0.0) + more
-        taken = sum(memory.values())
+        total = pipeline + exposed + updated + moved.waited
+        bytes_sent = {"data": sum(sent.values()), **moved.sent}
+        for axis, more in _sent(costs, m, max(layers)).items():
+            bytes_sent[axis] = bytes_sent.get(axis, 0.0) + more
         shown = {key: n for key, n in terms.items() if n}
         return Prediction(
             plan,
@@ -434,14 +356,45 @@ class Search:
             shown,
             memory,
             bytes_sent,
-            taken <= self.limit,
+            self._holds(sum(memory.values()), moved.rests),
             self._error(shown, total),
             took,
             by_rank,
-            {"data": hidden} if hidden > 0 else {},
+            {key: x for key, x in (("data", hidden), ("offload", moved.hidden)) if x > 0},
+            moved.rests,
         )
 
-    def _updated(self, prices: Prices, update: Update, size: float, ranks: int, zero: int) -> float:
+    def _holds(self, device: float, away: Mapping[str, float]) -> bool:
+        """Whether so much fits, on the device and off it; a CPU's memory is its host's."""
+        if self.cluster.device.waits:
+            device += away.get("host", 0.0)
+        rooms = all(n <= self._share * self.cluster.room(place, self.ranks) for place, n in away.items())
+        return device <= self.limit and rooms
+
+    def _summed(
+        self, plan: Plan, size: float, of_experts: float, prices: Prices, update: Update
+    ) -> tuple[dict[str, float], dict[str, float], float, float]:
+        """What is sent along the data axis for so many bytes of parameters, some of them of experts.
+
+        Those are summed by fewer ranks, which stand further apart.
+
+        Returns:
+            bytes and seconds by operation; calls; and how many ranks share what is cut, on average.
+        """
+        ranks, experts = plan.data * plan.context, min(size, of_experts) if plan.expert > 1 else 0.0
+        every = prices if plan.expert == 1 else self._priced(plan.model_copy(update={"expert": 1}))
+        sums = [(size - experts, ranks, every), (experts, ranks // plan.expert, prices)]
+        sent, seconds = dict.fromkeys(update.once, 0.0), dict.fromkeys(update.once, 0.0)
+        calls = max(1.0, size / (plan.chunk_megabytes * 1e6))
+        for n, among, along in sums:
+            for op, once in update.once.items() if n else ():
+                part = n * 2 * (among - 1) / among * (once + plan.accumulate * update.each[op])
+                sent[op] += part
+                if part > n * 1e-3:
+                    seconds[op] += along.sent(op, "data", part, max(1.0, calls * n / size))
+        return sent, seconds, calls, size / sum(n / among for n, among, _ in sums)
+
+    def _updated(self, prices: Prices, update: Update, size: float, ranks: float, zero: int) -> float:
         """Seconds of the update of so many bytes of parameters, of which ZeRO gives each rank its part."""
         device = self.cluster.device
         step = device.step_us * 1e-6
@@ -463,22 +416,34 @@ class Search:
         layers: Sequence[int],
         rank_of: Sequence[int],
         sizes: Sequence[float],
+        ranks: float,
     ) -> tuple[dict[str, float], ...]:
-        """Bytes of each rank along the pipe axis, by kind."""
-        ranks, by_rank = plan.data * plan.context, []
+        """Bytes of each rank along the pipe axis, by kind; ``ranks`` share what the data axis cuts."""
+        by_rank = []
         lives = self._live(plan, costs.waiting)
+        here = {kind: share_here(plan.offload, kind) for kind in plan.offload.shares}
+        going = under_way(plan, update, ranks)
         keeps = [0.0] * plan.pipe
         for rank, n in zip(rank_of, layers, strict=True):
             keeps[rank] += n * costs.block_kept
         keeps[rank_of[-1]] += costs.rest_kept
         for rank, (size, kept) in enumerate(zip(sizes, keeps, strict=True)):
-            whole = 2 * costs.block_bytes if plan.zero == 3 else 0
-            kinds = {
-                "parameters": size / ranks + whole if plan.zero == 3 else size,
-                "gradients": size / ranks + whole / 2 if plan.zero >= 2 else size,
-                "states": size * update.states / (ranks if plan.zero else 1),
+            cut = plan.zero == 3 or (ranks == 1 and here["parameters"] < 1)
+            whole = 2 * costs.block_bytes if cut else 0
+            kept_gradients = here["gradients"] if plan.zero >= 2 or ranks == 1 else 1.0
+            states = size * update.states / (ranks if plan.zero else 1)
+            passing = {
                 "activations": kept * lives[rank],
                 "transient": costs.transient if rank == rank_of[-1] else costs.transient / 4,
+            }
+            # what comes for the update does so after the passes
+            coming = min(going, states * (1 - here["states"])) - sum(passing.values())
+            gradients = size * kept_gradients
+            kinds = {
+                "parameters": size / ranks * here["parameters"] + whole if cut else size,
+                "gradients": gradients / ranks + whole / 2 if plan.zero >= 2 or cut else gradients,
+                "states": states * here["states"] + max(0.0, coming),
+                **passing,
             }
             by_rank.append(kinds)
         return tuple(by_rank)
@@ -486,7 +451,7 @@ class Search:
     def _live(self, plan: Plan, waiting: float) -> Sequence[float]:
         """Micro-batches that each rank keeps at its fullest, as the schedules' ``live`` counts them."""
         p, m, v = plan.pipe, plan.accumulate, plan.stages_per_rank
-        if plan.schedule in _DIVIDED:
+        if plan.schedule in DIVIDED:
             # a block that is recomputed has its backward pass whole
             more = waiting if plan.recompute == "none" else 0.0
             schedule = self._schedule(plan, min(m, 3 * p)) if p > 1 else None
@@ -533,7 +498,7 @@ class Search:
         schedule = self._schedule(plan, micro_batches) if plan.pipe > 1 else None
         if schedule is None:
             return None
-        split = plan.schedule in _DIVIDED
+        split = plan.schedule in DIVIDED
         forward = [f for f, _ in found.stage_seconds]
         inputs = [b / 2 if split else b for _, b in found.stage_seconds]
         weights = [b / 2 if split else 0.0 for _, b in found.stage_seconds]
@@ -551,7 +516,7 @@ class Search:
             return found
         pipeline = took[0] + (took[-1] - took[0]) / p * (m - few)
 
-        rest = found.seconds - found.terms.get("data", 0.0) - found.terms.get("update", 0.0)
+        rest = found.seconds - sum(found.terms.get(name, 0.0) for name in ("data", "update", "offload"))
         bubble = max(0.0, found.terms.get("bubble", 0.0) + pipeline - rest)
 
         terms, sent = {**found.terms, "bubble": bubble}, {**found.sent, **self._between(found)}
@@ -604,6 +569,18 @@ class Search:
                 self._updates[zero] = None
         return self._updates[zero]
 
+    def _away(self, plan: Plan) -> Away | None:
+        """What offloading at a plan's ZeRO stage carries; None where the engine does not do it."""
+        ranks = min(plan.data * plan.context, 2)
+        key = plan.zero if ranks > 1 else 0, ranks
+        if key not in self._aways:
+            try:
+                self._aways[key] = self._recorder.away(key[0], self._precision, ranks)
+            except Refused as error:
+                self.refused[f"offload at zero {plan.zero}"] = str(error)
+                self._aways[key] = None
+        return self._aways[key]
+
     # ---- the best
 
     def run(self) -> Found:
@@ -618,6 +595,8 @@ class Search:
                 f"No plan uses {self.ranks} ranks for a batch of {self._batch} rows with what is fixed"
                 f"{': ' + why if why else ''}. Change --ranks, the batch, or --fix."
             )
+        scored += self._fewer_experts_apart(scored)
+        scored += self._offloaded(scored)
         fit = sorted((x for x in scored if x.fits), key=lambda x: x.seconds)
         best = sorted(map(self.simulated, fit[:_TIMELINES]), key=lambda x: x.seconds) + fit[_TIMELINES:]
         least = None if fit else min(scored, key=lambda x: x.bytes)
@@ -634,10 +613,62 @@ class Search:
             frozenset(self._fixed),
         )
 
+    def _fewer_experts_apart(self, scored: Sequence[Prediction]) -> list[Prediction]:
+        """The best of those that divide experts among as many ranks as can be, with fewer such ranks."""
+        apart = [] if "expert" in self._fixed else [x for x in scored if x.fits and x.plan.expert > 1]
+        by_cell: dict[Cell, Prediction] = {}
+        for x in sorted(apart, key=lambda x: x.seconds):
+            by_cell.setdefault(self._cell(x.plan, x.rows), x)
+        found = []
+        for x in list(by_cell.values())[:_CLOSER]:
+            for n in _divisors(x.plan.expert)[1:-1]:
+                found.append(self.score(x.plan.model_copy(update={"expert": n}), x.rows))
+        return [x for x in found if x is not None]
+
+    def _offloaded(self, scored: Sequence[Prediction]) -> list[Prediction]:
+        """What fits with something off the device and would be the best, and what the best would take so.
+
+        A plan is never faster with offload than without. So it is tried where what does not fit would be
+        faster than what does.
+        """
+        if "offload" in self._fixed or self._base.offload != Offload():
+            return []
+        found: list[Prediction] = []
+        fit = sorted((x for x in scored if x.fits), key=lambda x: x.seconds)
+        for x in fit[:_TIMELINES]:
+            offload = next(ways(x.plan, self.cluster.disk.directory))
+            found += [y for y in [self._with_offload(x, offload)] if y is not None]
+        best = fit[0].seconds if fit else math.inf
+        for x in sorted((x for x in scored if not x.fits), key=lambda x: x.seconds):
+            if x.seconds >= best:
+                break
+            for offload in ways(x.plan, self.cluster.disk.directory):
+                if not self._may_fit(x, offload):
+                    continue
+                y = self._with_offload(x, offload)
+                if y is not None:
+                    found.append(y)
+                    if y.fits:
+                        best = min(best, y.seconds)
+                        break
+        return found
+
+    def _may_fit(self, x: Prediction, offload: Offload) -> bool:
+        """Whether what is left on the device, if all that leaves it took nothing, is little enough."""
+        gone = sum(x.memory[kind] * (1 - share_here(offload, kind)) for kind in offload.shares)
+        return x.bytes - gone <= self.limit
+
+    def _with_offload(self, x: Prediction, offload: Offload) -> Prediction | None:
+        return self.score(x.plan.model_copy(update={"offload": offload}), x.rows)
+
     def _plain(self, scored: Sequence[Prediction], zero: int) -> Prediction | None:
         """The best of all that have a data axis alone; where none fits, what needs least."""
         plain = [
-            x for x in scored if x.plan.pipe * x.plan.tensor * x.plan.context == 1 and x.plan.zero == zero
+            x
+            for x in scored
+            if x.plan.pipe * x.plan.tensor * x.plan.context * x.plan.expert == 1
+            and x.plan.zero == zero
+            and x.plan.offload == self._base.offload
         ]
         fit = [x for x in plain if x.fits]
         if fit:
@@ -645,8 +676,31 @@ class Search:
         return min(plain, key=lambda x: x.bytes, default=None)
 
 
+def _terms(stages: Iterable[_Stage], micro_batches: int) -> dict[str, float]:
+    """What a rank's stages spend on a step, but for what is waited for."""
+    terms = {"compute": 0.0, "host": 0.0}
+    for stage in stages:
+        for x in (stage.forward, stage.backward):
+            terms["compute"] += micro_batches * x.compute
+            terms["host"] += micro_batches * x.idle
+            for axis, waited in x.sent.items():
+                terms[axis] = terms.get(axis, 0.0) + micro_batches * waited
+    return terms
+
+
+def _sent(costs: Costs, micro_batches: int, layers: int) -> dict[str, float]:
+    """Bytes that passes through so many blocks and the rest send, by axis."""
+    by_axis: dict[str, float] = {}
+    for counts, times in ((costs.block, micro_batches * layers), (costs.rest, micro_batches)):
+        for events in counts.values():
+            for event, n in events.items():
+                if isinstance(event, Sent):
+                    by_axis[event.axis] = by_axis.get(event.axis, 0.0) + float(times * n * event.bytes)
+    return by_axis
+
+
 _PHASES = ("forward", "backward")
-_UNPRICED = ("expert", "branch", "replicate", "offload")
+_UNPRICED = ("branch", "replicate")
 _SEARCHED = (
     "tensor",
     "tensor_mode",
@@ -654,12 +708,14 @@ _SEARCHED = (
     "context",
     "pipe",
     "data",
+    "expert",
     "accumulate",
     "sequence_parallel",
     "recompute",
     "zero",
     "schedule",
     "stages_per_rank",
+    "offload",
 )
 
 

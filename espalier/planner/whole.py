@@ -13,7 +13,8 @@ from espalier.parallel import Plan
 from espalier.planner.cells import Recorder
 from espalier.planner.cluster import Cluster, cache
 from espalier.planner.explain import Checked, variants, words
-from espalier.planner.search import Found, Prediction, Search
+from espalier.planner.prediction import Found, Prediction
+from espalier.planner.search import Search
 
 _NEAR = 200  # of the best are priced again for each change of the cluster
 _CHECKED, _MOST = 3, 8  # of the best that fit are run dry, of so many
@@ -85,8 +86,25 @@ def too_large(result: Found) -> str:
     return (
         f"No plan fits: {words(least.plan)} with {least.rows} row(s) a micro-batch needs least, "
         f"{least.bytes / 1e9:.1f} GB on a rank, of {cluster.memory_bytes / 1e9:.1f} there are. "
-        "Take more ranks, a smaller model or sequence, or offload in [plan]."
+        f"{_room(result)}Take more ranks, or a smaller model or sequence."
     )
+
+
+def _room(result: Found) -> str:
+    """What lacks room off the device, if that is it, or what could be there."""
+    least, cluster = result.least, result.cluster
+    assert least is not None
+    rooms = {place: cluster.room(place, least.plan.world_size) for place in least.away}
+    full = [
+        f"{n / 1e9:.4g} GB on {place}, where a rank has {rooms[place] / 1e9:.4g}"
+        for place, n in least.away.items()
+        if n > rooms[place]
+    ]
+    if full:
+        return f"Beside them it has {' and '.join(full)}. "
+    if "offload" in result.fixed:
+        return "What is off the device, [plan] says. "
+    return "States, gradients and parameters off the device leave too much on it, too. "
 
 
 def more_ranks(search: Search) -> int | None:
@@ -136,6 +154,8 @@ def sensitivity(search: Search, result: Found) -> list[str]:
     lines, first = [], result.best[0]
     near = result.best[:_NEAR]
     for name, cluster in variants(result.cluster).items():
+        if name.startswith("hosts") and not first.away:
+            continue
         other = search.again(cluster=cluster)
         scored = [y for x in near if (y := other.score(x.plan, x.rows)) is not None]
         if not scored:

@@ -9,7 +9,7 @@ from typing import Any
 from espalier.parallel.schedules import Timeline
 from espalier.planner import Cluster, Found, Recorder, Search
 from espalier.planner.explain import Checked, report, to_dict
-from espalier.planner.search import plan_table
+from espalier.planner.prediction import plan_table
 from espalier.planner.whole import check, checked, chosen, more_ranks, recordings, sensitivity, too_large
 from espalier.train.building import batch_on_meta, on_meta
 from espalier.train.job import AUTO, Job, parse_value

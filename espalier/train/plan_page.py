@@ -14,7 +14,7 @@ from espalier.parallel.schedules import Timeline
 from espalier.planner import Found
 from espalier.planner.compare import Comparison, off_by
 from espalier.planner.explain import Checked, origins, to_toml, why_not, words
-from espalier.planner.search import Prediction, plan_table
+from espalier.planner.prediction import Prediction, plan_table
 from espalier.train.metrics import readable_bytes
 from espalier.train.page import style
 
@@ -25,6 +25,7 @@ DOTS = 1500
 
 # which colour of the page's style
 _TERMS = {"compute": 0, "host": 3, "bubble": 6, "data": 1, "tensor": 2, "context": 4, "update": 5}
+_TERMS |= {"offload": 7}
 _KINDS = {"parameters": 0, "gradients": 1, "states": 2, "activations": 3, "transient": 4}
 _ACTIONS = {"F": "forward", "B": "backward", "I": "backward, of inputs", "W": "of weights"}
 
@@ -197,6 +198,9 @@ def _figures(searched: Found) -> str:
         ),
         ("sent a step", readable_bytes(sum(first.sent.values())), "by a rank"),
     ]
+    for place, n in first.away.items():
+        room = readable_bytes(searched.cluster.room(place, first.plan.world_size))
+        boxes.append((f"on {place}", readable_bytes(n), f"of {room} a rank"))
     if plain is not None:
         boxes.append((f"faster than {words(plain.plan)}", f"{plain.seconds / first.seconds:.2f} times", ""))
     cells = (
@@ -216,7 +220,8 @@ def _best(searched: Found) -> str:
             _seconds(x.seconds),
             f"{x.error:.0%}",
             f"{searched.batch / x.seconds:,.4g}",
-            f"{readable_bytes(x.bytes)}{'' if x.fits else ' (too much)'}",
+            f"{readable_bytes(x.bytes)}{'' if x.fits else ' (too much)'}"
+            + "".join(f" + {readable_bytes(n)} on {place}" for place, n in x.away.items()),
             ", ".join(f"{axis} {readable_bytes(n)}" for axis, n in x.sent.items() if n),
         )
         for number, x in _rows(searched)

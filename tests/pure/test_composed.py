@@ -17,6 +17,7 @@ from torch import nn
 import espalier
 from espalier.models import BERT, GPT, BERTConfig, GPTConfig, MoE, MoEConfig, ViT, ViTConfig
 from espalier.planner import Totals, composed
+from espalier.planner.cells import LEAST_ZERO
 
 ASKED = int(os.environ.get("ESPALIER_SWEEP", "0"))
 HERE = (16, 17, 26)  # those that are drawn without it
@@ -112,7 +113,17 @@ def drawn(seed: int) -> tuple[str, dict[str, Any], Made]:
         plan |= {"zero": min(plan["zero"], 1), "data": min(plan["data"], 2)}
     elif plan["zero"]:
         plan["offload"] = lot.choice([{}, {}, {"states": "host"}])
+    if lot.random() < 0.5:
+        plan["offload"] = offload(lot, plan)
     return kind, plan, made
+
+
+def offload(lot: random.Random, plan: dict[str, Any]) -> dict[str, Any]:
+    """What of a plan's states, gradients and parameters is off the device."""
+    alone = plan["data"] == 1 and "context" not in plan
+    kinds = [kind for kind, least in LEAST_ZERO.items() if alone or plan["zero"] >= least]
+    places = {kind: lot.choice(["device", "host", "host", "disk"]) for kind in kinds}
+    return {**places, "directory": "nowhere"}
 
 
 def labels(batch: Any) -> torch.Tensor:

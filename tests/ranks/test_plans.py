@@ -163,13 +163,17 @@ def trains(rank: int, world: int, draw: Draw, folder: Path) -> str:
         assert abs(engine.evaluate(parts).item() - mean_loss(plain, parts).item()) < TOLERANCE
         ids = {"input_ids": parts[1]["input_ids"]}
         assert (engine.predict(ids).logits - plain(**ids).logits).abs().max() < TOLERANCE
+    before = engine.carried()
     with espalier.ledger(engine.mesh) as book:
         engine.train_step(batch(draw.rows))
+    carried = engine.carried() - before
     if rank == world - 1 and draw.kind != "moe":  # where tokens go to experts a dry run cannot know
         twin = draw.model().to("meta")
         data = {k: torch.empty_like(v, device="meta") for k, v in batch(draw.rows).items()}
         given |= {"optimizer": draw.optimizer_of(twin), "coordinate": engine.mesh.coordinate}
-        assert book.entries == espalier.dry_run(twin, plan, data, **given).ledger.entries
+        told = espalier.dry_run(twin, plan, data, **given)
+        assert book.entries == told.ledger.entries
+        assert carried == told.carried, "what goes to the host and to disk"
     return ""
 
 

@@ -18,7 +18,7 @@ import time
 import warnings
 import weakref
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +37,20 @@ T = TypeVar("T")
 Tensors = list[torch.Tensor]
 # places off the device where tensors stay as they are: what is written to a stand-in is there at once
 MEMORIES = frozenset[Place](("host",))
+
+
+class Carried(NamedTuple):
+    """What goes to a place off the device, or comes from it.
+
+    Attributes:
+        kind: ``"parameters"``, ``"gradients"``, ``"states"`` (with masters).
+        place: ``"host"`` or ``"disk"``.
+        way: ``"away"``, ``"back"`` to the device, or ``"to host"``, where an update is done in its memory.
+    """
+
+    kind: str
+    place: Place
+    way: str
 
 
 class _Item:
@@ -84,6 +98,7 @@ class OffloadStore:
     Attributes:
         errors: what files could not take.
         bringing: a stream for what is brought before it is needed; None where the device has none.
+        carried: bytes that went between the device and other places so far (see :data:`Carried`).
 
     Args:
         device: where the program computes.
@@ -101,6 +116,7 @@ class OffloadStore:
         self._down, self._up = new_stream(device), new_stream(device)  # at once, both ways
         self._fetched: dict[tuple[torch.device, int], _Fetched] = {}
         self.bringing = new_stream(device)
+        self.carried: Counter[Carried] = Counter()
 
     def put(
         self,
@@ -122,6 +138,7 @@ class OffloadStore:
             contiguous = [plain(t.detach()).contiguous() for t in tensors]
             item.place = place
             item.shapes = [(t.shape, t.dtype) for t in contiguous]
+            self._carry(key, place, "away")
             if self._dry:
                 item.host = [t.new_empty(()).expand(t.shape) for t in contiguous]
             elif place in MEMORIES:
@@ -135,10 +152,17 @@ class OffloadStore:
                 item.going = self.disk.write(key, item.host, after=wait, keep=keep)
         self._leaving.append((key, then))
 
+    def _carry(self, key: str, place: Place, way: str) -> None:
+        self.carried[Carried(key.partition("-")[0], place, way)] += self.nbytes(key)
+
     def nbytes(self, key: str) -> int:
         """Bytes of what was put last."""
         item = self._items.get(key)
         return 0 if item is None else sum(shape.numel() * dtype.itemsize for shape, dtype in item.shapes)
+
+    def bytes_at(self, place: str) -> int:
+        """Bytes that lie at a place between their uses."""
+        return sum(self.nbytes(key) for key, item in self._items.items() if item.place == place)
 
     def forget(self, key: str) -> None:
         """Give the memory or the file of tensors back."""
@@ -200,6 +224,7 @@ class OffloadStore:
             shown = [plain(t.detach()) for t in shown]
             if item is not None:
                 item.shown = []
+                self._carry(key, item.place, "to host" if on_host else "back")
             if item is None or self._changed(item, shown):
                 tensors = [t.clone() if t.device.type == "cpu" else t for t in shown]
                 if item is not None:

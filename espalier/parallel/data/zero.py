@@ -28,10 +28,10 @@ from espalier.parallel.data.chunks import (
 )
 from espalier.parallel.data.gradients import AllGradients, Gradients, gradient_of
 from espalier.parallel.data.offloaded_step import OffloadedStep, OptimizerStates, OptimizerStep
-from espalier.parallel.data.residency import OffloadStore, choose
+from espalier.parallel.data.residency import Carried, OffloadStore, choose
 from espalier.parallel.data.stages import STAGES
 from espalier.parallel.data.unshard import Prefetcher, bring_home, home_of, show_pieces
-from espalier.parallel.plan import Offload, Plan
+from espalier.parallel.plan import PLACES, Offload, Plan
 from espalier.tensor import plain, stamp
 from espalier.tensor.deferred import lay_out_parameters
 from espalier.torch_private import foreach_copy_, raw
@@ -192,6 +192,16 @@ class ZeroState:
             return None
         directory = offload.directory if "disk" in used else None
         return OffloadStore(self.mesh.device(), directory, dry=self.mesh.is_dry)
+
+    @property
+    def carried(self) -> Counter[Carried]:
+        """Bytes that went between the device and other places so far."""
+        return Counter() if self._store is None else Counter(self._store.carried)
+
+    @property
+    def away_bytes(self) -> dict[str, int]:
+        """Bytes of this rank that lie off the device between their uses, by place."""
+        return {} if self._store is None else {p: n for p in PLACES[1:] if (n := self._store.bytes_at(p))}
 
     @property
     def resized(self) -> list[torch.UntypedStorage]:

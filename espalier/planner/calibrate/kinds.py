@@ -22,7 +22,8 @@ from espalier.planner.calibrate.engine import Trial
 from espalier.planner.calibrate.timing import level
 from espalier.planner.cells import Recorder
 from espalier.planner.cluster import Cluster
-from espalier.planner.search import Prediction, Search
+from espalier.planner.prediction import Prediction
+from espalier.planner.search import Search
 
 _WARM, _STEPS = 2, 9
 _ROWS = 4  # of the batch, for each rank
