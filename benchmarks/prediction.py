@@ -4,7 +4,8 @@
 
 The machine is calibrated first where it has not been yet (``espalier calibrate``).
 Models of several sizes train on two real ranks under many plans: data axis with ZeRO 0 to 3, tensor,
-sequence, context, pipelines of several schedules, recomputation, micro-batches. Each is predicted by the
+sequence, context, pipelines of several schedules, recomputation, micro-batches, states, gradients and
+parameters in the host's memory and on disk. Each is predicted by the
 search's own score from dry recordings. All are measured in three rounds, of which the quietest counts: the
 median of its steps (others on the machine delay a step, and nobody hastens it). How much of the machine
 others had meanwhile is told, where Linux tells it: with more than a tenth the figures say nothing.
@@ -23,6 +24,7 @@ import os
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +48,7 @@ except ImportError:
     from _common import table
 
 ROUNDS, WARM, LEAST, SECONDS = 3, 1, 3, 0.3
+DISK = Path(tempfile.gettempdir()) / "espalier-prediction"
 BARS = {"mean error": 0.08, "nine in ten within": 0.15, "regret, mean": 0.01, "regret, worst": 0.05}
 
 
@@ -103,10 +106,22 @@ def plans(size: Size) -> list[Plan]:
         {**one, "schedule": "zb-h1"},
     ]
     more: dict[str, list[dict[str, Any]]] = {
-        "narrow": [{"data": 2, "zero": 1}, {**two, "schedule": "interleaved"}],
+        "narrow": [
+            {"data": 2, "zero": 1},
+            {**two, "schedule": "interleaved"},
+            {"data": 2, "zero": 1, "offload": {"states": "host"}},
+        ],
         "middle": [{"tensor": 2, "accumulate": 2, "recompute": "selective"}, {**two, "schedule": "zbv"}],
-        "wide": [{"data": 2, "zero": 3, "accumulate": 2, "recompute": "full"}],
-        "long": [{"data": 2, "recompute": "full"}, {"context": 2, "zero": 1}],
+        "wide": [
+            {"data": 2, "zero": 3, "accumulate": 2, "recompute": "full"},
+            {"data": 2, "zero": 3, "offload": dict.fromkeys(("states", "gradients", "parameters"), "host")},
+            {"data": 2, "zero": 1, "offload": {"states": "disk", "directory": str(DISK)}},
+        ],
+        "long": [
+            {"data": 2, "recompute": "full"},
+            {"context": 2, "zero": 1},
+            {"data": 2, "zero": 2, "offload": {"states": "host", "gradients": "host"}},
+        ],
     }
     return [Plan(**x) for x in (*given, *more[size.name])]
 

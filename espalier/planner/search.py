@@ -642,15 +642,15 @@ class Search:
         for x in sorted((x for x in scored if not x.fits), key=lambda x: x.seconds):
             if x.seconds >= best:
                 break
+            fitting = math.inf
             for offload in ways(x.plan, self.cluster.disk.directory):
-                if not self._may_fit(x, offload):
-                    continue
-                y = self._with_offload(x, offload)
+                if offload.directory and fitting < math.inf:
+                    break  # a disk is no faster than the host's memory
+                y = self._with_offload(x, offload) if self._may_fit(x, offload) else None
                 if y is not None:
                     found.append(y)
-                    if y.fits:
-                        best = min(best, y.seconds)
-                        break
+                    fitting = min(fitting, y.seconds if y.fits else math.inf)
+            best = min(best, fitting)
         return found
 
     def _may_fit(self, x: Prediction, offload: Offload) -> bool:
