@@ -14,6 +14,7 @@ from espalier.comm import all_reduce, ledger
 from espalier.comm.collectives import sum_whole
 from espalier.comm.waits import Waits, waiting
 from espalier.engine.engine import Engine
+from espalier.parallel.plan import PLACES
 from espalier.parallel.schedules import Timeline
 from espalier.planner.prediction import Prediction, plan_table
 from espalier.texts import in_columns
@@ -37,7 +38,7 @@ class Measured:
         beside: seconds, by axis, in which something was under way while that rank went on: at most so much
             of what is sent was hidden.
         memory: bytes on the fullest rank, by kind, at the fullest time.
-        sent: bytes that a rank sends in a step, the most along each axis.
+        sent: bytes that a rank sends in a step, the most along each axis, and to and from host and disk.
         steps: how many were timed.
         timeline: of the last step's pipeline, where there is one.
     """
@@ -106,7 +107,8 @@ def measure(engine: Engine, batch: Callable[[], Sequence[Any]], steps: int) -> M
     slowest = [max(row[i] for row in times) for i in range(steps)]
     row = min(times, key=lambda row: sum(row[rest : rest + len(names)]))
     memory = max(_of_all(engine, [*held.values()]), key=sum)
-    of_ranks = _of_all(engine, [sent.get(n, 0.0) for n in (*names, _OTHER)])
+    ways = (*names, _OTHER, *PLACES[1:])
+    of_ranks = _of_all(engine, [sent.get(n, 0.0) for n in ways])
     by_axis = [max(column) for column in zip(*of_ranks, strict=True)]
     seconds = statistics.median(slowest)
     waited = _named(engine, names, row[rest : rest + len(names)])
@@ -121,7 +123,7 @@ def measure(engine: Engine, batch: Callable[[], Sequence[Any]], steps: int) -> M
         {name: x for name, x in terms.items() if x},
         _named(engine, names, row[rest + len(names) :]),
         dict(zip(held, memory, strict=True)),
-        {n: x for n, x in zip((*names, _OTHER), by_axis, strict=True) if x},
+        {n: x for n, x in zip(ways, by_axis, strict=True) if x},
         steps,
         timeline,
     )
@@ -172,6 +174,7 @@ def _computed(engine: Engine, batch: Callable[[], Sequence[Any]], clock: Waits) 
 def _memory(engine: Engine, parts: Sequence[Any]) -> tuple[dict[str, float], dict[str, float]]:
     """What this rank holds at its fullest, by kind, and what it sends, by axis."""
     watch, held = engine.watch(), dict.fromkeys((*_HELD, _LIVING), 0.0)
+    carried = engine.carried()
     with ledger(engine.mesh) as book, watch:
         engine.accumulate(parts)
         engine.finish_gradients()
@@ -186,6 +189,8 @@ def _memory(engine: Engine, parts: Sequence[Any]) -> tuple[dict[str, float], dic
     for axis, n in book.by_axis().items():
         axis = axis if axis in names else _OTHER
         sent[axis] = sent.get(axis, 0.0) + n
+    for way, n in (engine.carried() - carried).items():
+        sent[way.place] = sent.get(way.place, 0.0) + n
     return held, sent
 
 

@@ -44,6 +44,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero-2": {"data": 2, "zero": 2, "accumulate": 2},
     "tensor": {"tensor": 2, "recompute": "full"},
     "pipe": {"pipe": 2, "cuts": ["blocks.2"], "accumulate": 4},
+    "away": {"data": 2, "zero": 1, "offload": {"states": "host", "gradients": "host"}},
 }
 
 
@@ -94,6 +95,8 @@ def test_a_run_is_what_its_dry_run_says(
     for report in reports:
         for axis, n in report.ledger.by_axis().items():
             sent[axis] = max(n, sent.get(axis, 0))
+        for way, n in report.carried.items():
+            sent[way.place] = sent.get(way.place, 0) + n
     assert found.sent == {axis: n for axis, n in sent.items() if n}
     # of a rank whose waits were long nothing may be left for the host
     assert {"compute", "update"} <= found.terms.keys() and min(found.terms.values()) > 0
@@ -115,6 +118,9 @@ def test_a_run_is_what_its_dry_run_says(
     memory = {row["name"]: row for row in table["memory"]}
     held = memory["parameters"]
     assert abs(held["predicted"] / held["measured"] - 1) < 0.02
+    if name == "away":
+        (host,) = [row for row in table["sent"] if row["name"] == "host"]
+        assert abs(host["predicted"] / host["measured"] - 1) < 0.02
     dry = memory["(the same, run dry)"]
     assert abs(dry["predicted"] / dry["measured"] - 1) < 0.01
     assert "a step's time" in done.output and "sent by a rank in a step" in done.output
