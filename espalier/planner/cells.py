@@ -537,6 +537,19 @@ class Recorder:
         moved = sum(getattr(e, "moved", 0) for phase, e in alone.events if phase == "step") / size
         return Update(once, each, moved, states, one - micro - work_each, work_each, step, size)
 
+    def replicated(self, zero: int, precision: str) -> float:
+        """Bytes a byte of parameters that are sent among groups which hold the same, by two groups of two.
+
+        Raises:
+            Refused: the engine does not run it.
+        """
+        depth = self._depths()[-1]
+        size = max(self._run(Cell(precision=precision), depth).parameters, 1)
+        plan = Plan(data=2, replicate=2, zero=zero, precision=precision)
+        run = self._kept(_Wanted(f"replicated {zero} {precision} {depth}", plan, 4, depth, True))
+        sent = sum(x.bytes for _, x in run.events if isinstance(x, Sent) and x.axis == "replicate")
+        return sent / size
+
     def away(self, zero: int, precision: str, ranks: int) -> Away:
         """What offloading at a ZeRO stage carries, by runs on two ranks, or on one where there is no other.
 

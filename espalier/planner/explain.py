@@ -26,6 +26,7 @@ _OF_TERMS = {
 }
 _NEXT = (
     "expert",
+    "replicate",
     "tensor",
     "tensor_mode",
     "pipe",
@@ -35,7 +36,7 @@ _NEXT = (
     "schedule",
     "offload",
 )
-_UNSEARCHED = "branches, replicate, where axes lie, shares of what is off the device, recompute_inputs"
+_UNSEARCHED = "branches, other orders of the axes, shares of what is off the device, recompute_inputs"
 _PLACES = {"host": "the host's memory", "disk": "disk"}
 
 
@@ -84,7 +85,9 @@ class Checked:
 
 def words(plan: Any) -> str:
     """A plan in a few words."""
-    said = [f"{key} {getattr(plan, key)}" for key in ("pipe", "data", "context", "expert", "tensor")]
+    said = [
+        f"{key} {getattr(plan, key)}" for key in ("pipe", "replicate", "data", "context", "expert", "tensor")
+    ]
     said = [x for x in said if not x.endswith(" 1")]
     said += [plan.tensor_mode] if plan.tensor_mode != "1d" else []
     if plan.pipe > 1:
@@ -182,7 +185,7 @@ def why_not(result: Found) -> list[str]:
         if key in result.fixed or (key == "schedule" and first.plan.pipe == 1):
             continue
         others = [x for x in result.best if getattr(x.plan, key) != own]
-        if key == "expert" and own == 1 and not others:
+        if key in ("expert", "replicate") and own == 1 and not others:
             continue
         if key == "schedule":
             others = [x for x in others if x.plan.pipe > 1]

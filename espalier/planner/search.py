@@ -125,7 +125,8 @@ class Search:
             for context in self._values("context", [1]):
                 for pipe in self._values("pipe", _divisors(self.ranks) if depth else [1]):
                     rest, left = divmod(self.ranks, tensor * context * pipe)
-                    if left or pipe > max(depth, 1) or self._fixed.get("data", rest) != rest:
+                    wanted = self._fixed.get("data", 0) * self._fixed.get("replicate", 1) or rest
+                    if left or pipe > max(depth, 1) or wanted != rest:
                         continue
                     yield from self._with(tensor, context, pipe, rest)
 
@@ -133,6 +134,7 @@ class Search:
         each, left = divmod(self._batch, data)
         if left or not each:
             return
+        replicas = self._replicas(tensor, context, pipe, data)
         base = plan_table(self._base)
         for key in (*_SEARCHED, "cuts"):
             if key != "offload":  # the base's holds for all
@@ -145,8 +147,12 @@ class Search:
                 cuts = self._cuts(pipe * virtual)
                 for way, recompute in self._ways(tensor, schedule):
                     zeros = _ZEROS if data * context > 1 else (0,)
-                    mixes = itertools.product(self._values("zero", list(zeros)), self._experts(data, way))
-                    for zero, expert in mixes:
+                    mixes = itertools.product(
+                        self._values("zero", list(zeros)), self._experts(data, way), replicas
+                    )
+                    for zero, expert, replicate in mixes:
+                        if replicate > 1 and "replicate" not in self._fixed and (zero < 3 or expert > 1):
+                            continue  # what is cut is sent once a step
                         if pipe > 1 and zero > 1 and "zero" not in self._fixed:
                             continue  # gathered or reduced for each micro-batch
                         fields = {
@@ -154,7 +160,8 @@ class Search:
                             "tensor": tensor,
                             "context": context,
                             "pipe": pipe,
-                            "data": data,
+                            "data": data // replicate,
+                            "replicate": replicate,
                             "expert": expert,
                             "accumulate": micro,
                             **way,
@@ -174,6 +181,15 @@ class Search:
                         few = unit == 1 or rows <= 2 * unit or "tensor_mode" in self._fixed
                         if few and rows % unit == 0:
                             yield plan, rows
+
+    def _replicas(self, tensor: int, context: int, pipe: int, data: int) -> list[int]:
+        """Into how many groups that hold the same the data axis is divided: one, or one a host."""
+        fixed = self._fixed.get("replicate")
+        if fixed is not None:
+            return [fixed] if data % fixed == 0 else []
+        inside = self.cluster.level[0].ranks // (tensor * context)
+        crosses = inside > 1 and data > inside and data % inside == 0
+        return [1, data // inside] if crosses and pipe == 1 and "data" not in self._fixed else [1]
 
     def _experts(self, data: int, way: Mapping[str, Any]) -> list[int]:
         """Among how many ranks a model's experts are divided: one, or as many as can be."""
@@ -243,11 +259,11 @@ class Search:
         unpriced = [key for key in _UNPRICED if key in table]
         if unpriced:
             raise ValueError(f"plan.{unpriced[0]} = {table[unpriced[0]]}: the planner does not price it yet.")
-        rows, left = divmod(self._batch, plan.data * plan.accumulate)
+        rows, left = divmod(self._batch, plan.data * plan.replicate * plan.accumulate)
         if left or not rows:
             raise ValueError(
-                f"A batch of {self._batch} rows is not divided evenly by data = {plan.data} and accumulate = "
-                f"{plan.accumulate}: change train.batch_size or the plan."
+                f"A batch of {self._batch} rows is not divided evenly by data = {plan.data}, replicate = "
+                f"{plan.replicate} and accumulate = {plan.accumulate}: change train.batch_size or the plan."
             )
         prediction = self.score(plan, rows)
         if prediction is None:
@@ -345,7 +361,8 @@ class Search:
         by_rank = self._memory(plan, costs, update, layers, rank_of, sizes, cut)
         memory = max(by_rank, key=lambda kinds: sum(kinds.values()))
         total = pipeline + exposed + updated + moved.waited
-        bytes_sent = {"data": sum(sent.values()), **moved.sent}
+        among = {"replicate": sent.pop("replicate")} if plan.replicate > 1 else {}
+        bytes_sent = {"data": sum(sent.values()), **among, **moved.sent}
         for axis, more in _sent(costs, m, max(layers)).items():
             bytes_sent[axis] = bytes_sent.get(axis, 0.0) + more
         shown = {key: n for key, n in terms.items() if n}
@@ -392,7 +409,15 @@ class Search:
                 sent[op] += part
                 if part > n * 1e-3:
                     seconds[op] += along.sent(op, "data", part, max(1.0, calls * n / size))
-        return sent, seconds, calls, size / sum(n / among for n, among, _ in sums)
+        cut = size / sum(n / among for n, among, _ in sums)
+        if plan.replicate > 1:
+            among = plan.replicate
+            part = (
+                size / cut * 4 * (among - 1) / among * self._recorder.replicated(plan.zero, self._precision)
+            )
+            sent["replicate"] = part
+            seconds["replicate"] = prices.sent("all_reduce", "replicate", part, calls)
+        return sent, seconds, calls, cut
 
     def _updated(self, prices: Prices, update: Update, size: float, ranks: float, zero: int) -> float:
         """Seconds of the update of so many bytes of parameters, of which ZeRO gives each rank its part."""
@@ -666,7 +691,7 @@ class Search:
         plain = [
             x
             for x in scored
-            if x.plan.pipe * x.plan.tensor * x.plan.context * x.plan.expert == 1
+            if x.plan.pipe * x.plan.tensor * x.plan.context * x.plan.expert * x.plan.replicate == 1
             and x.plan.zero == zero
             and x.plan.offload == self._base.offload
         ]
@@ -700,7 +725,7 @@ def _sent(costs: Costs, micro_batches: int, layers: int) -> dict[str, float]:
 
 
 _PHASES = ("forward", "backward")
-_UNPRICED = ("branch", "replicate")
+_UNPRICED = ("branch",)
 _SEARCHED = (
     "tensor",
     "tensor_mode",
@@ -708,6 +733,7 @@ _SEARCHED = (
     "context",
     "pipe",
     "data",
+    "replicate",
     "expert",
     "accumulate",
     "sequence_parallel",

@@ -222,6 +222,28 @@ def test_experts_lie_apart_where_that_is_best(mixture: Recorder) -> None:
     assert {x.plan.expert for x in fixed.best} == {2}
 
 
+def test_groups_that_hold_the_same_stand_one_on_a_host(recorder: Recorder) -> None:
+    _, found = searched(recorder, H100, ranks=8)
+    assert {x.plan.replicate for x in found.best} == {1}, "one host has them all"
+    slow = [level.model_copy(update={"ranks": n}) for level, n in zip(H100.level, (2, 4096), strict=True)]
+    slow[1] = slow[1].model_copy(update={"bandwidth_gbs": 1.0, "latency_us": 500.0})
+    of_two = H100.model_copy(update={"level": tuple(slow)})
+    _, apart = searched(recorder, of_two, ranks=8, zero=3, accumulate=1)
+    first = apart.best[0]
+    assert (first.plan.replicate, first.plan.data) == (4, 2), "gathers stay within hosts of two"
+    assert all(x.plan.replicate == 1 for x in apart.plain) and words(first.plan).startswith(
+        "replicate 4 data 2"
+    )
+    assert any(line.startswith("replicate 1: +") for line in why_not(apart))
+    net, optimizer, batch, _ = given()
+    dry = dry_run(net, first.plan, batch, optimizer=optimizer)
+    assert first.sent["replicate"] == pytest.approx(dry.ledger.by_axis()["replicate"], rel=0.01)
+    assert first.sent["data"] == pytest.approx(dry.ledger.by_axis()["data"], rel=0.15)
+    assert first.bytes == pytest.approx(dry.peak_bytes, rel=0.15)
+    _, fixed = searched(recorder, H100, ranks=8, replicate=2, zero=1)
+    assert {(x.plan.replicate, x.plan.data) for x in fixed.best} == {(2, 4)}
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"zero": 1}, {"zero": 3}, {"zero": 3, "offload": {"states": "host"}}], ids=str
 )
