@@ -16,10 +16,11 @@ from espalier.parallel.fused import has_host_kernel
 from espalier.parallel.plan import ROWS, Mode, Offload
 from espalier.parallel.schedules import Costs as Times
 from espalier.parallel.schedules import Schedule, Timeline, find_schedule, live, simulate
-from espalier.planner.away import NOTHING, carried, is_away, share_here, under_way, ways
+from espalier.planner.away import NOTHING, carried, is_away, share_here, ways
 from espalier.planner.cells import Away, Cell, Costs, Recorder, Refused, Update
 from espalier.planner.cluster import Cluster
 from espalier.planner.compose import pipe_rank
+from espalier.planner.memory import memory_by_rank
 from espalier.planner.prediction import DIVIDED, Found, Prediction, kinds_of, plan_table
 from espalier.planner.prices import Prices, Spent
 from espalier.planner.recording import Sent
@@ -358,7 +359,7 @@ class Search:
         terms["data"] = exposed
         terms["update"] = updated
         terms["offload"] = moved.waited
-        by_rank = self._memory(plan, costs, update, layers, rank_of, sizes, cut)
+        by_rank = memory_by_rank(plan, costs, update, layers, sizes, cut, self._live(plan, costs.waiting))
         memory = max(by_rank, key=lambda kinds: sum(kinds.values()))
         total = pipeline + exposed + updated + moved.waited
         among = {"replicate": sent.pop("replicate")} if plan.replicate > 1 else {}
@@ -432,46 +433,6 @@ class Search:
                 cut = 2 / ranks if zero and not copies else 1.0
                 step += n * prices.moved(op.name, op.moved) * cut * size / update.size
         return step
-
-    def _memory(
-        self,
-        plan: Plan,
-        costs: Costs,
-        update: Update,
-        layers: Sequence[int],
-        rank_of: Sequence[int],
-        sizes: Sequence[float],
-        ranks: float,
-    ) -> tuple[dict[str, float], ...]:
-        """Bytes of each rank along the pipe axis, by kind; ``ranks`` share what the data axis cuts."""
-        by_rank = []
-        lives = self._live(plan, costs.waiting)
-        here = {kind: share_here(plan.offload, kind) for kind in plan.offload.shares}
-        going = under_way(plan, update, ranks)
-        keeps = [0.0] * plan.pipe
-        for rank, n in zip(rank_of, layers, strict=True):
-            keeps[rank] += n * costs.block_kept
-        keeps[rank_of[-1]] += costs.rest_kept
-        for rank, (size, kept) in enumerate(zip(sizes, keeps, strict=True)):
-            cut = plan.zero == 3 or (ranks == 1 and here["parameters"] < 1)
-            whole = 2 * costs.block_bytes if cut else 0
-            kept_gradients = here["gradients"] if plan.zero >= 2 or ranks == 1 else 1.0
-            states = size * update.states / (ranks if plan.zero else 1)
-            passing = {
-                "activations": kept * lives[rank],
-                "transient": costs.transient if rank == rank_of[-1] else costs.transient / 4,
-            }
-            # what comes for the update does so after the passes
-            coming = min(going, states * (1 - here["states"])) - sum(passing.values())
-            gradients = size * kept_gradients
-            kinds = {
-                "parameters": size / ranks * here["parameters"] + whole if cut else size,
-                "gradients": gradients / ranks + whole / 2 if plan.zero >= 2 or cut else gradients,
-                "states": states * here["states"] + max(0.0, coming),
-                **passing,
-            }
-            by_rank.append(kinds)
-        return tuple(by_rank)
 
     def _live(self, plan: Plan, waiting: float) -> Sequence[float]:
         """Micro-batches that each rank keeps at its fullest, as the schedules' ``live`` counts them."""
