@@ -28,7 +28,7 @@ def memory_by_rank(
         lives: micro-batches whose activations each rank keeps.
     """
     here = {kind: share_here(plan.offload, kind) for kind in plan.offload.shares}
-    going = under_way(plan, update, ranks)
+    going = under_way(plan, update, ranks, costs.block_bytes)
     last = pipe_rank(plan, len(layers) - 1)
     keeps = [0.0] * plan.pipe
     for stage, n in enumerate(layers):
