@@ -182,7 +182,7 @@ def test_what_is_not_priced_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ESPALIER_CACHE", str(tmp_path))
     (tmp_path / "c.toml").write_text(CLUSTER, "utf-8")
     for plan, told in (
-        ({"data": 2, "offload": {"states": "host"}}, "plan.offload"),
+        ({"branch": 2}, "plan.branch"),
         ({"data": 1, "accumulate": 3}, "A batch of 8 rows is not divided evenly"),
         ({"data": 4}, "the cluster has 2"),
     ):
