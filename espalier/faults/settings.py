@@ -18,7 +18,8 @@ class Faults:
     Attributes:
         watch: False for not at all.
         limit: seconds after which a silent rank is taken for lost, and all for hanging where no rank
-            has done anything: computed, sent, written, or begun another collective.
+            has done anything: computed, sent, written, or begun another collective. Ranks whose collectives
+            are not the same are told after 2 seconds of that.
         outside: the same where a rank waits for something outside of the program: a socket, a process it
             started, a file that is slow to come.
     """
