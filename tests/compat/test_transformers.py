@@ -101,11 +101,12 @@ def run(
     return trainer, losses
 
 
-def own(rank: int, world: int, folder: str) -> tuple[list[float], dict[str, Any], dict[str, torch.Tensor]]:
+def own(rank: int, world: int, folder: str) -> tuple[list[float], dict[str, Any], Any, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer, losses = run(transformers.Trainer, folder, 4)
-        return losses, trainer.evaluate(), trainer.model.state_dict()
+        predicted = trainer.predict(rows(3)).predictions
+        return losses, trainer.evaluate(), trainer.model.state_dict(), predicted
 
 
 def close(expected: list[float], found: list[float], what: Any) -> None:
@@ -125,16 +126,17 @@ def migrated() -> Any:
 
 def ours(rank: int, world: int, folder: str, plan: dict[str, Any], expected: Any) -> None:
     Trainer = migrated()
-    losses, metrics, weights = expected
+    losses, metrics, weights, predictions = expected
     per_rank = 4 // plan.get("data", 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer, found = run(Trainer, folder, per_rank, plan=plan)
-        told = trainer.evaluate()
+        told, predicted = trainer.evaluate(), trainer.predict(rows(3)).predictions
         trainer.save_model(os.path.join(folder, "final"))
     close(losses, found, plan)
     for name in ("eval_loss", "eval_accuracy"):
         assert abs(told[name] - metrics[name]) < TOLERANCE
+    assert predicted.shape == predictions.shape and abs(predicted - predictions).max() < 1e-4
     again = transformers.GPT2LMHeadModel.from_pretrained(os.path.join(folder, "final"))
     for name, x in again.state_dict().items():
         if name.endswith("c_attn.bias"):  # those of keys have no gradient but rounding, which AdamW blows up
