@@ -422,7 +422,7 @@ class Recorder:
         Raises:
             Refused: the engine does not run it.
         """
-        cell = replace(cell, recompute="none")  # which has nothing to do with it
+        cell = replace(cell, recompute="none", expert=1)  # which have nothing to do with it
         name = f"boundary {asdict(cell)}"
         if (sent := self._store.get(name)) is None:
             plan = Plan(**cell.plan, pipe=2, accumulate=2, cuts=(self.names[1],))

@@ -266,6 +266,15 @@ def test_memory_and_bytes_of_experts_apart_are_those_of_the_dry_run(
     assert told.away == pytest.approx(dict(dry.away_bytes), rel=0.02)
 
 
+def test_stages_with_experts_apart_send_each_other_what_a_dry_run_says(mixture: Recorder) -> None:
+    plan = Plan(pipe=2, data=2, expert=2, accumulate=4, cuts=("blocks.3",))
+    told = Search(mixture, H100, plan, ranks=4).of(plan)
+    net, optimizer, batch, options = given("moe")
+    options |= {"optimizer": optimizer, "coordinate": {"pipe": 0}}
+    sent = dry_run(net, plan, batch, **options).ledger.by_axis()
+    assert told.sent["pipe"] == pytest.approx(sent["pipe"], rel=0.01)
+
+
 def test_a_path_of_disk_is_the_clusters(tmp_path: Path) -> None:
     text = H100.to_toml().replace('directory = "offload"', f'directory = "{tmp_path}"')
     (tmp_path / "c.toml").write_text(text, "utf-8")
