@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from espalier.files import get, put
-from espalier.parallel.data import residency as module
-from espalier.parallel.data.residency import PIECE, Disk, DiskError
+from espalier.parallel.data import disk as module
+from espalier.parallel.data.disk import PIECE, Disk, DiskError
 
 
 def some(seed: int, scale: int = 1) -> list[torch.Tensor]:
@@ -106,12 +108,72 @@ def test_a_file_of_another_time_or_none_is_named(disk: Disk) -> None:
 def test_several_requests_are_under_way(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one file: each waits here until there is another."""
     pairs = threading.Barrier(2, timeout=20)
-    monkeypatch.setattr(module, "get", lambda *args: (pairs.wait(), get(*args))[1])
-    tensors = [torch.arange(5.0), torch.arange(7.0)]
-    # of each a piece; the table of checksums goes behind them, by itself
-    monkeypatch.setattr(module, "put", lambda *args: (args[2] < 128 and pairs.wait(), put(*args))[1])
+    tensors = [torch.arange(PIECE // 4).float(), torch.arange(PIECE // 8).double()]
+
+    def in_pairs(request: Callable[..., object]) -> Callable[..., object]:
+        # the table of checksums goes behind the two pieces, by itself
+        return lambda *args: (args[2] < 2 * PIECE and pairs.wait(), request(*args))[1]
+
+    monkeypatch.setattr(module, "get", in_pairs(get))
+    monkeypatch.setattr(module, "put", in_pairs(put))
     disk.write("a", tensors).result()
     assert same(read(disk, "a"), tensors)
+
+
+def odd(seed: int) -> list[torch.Tensor]:
+    """Tensors at addresses, and of sizes, that no block begins or ends at; one reaches over two pieces."""
+    g = torch.Generator().manual_seed(seed)
+    sizes = (3, PIECE // 8 + 5, 1, PIECE // 4 + 7, 0, 1001)
+    return [torch.randn(size + 1, generator=g)[1:] for size in sizes]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_requests_go_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """Where the file system takes that: by whole blocks, at whole blocks of memory; elsewhere as ever."""
+    if not direct:
+        monkeypatch.setattr(module, "_takes_direct", lambda folder: False)
+    disk = Disk(tmp_path)
+    if direct and not disk.is_direct:
+        pytest.skip("this file system is read and written through the page cache alone")
+    requests: list[tuple[bool, int]] = []
+
+    def noted(request: Callable[..., object]) -> Callable[..., object]:
+        def note(file: int, piece: memoryview, at: int) -> object:
+            address = torch.frombuffer(piece, dtype=torch.uint8).data_ptr()
+            is_direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+            requests.append((is_direct, (address | at | len(piece)) % 4096))
+            return request(file, piece, at)
+
+        return note
+
+    monkeypatch.setattr(module, "get", noted(get))
+    monkeypatch.setattr(module, "put", noted(put))
+    for seed in (1, 2):
+        disk.write("a", odd(seed)).result()
+        into = [torch.empty(x.numel() + 1)[1:] for x in odd(seed)]
+        disk.read("a", into).result()
+        assert (
+            same(into, odd(seed)) and same(read(disk, "a"), odd(seed)) and same(disk.mapped("a"), odd(seed))
+        )
+    # twice a write and two reads, of three requests and one for the table
+    assert requests == [(direct, 0)] * 2 * 3 * (2 + 1)
+    disk.close()
+
+
+def test_what_was_read_goes_back_without_a_copy(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk.write("a", odd(1)).result()
+    copies: list[int] = []
+    memmove = ctypes.memmove
+    monkeypatch.setattr(ctypes, "memmove", lambda a, b, n: (copies.append(n), memmove(a, b, n)))
+    tensors = read(disk, "a")
+    for x in tensors:
+        x.add_(1)
+    disk.write("a", tensors).result()
+    assert same(read(disk, "a"), [x + 1 for x in odd(1)]) and not copies
+    disk.write("a", odd(2)).result()
+    assert sum(copies) == sum(x.nbytes for x in odd(2))
 
 
 @pytest.mark.parametrize("call", ["_take_space", "pwrite"])
@@ -123,7 +185,7 @@ def test_a_full_disk_leaves_what_was_there(disk: Disk, monkeypatch: pytest.Monke
         def second(*args: object) -> int:
             calls.append(args)
             if call == "pwrite" and len(calls) < 3:
-                return real(args[0], args[1][:1000], args[2])  # type: ignore[index, arg-type]
+                return real(args[0], args[1][:4096], args[2])  # type: ignore[index, arg-type]
             raise full
 
         patched.setattr(module if call == "_take_space" else os, call, second)
@@ -191,7 +253,7 @@ def test_a_small_file_system(tmp_path: Path) -> None:
 
 def test_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
     script = (
-        "import sys, torch; from espalier.parallel.data.residency import Disk\n"
+        "import sys, torch; from espalier.parallel.data.disk import Disk\n"
         "disk = Disk(sys.argv[1]); disk.write('a', [torch.ones(10)]).result(); print('ready', flush=True)\n"
         "sys.stdin.read()"
     )

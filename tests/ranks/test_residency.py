@@ -229,7 +229,7 @@ def no_room(rank: int, world: int, folder: str) -> None:
     plan = {"data": world, "offload": {"states": "disk", "directory": folder}}
     with pytest.MonkeyPatch.context() as patched:
         if rank == 1:
-            patched.setattr("espalier.parallel.data.residency._take_space", _no_space)
+            patched.setattr("espalier.parallel.data.disk._take_space", _no_space)
         with pytest.raises(RuntimeError, match="could not be reserved: No space left.*bytes were needed"):
             espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan)
 
