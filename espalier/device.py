@@ -224,6 +224,12 @@ def wait_for(event: torch.Event | None, device: torch.device) -> None:
         current_stream(device).wait_event(event)
 
 
+def synchronize(device: torch.device) -> None:
+    """Let the host wait until a device has done all that it was given: for a clock, never in a usual step."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
 def mark() -> Callable[[], Callable[[], bool]] | None:
     """What puts a mark behind all that the current device was given, and says whether it came past it.
 

@@ -56,12 +56,14 @@ class Memory:
         plan: the plan, in words.
         device: where the model computes.
         peak: the most bytes that the device had allocated so far; None where it does not count (a CPU).
+        updates: how the host and the device share those of states in the host's memory, if both do.
     """
 
     kinds: tuple[StateBytes, ...]
     plan: str
     device: str
     peak: int | None
+    updates: str = ""
 
     def __getitem__(self, name: str) -> StateBytes:
         return next(kind for kind in self.kinds if kind.name == name)
@@ -73,7 +75,7 @@ class Memory:
         for kind in (*self.kinds, total):
             formula = "" if kind.formula is None else f"{kind.formula:,}"
             rows.append([kind.name, *(f"{kind.bytes.get(p, 0):,}" for p in places), formula])
-        lines = [self.plan, *in_columns(rows, "<>")]
+        lines = [self.plan, *in_columns(rows, "<>"), *([self.updates] if self.updates else [])]
         return "\n".join(lines if self.peak is None else [*lines, f"peak on {self.device}: {self.peak:,}"])
 
 
@@ -119,7 +121,9 @@ def memory(module: nn.Module, optimizer: torch.optim.Optimizer | None, data: Zer
             kinds.append(StateBytes(name, {"device": here}))
     device = data.mesh.device()
     peak = peak_memory(device) if has_peak(device) else None
-    return Memory(tuple(kinds), plan, str(device), peak)
+    shares = None if data.offloaded_step is None else data.offloaded_step.shares
+    updates = str(shares) if shares is not None and shares.is_asked else ""
+    return Memory(tuple(kinds), plan, str(device), peak, updates)
 
 
 def _gradients(chunk: Chunk) -> int:

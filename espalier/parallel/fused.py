@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from espalier.device import is_accelerator
+from espalier.device import is_accelerator, moved
 from espalier.tensor import plain
 from espalier.torch_private import fused_devices, getter, method
 
@@ -168,7 +168,7 @@ def _bring_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tenso
         state = optimizer.state.get(p, {})
         step = state.get("step")
         if isinstance(step, torch.Tensor) and step.device != p.device and not p.is_meta:
-            state["step"] = step.to(p.device)
+            state["step"] = moved(step, p.device)
 
 
 def _is_wrong(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> bool:

@@ -68,6 +68,7 @@ def _grid(ranks: int) -> dict[str, int]:
 
 Place = Literal["device", "host", "disk"]
 PLACES: Final[tuple[str, ...]] = get_args(Place)
+Updater = Literal["host", "device", "auto"]
 
 
 class Share(Settings):
@@ -106,6 +107,9 @@ class Offload(Settings):
         budget_gigabytes: of the device's memory (10^9 bytes), for kinds whose ratio is ``"auto"``: states
             are kept on the device first, then gradients and parameters, as far as they fit. None: nine
             tenths of what an accelerator has free.
+        update: who updates what has its states in the host's memory: the ``"host"``, the ``"device"`` (states
+            are brought and sent back), or both at the same time, by the speeds that the first steps show
+            (``"auto"``). Optimizers without a kernel for the host are the device's. The results are the same.
     """
 
     parameters: Where = Share()
@@ -113,6 +117,7 @@ class Offload(Settings):
     states: Where = Share()
     directory: str | None = None
     budget_gigabytes: Positive | None = None
+    update: Updater = "host"
 
     @property
     def shares(self) -> dict[str, Share]:
@@ -133,13 +138,18 @@ class Offload(Settings):
         if budget is not None and not self.is_by_budget:
             needed = 'budget_gigabytes is for a ratio that is auto: states = "auto", say'
             mistakes.append(("budget_gigabytes", budget, needed))
+        if self.update != "host" and self.states.place != "host":
+            mistakes.append(
+                ("update", self.update, 'no states are on the host: expected states = "host" beside it')
+            )
         if mistakes:
             raise MistakeError("Offload", mistakes)
         return self
 
     def __str__(self) -> str:
         away = [(kind, s) for kind, s in self.shares.items() if s.place != "device"]
-        return ", ".join(f"{kind} on {s.place}{_part(s)}" for kind, s in away)
+        updater = {"host": "", "device": ", updated by the device", "auto": ", updated by both"}[self.update]
+        return ", ".join(f"{kind} on {s.place}{_part(s)}" for kind, s in away) + updater
 
 
 def _part(share: Share) -> str:

@@ -41,9 +41,11 @@ OFFLOADED = {
     "engine/norm.py:scale_gradients": "the host's update is of clipped gradients: it needs their norm",
     "parallel/data/residency.py:OffloadStore.settle": "what went to the host is used there, or its room",
     "parallel/data/residency.py:OffloadStore.to_host": "the host's update reads what the device has made",
-    "parallel/data/residency.py:Disk.write": "the disk's thread writes what the device has made",
+    "parallel/data/disk.py:Disk.write": "the disk's thread writes what the device has made",
 }
 """The same of plans whose states are updated in the host's memory."""
+
+MEASURED = {"device.py:synchronize": "a clock is read, before and after two of the first updates"}
 
 ROUTED = {
     "parallel/experts.py:_Dispatch._sorted": "rows are sent in numbers that the host must know",
@@ -70,6 +72,8 @@ ONE: Plans = {
     "float16": ({"precision": "float16"}, SINGLE, {}),
     "states on the host": ({"offload": {"states": "host"}}, SINGLE, OFFLOADED),
     "masters on the host": ({"offload": {"states": "host"}, **LOW}, SINGLE, OFFLOADED),
+    "updated by the device": ({"offload": {"states": "host", "update": "device"}}, SINGLE, OFFLOADED),
+    "updated by both": ({"offload": {"states": "host", "update": "auto"}}, SINGLE, OFFLOADED | MEASURED),
     "half of them": ({"offload": {"states": {"place": "host", "ratio": 0.5}}}, SINGLE, OFFLOADED),
     "recompute": ({"recompute": "full", "recompute_inputs": "host"}, {}, {}),
     "dropout": ({}, {"changes": {"dropout": 0.1}}, {}),
@@ -160,7 +164,7 @@ def waited_at_once(calls: list[Entry]) -> int:
 
 def test_places_where_it_waits_are_there() -> None:
     """Nothing stays excused that no longer is."""
-    for key in WAITS | OFFLOADED | ROUTED:
+    for key in WAITS | OFFLOADED | MEASURED | ROUTED:
         file, _, name = key.partition(":")
         source = Path("espalier", file).read_text()
         assert f"def {name.rpartition('.')[2]}(" in source, key

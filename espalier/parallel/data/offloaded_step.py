@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,8 +21,9 @@ from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import Appearance, Chunk, shown
 from espalier.parallel.data.residency import DiskError, OffloadStore
+from espalier.parallel.data.sharing import UpdateShares
 from espalier.parallel.fused import has_host_kernel, holding, within_hooks
-from espalier.parallel.plan import Place
+from espalier.parallel.plan import Place, Updater
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
@@ -94,6 +95,9 @@ class OffloadedStep:
         turns: gives, for a chunk, the context in which its parameters are what the optimizer updates; they
             and their gradients are on the host if that is asked for and they lie there anyway.
         fetch: starts to bring to the host what an update there reads of a chunk; after an event it is ready.
+
+    Attributes:
+        shares: how the host and the device share the update of what lies in the host's memory.
     """
 
     def __init__(
@@ -103,7 +107,9 @@ class OffloadedStep:
         mesh: Mesh,
         turns: Turns,
         fetch: Callable[[Chunk, torch.Event | None], None] | None = None,
+        updater: Updater = "host",
     ) -> None:
+        self.shares = UpdateShares(updater, mesh)
         self.away = [OffloadedChunk(chunk) for chunk in chunks]
         self.store, self._mesh, self._turns, self._fetch = store, mesh, turns, fetch
 
@@ -164,7 +170,9 @@ class OffloadedStep:
         @contextmanager
         def then_the_rest() -> Iterator[None]:
             yield
-            self.each(states, lambda chunk: step(shadows[id(chunk)]), on_host, updated)
+            in_host = [a for a in updated if a.place == "host"] if on_host else []
+            with self.shares.measured(partial(self._nbytes, in_host)) if in_host else nullcontext():
+                self.each(states, lambda chunk: step(shadows[id(chunk)]), on_host, updated)
 
         # several have no hook before which all of them have stepped, and a chunk may have parts of all
         several = isinstance(optimizer, Several)
@@ -203,10 +211,11 @@ class OffloadedStep:
         """
         of = self.away if of is None else of
         ahead = on_host and is_accelerator(self.store.device)
+        by_host = self._by_host() if on_host else []
         ready = reached(self.store.device)
         try:
             for i, a in enumerate(of):
-                there = on_host and a.place != "device"
+                there = a in by_host
                 if a.place != "device":
                     what, shown = a.states(states)
                     a.set(states, what, self.store.take(a.key, shown, on_host=there))
@@ -216,7 +225,7 @@ class OffloadedStep:
                     self.store.start(following.key, following.states(states)[1])
                 # and the host updates one while what it reads of the next comes, and the one before goes back
                 for one in of[i + 1 if i else 0 : i + 2] if ahead else ():
-                    if one.place != "device" and self._fetch is not None:
+                    if one in by_host and self._fetch is not None:
                         self._fetch(one.chunk, ready)
                 with self._turns(a.chunk, there):
                     if there and is_accelerator(self.store.device):
@@ -229,6 +238,15 @@ class OffloadedStep:
         finally:
             self.store.drop_fetched()
             self.store.settle()
+
+    def _by_host(self) -> list[OffloadedChunk]:
+        """Those that the host updates."""
+        in_host = [a for a in self.away if a.place == "host"]
+        shared = zip(in_host, self.shares.by_device([a.chunk.largest for a in in_host]), strict=True)
+        return [a for a in self.away if a.place == "disk"] + [a for a, is_devices in shared if not is_devices]
+
+    def _nbytes(self, of: Sequence[OffloadedChunk]) -> int:
+        return sum(self.store.nbytes(a.key) for a in of)
 
     def _visit_on_host(self, chunk: Chunk, states: OptimizerStates, visit: Callable[[Chunk], None]) -> None:
         """A turn with copies of parameters and gradients in the host's memory."""

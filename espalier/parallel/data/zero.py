@@ -31,7 +31,7 @@ from espalier.parallel.data.offloaded_step import OffloadedStep, OptimizerStates
 from espalier.parallel.data.residency import Carried, OffloadStore, choose
 from espalier.parallel.data.stages import STAGES
 from espalier.parallel.data.unshard import Prefetcher, bring_home, home_of, show_pieces
-from espalier.parallel.plan import PLACES, Offload, Plan
+from espalier.parallel.plan import PLACES, Offload, Plan, Updater
 from espalier.tensor import plain, stamp
 from espalier.tensor.deferred import lay_out_parameters
 from espalier.torch_private import foreach_copy_, raw
@@ -97,7 +97,7 @@ class ZeroState:
         self._in_place = plan.gradients == "in-place"
         for chunk in self._mastered:
             chunk.in_place = self._in_place
-        self.offloaded_step = self._streamed()
+        self.offloaded_step = self._streamed(plan.offload.update)
         if optimizer is not None:
             self.reserve(optimizer)
         self._lay_out(chunks)
@@ -123,12 +123,12 @@ class ZeroState:
             kinds = {"states": self.chunks, "gradients": self.chunks, "parameters": chunks if cut else []}
             self.budget = Budget(plan.offload, kinds, self.offloaded_step, mesh)
 
-    def _streamed(self) -> OffloadedStep | None:
+    def _streamed(self, updater: Updater) -> OffloadedStep | None:
         """Updates the chunks that have a turn of their own, if any have."""
         moved = [chunk for chunk in self.chunks if chunk.has_turn]
         store = self._store or OffloadStore(self.mesh.device(), None, dry=self.mesh.is_dry)
         fetch = None if self._store is None or self.mesh.is_dry else self._fetch
-        return OffloadedStep(moved, store, self.mesh, self._turn, fetch) if moved else None
+        return OffloadedStep(moved, store, self.mesh, self._turn, fetch, updater) if moved else None
 
     def _lay_out(self, chunks: Sequence[Chunk]) -> None:
         """Lay the parameters out; each chunk goes where it lies as soon as it has all of them."""
