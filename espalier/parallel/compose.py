@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -248,7 +249,10 @@ def _share_parameters(
     low = plan.precision.parameters
     with unwatched(model):
         leave_out(model, layouts, None if low is None else getattr(torch, low))
-        return ZeroState(model, layouts, mesh, plan, layouts.parts, optimizer)
+        uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+        weights = [(f"{name}.weight", model.get_submodule(name).weight) for name in layouts.float8]
+        float8 = {name for name, weight in weights if uses[id(weight)] == 1}
+        return ZeroState(model, layouts, mesh, plan, layouts.parts, optimizer, float8)
 
 
 def _share_buffers(model: nn.Module, mesh: Mesh) -> None:

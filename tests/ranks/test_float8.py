@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,8 @@ LAYERS = 2 * 7  # linear, of two blocks
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The values that 8 bits hold, in float32."""
-    factor = torch.finfo(dtype).max / x.abs().max().float().clamp(min=1e-12)
+    most = torch.finfo(dtype).max / x.abs().max().double().clamp(min=1e-12)
+    factor = 2.0 ** math.floor(math.log2(most))
     return (x.float() * factor).to(dtype).float() / factor
 
 
@@ -97,16 +99,93 @@ def test_trains_under_every_layout(ranks: Any) -> None:
     ranks(2, _trains, expected)
 
 
-def test_dry_run_counts_the_same_work() -> None:
+def test_values_that_were_rounded_are_rounded_to_themselves() -> None:
+    """By a power of two again; so what was gathered in 8 bits is multiplied as it came."""
+    torch.manual_seed(0)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for scale in (1e-7, 1.0, 448.0, 3e5):
+            eight, factor = float8.rounded(torch.randn(64, 32) * scale, dtype)
+            shown = (eight.float() * factor).bfloat16()
+            again, other = float8.rounded(shown, dtype)
+            assert torch.equal(again.float() * other, eight.float() * factor)
+            assert factor.log2().frac() == 0 and factor / other in (1, 2)
+
+
+def _gathers(rank: int, world: int, more: dict[str, Any]) -> None:
+    found, gathered = {}, {}
+    for name, zero, precision in (("whole", 2, "float8"), ("cut", 3, "float8"), ("16 bits", 3, "bfloat16")):
+        engine = engine_of({"data": world, "zero": zero, **more}, precision)
+        found[name] = losses(engine), engine.full_state_dict()
+        book = engine.ledger().by_op()
+        gathered[name] = book["data", "all_gather"] if zero == 3 else (0, 0)
+        if name == "cut":
+            held = engine._data.prefetcher.held
+            assert sum(len(g.float8.members) for g in held if g.float8 is not None) == LAYERS
+            saved = (world - 1) * sum(m.slot for g in held if g.float8 is not None for m in g.float8.members)
+    assert found["cut"][0] == found["whole"][0]
+    for name, x in found["whole"][1].items():
+        assert torch.equal(x, found["cut"][1][name]), name
+    calls, sent = gathered["cut"]
+    assert calls == gathered["16 bits"][0]
+    # of each of these weights one byte for an element, not two, each time it is gathered
+    times, rest = divmod(gathered["16 bits"][1] - sent, saved)
+    assert rest == 0 and times in (1, 2), (gathered, saved)
+
+
+@pytest.mark.parametrize("more", [{}, {"gradients": "in-place"}, {"recompute": "full"}], ids=str)
+def test_weights_are_gathered_in_8_bits(ranks: Any, more: dict[str, Any]) -> None:
+    """And no value differs from where they are whole on all ranks, and only products round."""
+    ranks(2, _gathers, more)
+
+
+def _written(rank: int, world: int) -> None:
+    """What is written to a whole weight counts, and nothing but that: what 8 bits cut off is there yet."""
+    results = []
+    for zero in (2, 3):
+        engine = engine_of({"data": world, "zero": zero}, "float8")
+        losses(engine)
+        name = engine.arrangement.float8[0]
+        layer = engine.module.get_submodule(name)
+
+        def write(module: nn.Module, args: Any) -> None:
+            with torch.no_grad():
+                module.weight[3].fill_(0.25)  # type: ignore[index, operator, union-attr]
+
+        layer.register_forward_pre_hook(write)
+        tokens = torch.zeros(4, 8, dtype=torch.int64)
+        with torch.no_grad():
+            engine.module.eval()
+            engine({"input_ids": tokens, "labels": tokens})
+        results.append(engine.full_state_dict()[f"{name}.weight"])
+        assert (results[-1][3] == 0.25).all()
+    assert torch.equal(*results)
+
+
+def test_what_is_written_to_a_whole_weight_counts(ranks: Any) -> None:
+    ranks(2, _written)
+
+
+def _counted(rank: int, world: int, plan: dict[str, Any], counted: Any) -> None:
+    engine = engine_of(plan, "float8")
+    losses(engine)
+    assert engine.ledger().by_op() == counted
+
+
+def test_dry_run_counts_the_same_work(ranks: Any) -> None:
     reports = []
+    plan = {"data": 2, "zero": 3}
     for precision in ("bfloat16", "float8"):
         with torch.device("meta"):
             model = GPT(GPTConfig(**SIZES))
             tokens = torch.zeros(4, 8, dtype=torch.int64)
-        plan = {"data": 2, "zero": 3, "precision": precision}
-        reports.append(espalier.dry_run(model, plan, {"input_ids": tokens, "labels": tokens}))
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = {"input_ids": tokens, "labels": tokens}
+        report = espalier.dry_run(model, {**plan, "precision": precision}, batch, optimizer=optimizer)
+        reports.append(report)
     assert reports[0].flops == reports[1].flops > 0
-    assert reports[0].ledger == reports[1].ledger
+    sent = [report.ledger.by_op()["data", "all_gather"] for report in reports]
+    assert sent[0][0] == sent[1][0] and 0.5 < sent[1][1] / sent[0][1] < 0.7
+    ranks(2, _counted, plan, reports[1].ledger.by_op())
 
 
 def test_layers_that_are_converted() -> None:

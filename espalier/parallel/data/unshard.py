@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from espalier.comm.redistribute import carry_out
 from espalier.device import beside, wait_for
 from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import Appearance, Chunk, ShardedParam, show
+from espalier.parallel.data.float8_rows import Float8Rows, agree_on_scales
 from espalier.parallel.data.masters import merge, values_of
 from espalier.parallel.data.residency import MEMORIES, OffloadStore
 from espalier.tensor import plain, stamp
@@ -57,16 +58,23 @@ class Unsharded:
     """
 
     def __init__(
-        self, number: int, chunk: Chunk, store: OffloadStore | None, bring: Callable[[], None]
+        self,
+        number: int,
+        chunk: Chunk,
+        store: OffloadStore | None,
+        bring: Callable[[], None],
+        float8: Collection[str] = (),
     ) -> None:
         self.number, self.chunk, self._store, self.bring = number, chunk, store, bring
+        eight = float8 and chunk.shard_group.n > 1 and any(m.name in float8 for m in chunk.members)
+        self.float8 = Float8Rows(chunk, float8) if eight else None
         with raw():
             self._flat = chunk.line(chunk.dtype)
             self._whole = chunk.whole_in(self._flat)
             self.storage = self._flat.untyped_storage()
             self._bytes = self.storage.nbytes()
             shard_group = chunk.shard_group
-            fetches = Fetching.serves(shard_group.mesh, shard_group.axis, chunk.device)
+            fetches = Fetching.serves(shard_group.mesh, shard_group.axis, chunk.device) and not eight
             own = [m.piece(whole) for m, whole in zip(chunk.members, self._whole.tensors, strict=True)]
             but = shard_group.here if fetches else None
             places = chunk.in_wholes(self._whole.tensors, but)
@@ -78,9 +86,9 @@ class Unsharded:
             self._outof = chunk.in_rows(self.rows, places, but)
             self._fetching = Fetching(self.rows, shard_group.mesh, shard_group.axis) if fetches else None
             self._own: torch.Tensor | None = None
-            self._arriving = self.rows.untyped_storage()
-            self._arriving_bytes = self._arriving.nbytes()
-            self._arriving.resize_(0)
+            self._row: torch.Tensor | None = None  # in 8 bits, while it is sent
+            self._arriving = _Room(self.rows)
+            self._carried = self._arriving if self.float8 is None else _Room(self.float8.rows)
             self._ps = [m.p for m in chunk.members]
             self._cut = tuple(m.p for m in chunk.members if m.dim is not None)
             self._uncut = [m.p for m in chunk.members if m.dim is None]
@@ -98,7 +106,8 @@ class Unsharded:
     @property
     def storages(self) -> list[torch.UntypedStorage]:
         """All that are emptied and filled."""
-        return [self.storage, self._arriving]
+        rooms = [self._arriving] if self.float8 is None else [self._arriving, self._carried]
+        return [self.storage, *(room.storage for room in rooms)]
 
     @property
     def is_away(self) -> bool:
@@ -126,7 +135,7 @@ class Unsharded:
             own = self.chunk.home
             shard_group = self.chunk.shard_group
             mesh, axis = shard_group.mesh, shard_group.axis
-            self._arriving.resize_(self._arriving_bytes)
+            self._carried.open()
             # what computes meanwhile waits neither for the copy nor for the gather; these are of one stream
             stream = None if self._store is None or not self.is_away else self._store.bringing
             if mesh.shape[axis] > 1 and mesh.order(axis) is not None:
@@ -137,7 +146,12 @@ class Unsharded:
                     (own,) = self._store.take(self._key, home_of(self.chunk))
                 if self.chunk.lent:
                     own = values_of(self.chunk)
-                if self._fetching is None:
+                if self.float8 is not None:
+                    if not self.float8.is_scaled:
+                        agree_on_scales([self.float8])
+                    self._row = self.float8.pack(own)
+                    self.pending = start_gather(self.float8.rows, self._row, mesh, axis)
+                elif self._fetching is None:
                     self.pending = start_gather(self.rows, own, mesh, axis)
                 else:
                     self.pending, self._own = self._fetching.start(own), own
@@ -161,6 +175,9 @@ class Unsharded:
             self._await()
         with raw():
             self.storage.resize_(self._bytes)
+            if self.float8 is not None:
+                self._arriving.open()
+                self.float8.unpack(self.rows)
             outof = self._outof if self._own is None else [*self.chunk.pieces(self._own), *self._outof]
             if self._into:
                 foreach_copy_(self._into, outof)
@@ -171,8 +188,9 @@ class Unsharded:
         self.is_whole = True
 
     def _let_go(self) -> None:
-        self.pending = self._own = None
-        self._arriving.resize_(0)
+        self.pending = self._own = self._row = None
+        self._arriving.close()
+        self._carried.close()
 
     def release(self) -> None:
         """Let the parameters be pieces again, with what was written to them, and give the memory back."""
@@ -257,6 +275,9 @@ class Unsharded:
     def _keep(self, m: ShardedParam, piece: torch.Tensor) -> None:
         """Let this rank's piece of a parameter be these values."""
         chunk = self.chunk
+        if self.is_whole and self.float8 is not None:
+            before = chunk.pieces(self.float8.own())[m.number]
+            piece = self.float8.unrounded(m, before, piece.to(before))
         if chunk.lent:  # gradients stand in its place
             assert chunk.master is not None
             merge(chunk.pieces(chunk.master)[m.number], piece)
@@ -275,6 +296,23 @@ class Unsharded:
         """
         if set_versions is not None:
             set_versions(self._cut, tuple([_version(p) + by for p in self._cut]))
+
+
+class _Room:
+    """The memory of a buffer, which comes and goes."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.storage = buffer.untyped_storage()
+        self._nbytes = self.storage.nbytes()
+        self.close()
+
+    def open(self) -> None:
+        """Let it have its size."""
+        self.storage.resize_(self._nbytes)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.storage.resize_(0)
 
 
 def bring_home(chunk: Chunk) -> None:
@@ -423,6 +461,7 @@ class Prefetcher:
         chunks: with the modules that use each.
         ahead: at most so many bytes of chunks are gathered before they are needed.
         store: where this rank's pieces are, if not on the device.
+        float8: the names of weights that travel in 8 bits.
     """
 
     def __init__(
@@ -431,10 +470,13 @@ class Prefetcher:
         mesh: Mesh,
         ahead: float,
         store: OffloadStore | None = None,
+        float8: Collection[str] = (),
     ) -> None:
         self.mesh, self._ahead = mesh, ahead
         bring = partial(_brought, weakref.ref(self))
-        self.held = [Unsharded(i, chunk, store, partial(bring, i)) for i, (_, chunk) in enumerate(chunks)]
+        self.held = [
+            Unsharded(i, chunk, store, partial(bring, i), float8) for i, (_, chunk) in enumerate(chunks)
+        ]
         mesh.emptied.update({g.storage._cdata: g for g in self.held})
         self._largest = max((g.nbytes for g in self.held), default=0)
         self._of = {id(g.chunk): g for g in self.held}
@@ -454,6 +496,10 @@ class Prefetcher:
                     stamp(m.p, m.rest)
         for module, used in by_module.items():
             self._watch(module, used)
+
+    def agree_on_scales(self) -> None:
+        """Before a forward pass: of what is gathered in 8 bits."""
+        agree_on_scales([g.float8 for g in self.held if g.float8 is not None])
 
     # ---- hooks
 
@@ -541,6 +587,8 @@ class Prefetcher:
         self.end()
         for g in self.held:
             g.adopt()
+            if g.float8 is not None:
+                g.float8.scale_by(None)  # weights may have changed
 
     def end(self) -> None:
         """A backward pass is over: release all, drop what was gathered for nothing."""

@@ -60,6 +60,7 @@ class ZeroState:
         plan: Plan,
         parts: Sequence[Collection[str]] = (),
         optimizer: torch.optim.Optimizer | None = None,
+        float8: Collection[str] = (),
     ) -> None:
         self.mesh, self.stage = mesh, STAGES[plan.zero]
         axes = tuple(mesh.axis(name) for name in plan.data_axes)
@@ -104,7 +105,8 @@ class ZeroState:
         self._line_up(plan.chunk_megabytes * 1e6)
         self.prefetcher = None
         if cut:
-            self.prefetcher = Prefetcher(used, mesh, plan.prefetch_megabytes * 1e6, self._store)
+            eight = () if plan.offload.parameters.place != "device" else float8
+            self.prefetcher = Prefetcher(used, mesh, plan.prefetch_megabytes * 1e6, self._store, eight)
         masters.remember(self._mastered)
         reduce = None if plan.precision.reduce is None else getattr(torch, plan.precision.reduce)
         if reduce is torch.float32:
@@ -254,6 +256,7 @@ class ZeroState:
             self.prefetcher.begin()
             if self._in_place:
                 masters.follow(self._mastered)
+            self.prefetcher.agree_on_scales()
 
     def end_backward(self) -> None:
         """After a backward pass."""

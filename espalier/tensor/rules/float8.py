@@ -1,10 +1,11 @@
 """Linear layers whose products are of 8-bit floats.
 
-What is multiplied is scaled so that the largest of a tensor's values is the largest of its dtype, and
-rounded to 8 bits: activations and weights to e4m3, gradients, whose range is wider, to e5m2 (Micikevicius et
-al. 2022, arXiv 2209.05433). The scale is of the tensor at hand, made anew at each product: of what this rank
-multiplies, so a tensor that is cut has one for each piece. Sums are in float32, results in the dtype of the
-activation.
+What is multiplied is scaled, by the power of two that brings the largest of a tensor's values closest below
+the largest of its dtype, and rounded to 8 bits: activations and weights to e4m3, gradients, whose range is
+wider, to e5m2 (Micikevicius et al. 2022, arXiv 2209.05433). A power of two rounds nothing itself, and values
+that were rounded so are found as they are when they are rounded again. The scale is of the tensor at hand,
+made anew at each product: of what this rank multiplies, so a tensor that is cut has one for each piece. Sums
+are in float32, results in the dtype of the activation.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from espalier.tensor.rules.matmul import linear
 from espalier.torch_private import scaled_mm
 
 MULTIPLE: Final = 16  # of which both dims of a weight must be multiples
-_FORWARD: Final = getattr(torch, "float8_e4m3fn", None)
+FORWARD: Final[Any] = getattr(torch, "float8_e4m3fn", None)
 _BACKWARD: Final = getattr(torch, "float8_e5m2", None)
 _TINY: Final = 1e-12  # a tensor of zeros has a scale too
 
@@ -62,13 +63,13 @@ class _Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x, weight.t(), (_FORWARD, _FORWARD))
+        return product(x, weight.t(), (FORWARD, FORWARD))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
-        dtypes = _BACKWARD, _FORWARD
+        dtypes = _BACKWARD, FORWARD
         of_x = product(grad, weight, dtypes) if ctx.needs_input_grad[0] else None
         of_weight = product(grad.t(), x, dtypes) if ctx.needs_input_grad[1] else None
         return of_x, of_weight
@@ -93,17 +94,23 @@ def product(a: torch.Tensor, b: torch.Tensor, dtypes: Sequence[Any]) -> torch.Te
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor in a dtype of 8 bits, and the float32 factor that gives its values again."""
     most = torch.finfo(dtype).max
-    factor = most / x.detach().abs().amax().float().clamp(min=_TINY)
+    factor = factor_of(x.detach().abs().amax().float(), dtype)
     return (x.float() * factor).clamp(-most, most).to(dtype), factor.reciprocal()
+
+
+def factor_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The largest powers of two by which float32 values of such size stay within a dtype."""
+    _, exponent = torch.frexp(torch.finfo(dtype).max / largest.clamp(min=_TINY))
+    return torch.ldexp(torch.ones_like(largest), exponent - 1)
 
 
 def refused(device: torch.device) -> str | None:
     """Why a device has no products of 8-bit floats; None where it has."""
-    if scaled_mm is None or _FORWARD is None or _BACKWARD is None:
+    if scaled_mm is None or FORWARD is None or _BACKWARD is None:
         return f"torch {torch.__version__} has none"
     try:
         here = torch.ones(MULTIPLE, MULTIPLE, device=device, dtype=torch.bfloat16)
-        for dtypes in ((_FORWARD, _FORWARD), (_BACKWARD, _FORWARD)):
+        for dtypes in ((FORWARD, FORWARD), (_BACKWARD, FORWARD)):
             products = product(here, here, dtypes)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return str(error).partition("\n")[0]
