@@ -90,6 +90,7 @@ def test_a_plan_says_where_state_lies(tmp_path: Path) -> None:
     for wrong, said in (
         ({"states": "disk"}, "needs a folder"),
         ({"states": "host", "budget_gigabytes": 1.0}, "for a ratio that is auto"),
+        ({"gradients": "host", "update": "auto"}, "no states are on the host"),
         (
             {"states": {"plce": "host"}},
             "states.plce = 'host': unknown key; did you mean offload.states.place[?]",
