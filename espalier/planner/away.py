@@ -114,7 +114,8 @@ def carried(
     own = size / ranks if plan.zero else size  # of this rank's pieces
     recorded = own * away.ranks if plan.zero and ranks > 1 else own
     gone = {kind: 1.0 - share_here(plan.offload, kind) for kind in plan.offload.shares}
-    at_host = has_kernel and gone["states"] > 0 and not cluster.device.waits
+    by_host = plan.offload.update != "device" or plan.offload.states.place == "disk"
+    at_host = has_kernel and by_host and gone["states"] > 0 and not cluster.device.waits
     sent: dict[str, float] = {}
     rests: dict[str, float] = {}
     lines = {part: dict.fromkeys(("up", "down", "copies", "disk"), 0.0) for part in ("passes", "step")}

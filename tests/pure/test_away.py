@@ -208,6 +208,10 @@ def test_slower_links_and_hosts_take_longer(recorder: Recorder) -> None:
     assert took({"states": "host"}, host__update_gbs=20.0) > took({"states": "host"})
     assert took(disk, disk__write_gbs=0.5) > took(disk) > took({"states": "host"})
     assert took(disk, disk__read_gbs=0.5) > took(disk)
+    # a device that updates has states brought and sent, whatever the host can do
+    by_device = {"states": "host", "update": "device"}
+    assert took(by_device, host__update_gbs=20.0) == took(by_device)
+    assert took(by_device, host__to_device_gbs=5.0) > took(by_device)
 
 
 def test_experts_lie_apart_where_that_is_best(mixture: Recorder) -> None:
