@@ -98,6 +98,8 @@ _dispatching = importlib.import_module("torch.utils._python_dispatch")
 disable_modes: Any = getattr(_dispatching, "_disable_current_modes", None)
 mesh_resources: Any = getattr(torch.distributed.device_mesh, "_mesh_resources", None)  # the open meshes
 scaled_mm: Any = getattr(torch, "_scaled_mm", None)  # products of 8-bit floats
+swap_impls: Any = getattr(torch._C, "_swap_tensor_impl", None)  # of two tensors; who holds one holds it still
+use_count: Any = getattr(torch.Tensor, "_use_count", None)  # 1: Python alone holds it, and no graph does
 set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 
 

@@ -64,6 +64,8 @@ def tree_map(fn: Callable[[Any], Any], tree: Any, sought: tuple[type, ...] | Non
         return other
     if isinstance(tree, tuple | list):
         parts = [tree_map(fn, x, sought) for x in tree]
+        if hasattr(kind, "_make"):  # past a class's own checks of what is not there yet (PackedSequence)
+            return kind._make(parts)
         return kind(*parts) if hasattr(tree, "_fields") else kind(parts)
     if kind is slice:
         return slice(*[tree_map(fn, x, sought) for x in (tree.start, tree.stop, tree.step)])

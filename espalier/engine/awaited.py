@@ -4,14 +4,18 @@ A plain loop asks for the output, makes a loss of it and lets that go back. In a
 before the backward passes begin: so :class:`Awaited` stands for it. Calls of torch and operators on it give
 others; ``backward()`` runs all micro-batches through the stages, with what was kept as their loss function.
 Where a value is asked for before, the model is run once for it, without gradients.
+
+Shapes, lengths and what can be unpacked are known without a value, from the shapes of an output that came of
+inputs like these.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -19,10 +23,32 @@ from espalier.engine.accumulation import OfAll
 from espalier.trees import leaves, tree_map
 
 _CONSTANT = ("weight", "pos_weight")  # arguments of losses that may be as long as a batch
+_ATTRIBUTES = frozenset("shape ndim dtype device requires_grad".split())
+_QUESTIONS = frozenset("size dim ndimension numel nelement is_floating_point is_complex".split())
+_OF_ROWS = frozenset("shape size numel nelement".split())  # another in each micro-batch
+_IN_PLACE = {
+    f"__i{name}__": getattr(operator, name) for name in "add sub mul truediv floordiv mod pow".split()
+}
 
 
 class Source(Protocol):
-    """A call of the model."""
+    """A call of the model.
+
+    Attributes:
+        is_whole: whether a loss is computed on all rows at once, as many as the program sees.
+        device: this rank's.
+    """
+
+    is_whole: bool
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def shapes(self) -> Any:
+        """What the model gives, its tensors without data (on ``meta``)."""
+
+    def form(self) -> Any:
+        """The same of a batch of any shape."""
 
     def rows(self) -> int:
         """How many the inputs given have."""
@@ -35,11 +61,15 @@ class Source(Protocol):
 
 
 class _Step(NamedTuple):
-    """One call that was kept."""
+    """One call that was kept, and whether gradients were on."""
 
     func: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
+    with_grad: bool
+
+
+_UNKNOWN = object()  # in the place of shapes that hang on values
 
 
 class Awaited:
@@ -49,6 +79,8 @@ class Awaited:
         self._source, self._step = source, step
         self._known: Any = None
         self._has_gone_back = False
+        self._shape: Any = None
+        self._is_used = False  # something was made of it
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,15 +89,71 @@ class Awaited:
                 "torch.autograd.grad of an output: In a pipeline it is yet to be computed, and not where the "
                 "input is. Take the gradient in the model's forward, or train under a plan without pipe."
             )
-        return _kept(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _QUESTIONS and args and isinstance(args[0], Awaited):
+            kept = partial(_kept, func, args, kwargs)
+            return args[0]._asked(name, lambda x: func(x, *args[1:], **kwargs), kept)
+        writes = name in (*_IN_PLACE, "__setitem__") or _is_in_place(name)
+        if (writes or kwargs.get("inplace")) and args and isinstance(args[0], Awaited):
+            return args[0]._write(func, args[1:], kwargs)
+        if writes or isinstance(kwargs.get("out"), torch.Tensor):
+            return _written(func, name, args, kwargs)
+        return _kept(func, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _kept(getattr, (self, name), {})
+        if self._step is None and (constant := _constant(getattr, self._source.form(), name)) is not _UNKNOWN:
+            return constant
+        kept = partial(_kept, getattr, (self, name), {})
+        return self._asked(name, lambda x: getattr(x, name), kept) if name in _ATTRIBUTES else kept()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _kept(_call, (self, *args), kwargs)
+        kept = partial(_kept, _call, (self, *args), kwargs)
+        step = self._step
+        if step is None or step.func is not getattr or not isinstance(step.args[0], Awaited):
+            return kept()
+        of, name = step.args
+        if name in _QUESTIONS:
+            return of._asked(name, lambda x: getattr(x, name)(*args, **kwargs), kept)
+        return of._write(_call_method, (name, *args), kwargs) if _is_in_place(name) else kept()
+
+    def _asked(self, name: str, ask: Callable[[Any], Any], kept: Callable[[], Any]) -> Any:
+        """What can be said of a tensor without its value; kept if each micro-batch says another thing."""
+        if name in _OF_ROWS and not self._source.is_whole:
+            return kept()
+        shapes = self._shapes()
+        if not isinstance(shapes, torch.Tensor):
+            return kept()
+        return self._source.device if name == "device" else ask(shapes)
+
+    def _shapes(self) -> Any:
+        """It, with tensors that have no data, and need gradients if it does; ``_UNKNOWN`` if that fails."""
+        if self._shape is None:
+            output = self._source.shapes()
+            with torch.enable_grad():
+                try:
+                    self._shape = _evaluated(self, {}, {}, lambda: output, on_meta=True)
+                except Exception:  # it hangs on values, or is computed where there is data alone
+                    self._shape = _UNKNOWN
+        return self._shape
+
+    def _wants_grad(self) -> bool:
+        """Whether gradients would go back through it, as it is used here."""
+        if not torch.is_grad_enabled():
+            return False
+        shapes = self._shapes()
+        return shapes is _UNKNOWN or any(
+            x.requires_grad for x in leaves(shapes, torch.Tensor, (torch.Tensor,))
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        if self._step is None and isinstance(key, str | int):
+            constant = _constant(operator.getitem, self._source.form(), key)
+            if constant is not _UNKNOWN:
+                return constant
+        return _kept(operator.getitem, (self, key), {})
 
     def by(self, func: Callable[[Any], Any]) -> Any:
         """What a function makes of it."""
@@ -132,19 +220,72 @@ class Awaited:
     def __bool__(self) -> bool:
         return bool(self.value())
 
+    def __index__(self) -> int:
+        if not self._source.is_whole:
+            raise TypeError(
+                "A number of what a pipeline has yet to compute, as an index or a size: a loss is computed "
+                "on each micro-batch, and the number is another there. Write -1 for rows, or ask the batch."
+            )
+        return operator.index(self.value())
+
     def __len__(self) -> int:
-        return len(self.value())
+        shapes = self._shapes()
+        sized = self.value() if shapes is _UNKNOWN else shapes
+        if isinstance(sized, torch.Tensor) and not sized.ndim:
+            raise TypeError(
+                "A number that a pipeline has yet to compute has no length: x.item() asks for it."
+            )
+        return len(sized)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.value())
+        shapes = self._shapes()
+        if isinstance(shapes, tuple | list):
+            return (_part_of(self, i, x) for i, x in enumerate(shapes))
+        if not isinstance(shapes, torch.Tensor) and isinstance(shapes, Iterable):
+            return iter(_kept(list, (self,), {}))
+        if not self._wants_grad():
+            return iter(self.value())
+        if shapes is _UNKNOWN or not self._source.is_whole:
+            raise TypeError(
+                "A loop over the rows of what a pipeline has yet to compute: its loss is computed on each "
+                "micro-batch, and knows no single rows. Use calls of torch on all of them, or detach() it."
+            )
+        return (self[i] for i in range(len(shapes)))
 
     def __format__(self, spec: str) -> str:
         return format(self.value(), spec)
 
-    def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        raise TypeError(
-            "What a pipeline has yet to compute cannot be written to: clone() what you have of it."
-        )
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._write(_set_item, (key, value), {})
+
+    def _write(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Awaited:
+        """A call that writes to it: from now on it is what that gives.
+
+        Raises:
+            TypeError: something was made of it before, or it is a part of something: these would change too.
+        """
+        if self._is_used or self._is_part():
+            raise TypeError(
+                "What a pipeline has yet to compute is written to, and others were made of it, or it is a "
+                "part of something, the model's output say. Make a new one: x = x.clone() first, or call "
+                "what gives one (torch.where, the function without the underscore)."
+            )
+        before = Awaited(self._source, self._step)
+        self._step = _kept(func, (before, *args), kwargs)._step
+        self._known = self._shape = None
+        return self
+
+    def _is_part(self) -> bool:
+        """Whether it may share memory with what it was made of."""
+        shapes = self._shapes()
+        if self._step is None or not isinstance(shapes, torch.Tensor):
+            return True
+        step = [list(self._step.args), dict(self._step.kwargs)]
+        made_of = [x._shapes() for x in leaves(step, Awaited, _SOUGHT_AWAITED)]
+        own = shapes.untyped_storage()._cdata
+        every = leaves(made_of, torch.Tensor, (torch.Tensor,))
+        is_unknown = any(x is _UNKNOWN for x in made_of)
+        return is_unknown or any(x.untyped_storage()._cdata == own for x in every)
 
     __hash__ = object.__hash__
 
@@ -159,7 +300,10 @@ def _operator(func: Callable[..., Any], swaps: bool = False) -> Callable[..., An
 for _name in "add sub mul truediv floordiv mod pow matmul".split():
     setattr(Awaited, f"__{_name}__", _operator(getattr(operator, _name)))
     setattr(Awaited, f"__r{_name}__", _operator(getattr(operator, _name), swaps=True))
-for _name in "eq ne lt le gt ge neg getitem".split():
+for _name in "and or xor".split():
+    setattr(Awaited, f"__{_name}__", _operator(getattr(operator, f"__{_name}__")))
+    setattr(Awaited, f"__r{_name}__", _operator(getattr(operator, f"__{_name}__"), swaps=True))
+for _name in "eq ne lt le gt ge neg invert abs".split():
     setattr(Awaited, f"__{_name}__", _operator(getattr(operator, _name)))
 
 
@@ -167,18 +311,106 @@ def _call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def _call_method(x: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(x, name)(*args, **kwargs)
+
+
+def _set_item(x: Any, key: Any, value: Any) -> Any:
+    x[key] = value
+    return x
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether a function of that name writes to its first argument."""
+    return name.endswith("_") and not name.startswith("_") and name != "requires_grad_"
+
+
+def _constant(get: Callable[[Any, Any], Any], form: Any, key: Any) -> Any:
+    """A part of an output that is there in every batch, as it is none of its tensors: a None, or a name."""
+    if isinstance(form, torch.Tensor):
+        return _UNKNOWN
+    try:
+        part = get(form, key)
+    except Exception:  # who computes it says so
+        return _UNKNOWN
+    return part if part is None or isinstance(part, str | bool) else _UNKNOWN
+
+
+def _part_of(of: Awaited, i: int, shapes: Any) -> Any:
+    """One of several things that are yet to be computed; a name or a None is known."""
+    return shapes if shapes is None or isinstance(shapes, str | bool) else of[i]
+
+
+def detached(inputs: Any) -> Any:
+    """Inputs of a call of the model, with the values of what an earlier call has yet to compute.
+
+    Raises:
+        ValueError: a gradient would go from call to call.
+    """
+    if any(x._wants_grad() for x in leaves(inputs, Awaited, _SOUGHT_AWAITED)):
+        raise ValueError(
+            "What one call of the model gives goes into another. In a pipeline no gradient goes from call to "
+            "call: let the model's forward go through the steps itself, or pass x.detach()."
+        )
+    return tree_map(_value_of, inputs, _SOUGHT_AWAITED)
+
+
+def _value_of(x: Any) -> Any:
+    return x.value() if isinstance(x, Awaited) else x
+
+
+def _written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What writes to a tensor is done at once, with values; nothing could go back through it."""
+    awaited = leaves([list(args), dict(kwargs)], Awaited, _SOUGHT_AWAITED)
+    if not any(x._wants_grad() for x in awaited):
+        values, named = (tree_map(_value_of, x, _SOUGHT_AWAITED) for x in (list(args), dict(kwargs)))
+        return func(*values, **named)
+    if name in _IN_PLACE:  # the name is the sum's from now on
+        return _kept(_IN_PLACE[name], args, kwargs)
+    raise TypeError(
+        f"{name or func}: what a pipeline has yet to compute is written into a tensor, and a gradient is "
+        "to go back through it. Make a new tensor (torch.cat, torch.stack, torch.where), or detach() what "
+        "is written."
+    )
+
+
 def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    first, *others = held = leaves([list(args), dict(kwargs)], Awaited)
-    if all(x._has_gone_back for x in held):  # it is there: a sum of losses over steps, say
-        values = tree_map(lambda x: x._known if isinstance(x, Awaited) else x, [list(args), dict(kwargs)])
-        return func(*values[0], **values[1])
-    if any(x._source is not first._source for x in others):
+    awaited = leaves([list(args), dict(kwargs)], Awaited, _SOUGHT_AWAITED)
+    if all(x._has_gone_back for x in awaited):  # it is there: a sum of losses over steps, say
+        values, named = (tree_map(_value_of, x, _SOUGHT_AWAITED) for x in (list(args), dict(kwargs)))
+        return func(*values, **named)
+    if any(x._source is not awaited[0]._source for x in awaited):
+        args, kwargs, awaited = _of_one_call(args, kwargs, awaited)
+    if func is not getattr:
+        for x in awaited:
+            x._is_used = True
+            if func is _call and x._step is not None and x._step.func is getattr:
+                x._step.args[0]._is_used = True  # its method was called
+    return Awaited(awaited[0]._source, _Step(func, list(args), dict(kwargs), torch.is_grad_enabled()))
+
+
+def _of_one_call(
+    args: Sequence[Any], kwargs: Mapping[str, Any], awaited: Sequence[Awaited]
+) -> tuple[Sequence[Any], Mapping[str, Any], list[Awaited]]:
+    """Arguments that hang on one call of the model: what no gradient goes back through is its value.
+
+    Raises:
+        ValueError: gradients would go back through several.
+    """
+    sought = [x for x in awaited if x._wants_grad()] or awaited[:1]
+    if any(x._source is not sought[0]._source for x in sought):
         raise ValueError(
             "Outputs of two calls of the model meet. In a pipeline a loss is made of one call: call the "
             "model on both inputs, model(torch.cat([a, b])).chunk(2); or, where losses are added, let each "
-            "go back by itself, loss_a.backward() and loss_b.backward(), before the step."
+            "go back by itself, loss_a.backward() and loss_b.backward(), before the step. What needs no "
+            "gradient, detach()."
         )
-    return Awaited(first._source, _Step(func, list(args), dict(kwargs)))
+
+    def inner(x: Any) -> Any:
+        return x.value() if isinstance(x, Awaited) and x._source is not sought[0]._source else x
+
+    args, kwargs = (tree_map(inner, x, _SOUGHT_AWAITED) for x in (list(args), dict(kwargs)))
+    return args, kwargs, leaves([args, kwargs], Awaited, _SOUGHT_AWAITED)
 
 
 def _captured(of: Awaited) -> list[torch.Tensor]:
@@ -187,8 +419,9 @@ def _captured(of: Awaited) -> list[torch.Tensor]:
         return []
     kwargs = {name: x for name, x in of._step.kwargs.items() if name not in _CONSTANT}
     arguments = [list(of._step.args), kwargs]
-    within = [x for one in leaves(arguments, Awaited) for x in _captured(one)]
-    return list({id(x): x for x in [*within, *leaves(arguments, torch.Tensor)]}.values())
+    within = [x for one in leaves(arguments, Awaited, _SOUGHT_AWAITED) for x in _captured(one)]
+    tensors = leaves(arguments, torch.Tensor, _SOUGHT_AWAITED)
+    return list({id(x): x for x in [*within, *tensors]}.values())
 
 
 def _replayed(of: Awaited, ids: Sequence[int], output: Any, captured: Sequence[torch.Tensor]) -> Any:
@@ -209,24 +442,40 @@ def _evaluated(
     done: dict[int, Any],
     output: Callable[[], Any],
     fresh: bool = False,
+    on_meta: bool = False,
 ) -> Any:
     if id(of) in done:
         return done[id(of)]
-    if of._known is not None and not fresh:
+    if of._known is not None and not fresh and not on_meta:
         return of._known
+    if on_meta and of._shape is not None and of._shape is not _UNKNOWN:
+        return of._shape
     if of._step is None:
         value = output()
     else:
 
         def inner(x: Any) -> Any:
             if isinstance(x, Awaited):
-                return _evaluated(x, replacements, done, output, fresh)
-            return replacements.get(id(x), x) if isinstance(x, torch.Tensor) else x
+                return _evaluated(x, replacements, done, output, fresh, on_meta)
+            if isinstance(x, torch.Tensor):
+                return _without_data(x) if on_meta else replacements.get(id(x), x)
+            return x
 
         step = of._step
-        args = tree_map(inner, step.args)
-        if step.func is operator.truediv and isinstance(step.args[1], int | float):
+        args, kwargs = (tree_map(inner, x, _SOUGHT_AWAITED) for x in (list(step.args), dict(step.kwargs)))
+        if step.func is operator.truediv and isinstance(step.args[1], int | float) and not on_meta:
             args[1] = OfAll(args[1])  # the loop's own: it knows nothing of micro-batches
-        value = step.func(*args, **tree_map(inner, dict(step.kwargs)))
+        with nullcontext() if step.with_grad else torch.no_grad():
+            value = step.func(*args, **kwargs)
     done[id(of)] = value
+    if on_meta:
+        of._shape = value
     return value
+
+
+def _without_data(x: torch.Tensor) -> torch.Tensor:
+    """A tensor on ``meta`` like one that is given beside the output."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+_SOUGHT_AWAITED = (torch.Tensor, Awaited)

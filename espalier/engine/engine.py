@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
 from espalier.blocks import blocks
@@ -49,6 +50,7 @@ from espalier.engine.update import (
     check_closures,
     forget_gradients,
     lay_out_states,
+    meet_others_states,
     steps_by_closure,
     sum_states,
     update,
@@ -141,6 +143,9 @@ def initialize(
             "or leave mesh= out."
         )
     on = on.telling(**plan.words)
+    if on.size() > 1:
+        _refuse_sparse(model)
+    _refuse_lazy(model)
     if optimizer is not None:
         optimizer = as_one(optimizer)
         _check(optimizer, model, plan)
@@ -174,6 +179,28 @@ def _stay_on_device(model: nn.Module) -> None:
     there = next((p.device for p in model.parameters() if is_accelerator(p.device)), None)
     if alone and there is not None:
         use(there)
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """See that all parameters have a shape."""
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise ValueError(
+            f"{', '.join(lazy[:3])}{', ...' if len(lazy) > 3 else ''}: lazy, without a shape yet. Call the "
+            "plain model on a batch once, then make the optimizer, and then the engine."
+        )
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    """See that all gradients are dense: they are summed in flat buffers."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    sparse = [name for name, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
+    if sparse:
+        raise ValueError(
+            f"{', '.join(map(repr, sparse[:3]))}{', ...' if len(sparse) > 3 else ''}: sparse=True gives "
+            "sparse gradients, which are not summed over ranks. Leave it out, and train with an optimizer of "
+            "dense ones: Adam in place of SparseAdam."
+        )
 
 
 def _check(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> None:
@@ -711,6 +738,10 @@ class Engine(Surface):
             with passes.watch or nullcontext():
                 if finite:
                     self.wait_staged()
+                    if data.has_thawed:
+                        data.has_thawed = False
+                        for part in parts_of(self.optimizer or optimizer):
+                            meet_others_states(part)
                     step, whole = partial(update, factor=scale, runs=self._runs), self.optimizer or optimizer
                     data.update(optimizer, step, keep, whole.state)
                     passes.updates += 1

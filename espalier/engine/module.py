@@ -185,6 +185,7 @@ def spread(engine: Engine, loader: DataLoader[Any]) -> Any:
     """A DataLoader whose global batches are cut over the ranks; see :func:`prepare`."""
     sampler = loader.sampler
     if isinstance(sampler, DistributedSampler):
+        _check_sampler(engine, sampler)
         return Prepared(loader, engine.local_batch)
     whole = isinstance(sampler, SequentialSampler) or (
         isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None
@@ -213,6 +214,24 @@ def spread(engine: Engine, loader: DataLoader[Any]) -> Any:
     )
 
 
+def _check_sampler(engine: Engine, sampler: DistributedSampler[Any]) -> None:
+    """See that a sampler gives each rank the rows that the plan has it read.
+
+    Raises:
+        ValueError: it gives other rows to ranks that read the same, or the other way round.
+    """
+    n, here = sampler.num_replicas, engine.batch_rows(sampler.num_replicas)
+    is_one_each = here.stop - here.start == 1
+    if is_one_each and (n == engine.mesh.size() or here.start == sampler.rank):
+        return
+    raise ValueError(
+        f"The loader's DistributedSampler cuts rows for {n} ranks and gives this one those of rank "
+        f"{sampler.rank}; by {engine.plan} a batch of {n} rows gives it {here.stop - here.start}, from row "
+        f"{here.start} on. Ranks that differ on no axis that shares the batch read the same rows. Give "
+        "prepare a DataLoader without it, which it spreads by itself."
+    )
+
+
 def _orders(engine: Engine, loader: DataLoader[Any]) -> Callable[[], torch.Tensor]:
     """Draws, for each epoch, what a DataLoader draws: gives the state of a generator of its order."""
     sampler: Any = loader.sampler
@@ -222,7 +241,8 @@ def _orders(engine: Engine, loader: DataLoader[Any]) -> Callable[[], torch.Tenso
         own = getattr(sampler, "generator", None)
         if own is not None:
             state = own.get_state()
-            torch.randperm(len(sampler), generator=own)
+            for _ in range(2):  # at the end of an epoch it draws another order, of which it takes nothing
+                torch.randperm(len(sampler), generator=own)
         elif isinstance(sampler, RandomSampler):
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
             state = torch.Generator().manual_seed(seed).get_state()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -15,7 +15,7 @@ from espalier.comm.control import agree, any_says, gather_objects
 from espalier.comm.dry import values_of
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Accumulation, Number, averaged
-from espalier.engine.awaited import Awaited
+from espalier.engine.awaited import Awaited, detached
 from espalier.engine.batches import loss_of
 from espalier.engine.norm import Rider, share_of
 from espalier.engine.passes import (
@@ -38,6 +38,7 @@ from espalier.parallel.data.gradients import Gradients, gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.measure import measured_by_all
+from espalier.parallel.pipeline.programs import sendable
 from espalier.parallel.pipeline.record import leaves
 from espalier.parallel.pipeline.runtime import InferredShapes, Trees
 from espalier.parallel.pipeline.shape_inference import taken_apart
@@ -67,6 +68,7 @@ class Staged(Passes):
         self._factor: torch.Tensor | None = None
         self._weighs = self._is_finished = self._is_known = self._is_of_loop = False
         self.keeps_outputs: bool | None = None  # of training passes, see ModelRun; None: of the first
+        self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
 
     # ---- to lay out
 
@@ -222,7 +224,11 @@ class Staged(Passes):
         self._laid_out(self.call.alone(inputs))
 
     def outputs(self, inputs: Any, rows: str) -> Any:
-        call = ModelRun(self, inputs, rows)
+        if torch.is_inference_mode_enabled():  # what is traced is told of writes by versions
+            with torch.inference_mode(False), torch.no_grad():
+                inputs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
+                return self.outputs(inputs, rows)
+        call = ModelRun(self, detached(inputs), rows)
         return Awaited(call) if torch.is_grad_enabled() else call.value()
 
     def _context(self, data: ZeroState) -> StageContext:
@@ -602,7 +608,10 @@ class Prediction(MicroBatches):
         """The output on all ranks."""
         mesh, program = self._of.mesh, self._splits[0].stages[-1]
         if isinstance(program, WholeProgram):
-            return gather_objects(self.output, mesh["pipe"])[source]
+            output = gather_objects(sendable(self.output), mesh["pipe"])[source]
+            if isinstance(output, Exception):
+                raise output
+            return output
         outputs = []
         for i, (shape, dtype) in enumerate(program.result):
             if self.tensors is None:

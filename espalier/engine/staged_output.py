@@ -7,7 +7,7 @@ numbers and leaves buffers and generators as they were, so that looking at a los
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -20,10 +20,13 @@ from espalier.engine.accumulation import Accumulation
 from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
 from espalier.mesh import Mesh
+from espalier.parallel import Plan
 from espalier.parallel.compose import Stages
+from espalier.parallel.pipeline.programs import sendable
 from espalier.parallel.pipeline.record import leaves, mapped
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.dry_runs import States, restore, states
+from espalier.tensor.traces import Generators
 from espalier.torch_private import raw
 
 
@@ -32,9 +35,11 @@ class StagedPasses(Protocol):
 
     call: ModelCall
     mesh: Mesh
+    plan: Plan
     loss: torch.Tensor | None
     updates: int
     keeps_outputs: bool | None
+    output_shapes: dict[Hashable, Any]
     first_batches: GivenBatches
     evaluation: Accumulation
 
@@ -62,10 +67,16 @@ class ModelRun:
     def __init__(self, passes: StagedPasses, inputs: Any, rows: str) -> None:
         self._passes, self._inputs, self._is_own = passes, inputs, rows == "own"
         self._updates = passes.updates
-        self._drawn_from: States | None = None  # by the training pass
+        self.is_whole = not self._is_own and passes.plan.accumulate == 1
+        self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
         self._kept: list[Any] | None = None  # of each, in the last stage; elsewhere empty
         self._value: Any = None  # when it was asked for
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's."""
+        return self._passes.mesh.device()
 
     def rows(self) -> int:
         """How many the inputs given have."""
@@ -84,11 +95,36 @@ class ModelRun:
         # what a program keeps may write to it
         return mapped(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, self._value)
 
+    def shapes(self) -> Any:
+        """What the model gives, its tensors on ``meta``: as it gave for inputs like these before.
+
+        Floats need gradients, as they would have them.
+        """
+        known = self._passes.output_shapes
+        key = (*self._form_key, _shapes_of(self._inputs))
+        if key not in known:
+            with torch.no_grad():
+                known[key] = known[self._form_key] = mapped(_like, self.value())
+        return mapped(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, known[key])
+
+    def form(self) -> Any:
+        """What it gives, its tensors on ``meta``: as it gave for inputs of these kinds, of any shape."""
+        known = self._passes.output_shapes
+        return known[self._form_key] if self._form_key in known else self.shapes()
+
+    @property
+    def _form_key(self) -> tuple[Hashable, ...]:
+        """What an output's kinds follow from."""
+        others = [None if isinstance(x, torch.Tensor) else repr(x) for x in leaves(self._inputs)]
+        return tuple(others), self._is_own, self._passes.call.module.training
+
     def _computed(self) -> Any:
         passes = self._passes
         if self._kept is not None:
-            here = [plain_output(mapped(_on_device, output)) for output in self._kept]
+            here = [sendable(plain_output(mapped(_on_device, output))) for output in self._kept]
             outputs = gather_objects(here, passes.mesh["pipe"])[passes.stages.places[-1]]
+            if outputs and isinstance(outputs[0], Exception):
+                raise outputs[0]
             if len(outputs) == len(self._own):
                 return _joined(outputs, self._own)
         if passes.updates != self._updates:
@@ -112,15 +148,18 @@ class ModelRun:
     def _untouched(self) -> Iterator[None]:
         """While open, passes may be made that leave no trace: they draw what the training pass draws."""
         device, module = self._passes.mesh.device(), self._passes.call.module
-        before = states(device)
+        before, of_python = states(device), Generators()
         with raw():
             buffers = [(x, x.clone()) for x in module.buffers() if not x.is_meta]
         if self._drawn_from is not None:
-            restore(device, self._drawn_from)
+            torchs, others = self._drawn_from
+            restore(device, torchs)
+            others.restore()
         try:
             yield
         finally:
             restore(device, before)
+            of_python.restore()
             with raw(), torch.no_grad():
                 for x, saved in buffers:
                     x.copy_(saved)
@@ -141,7 +180,7 @@ class ModelRun:
             passes.first_batches.note(self._inputs, own=True)
         earlier = passes.taken_gradients()
         parts, self._own = self._parts((self._inputs, captured))
-        self._drawn_from = states(passes.mesh.device())
+        self._drawn_from = states(passes.mesh.device()), Generators()
         kept: list[Any] = []
 
         def loss_of_kept(output: Any, more: Any) -> Any:
@@ -161,6 +200,18 @@ class ModelRun:
         passes.add_gradients(earlier)
         assert passes.loss is not None
         return full_tensor(passes.loss).detach().clone()
+
+
+def _shapes_of(inputs: Any) -> Hashable:
+    return tuple((tuple(x.shape), x.dtype) for x in leaves(inputs, torch.Tensor))
+
+
+def _like(x: Any) -> Any:
+    """A tensor of that shape, on ``meta``."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    like = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return like.requires_grad_(x.is_floating_point() or x.is_complex())
 
 
 def _on_host(x: Any) -> Any:

@@ -92,11 +92,12 @@ def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
                 if isinstance(x, torch.Tensor) and x.ndim and x.shape == p.shape:
                     state[name] = lay_out(x, p._layout)
     for part in parts_of(optimizer):
-        _meet_others_states(part)
-        part.register_load_state_dict_post_hook(_meet_others_states)
+        meet_others_states(part)
+        part.register_load_state_dict_post_hook(meet_others_states)
 
 
-def _meet_others_states(optimizer: torch.optim.Optimizer) -> None:
+def meet_others_states(optimizer: torch.optim.Optimizer) -> None:
+    """Have states looked at before the next update: some may lie as others left them."""
     for p in [p for p in optimizer.state if isinstance(p, DTensor) and not p._layout.mesh.is_member]:
         del optimizer.state[p]  # of a stage of other ranks
     optimizer._has_others_states = True  # type: ignore[attr-defined]
@@ -377,7 +378,9 @@ class _FlatRun:
             if [_room(p, now) for p in self._members] != self._rooms:
                 return False
             self._address = _address(self._members[0])
-        if not all(map(is_, map(optimizer.state.get, self._members, self._states), self._states)):
+        # there are none before the first step, or after a load of none
+        held = zip(map(optimizer.state.get, self._members), self._states, strict=True)
+        if not all(now is states or not (now or states) for now, states in held):
             return False
         try:
             for name, parts in self._views.items():

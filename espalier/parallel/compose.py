@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
-from typing import Any, cast
+from functools import partial
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from espalier.blocks import around, blocks
 from espalier.layout import Layout, Placement, Replicate, Shard
@@ -37,7 +39,7 @@ from espalier.tensor.modules import unwatched
 from espalier.tensor.observers import user_frame
 from espalier.tensor.rules.float8 import MULTIPLE, float8_linear, refused
 from espalier.tensor.traces import NotCopiedError
-from espalier.torch_private import raw
+from espalier.torch_private import raw, swap_impls, use_count
 
 
 class Arrangement(dict[str, Layout]):
@@ -175,6 +177,7 @@ def lay_out_model(
         DiskError: there is no space for the states.
     """
     _refuse_laid_out(model)
+    _leave_earlier_graphs(model)
     if plan.precision.compute == "float8":
         layouts.float8 = _in_float8(model, layouts, mesh, plan.precision.keep)
     data = _share_parameters(model, layouts, mesh, plan, optimizer)
@@ -236,6 +239,34 @@ def _refuse_laid_out(model: nn.Module) -> None:
                 f"The parameter {name} is a DTensor already. Give initialize() the plain model, once: "
                 "where a notebook's cell is run again, run the one that builds the model before it."
             )
+
+
+def _leave_earlier_graphs(model: nn.Module) -> None:
+    """Let graphs that were recorded of plain parameters keep these, and say so if they go back.
+
+    A gradient that comes by them is of a whole parameter, and of no rank's part of the batch. Graphs that
+    nobody goes back through (the weight that a pruned layer made last) are left in peace.
+    """
+    if swap_impls is None or use_count is None:
+        return
+    for name, p in model.named_parameters():
+        if not p.requires_grad or not p.is_leaf or use_count(p) == 1:
+            continue
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            continue  # they would go with the graph
+        get_gradient_edge(p).node.register_prehook(partial(_refuse_earlier, name))
+        grad = p.grad
+        swap_impls(p, nn.Parameter(p.detach()))
+        p.grad = grad
+
+
+def _refuse_earlier(name: str, grads: Any) -> NoReturn:
+    raise ValueError(
+        f"{name} was used in what goes back before the engine laid the parameters out, which a batch is "
+        "needed for: the gradient is not of what the parameter is now. Call the model first, and take "
+        "penalties on its parameters after; or give initialize(..., example=batch), or call "
+        "engine.lay_out(batch), before the first step."
+    )
 
 
 def _share_parameters(

@@ -24,7 +24,7 @@ from espalier.mesh import Mesh
 from espalier.sharding.solve import solve
 from espalier.sharding.spec import Operand, Placed, Spec
 from espalier.tensor import loans
-from espalier.tensor.dtensor import DTensor, layout_of, stamp
+from espalier.tensor.dtensor import DTensor, absent, layout_of, stamp
 from espalier.tensor.fallback import (
     asks_in_place,
     enter_or_gather,
@@ -164,6 +164,7 @@ class CachedCall:
 
     def _local(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.placed.mesh.is_dry:
+            self._refuse_lost(args, kwargs)
             # what is saved for backward must be plain: kernels of the meta device are partly Python, and
             # would ask a DTensor for its shape
             plain_ = partial(_plain, mesh=self.placed.mesh)
@@ -173,6 +174,19 @@ class CachedCall:
         if self.run is not None:
             return self.run(func, args, kwargs, self.placed)
         return func(*args, **kwargs)
+
+    def _refuse_lost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See that a plain tensor is not to hold values that are on other ranks alone.
+
+        Raises:
+            ValueError: it is: nothing would be written to it.
+        """
+        if self.written is None or self.placed.mesh.is_member:
+            return
+        written = at(args, kwargs, self.written)
+        if type(written) is not DTensor and not written.is_meta:
+            lie_elsewhere = [x for x in tensors_in((args, kwargs)) if type(x) is DTensor]
+            raise absent(lie_elsewhere[0]._layout.own)
 
     def _stamped(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.written is not None:
@@ -302,12 +316,20 @@ def _first(
             return out
     except Exception as error:
         slot.pop(key, None)
+        lie_elsewhere = [x for x in tensors_in((args, kwargs)) if type(x) is DTensor and _is_absent(x)]
+        if isinstance(error, NotImplementedError) and lie_elsewhere:  # of tensors without data
+            raise absent(lie_elsewhere[0]._layout.own) from error
         # what torch says of such arguments, if it would not take them either
         wanted = torch_error(func, args, kwargs)
         if wanted is None or (type(wanted) is type(error) and str(wanted) == str(error)):
             raise
         raise wanted from error
     return _unruled(func, (), args, kwargs)
+
+
+def _is_absent(x: DTensor) -> bool:
+    """Whether its values are on other ranks alone."""
+    return not x._layout.mesh.is_member
 
 
 def _is_torchs(func: Callable[..., Any]) -> bool:

@@ -454,6 +454,12 @@ class Drawing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten._pack_padded_sequence.default and args[0].is_meta:
+            raise NoValueError(
+                "pack_padded_sequence gives as many rows as the values of lengths say, and what stages send "
+                "one another must follow from shapes. Give the padded sequence and a mask, or train under a "
+                "plan without pipe."
+            )
         with raw():
             args, kwargs = _all_without_data(func, args, kwargs)
             if not _draws(func, kwargs):

@@ -47,6 +47,16 @@ def _getter(name: str) -> property:
 DETACHED = "espalier: copies are leaves, without gradients"  # in the memo of ``copy.deepcopy``
 
 
+def absent(layout: Layout) -> ValueError:
+    """What is said where values are asked for that lie on other ranks alone."""
+    mesh = layout.mesh
+    return ValueError(
+        f"The values of {layout!r} are on ranks {list(mesh.ranks)}; this is rank {mesh.world_rank}. On all "
+        "of them, redistribute it to a mesh with this rank, or ask on a rank of the mesh (mesh.is_member). "
+        "Of the parameters of a pipeline, engine.full_state_dict() gives all values on all ranks."
+    )
+
+
 class DTensor(torch.Tensor):
     """A global tensor of which this rank holds its part.
 
@@ -327,11 +337,7 @@ class DTensor(torch.Tensor):
         x = up_to_date(self)
         lay = x._layout.own
         if not lay.mesh.is_member:
-            raise ValueError(
-                f"The values of {lay!r} are on ranks {list(lay.mesh.ranks)}; this is rank "
-                f"{lay.mesh.world_rank}. On all of them, redistribute it to a mesh with this rank, or ask on "
-                "a rank of the mesh (mesh.is_member)."
-            )
+            raise absent(lay)
         if grad_placements is not None:
             whole = redistribute(x, Layout.replicated(lay.mesh, lay.shape))
             return whole.to_local(grad_placements=grad_placements)

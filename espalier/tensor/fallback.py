@@ -19,7 +19,7 @@ from espalier.comm.redistribute import on_dry
 from espalier.layout import Layout, gradient_layout, same_data
 from espalier.layout.layout import R
 from espalier.mesh import Mesh
-from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, stamp
+from espalier.tensor.dtensor import DTensor, absent, layout_of, plain, redistribute, stamp
 from espalier.tensor.loans import is_view, lend, loans_in, version
 from espalier.tensor.observers import user_frame
 from espalier.tensor.random import drawing_alike
@@ -277,6 +277,8 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     with raw():
         local_args, local_kwargs = tree_map(whole, args), tree_map(whole, kwargs)
+        if isinstance(target, torch.Tensor) and type(target) is not DTensor and not mesh.is_member:
+            raise absent(layouts[0])
         if any(not same_data(lay, Layout.replicated(mesh, lay.shape)) for lay in layouts):
             if name in _RESHAPING and type(target) is DTensor and not _is_plain(target):
                 raise NotImplementedError(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import espalier
 
@@ -545,3 +546,97 @@ def compiled(rank: int, world: int) -> None:
 
 def test_a_model_that_is_laid_out_is_not_compiled(ranks: Any) -> None:
     ranks(2, compiled)
+
+
+def penalty(net: nn.Module) -> torch.Tensor:
+    matrices = [p for p in net.parameters() if p.ndim == 2]
+    return sum(
+        ((p @ p.t()).square().mean() + p.sum() for p in matrices), torch.zeros((), dtype=torch.float64)
+    )
+
+
+def before_and_after_layout(rank: int, world: int) -> None:
+    """The first batch of tensor plans lays parameters out: what was recorded of them before is another's."""
+    for plan in ({"tensor": 2}, {"data": 2, "zero": 3}):
+        nets = [nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Linear(12, 3)) for _ in "ab"]
+        for net in nets:
+            torch.manual_seed(0)
+            for p in net.double().parameters():
+                nn.init.normal_(p, std=0.3)
+            prune.l1_unstructured(net[2], "weight", 0.3)  # a graph that is held and never gone through
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        model = espalier.prepare(nets[0], optimizers[0], plan=plan)[0]
+        x, y, _ = batch(0)
+        early = penalty(nets[0])
+        if "tensor" in plan:
+            with pytest.raises(ValueError, match=r"weight was used(.|\n)*example=batch"):
+                (nn.functional.cross_entropy(model(x), y) + early).backward()
+            optimizers[0].zero_grad()
+        for _ in range(3):
+            for called, net, optimizer in zip((model, nets[1]), nets, optimizers, strict=True):
+                loss = nn.functional.cross_entropy(called(x), y) + 0.1 * penalty(net)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        for name, x in model.engine.full_state_dict().items():
+            assert (x - nets[1].state_dict()[name]).abs().max() < TOLERANCE, (plan, name)
+
+
+def test_graphs_from_before_the_layout(ranks: Any) -> None:
+    ranks(2, before_and_after_layout)
+
+
+def fresh_states(rank: int, world: int) -> None:
+    """A run that tries rates, goes back to where it began, states and all, and begins again."""
+    for zero in range(4):
+        nets = [nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double() for _ in "ab"]
+        nets[1].load_state_dict(nets[0].state_dict())
+        losses: list[list[float]] = []
+        for i, net in enumerate(nets):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            model: Any = net
+            if i == 0:
+                model = espalier.prepare(net, optimizer, plan={"data": 2, "zero": zero})[0]
+            weights, states = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+            losses.append([])
+            for step in range(6):
+                if step == 3:
+                    net.load_state_dict(weights)
+                    optimizer.load_state_dict(states)
+                x, y, _ = batch(step)
+                loss = nn.functional.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses[-1].append(loss.item())
+        assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < TOLERANCE, (zero, losses)
+
+
+def test_states_from_before_the_first_step(ranks: Any) -> None:
+    ranks(2, fresh_states)
+
+
+def same_order(rank: int, world: int) -> None:
+    """A DataLoader that draws its order from a generator of its own, over several epochs."""
+    rows = torch.arange(20.0)[:, None]
+    dataset = torch.utils.data.TensorDataset(rows)
+
+    def loader(**more: Any) -> Any:
+        generator = torch.Generator().manual_seed(5)
+        return torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=True, generator=generator, **more)
+
+    net = nn.Linear(1, 1)
+    _, spread = espalier.prepare(net, loader(), plan={"data": 2})
+    plain = loader()
+    for _ in range(3):
+        for (a,), (b,) in zip(spread, plain, strict=True):
+            assert torch.equal(espalier.full_tensor(a), b)
+    sampler = torch.utils.data.DistributedSampler(dataset)
+    own = torch.utils.data.DataLoader(dataset, batch_size=4, sampler=sampler)
+    espalier.prepare(nn.Linear(1, 1), own, plan={"data": 2})
+    with pytest.raises(ValueError, match=r"DistributedSampler cuts rows for 2 ranks(.|\n)*without it"):
+        espalier.prepare(nn.Linear(1, 1), own, plan={"tensor": 2})
+
+
+def test_orders_of_loaders(ranks: Any) -> None:
+    ranks(2, same_order)

@@ -284,6 +284,7 @@ class Chunk:
         whole: flat [elements], the parameters, where the optimizer updates all of them.
         master: flat, the parameters in float32, where the optimizer is to update these: [size], this rank's
             pieces, where the stage cuts states, else whole.
+        is_trained: whether its members needed gradients when it was made, or one has come to need one.
         number: of the chunk, the same on all ranks.
         places: where each kind lies between its uses, if not on the device: "parameters" (``home``),
             "gradients" (``gradient``), "states" (the optimizer's, and ``master``).
@@ -312,6 +313,7 @@ class Chunk:
         self.own: list[torch.Tensor] | None = None
         self.whole: torch.Tensor | None = None
         self.master: torch.Tensor | None = None
+        self.is_trained = members[0].p.requires_grad
         self.number = 0
         self.places: dict[str, Place] = {}
         self.marks: list[tuple[int, int, int]] = []
@@ -335,7 +337,7 @@ class Chunk:
     @property
     def has_master(self) -> bool:
         """Whether the optimizer updates masters of it."""
-        return self.members[0].is_cast and self.members[0].p.requires_grad
+        return self.members[0].is_cast and self.is_trained
 
     @property
     def has_turn(self) -> bool:

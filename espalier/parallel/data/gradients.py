@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec
@@ -34,7 +34,7 @@ from espalier.torch_private import plain_call, raw
 
 _grad: Any = torch.Tensor.grad
 _held = plain_call  # calls a getter past torch functions
-Over = tuple[ShardGroup, tuple[int, ...]]
+Over = tuple[ShardGroup, tuple[int, ...], int]
 P = ParamSpec("P")
 _AT_ONCE = 2  # chunks on their way to their sums
 
@@ -67,7 +67,7 @@ class Gradients:
         store: OffloadStore | None = None,
     ) -> None:
         self.mesh, self.axes, self.stage = mesh, tuple(axes), stage
-        self.chunks = list(chunks)
+        self.chunks: list[Chunk] = []
         self.reduced = False
         self._dtype, self._on_sent, self._store = dtype, on_sent, store
         self._sending, self._is_begun, self._is_open, self._is_shown = True, False, False, False
@@ -80,28 +80,57 @@ class Gradients:
         self._flying: deque[tuple[Chunk, torch.Tensor, Summing]] = deque()
         self._spreading: deque[tuple[Chunk, Work[Any]]] = deque()
         self._parts: dict[int, list[torch.Tensor]] = {}
-        # of the chunks summed along the same axes the last one's rows end with a flag for each of their
-        # parameters: has it a gradient anywhere?
-        self._last = {_over(chunk): chunk for chunk in self.chunks}
-        self._here: dict[Over, list[float]] = {over: [] for over in self._last}
-        self._flags = dict.fromkeys(self._last, 0)
+        # of the chunks summed along the same axes, and trained from the same time on, the last one's rows end
+        # with a flag for each of their parameters: has it a gradient anywhere?
+        self._last: dict[Over, Chunk] = {}
+        self._here: dict[Over, list[float]] = {}
+        self._flags: Counter[Over] = Counter()
+        self._since: dict[int, int] = {}
         self._summed_flags: dict[Over, torch.Tensor] = {}
-        for chunk in self.chunks:
-            self._flags[_over(chunk)] += len(chunk.members)
         self._layouts: dict[int, Layout] = {}
         # the parameters as they became ready in the first backward pass; None once the order is known
-        self._came: list[int] | None = []
-        self._numbered = {chunk.number: chunk for chunk in self.chunks}
-        # Python's collector does not see what such hooks hold: it would never find a cycle through them
-        come = weakref.WeakMethod(self._come)
-        for chunk in self.chunks:
+        self._came: list[int] | None = None
+        self._numbered: dict[int, Chunk] = {}
+        self.add(chunks)
+
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        """Finish the gradients of these chunks, too: they are sent last until a backward pass has been seen.
+
+        Those that were there keep their flags: what is under way, or was summed before, is as it was.
+        """
+        if not chunks:
+            return
+        since = len(set(self._since.values()))
+        self._since.update({chunk.number: since for chunk in chunks})
+        self.chunks += chunks
+        for chunk in chunks:
+            over = self._over(chunk)
+            self._last[over] = chunk
+            self._here[over] = []
+            self._flags[over] += len(chunk.members)
+            self._numbered[chunk.number] = chunk
+        self._came = []
+        for chunk in chunks:
             # of its parameters any may be the last: ranks have their gradients in other orders
             for m in chunk.members:
-                m.p.register_post_accumulate_grad_hook(partial(_call, come, chunk.number))
+                if m.p.requires_grad:
+                    self.watch(chunk, m)
+
+    def watch(self, chunk: Chunk, m: ShardedParam) -> None:
+        """Be told when a member of a chunk, which needs gradients by now, has one."""
+        if chunk.number not in self._numbered:
+            return  # nothing is left to sum
+        # Python's collector does not see what such hooks hold: it would never find a cycle through them
+        come = weakref.WeakMethod(self._come)
+        m.p.register_post_accumulate_grad_hook(partial(_call, come, chunk.number))
+
+    def _over(self, chunk: Chunk) -> Over:
+        """The axes along which the gradients of a chunk are summed, and since when they are."""
+        return chunk.shard_group, chunk.outer, self._since[chunk.number]
 
     def _extra(self, chunk: Chunk) -> int:
         """The flags that a chunk carries."""
-        over = _over(chunk)
+        over = self._over(chunk)
         return self._flags[over] if chunk is self._last[over] else 0
 
     def hold(self) -> None:
@@ -250,7 +279,7 @@ class Gradients:
             grads = [_grad.__get__(m.p) for m in chunk.members]
             dtype = self._dtype or chunk.dtype
             locals_sent = [None if g is None else plain(g) for g in grads]
-            here, extra = self._here[_over(chunk)], self._extra(chunk)
+            here, extra = self._here[self._over(chunk)], self._extra(chunk)
             had = [id(m.p) in self._had for m in chunk.members]
             here += [float(g is not None or before) for g, before in zip(grads, had, strict=True)]
             if self.stage.gradients == "R":
@@ -323,7 +352,7 @@ class Gradients:
         """Let a chunk's gradients, which are finished, take the place of its parameters."""
         assert chunk.gradient is not None
         if self._extra(chunk):
-            self._summed_flags[_over(chunk)] = self._flags_of(chunk).clone()
+            self._summed_flags[self._over(chunk)] = self._flags_of(chunk).clone()
         with raw():
             parts = self._parts.pop(id(chunk), None) or chunk.pieces(chunk.gradient)
             self._parts[id(chunk)] = masters.lend(chunk, parts)
@@ -458,7 +487,7 @@ class Gradients:
         used: dict[int, bool] = {}
         for over, last in self._last.items():
             flags = (self._summed_flags[over] if last.in_place else self._flags_of(last)).tolist()
-            members = [m for chunk in self.chunks if _over(chunk) == over for m in chunk.members]
+            members = [m for chunk in self.chunks if self._over(chunk) == over for m in chunk.members]
             used.update((id(m.p), n > 0) for m, n in zip(members, flags, strict=True))
         return used
 
@@ -466,7 +495,7 @@ class Gradients:
         """What stands behind the gradients of a chunk."""
         assert last.gradient is not None
         start = last.elements if self.stage.gradients == "R" else last.size
-        return last.gradient[start : start + self._flags[_over(last)]]
+        return last.gradient[start : start + self._flags[self._over(last)]]
 
     def _settle_order(self) -> None:
         """From now on chunks are sent as they became ready; those that did not, last."""
@@ -477,7 +506,7 @@ class Gradients:
         if len(came) > 1:
             agreed_order = told_by_first(self.mesh, self.axes, json.dumps(came), "order")
             self.chunks = [self.chunks[i] for i in json.loads(agreed_order)]
-            self._last = {_over(chunk): chunk for chunk in self.chunks}
+            self._last = {self._over(chunk): chunk for chunk in self.chunks}
         self._came = None
 
     def forget(self) -> None:
@@ -592,11 +621,6 @@ def _call(method: weakref.WeakMethod[Any], number: int, p: torch.Tensor) -> None
     out = method()
     if out is not None:
         out(number, p)
-
-
-def _over(chunk: Chunk) -> Over:
-    """The axes along which the gradients of a chunk are summed."""
-    return chunk.shard_group, chunk.outer
 
 
 def _key(chunk: Chunk) -> str:

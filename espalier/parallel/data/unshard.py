@@ -501,6 +501,11 @@ class Prefetcher:
         """Before a forward pass: of what is gathered in 8 bits."""
         agree_on_scales([g.float8 for g in self.held if g.float8 is not None])
 
+    @property
+    def chunk_of(self) -> dict[int, Chunk]:
+        """By ``id`` of a parameter, the chunk that has it."""
+        return {id(m.p): g.chunk for g in self.held for m in g.chunk.members}
+
     # ---- hooks
 
     def _watch(self, module: nn.Module, used: list[Unsharded]) -> None:

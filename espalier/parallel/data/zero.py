@@ -27,7 +27,12 @@ from espalier.parallel.data.chunks import (
     shown,
 )
 from espalier.parallel.data.gradients import AllGradients, Gradients, gradient_of
-from espalier.parallel.data.offloaded_step import OffloadedStep, OptimizerStates, OptimizerStep
+from espalier.parallel.data.offloaded_step import (
+    OffloadedChunk,
+    OffloadedStep,
+    OptimizerStates,
+    OptimizerStep,
+)
 from espalier.parallel.data.residency import Carried, OffloadStore, choose
 from espalier.parallel.data.stages import STAGES
 from espalier.parallel.data.unshard import Prefetcher, bring_home, home_of, show_pieces
@@ -50,6 +55,7 @@ class ZeroState:
         chunks: of the trained parameters.
         copies: how many pieces have so many bytes; the smallest of them are copied for an update.
         lines: the trained parameters of each part as they go into chunks, where these are by size.
+        has_thawed: whether parameters that were frozen have come to be trained; who has seen it unsets it.
     """
 
     def __init__(
@@ -62,10 +68,10 @@ class ZeroState:
         optimizer: torch.optim.Optimizer | None = None,
         float8: Collection[str] = (),
     ) -> None:
-        self.mesh, self.stage = mesh, STAGES[plan.zero]
+        self.mesh, self.stage, self._plan, self._parts = mesh, STAGES[plan.zero], plan, parts
         axes = tuple(mesh.axis(name) for name in plan.data_axes)
-        alone = all(mesh.shape[a] == 1 for a in axes)
-        if alone:
+        self._is_alone = all(mesh.shape[a] == 1 for a in axes)
+        if self._is_alone:
             self.stage = STAGES[_alone(plan.offload)]
         low = plan.precision.parameters
         dtype = None if low is None else getattr(torch, low)
@@ -77,6 +83,7 @@ class ZeroState:
             for name, p in named
         ]
         self._frozen = [m for m in self.members if not m.p.requires_grad]
+        self.has_thawed = False
         cut = self.stage.parameters == "S"
         used: list[tuple[list[nn.Module], Chunk]] = []
         groups: list[list[Chunk]] = []
@@ -92,38 +99,99 @@ class ZeroState:
                 groups.append(by_size(trained, plan.chunk_megabytes))
         self.chunks = [chunk for group in groups for chunk in group]
         chunks = [chunk for _, chunk in used] if cut else self.chunks
+        self._numbers = 0
         self._store = self._place(chunks, plan.offload)
         self._mastered = [chunk for chunk in self.chunks if chunk.has_master]
         self._keeps = False  # gradients, in the step under way
         self._in_place = plan.gradients == "in-place"
         for chunk in self._mastered:
             chunk.in_place = self._in_place
+        self.copies: Counter[int] = Counter()
         self.offloaded_step = self._streamed(plan.offload.update)
         if optimizer is not None:
             self.reserve(optimizer)
         self._lay_out(chunks)
-        self._line_up(plan.chunk_megabytes * 1e6)
+        self._line_up(self.chunks)
         self.prefetcher = None
         if cut:
             eight = () if plan.offload.parameters.place != "device" else float8
             self.prefetcher = Prefetcher(used, mesh, plan.prefetch_megabytes * 1e6, self._store, eight)
         masters.remember(self._mastered)
         reduce = None if plan.precision.reduce is None else getattr(torch, plan.precision.reduce)
-        if reduce is torch.float32:
-            with raw():
-                for m in (m for chunk in self._mastered for m in chunk.members):
-                    m.p.grad_dtype = reduce  # several uses, and micro-batches, add up in it too
+        self._add_up_in_float32(self._mastered)
         on_sent = None if self.prefetcher is None else self.prefetcher.sent
-        # along axes of one rank nothing is left to sum
-        done = alone and self.stage.gradients == "R" and not self._in_place
-        summed = [[c for c in group if not done or _is_summed(c, mesh)] for group in groups]
         self.gradients = AllGradients(
-            [Gradients(group, mesh, axes, self.stage, reduce, on_sent, self._store) for group in summed]
+            [
+                Gradients(self._summed(group), mesh, axes, self.stage, reduce, on_sent, self._store)
+                for group in groups
+            ]
         )
         self.budget: Budget | None = None
         if self.offloaded_step is not None and plan.offload.is_by_budget:
             kinds = {"states": self.chunks, "gradients": self.chunks, "parameters": chunks if cut else []}
             self.budget = Budget(plan.offload, kinds, self.offloaded_step, mesh)
+
+    def _add_up_in_float32(self, chunks: Sequence[Chunk]) -> None:
+        """Several uses of their members, and micro-batches, add up in it, where the plan sums in it."""
+        if self._plan.precision.reduce == "float32":
+            with raw():
+                for m in (m for chunk in chunks for m in chunk.members):
+                    m.p.grad_dtype = torch.float32
+
+    def _summed(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Those whose gradients are to be finished: along axes of one rank nothing is left to sum."""
+        done = self._is_alone and self.stage.gradients == "R" and not self._in_place
+        return [chunk for chunk in chunks if not done or _is_summed(chunk, self.mesh)]
+
+    def _thaw(self) -> None:
+        """Train the parameters from now on that have come to need gradients: on all ranks at the same call.
+
+        Where parameters are cut, they have chunks already; the others get new ones. What shares a chunk with
+        them is trained as what was frozen after this was made: it gets no gradient.
+        """
+        thawed = [m for m in self._frozen if m.p.requires_grad]
+        if not thawed:
+            return
+        self._frozen = [m for m in self._frozen if not m.p.requires_grad]
+        cut = self.stage.parameters == "S"
+        chunk_of = {} if self.prefetcher is None else self.prefetcher.chunk_of
+        groups: list[list[Chunk]] = []
+        for members, gradients in zip(by_part(thawed, self._parts), self.gradients.parts, strict=True):
+            chunks_here = {id(c): c for c in (chunk_of[id(m.p)] for m in members[::-1])} if cut else {}
+            groups.append([chunk for chunk in chunks_here.values() if not chunk.is_trained])
+            if not cut:
+                groups[-1] = by_size(members[::-1], self._plan.chunk_megabytes)
+            for m in members:
+                if cut and chunk_of[id(m.p)].is_trained:
+                    gradients.watch(chunk_of[id(m.p)], m)
+        chunks = [chunk for group in groups for chunk in group]
+        for chunk in () if cut else chunks:
+            chunk.number, self._numbers = self._numbers, self._numbers + 1
+        for kind in self._plan.offload.shares.keys() - {"parameters"}:
+            _send_away(chunks, kind, self._plan.offload)
+        for chunk in chunks:
+            chunk.is_trained = True
+            if chunk.has_master:
+                chunk.in_place = self._in_place
+                masters.make(chunk)
+        mastered = [chunk for chunk in chunks if chunk.has_master]
+        masters.remember(mastered)
+        self._add_up_in_float32(mastered)
+        self.chunks += chunks
+        self._mastered += mastered
+        if self.offloaded_step is None:
+            self.offloaded_step = self._streamed(self._plan.offload.update)
+        else:
+            self.offloaded_step.away += [OffloadedChunk(chunk) for chunk in chunks if chunk.has_turn]
+        if self.offloaded_step is not None:
+            for chunk in chunks:
+                self.offloaded_step.leave_master(chunk)
+        if self._store is not None:
+            self._store.settle()
+        self._line_up(chunks)
+        for gradients, group in zip(self.gradients.parts, groups, strict=True):
+            gradients.add(self._summed(group))
+        self.has_thawed = True
 
     def _streamed(self, updater: Updater) -> OffloadedStep | None:
         """Updates the chunks that have a turn of their own, if any have."""
@@ -164,32 +232,26 @@ class ZeroState:
         if self._store is not None:
             self._store.settle()
 
-    def _line_up(self, most: float) -> None:
+    def _line_up(self, chunks: Sequence[Chunk]) -> None:
         """Let what the optimizer updates of whole parameters lie one after the other.
 
-        This rank's pieces of them are copied for it, as far as they have so many bytes.
+        This rank's pieces of them are copied for it, as far as they fit into a chunk of the plan's size.
         """
-        plainly = [chunk for chunk in self.chunks if chunk.master is None and not chunk.places]
-        self.copies: Counter[int] = Counter()
+        plainly = [chunk for chunk in chunks if chunk.master is None and not chunk.places]
         if self.stage.states == "R":
             for chunk in plainly:
                 chunk.whole = chunk.line(chunk.dtype)
                 chunk.bring_together(chunk.whole_in(chunk.whole))
         elif self.stage.parameters == "R":
-            self.copies = copy_smallest(plainly, most)
+            self.copies += copy_smallest(plainly, self._plan.chunk_megabytes * 1e6)
 
     def _place(self, chunks: Sequence[Chunk], offload: Offload) -> OffloadStore | None:
-        """Give each chunk its places; gives where to put what is off the device."""
-        for i, chunk in enumerate(chunks):
-            chunk.number = i
-        for kind, share in offload.shares.items():
-            of = chunks if kind == "parameters" else self.chunks
-            if share.place != "device":
-                ratio = 1.0 if share.ratio == "auto" else share.ratio
-                for chunk, away in zip(of, choose([chunk.largest for chunk in of], ratio), strict=True):
-                    if away:
-                        chunk.places[kind] = share.place
-        used = {place for chunk in chunks for place in chunk.places.values()}
+        """Give each chunk its number and places; gives where to put what is off the device."""
+        for chunk in chunks:
+            chunk.number, self._numbers = self._numbers, self._numbers + 1
+        for kind in offload.shares:
+            _send_away(chunks if kind == "parameters" else self.chunks, kind, offload)
+        used = {share.place for share in offload.shares.values() if share.place != "device" and share.ratio}
         if not used:
             return None
         directory = offload.directory if "disk" in used else None
@@ -239,24 +301,17 @@ class ZeroState:
         """Before the model is called.
 
         Raises:
-            ValueError: a parameter that was frozen when this was made needs a gradient now.
             RuntimeError: gradients stand where the parameters stood, and others are wanted.
         """
         if torch.is_grad_enabled():
             masters.check_at_hand(self.chunks, "Another forward pass is possible under torch.no_grad()")
-        thawed = [m.name for m in self._frozen if m.p.requires_grad]
-        if thawed:
-            named = ", ".join(thawed[:3]) + (", ..." if len(thawed) > 3 else "")
-            raise ValueError(
-                f"{named}: needed no gradient when the engine was made, and does now; nobody would sum it "
-                "over the ranks. Call requires_grad_(True) before initialize; (False) is fine at any time."
-            )
         self.gradients.drop_unseen()
         if self.prefetcher is not None:
             self.prefetcher.begin()
             if self._in_place:
                 masters.follow(self._mastered)
             self.prefetcher.agree_on_scales()
+        self._thaw()
 
     def end_backward(self) -> None:
         """After a backward pass."""
@@ -449,6 +504,7 @@ class ZeroState:
         """Parameters are what they are between passes, and what others have changed is known."""
         if self.prefetcher is not None:
             self.prefetcher.begin()
+        self._thaw()
         masters.follow(self._mastered)
 
     def _take_gradients(self, chunk: Chunk) -> list[torch.Tensor | None]:
@@ -555,6 +611,17 @@ def _gradients(chunk: Chunk) -> Callable[[], None]:
 
 def _is_summed(chunk: Chunk, mesh: Mesh) -> bool:
     return any(mesh.shape[a] > 1 for a in chunk.outer)
+
+
+def _send_away(chunks: Sequence[Chunk], kind: str, offload: Offload) -> None:
+    """Give chunks their place for a kind, as far as the plan has it off the device."""
+    share = offload.shares[kind]
+    if share.place == "device":
+        return
+    ratio = 1.0 if share.ratio == "auto" else share.ratio
+    for chunk, away in zip(chunks, choose([chunk.largest for chunk in chunks], ratio), strict=True):
+        if away:
+            chunk.places[kind] = share.place
 
 
 def _alone(offload: Offload) -> int:

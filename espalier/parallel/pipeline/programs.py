@@ -442,7 +442,7 @@ def _refuse_hidden(trace: Trace, unit: CallSpan, call: ModuleCall) -> None:
                     "one."
                 )
     for x in leaves((call.args, call.kwargs)):
-        if not isinstance(x, _PLAIN) and _holds_tensors(x):
+        if not isinstance(x, _PLAIN) and holds_tensors(x):
             raise SplitError(
                 f"{call.name!r} is given a {type(x).__name__} that holds tensors, which cannot travel "
                 "between "
@@ -450,7 +450,20 @@ def _refuse_hidden(trace: Trace, unit: CallSpan, call: ModuleCall) -> None:
             )
 
 
-def _holds_tensors(x: Any, depth: int = 4) -> bool:
+def sendable(tree: Any) -> Any:
+    """An output of a model for other ranks; in its place an error, if it has tensors that cannot be sent."""
+    for x in leaves(tree):
+        if not isinstance(x, (torch.Tensor, *_PLAIN)) and holds_tensors(x):
+            return TypeError(
+                f"The model gives a {type(x).__name__}, which holds tensors: in a pipeline it is not where "
+                "other ranks are. Let the model give the tensors, in tuples, dicts or a dataclass, and make "
+                f"the {type(x).__name__} of them outside."
+            )
+    return tree
+
+
+def holds_tensors(x: Any, depth: int = 4) -> bool:
+    """Whether an object has tensors, or something in it does."""
     if isinstance(x, torch.Tensor):
         return True
     if depth == 0 or isinstance(x, _PLAIN):
@@ -462,4 +475,4 @@ def _holds_tensors(x: Any, depth: int = 4) -> bool:
         inner = x
     elif hasattr(x, "__dict__"):
         inner = list(vars(x).values())
-    return any(_holds_tensors(y, depth - 1) for y in inner)
+    return any(holds_tensors(y, depth - 1) for y in inner)

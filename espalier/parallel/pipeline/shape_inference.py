@@ -25,7 +25,7 @@ from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.tensor import DTensor, stamp
 from espalier.tensor.dry_runs import Draw, Drawing, States, draw_again, equal, restore, states
 from espalier.tensor.dtensor import layout_of
-from espalier.tensor.traces import Apart, on_meta, untraced
+from espalier.tensor.traces import Apart, Generators, on_meta, untraced
 from espalier.torch_private import raw
 from espalier.trees import flatten, unflatten
 
@@ -67,7 +67,7 @@ class ShapeInference:
     """What is agreed of micro-batches, by their shapes.
 
     Args:
-        model: the twin's original: whether its modules train is followed.
+        model: the twin's original: whether its modules train, and parameters need gradients, is followed.
         twin: laid out on ``mesh``.
         mesh: dry, of one stage.
         here: that of this rank's stages.
@@ -105,6 +105,8 @@ class ShapeInference:
         if key not in self._known:
             for ours, theirs in zip(self._model.modules(), self._twin.modules(), strict=True):
                 theirs.training = ours.training
+            for p, dry_p in zip(self._model.parameters(), self._twin.parameters(), strict=True):
+                dry_p.requires_grad = p.requires_grad
             dry = unflatten([self._bare(x) for x in leaves], form)
             programs = [program.on(self._twin) for program in split.stages]
             with untraced(self._model):  # nor does who counts memory or operations count the twin's
@@ -127,7 +129,7 @@ class ShapeInference:
         loss_of: Callable[[Any], Any] | None,
     ) -> InferredShapes:
         device = torch.device("cpu") if self._here.is_dry else self._here.device()
-        before = states(device)
+        before, of_python = states(device), Generators()
         wires, rebuilds, draws = [], [], []
         alone: dict[int, SingleRank] = {}
         received: Callable[[], Trees] = tuple
@@ -159,6 +161,7 @@ class ShapeInference:
                 received = partial(_received, tensors, bare, rebuild)
         finally:
             restore(device, before)
+            of_python.restore()
         returns = graph.returns()
         return InferredShapes(tuple(wires), returns, not graph.is_sure, tuple(rebuilds), tuple(draws), alone)
 

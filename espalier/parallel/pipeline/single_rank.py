@@ -8,6 +8,7 @@ values, which are the same under any layout, and those that make or use values t
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -313,7 +314,7 @@ class DeferredWeightGrads:
                         f"A tensor of the shape {list(x.shape)} that entered a linear layer has been written "
                         "to since, and the gradient of the layer's weight needs it as it was."
                     )
-                _add(weight, grad.t().mm(x.reshape(-1, x.shape[-1])))
+                _add(weight, grad.t().mm(x.reshape(math.prod(x.shape[:-1]), x.shape[-1])))
                 if bias is not None:
                     _add(bias, grad.sum(0))
 

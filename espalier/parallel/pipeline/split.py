@@ -243,6 +243,7 @@ class _Family:
         self.segments: list[Segment] = []
         self.known: OrderedDict[Any, list[Split]] = OrderedDict()
         self._modules = tuple(model.modules())
+        self._children = [child for m in self._modules for child in m._modules.values()]
         self._held = [m._parameters for m in self._modules if m._parameters]
 
     def trace(self, batch: Any) -> Trace:
@@ -277,7 +278,24 @@ class _Family:
         return names, tuple(leaf_keys)
 
     def state(self) -> tuple[Any, ...]:
-        """What it depends on of the model and of torch."""
+        """What it depends on of the model and of torch.
+
+        Raises:
+            SplitError: the model has other modules than when it was divided.
+        """
+        if [child for m in self._modules for child in m._modules.values()] != self._children:
+            known = {id(m) for m in self._modules}
+            new = [
+                f"{name!r} ({type(m).__name__})"
+                for name, m in self.model.named_modules()
+                if id(m) not in known
+            ]
+            raise SplitError(
+                f"The model has other modules than when it was divided among stages: "
+                f"{', '.join(new[:3]) + ' came later' if new else 'some are gone'}. Stages hold what it had "
+                "then. Let it have all its modules before the first batch, or train under a plan without "
+                "pipe."
+            )
         with raw():  # past DTensor's Python getters: this is asked at every step
             kinds = tuple(
                 (_dtype(p), _requires_grad(p))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -83,6 +84,8 @@ def trace(batch: Any, device: torch.device, stand_ins: ModelStandIns, whole: Col
         _NOISY.disabled = True
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         twin = stack.enter_context(_copied(stand_ins, fake, batch))
+        for module in twin.module.modules():  # there is no graph here to hook into
+            module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
         before = stand_ins.snapshot(twin.module)
         recorded = _recorded(twin, device, fake, whole)
         if stand_ins.changes(twin.module, before):

@@ -1,0 +1,290 @@
+"""Losses that plain loops make of what a model in stages gives: those of one process, or what to write."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import espalier
+
+TOLERANCE = 1e-10
+Loss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Heads(nn.Module):
+    """Gives what its form says, of several heads."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.body, self.a, self.b = (
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh()),
+            nn.Linear(8, 4),
+            nn.Linear(8, 4),
+        )
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.body(x)
+        a, b = self.a(h), self.b(h)
+        return {"one": a, "pair": (a, b), "dict": {"a": a, "b": b}, "nested": (a, [b, None, {"c": a + b}])}[
+            self.form
+        ]
+
+
+def of_pair(out: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    a, b = out
+    left, right = b.chunk(2, -1)
+    return F.cross_entropy(a, y) + (left - right.detach()).square().mean() + b.flatten(1).norm(dim=1).mean()
+
+
+def of_dict(out: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return sum(F.cross_entropy(logits, y) * (1.0 if name == "a" else 0.5) for name, logits in out.items())
+
+
+def of_nested(out: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    a, (b, nothing, more) = out
+    assert nothing is None
+    return F.cross_entropy(a, y) + b.square().mean() + more["c"].abs().mean()
+
+
+def without_grad(out: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    losses = F.cross_entropy(out, y, reduction="none")
+    with torch.no_grad():
+        weights = (1 - out.softmax(-1).gather(1, y[:, None]).squeeze(1)) ** 2
+    return (weights * losses).mean()
+
+
+def of_distribution(out: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    dist = torch.distributions.Categorical(logits=out)
+    return -(dist.log_prob(y) * x[:, 0]).mean() - 0.1 * dist.entropy().mean()
+
+
+def of_shapes(out: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    n, k = out.shape
+    assert out.dim() == out.ndim == 2 and len(out) == n and out.dtype == torch.float64
+    labels = torch.arange(out.size(0), device=out.device)
+    similar = F.normalize(out, dim=-1) @ F.normalize(out, dim=-1).t()
+    one_hot = torch.zeros_like(out).scatter_(1, y.view(-1, 1), 1.0)
+    return F.cross_entropy(similar * 5, labels) + (out * one_hot).sum() / (n * k)
+
+
+def written(out: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    kept, total = torch.zeros(8, 4, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    kept[:, :2] = out.detach()[:, 1:3]
+    kept.add_(out.detach())
+    total += F.cross_entropy(out, y)
+    scaled = out / 2
+    scaled[:, 0] = 0
+    scaled.mul_(3.0)
+    return total + (kept * out).mean() + scaled.square().mean()
+
+
+def by_rows(out: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    counts = torch.zeros(4, 4, dtype=torch.float64)
+    for target, guess in zip(y, out.argmax(-1), strict=True):
+        counts[target.long(), guess.long()] += 1
+    rows = torch.stack([F.cross_entropy(row[None], t[None]) for row, t in zip(out, y, strict=True)])
+    return rows.mean() * counts.diagonal().sum() + rows.sum()
+
+
+OF_ALL: dict[Loss, str] = {of_pair: "pair", of_dict: "dict", of_nested: "nested", without_grad: "one"}
+OF_WHOLE: dict[Loss, str] = {of_distribution: "one", of_shapes: "one", written: "one", by_rows: "one"}
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(step)
+    return torch.randn(8, 6, generator=g, dtype=torch.float64), torch.randint(0, 4, (8,), generator=g)
+
+
+def trained(make: Callable[[], nn.Module], loss_of: Loss, plan: dict[str, Any] | None) -> Any:
+    torch.manual_seed(0)
+    random.seed(0)
+    model: Any = make().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    if plan is not None:
+        model = espalier.prepare(model, optimizer, plan=plan)[0]
+    losses = []
+    for step in range(3):
+        x, y = batch(step)
+        loss = loss_of(model(x), x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict() if plan is None else model.engine.full_state_dict()
+
+
+def same(make: Callable[[], nn.Module], loss_of: Loss, plan: dict[str, Any]) -> None:
+    losses, state = trained(make, loss_of, plan)
+    of_one, expected = trained(make, loss_of, None)
+    for a, b in zip(losses, of_one, strict=True):
+        assert abs(a - b) < TOLERANCE, (loss_of.__name__, plan, losses, of_one)
+    for name, x in expected.items():
+        assert (state[name] - x).abs().max() < TOLERANCE, (loss_of.__name__, plan, name)
+
+
+def losses(rank: int, world: int) -> None:
+    for loss_of, form in (OF_ALL | OF_WHOLE).items():
+        same(lambda form=form: Heads(form), loss_of, {"pipe": 2})
+    for loss_of, form in OF_ALL.items():
+        same(lambda form=form: Heads(form), loss_of, {"pipe": 2, "accumulate": 2})
+
+
+class Rolls(nn.Module):
+    """Python's dice say which layers run; a hook of a layer halves a gradient; a layer of no features."""
+
+    def __init__(self, root: bool) -> None:
+        super().__init__()
+        self.root = root
+        self.blocks = nn.ModuleList(Rolled() for _ in range(4))
+        self.last = nn.Linear(6, 4)
+        self.blocks[1].layer.register_full_backward_hook(lambda module, given, out: (given[0] * 0.5,))
+        self.none, self.back = nn.Linear(6, 0, bias=False), nn.Linear(0, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if not self.root or random.random() < 0.5:
+                x = block(x)
+        return self.last(x) + self.back(self.none(x))
+
+
+class Rolled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+def cross_entropy(out: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out, y)
+
+
+def odd_models(rank: int, world: int) -> None:
+    same(lambda: Rolls(False), cross_entropy, {"pipe": 2})
+    with pytest.warns(UserWarning, match="Python's"):
+        same(lambda: Rolls(True), cross_entropy, {"pipe": 2})
+
+
+class Gives(nn.Module):
+    """A distribution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.distributions.Normal(self.b(torch.tanh(self.a(x))), 1.0)
+
+
+@dataclass
+class Result:
+    logits: torch.Tensor
+    loss: Any = None
+
+
+class GivesResult(nn.Module):
+    """A dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> Result:
+        return Result(self.b(torch.tanh(self.a(x))))
+
+
+def of_result(out: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.logits, y) if out.loss is None else out.loss
+
+
+def several_calls(rank: int, world: int) -> None:
+    same(GivesResult, of_result, {"pipe": 2})
+    results = []
+    for plan in (None, {"pipe": 2}):
+        torch.manual_seed(0)
+        net = Heads("one").double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model: Any = net if plan is None else espalier.prepare(net, optimizer, plan=plan)[0]
+        seen = []
+        for step in range(3):
+            x, y = batch(step)
+            other = model(x + 0.1).detach()
+            loss = F.mse_loss(model(x), other) * 0.5 if step else F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.inference_mode():
+                seen += [loss.item(), model(batch(step + 9)[0]).sum().item()]
+        results.append(seen)
+    assert max(abs(a - b) for a, b in zip(*results, strict=True)) < TOLERANCE, results
+
+
+def told(rank: int, world: int) -> None:
+    def model_of(net: nn.Module, **more: Any) -> Any:
+        return espalier.prepare(
+            net.double(), torch.optim.SGD(net.parameters(), lr=0.1), plan={"pipe": 2, **more}
+        )[0]
+
+    x, y = batch(0)
+    model = model_of(Heads("one"))
+    out = model(x)
+    with pytest.raises(TypeError, match=r"written to(.|\n)*clone"):
+        out[0] = 0
+    with pytest.raises(TypeError, match=r"written to(.|\n)*clone"):
+        out.clamp_(0, 1)
+    half = out / 2
+    half.sum()
+    with pytest.raises(TypeError, match="others were made of it"):
+        half.mul_(2)
+    with pytest.raises(TypeError, match=r"written into a tensor(.|\n)*torch.cat"):
+        torch.zeros(8, 4, dtype=torch.float64)[:, 1:3] = out[:, :2]
+    with pytest.raises(TypeError, match=r"written into a tensor(.|\n)*torch.cat"):
+        torch.zeros(8, 4, dtype=torch.float64).copy_(out)
+    with pytest.raises(ValueError, match=r"goes into another(.|\n)*detach"):
+        model(torch.cat([out, out[:, :2]], 1))
+    assert model(torch.cat([out, out[:, :2]], 1).detach()).shape == (8, 4)
+    model = model_of(Heads("one"), accumulate=2)
+    out = model(x)
+    with pytest.raises(TypeError, match="micro-batch"):
+        list(out)
+    with pytest.raises(TypeError, match=r"micro-batch(.|\n)*-1"):
+        torch.zeros(20)[: out.shape[0]]
+    with pytest.warns(UserWarning), torch.no_grad():
+        model = model_of(Gives())
+        with pytest.raises(TypeError, match=r"gives a Normal(.|\n)*give the tensors"):
+            model(x)
+    with pytest.raises(ValueError, match=r"'0': sparse=True(.|\n)*dense"):
+        model_of(nn.Sequential(nn.Embedding(6, 8, sparse=True), nn.Linear(8, 4)))
+    with pytest.raises(ValueError, match=r"0.weight(.|\n)*lazy(.|\n)*on a batch once"):
+        espalier.initialize(nn.Sequential(nn.LazyLinear(4)), None, {"data": 2})
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = model_of(net)
+    F.cross_entropy(model(x), y).backward()
+    net.append(nn.Linear(4, 4).double())
+    with pytest.raises(ValueError, match=r"'3' \(Linear\) came later"):
+        F.cross_entropy(model(x), y).backward()
+
+
+def test_losses_of_what_stages_give(ranks: Any) -> None:
+    ranks(2, losses)
+
+
+def test_dice_hooks_and_layers_without_features(ranks: Any) -> None:
+    ranks(2, odd_models)
+
+
+def test_calls_that_need_no_gradients_beside_one_that_does(ranks: Any) -> None:
+    ranks(2, several_calls)
+
+
+def test_what_cannot_be_made_of_it_is_told(ranks: Any) -> None:
+    ranks(2, told)
