@@ -80,7 +80,7 @@ class Awaited:
         self._known: Any = None
         self._has_gone_back = False
         self._shape: Any = None
-        self._is_used = False  # something was made of it
+        self._is_used = self._is_own = False  # something was made of it; it was written to, and may be again
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -264,7 +264,7 @@ class Awaited:
         Raises:
             TypeError: something was made of it before, or it is a part of something: these would change too.
         """
-        if self._is_used or self._is_part():
+        if self._is_used or not (self._is_own or self._has_own_memory()):
             raise TypeError(
                 "What a pipeline has yet to compute is written to, and others were made of it, or it is a "
                 "part of something, the model's output say. Make a new one: x = x.clone() first, or call "
@@ -273,19 +273,20 @@ class Awaited:
         before = Awaited(self._source, self._step)
         self._step = _kept(func, (before, *args), kwargs)._step
         self._known = self._shape = None
+        self._is_own = True
         return self
 
-    def _is_part(self) -> bool:
-        """Whether it may share memory with what it was made of."""
+    def _has_own_memory(self) -> bool:
+        """Whether it surely shares no memory with what it was made of."""
         shapes = self._shapes()
         if self._step is None or not isinstance(shapes, torch.Tensor):
-            return True
+            return False
         step = [list(self._step.args), dict(self._step.kwargs)]
         made_of = [x._shapes() for x in leaves(step, Awaited, _SOUGHT_AWAITED)]
         own = shapes.untyped_storage()._cdata
         every = leaves(made_of, torch.Tensor, (torch.Tensor,))
-        is_unknown = any(x is _UNKNOWN for x in made_of)
-        return is_unknown or any(x.untyped_storage()._cdata == own for x in every)
+        is_known = all(x is not _UNKNOWN for x in made_of)
+        return is_known and all(x.untyped_storage()._cdata != own for x in every)
 
     __hash__ = object.__hash__
 

@@ -146,13 +146,13 @@ class Rolls(nn.Module):
         self.blocks = nn.ModuleList(Rolled() for _ in range(4))
         self.last = nn.Linear(6, 4)
         self.blocks[1].layer.register_full_backward_hook(lambda module, given, out: (given[0] * 0.5,))
-        self.none, self.back = nn.Linear(6, 0, bias=False), nn.Linear(0, 4)
+        self.none, self.back = nn.Parameter(torch.empty(0, 6)), nn.Parameter(torch.empty(4, 0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             if not self.root or random.random() < 0.5:
                 x = block(x)
-        return self.last(x) + self.back(self.none(x))
+        return self.last(x) + F.linear(F.linear(x, self.none), self.back)
 
 
 class Rolled(nn.Module):
@@ -264,8 +264,10 @@ def told(rank: int, world: int) -> None:
             model(x)
     with pytest.raises(ValueError, match=r"'0': sparse=True(.|\n)*dense"):
         model_of(nn.Sequential(nn.Embedding(6, 8, sparse=True), nn.Linear(8, 4)))
+    with pytest.warns(UserWarning, match="Lazy"):
+        lazy = nn.Sequential(nn.LazyLinear(4))
     with pytest.raises(ValueError, match=r"0.weight(.|\n)*lazy(.|\n)*on a batch once"):
-        espalier.initialize(nn.Sequential(nn.LazyLinear(4)), None, {"data": 2})
+        espalier.initialize(lazy, None, {"data": 2})
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     model = model_of(net)
     F.cross_entropy(model(x), y).backward()
