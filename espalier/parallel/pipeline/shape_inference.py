@@ -19,6 +19,7 @@ from torch import nn
 from espalier.blocks import HOOKS
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.parallel.pipeline.record import leaves as leaves_of_output
 from espalier.parallel.pipeline.runtime import InferredShapes, Trees, Wire, wire_of
 from espalier.parallel.pipeline.single_rank import Followed, SingleRank, SingleRankStudy
 from espalier.parallel.pipeline.split import Split, StageProgram
@@ -188,7 +189,7 @@ class _Graph:
         if is_last and loss_of is not None and torch.is_grad_enabled():
             with suppress(ValueError):  # the last stage itself will say so
                 out = loss_of(out)
-        roots = _nodes_of(out)
+        roots = _nodes_of_output(out) if is_last else _nodes_of(out)
         if loss_of is None and is_last and len(set(roots) - {None}) > 1:
             self.is_sure = False  # a loss function may take one output, and leave others
         self._outs.append(roots)
@@ -224,6 +225,12 @@ class _Graph:
 def _nodes_of(tree: Any) -> list[Any]:
     with raw():
         return [x.grad_fn for x in taken_apart(tree)[0]]
+
+
+def _nodes_of_output(out: Any) -> list[Any]:
+    """Those of all that a model gives, in dataclasses too: it crosses to no other stage."""
+    with raw():
+        return [x.grad_fn for x in leaves_of_output(out, torch.Tensor)]
 
 
 def taken_apart(out: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Trees]]:
