@@ -148,9 +148,12 @@ def told(rank: int) -> None:
             with pytest.raises(ValueError, match=r"after optimizer.step\(\)(.|\n)*before the step"):
                 out.logits.argmax(-1).tolist()
     model, optimizer, _ = model_of(0.0, {"pipe": 2, "accumulate": 2})
-    out = model(x)
-    F.cross_entropy(out.logits, y).backward()
-    optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad()
+        out = model(x)
+        F.cross_entropy(out.logits, y).backward()
+        optimizer.step()
+        out.logits.argmax(-1).tolist()  # so the next step's is kept
     with pytest.raises(ValueError, match=r"another in each micro-batch(.|\n)*loss.item\(\)"):
         out.mean.item()
 
