@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
 from espalier.blocks import blocks
@@ -44,7 +43,7 @@ from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passe
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
 from espalier.engine.staged import Staged
-from espalier.engine.surface import Surface, bound
+from espalier.engine.surface import Surface, bound, refuse_lazy, refuse_sparse
 from espalier.engine.update import (
     FlatParams,
     check_closures,
@@ -144,8 +143,8 @@ def initialize(
         )
     on = on.telling(**plan.words)
     if on.size() > 1:
-        _refuse_sparse(model)
-    _refuse_lazy(model)
+        refuse_sparse(model)
+    refuse_lazy(model)
     if optimizer is not None:
         optimizer = as_one(optimizer)
         _check(optimizer, model, plan)
@@ -179,28 +178,6 @@ def _stay_on_device(model: nn.Module) -> None:
     there = next((p.device for p in model.parameters() if is_accelerator(p.device)), None)
     if alone and there is not None:
         use(there)
-
-
-def _refuse_lazy(model: nn.Module) -> None:
-    """See that all parameters have a shape."""
-    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
-    if lazy:
-        raise ValueError(
-            f"{', '.join(lazy[:3])}{', ...' if len(lazy) > 3 else ''}: lazy, without a shape yet. Call the "
-            "plain model on a batch once, then make the optimizer, and then the engine."
-        )
-
-
-def _refuse_sparse(model: nn.Module) -> None:
-    """See that all gradients are dense: they are summed in flat buffers."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    sparse = [name for name, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
-    if sparse:
-        raise ValueError(
-            f"{', '.join(map(repr, sparse[:3]))}{', ...' if len(sparse) > 3 else ''}: sparse=True gives "
-            "sparse gradients, which are not summed over ranks. Leave it out, and train with an optimizer of "
-            "dense ones: Adam in place of SparseAdam."
-        )
 
 
 def _check(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from espalier.mesh import Mesh
 
@@ -127,3 +128,25 @@ def bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         else:
             named[name] = value
     return named
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """See that all parameters have a shape."""
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise ValueError(
+            f"{', '.join(lazy[:3])}{', ...' if len(lazy) > 3 else ''}: lazy, without a shape yet. Call the "
+            "plain model on a batch once, then make the optimizer, and then the engine."
+        )
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    """See that all gradients are dense: they are summed in flat buffers."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    sparse = [name for name, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
+    if sparse:
+        raise ValueError(
+            f"{', '.join(map(repr, sparse[:3]))}{', ...' if len(sparse) > 3 else ''}: sparse=True gives "
+            "sparse gradients, which are not summed over ranks. Leave it out, and train with an optimizer of "
+            "dense ones: Adam in place of SparseAdam."
+        )
