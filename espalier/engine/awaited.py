@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from espalier.engine.accumulation import OfAll
+from espalier.parallel.pipeline.record import TorchState
 from espalier.trees import leaves, tree_map
 
 _CONSTANT = ("weight", "pos_weight")  # arguments of losses that may be as long as a batch
@@ -61,12 +62,12 @@ class Source(Protocol):
 
 
 class _Step(NamedTuple):
-    """One call that was kept, and whether gradients were on."""
+    """One call that was kept, and what torch was told then."""
 
     func: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    with_grad: bool
+    state: TorchState
 
 
 _UNKNOWN = object()  # in the place of shapes that hang on values
@@ -239,6 +240,11 @@ class Awaited:
 
     def __iter__(self) -> Iterator[Any]:
         shapes = self._shapes()
+        if isinstance(shapes, torch.Tensor) and not shapes.ndim:
+            raise TypeError(
+                "iteration over a number that a pipeline has yet to compute. If this is GradScaler.scale: "
+                "in float16 the engine scales, Plan(precision='autocast-float16'); bfloat16 needs no scale."
+            )
         if isinstance(shapes, tuple | list):
             return (_part_of(self, i, x) for i, x in enumerate(shapes))
         if not isinstance(shapes, torch.Tensor) and isinstance(shapes, Iterable):
@@ -387,7 +393,8 @@ def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
             x._is_used = True
             if func is _call and x._step is not None and x._step.func is getattr:
                 x._step.args[0]._is_used = True  # its method was called
-    return Awaited(awaited[0]._source, _Step(func, list(args), dict(kwargs), torch.is_grad_enabled()))
+    source = awaited[0]._source
+    return Awaited(source, _Step(func, list(args), dict(kwargs), TorchState.now(source.device.type)))
 
 
 def _of_one_call(
@@ -466,7 +473,10 @@ def _evaluated(
         args, kwargs = (tree_map(inner, x, _SOUGHT_AWAITED) for x in (list(step.args), dict(step.kwargs)))
         if step.func is operator.truediv and isinstance(step.args[1], int | float) and not on_meta:
             args[1] = OfAll(args[1])  # the loop's own: it knows nothing of micro-batches
-        with nullcontext() if step.with_grad else torch.no_grad():
+        with (
+            nullcontext() if step.state.grad else torch.no_grad(),
+            step.state.cast_again(of._source.device.type),
+        ):
             value = step.func(*args, **kwargs)
     done[id(of)] = value
     if on_meta:

@@ -34,7 +34,7 @@ from espalier.mesh import Mesh
 from espalier.parallel import Arrangement, Plan, arrange, everywhere
 from espalier.parallel.compose import Stages
 from espalier.parallel.data.zero import ZeroState
-from espalier.parallel.pipeline.record import called, leaves, mapped
+from espalier.parallel.pipeline.record import TorchState, called, leaves, mapped
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_runs import DryAutocast
 from espalier.tensor.rules.joint_failure import CountsAhead
@@ -56,7 +56,10 @@ class ModelCall:
         mesh: what a batch's tensors lie on: in a pipeline that of this rank's stages.
         batches: cuts them.
         casts: autocast as it would be, on a dry mesh; else None.
+        asked: what torch was told when the program called the model, where that was before a pass; else None.
     """
+
+    asked: TorchState | None = None
 
     def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, loss_fn: LossFunction | None) -> None:
         self.module, self.plan, self.mesh, self.loss_fn = module, plan, mesh, loss_fn
@@ -93,7 +96,7 @@ class ModelCall:
     def autocast(self) -> AbstractContextManager[Any]:
         """What the forward pass runs under."""
         if (name := self.plan.precision.autocast) is None:
-            return nullcontext()
+            return nullcontext() if self.asked is None else self.asked.cast_again(self.mesh.device_type)
         dtype = getattr(torch, name)
         return self.casts.autocast(dtype) if self.casts else torch.autocast(self.mesh.device_type, dtype)
 

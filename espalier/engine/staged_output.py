@@ -23,7 +23,7 @@ from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.compose import Stages
 from espalier.parallel.pipeline.programs import sendable
-from espalier.parallel.pipeline.record import leaves, mapped
+from espalier.parallel.pipeline.record import TorchState, leaves, mapped
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.dry_runs import States, restore, states
 from espalier.tensor.traces import Generators
@@ -67,6 +67,7 @@ class ModelRun:
     def __init__(self, passes: StagedPasses, inputs: Any, rows: str) -> None:
         self._passes, self._inputs, self._is_own = passes, inputs, rows == "own"
         self._updates = passes.updates
+        self._state = TorchState.now(passes.mesh.device_type)
         self.is_whole = not self._is_own and passes.plan.accumulate == 1
         self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
@@ -135,11 +136,11 @@ class ModelRun:
             )
         parts, own = self._parts(self._inputs)
         passes.lay_out(parts[0])  # after which buffers are others
-        with self._untouched():
+        with self._untouched(), self._as_called():
             outputs = [passes.output(part) for part in parts]
         if len(parts) == 1 or all(x.ndim for x in leaves(outputs[0], torch.Tensor)):
             return _joined(outputs, own)
-        with self._untouched():  # a loss, say, is to be of all rows
+        with self._untouched(), self._as_called():  # a loss, say, is to be of all rows
             batches = passes.call.batches
             whole = passes.output(batches.own(self._inputs)[0] if self._is_own else self._inputs)
         return _joined(outputs, own, leaves(whole, torch.Tensor))
@@ -163,6 +164,16 @@ class ModelRun:
             with raw(), torch.no_grad():
                 for x, saved in buffers:
                     x.copy_(saved)
+
+    @contextmanager
+    def _as_called(self) -> Iterator[None]:
+        """While open, the model runs under the autocast under which the program called it."""
+        call = self._passes.call
+        call.asked = self._state
+        try:
+            yield
+        finally:
+            call.asked = None
 
     def _parts(self, batch: Any) -> tuple[list[Any], list[Own | None]]:
         """Its micro-batches, of all ranks, and which rows of each are this rank's."""
@@ -190,7 +201,8 @@ class ModelRun:
         keeps = passes.keeps_outputs is not False
         before, call.loss_fn = call.loss_fn, loss_of_kept if keeps else loss
         try:
-            with passes.evaluation.of_one_call(leaves((self._inputs, captured), torch.Tensor)):
+            numbers = leaves((self._inputs, captured), torch.Tensor)
+            with passes.evaluation.of_one_call(numbers), self._as_called():
                 passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
             passes.finish_gradients()
         finally:

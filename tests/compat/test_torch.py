@@ -357,3 +357,26 @@ def test_a_parameter_in_two_optimizers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"2 parameter\(s\) are held by two of the optimizers"):
         model(batch(0, 0)[0])
     del kept
+
+
+def written(rank: int, world: int) -> None:
+    plain, ours = net(), net()
+    model = here.FullyShardedDataParallel(ours)
+    for step in range(2):
+        for whole in (plain, model):
+            whole(batch(step, 0)[0]).sum().backward()
+            whole.zero_grad()
+        with here.FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+            for of in (plain, ours):
+                of[0].weight.mul_(2)
+                of[0].weight[1:3, ::2] += 1
+                of[0].bias[1] = 3.0
+                of[2].weight.copy_(torch.full(of[2].weight.shape, 0.5))
+                nn.init.constant_(of[2].bias, 0.1)
+    states = model.state_dict()
+    for name, x in plain.state_dict().items():
+        assert torch.equal(x, states[name]), name
+
+
+def test_what_is_written_to_whole_parameters_is_carried_over(ranks: Any) -> None:
+    ranks(2, written)

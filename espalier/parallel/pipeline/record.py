@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -83,6 +83,11 @@ class TorchState(NamedTuple):
     def now(cls, kind: str) -> TorchState:
         """As it is, on a type of device."""
         return cls(torch.is_grad_enabled(), (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+
+    def cast_again(self, kind: str) -> AbstractContextManager[Any]:
+        """While open, autocast is as it was."""
+        enabled, dtype = self.cast
+        return torch.autocast(kind, dtype, enabled)
 
 
 @dataclass
@@ -485,8 +490,7 @@ class ProgramStep:
         if self._state is None:
             out = func(*args, **kwargs)
         else:
-            enabled, dtype = self._state.cast
-            with torch.set_grad_enabled(self._state.grad), torch.autocast(was.type, dtype, enabled):
+            with torch.set_grad_enabled(self._state.grad), self._state.cast_again(was.type):
                 out = func(*args, **kwargs)
         self._keep(out, env)
         return out
