@@ -619,7 +619,10 @@ class Prediction(MicroBatches):
             else:
                 whole = self.tensors[i].to(mesh.device(), dtype)
             outputs.append(broadcast(whole, mesh, mesh.axis("pipe"), source))
-        return program.rebuilt(outputs)
+        output = sendable(program.rebuilt(outputs))
+        if isinstance(output, Exception):
+            raise output
+        return output
 
 
 def _is_hooked(program: StageProgram) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,12 +184,13 @@ def odd_models(rank: int, world: int) -> None:
 class Gives(nn.Module):
     """A distribution."""
 
-    def __init__(self) -> None:
+    def __init__(self, checks: bool) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.a, self.b, self.checks = nn.Linear(6, 8), nn.Linear(8, 4), checks
 
     def forward(self, x: torch.Tensor) -> Any:
-        return torch.distributions.Normal(self.b(torch.tanh(self.a(x))), 1.0)
+        loc = self.b(torch.tanh(self.a(x)))
+        return torch.distributions.Normal(loc, 1.0, validate_args=self.checks)
 
 
 @dataclass
@@ -264,10 +266,13 @@ def told(rank: int, world: int) -> None:
         list(out)
     with pytest.raises(TypeError, match=r"micro-batch(.|\n)*-1"):
         torch.zeros(20)[: out.shape[0]]
-    with pytest.warns(UserWarning), torch.no_grad():
-        model = model_of(Gives())
-        with pytest.raises(TypeError, match=r"gives a Normal(.|\n)*give the tensors"):
-            model(x)
+    for checks in (True, False):  # a check of values keeps a model in one stage
+        with pytest.warns(UserWarning) if checks else nullcontext():
+            model = model_of(Gives(checks))
+            with torch.no_grad(), pytest.raises(TypeError, match=r"gives a Normal(.|\n)*give the tensors"):
+                model(x)
+    with pytest.raises(TypeError, match=r"gives a Normal(.|\n)*give the tensors"):
+        model(x).log_prob(x[:, :4]).mean().backward()
     with pytest.raises(ValueError, match=r"'0': sparse=True(.|\n)*dense"):
         model_of(nn.Sequential(nn.Embedding(6, 8, sparse=True), nn.Linear(8, 4)))
     lazy = nn.Sequential(nn.LazyLinear(4))

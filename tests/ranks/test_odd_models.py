@@ -395,21 +395,3 @@ def without_gradients(rank: int, world: int) -> None:
 
 def test_what_the_loss_does_not_hang_on_has_no_gradient(ranks: Any) -> None:
     ranks(2, without_gradients)
-
-
-def refusals(rank: int, world: int) -> None:
-    x = torch.ones(8, 6)
-    for zero in range(4):
-        net = Small()
-        with pytest.raises(ValueError, match="closure"):
-            espalier.initialize(net, torch.optim.LBFGS(net.parameters()), {"data": world, "zero": zero})
-        net.layers[0].requires_grad_(False)
-        engine = espalier.initialize(net, torch.optim.SGD(net.parameters()), {"data": world, "zero": zero})
-        engine.train_step((x,))
-        net.layers[0].weight.requires_grad_(True)
-        with pytest.raises(ValueError, match="layers.0.weight"):
-            engine((x,))
-
-
-def test_what_is_refused(ranks: Any) -> None:
-    ranks(2, refusals)

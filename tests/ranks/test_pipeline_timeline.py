@@ -15,7 +15,6 @@ from espalier.train.trainer import train
 from espalier.train.verify import verify
 from tests.ranks.test_engine import batch, model
 from tests.ranks.test_resume import job
-from tests.ranks.test_verify import JOBS
 
 
 def timelines(rank: int, world: int, plan: dict[str, Any]) -> None:
@@ -91,7 +90,7 @@ def verified(rank: int, world: int, schedule: str, each: int) -> Any:
     plan = {"pipe": 2, "data": 1, "tensor": 1, "accumulate": 4}
     changes = [f"plan.{axis}={size}" for axis, size in plan.items()]
     changes += [f"plan.schedule={schedule}", f"plan.stages_per_rank={each}", "model.layers=4"]
-    found = verify(Job.load(JOBS / "gpt.toml", changes))
+    found = verify(Job.load("gpt", changes))
     return None if found is None else (found.passed, found.worst)
 
 

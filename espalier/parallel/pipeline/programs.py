@@ -21,6 +21,7 @@ from espalier.parallel.pipeline.record import (
     Trace,
     ValueSource,
     leaves,
+    mapped,
     name_of,
 )
 
@@ -453,13 +454,39 @@ def _refuse_hidden(trace: Trace, unit: CallSpan, call: ModuleCall) -> None:
 def sendable(tree: Any) -> Any:
     """An output of a model for other ranks; in its place an error, if it has tensors that cannot be sent."""
     for x in leaves(tree):
-        if not isinstance(x, (torch.Tensor, *_PLAIN)) and holds_tensors(x):
-            return TypeError(
-                f"The model gives a {type(x).__name__}, which holds tensors: in a pipeline it is not where "
-                "other ranks are. Let the model give the tensors, in tuples, dicts or a dataclass, and make "
-                f"the {type(x).__name__} of them outside."
-            )
+        if isinstance(x, Unsent):
+            return x._error()
+        if _is_unsendable(x):
+            return Unsent(x)._error()
     return tree
+
+
+def traced_output(tree: Any) -> Any:
+    """The output of a trace; what has tensors that cannot be sent says so when it is used."""
+    return mapped(lambda x: Unsent(x) if _is_unsendable(x) else x, tree)
+
+
+def _is_unsendable(x: Any) -> bool:
+    return not isinstance(x, (torch.Tensor, Ref, Unsent, *_PLAIN)) and holds_tensors(x)
+
+
+class Unsent:
+    """Stands for an object in a model's output that is made of tensors in a way of its own."""
+
+    def __init__(self, x: Any) -> None:
+        self._kind = type(x).__name__
+
+    def _error(self) -> TypeError:
+        return TypeError(
+            f"The model gives a {self._kind}, which holds tensors: in a pipeline it is not where other ranks "
+            "are. Let the model give the tensors, in tuples, dicts or a dataclass, and make the "
+            f"{self._kind} of them outside."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._error()
 
 
 def holds_tensors(x: Any, depth: int = 4) -> bool:

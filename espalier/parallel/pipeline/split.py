@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from espalier.blocks import parts
-from espalier.parallel.pipeline.programs import Divided, SentValue
+from espalier.parallel.pipeline.programs import Divided, SentValue, traced_output
 from espalier.parallel.pipeline.record import (
     Env,
     ModelStandIns,
@@ -71,7 +71,7 @@ class StageProgram:
         self.batch_values = frozenset(
             source.number for source in self._body.sources if source.kind == "batch"
         )
-        self._result = divided.trace.out if last else None
+        self._result = traced_output(divided.trace.out) if last else None
         tensors = [divided.trace.values[r.number].tensor for r in leaves(self._result, Ref)]
         self.result = tuple((tuple(x.shape), x.dtype) for x in tensors)
         self._is_last = last
