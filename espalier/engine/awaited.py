@@ -366,12 +366,17 @@ def _value_of(x: Any) -> Any:
     return x.value() if isinstance(x, Awaited) else x
 
 
+def _done(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call gives for values."""
+    values, named = (tree_map(_value_of, x, _SOUGHT_AWAITED) for x in (list(args), dict(kwargs)))
+    return func(*values, **named)
+
+
 def _written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What writes to a tensor is done at once, with values; nothing could go back through it."""
     awaited = leaves([list(args), dict(kwargs)], Awaited, _SOUGHT_AWAITED)
     if not any(x._wants_grad() for x in awaited):
-        values, named = (tree_map(_value_of, x, _SOUGHT_AWAITED) for x in (list(args), dict(kwargs)))
-        return func(*values, **named)
+        return _done(func, args, kwargs)
     if name in _IN_PLACE:  # the name is the sum's from now on
         return _kept(_IN_PLACE[name], args, kwargs)
     raise TypeError(
@@ -384,8 +389,7 @@ def _written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: M
 def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     awaited = leaves([list(args), dict(kwargs)], Awaited, _SOUGHT_AWAITED)
     if all(x._has_gone_back for x in awaited):  # it is there: a sum of losses over steps, say
-        values, named = (tree_map(_value_of, x, _SOUGHT_AWAITED) for x in (list(args), dict(kwargs)))
-        return func(*values, **named)
+        return _done(func, args, kwargs)
     if any(x._source is not awaited[0]._source for x in awaited):
         args, kwargs, awaited = _of_one_call(args, kwargs, awaited)
     if func is not getattr:

@@ -41,14 +41,13 @@ def check_closures(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         ValueError: the plan has what only the engine's own step knows how to take.
     """
     precision, offload = plan.precision, plan.offload
-    is_away = any(share.place != "device" for share in offload.shares.values())
     against = {
         f"pipe = {plan.pipe}": plan.pipe > 1,
         f"branch = {plan.branch}": plan.branch > 1,
         f"accumulate = {plan.accumulate}": plan.accumulate > 1,
         f"clip = {plan.clip}": plan.clip is not None,
         f"precision = {precision}": precision.parameters is not None or precision.scales,
-        "offload": is_away or offload.is_by_budget,
+        "offload": bool(offload.away) or offload.is_by_budget,
     }
     for part in filter(steps_by_closure, parts_of(optimizer)):
         reasons = [said for said, holds in against.items() if holds]

@@ -125,6 +125,11 @@ class Offload(Settings):
         return {"states": self.states, "gradients": self.gradients, "parameters": self.parameters}
 
     @property
+    def away(self) -> dict[str, Share]:
+        """The residency of each kind that is not all on the device."""
+        return {kind: share for kind, share in self.shares.items() if share.place != "device"}
+
+    @property
     def is_by_budget(self) -> bool:
         """Whether what lies where follows from the memory that there is."""
         return any(s.ratio == "auto" for s in self.shares.values())
@@ -147,9 +152,8 @@ class Offload(Settings):
         return self
 
     def __str__(self) -> str:
-        away = [(kind, s) for kind, s in self.shares.items() if s.place != "device"]
         updater = {"host": "", "device": ", updated by the device", "auto": ", updated by both"}[self.update]
-        return ", ".join(f"{kind} on {s.place}{_part(s)}" for kind, s in away) + updater
+        return ", ".join(f"{kind} on {s.place}{_part(s)}" for kind, s in self.away.items()) + updater
 
 
 def _part(share: Share) -> str:
@@ -478,10 +482,9 @@ class Plan(Settings):
             mistakes.append(("expert", self.expert, "experts are not copied: expected replicate = 1"))
         if self.data * self.replicate * self.context > 1:
             cut = {"parameters": 3, "gradients": 1}
-            away = [(kind, s) for kind, s in self.offload.shares.items() if s.place != "device"]
             mistakes += [
                 (f"offload.{kind}", s.place, f"what is off the device is cut: expected zero >= {cut[kind]}")
-                for kind, s in away
+                for kind, s in self.offload.away.items()
                 if self.zero < cut.get(kind, 0)
             ]
         if mistakes:

@@ -61,11 +61,6 @@ def _offload(places: Mapping[str, str], directory: str) -> Offload:
     return Offload.model_validate({**places, **on_disk})
 
 
-def is_away(offload: Offload) -> bool:
-    """Whether anything is off the device."""
-    return any(share.place != "device" for share in offload.shares.values())
-
-
 def share_here(offload: Offload, kind: str) -> float:
     """The share of a kind of state that stays on the device."""
     share = offload.shares[kind]

@@ -227,7 +227,7 @@ class _Family:
             raise NotComposed("layouts name blocks")
         if self.options.get("branches"):
             raise NotComposed("there are branches")
-        if any(s.place != "device" and s.ratio != 1 for s in plan.offload.shares.values()):
+        if any(share.ratio != 1 for share in plan.offload.away.values()):
             raise NotComposed("a share of the chunks is off the device: which, all of them decide")
         kinds = set(map(kind_of, every_block.values()))
         if len(kinds) > 1:

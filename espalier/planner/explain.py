@@ -96,9 +96,8 @@ def words(plan: Any) -> str:
     said += ["sequence"] if plan.sequence_parallel else []
     said += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
     by_place: dict[str, list[str]] = {}
-    for kind, share in plan.offload.shares.items():
-        if share.place != "device":
-            by_place.setdefault(share.place, []).append(kind)
+    for kind, share in plan.offload.away.items():
+        by_place.setdefault(share.place, []).append(kind)
     said += [f"{' + '.join(kinds)} on {place}" for place, kinds in by_place.items()]
     return " ".join(said) or "one rank"
 

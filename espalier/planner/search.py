@@ -16,7 +16,7 @@ from espalier.parallel.fused import has_host_kernel
 from espalier.parallel.plan import ROWS, Mode, Offload
 from espalier.parallel.schedules import Costs as Times
 from espalier.parallel.schedules import Schedule, Timeline, find_schedule, live, simulate
-from espalier.planner.away import NOTHING, carried, is_away, share_here, ways
+from espalier.planner.away import NOTHING, carried, share_here, ways
 from espalier.planner.cells import Away, Cell, Costs, Recorder, Refused, Update
 from espalier.planner.cluster import Cluster
 from espalier.planner.compose import pipe_rank
@@ -340,7 +340,7 @@ class Search:
         hidden = early + late - exposed
         updated = self._updated(prices, update, size, cut, plan.zero)
         moved = NOTHING
-        if is_away(plan.offload):
+        if plan.offload.away:
             away = self._away(plan)
             if away is None:
                 return None

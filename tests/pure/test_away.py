@@ -14,7 +14,7 @@ import torch
 from espalier import Plan, dry_run
 from espalier.models import GPT, GPTConfig, MoE, MoEConfig
 from espalier.planner import Cluster, Found, Recorder, Search, composed
-from espalier.planner.away import carried, is_away, ways
+from espalier.planner.away import carried, ways
 from espalier.planner.explain import report, to_dict, to_toml, why_not, words
 from espalier.planner.prediction import plan_table
 from espalier.planner.prices import Prices
@@ -106,18 +106,18 @@ def test_what_is_carried_is_composed_as_all_else() -> None:
 
 def test_offload_is_found_where_nothing_fits_without(recorder: Recorder) -> None:
     _, roomy = searched(recorder, H100)
-    assert not is_away(roomy.best[0].plan.offload), "it fits, and offload is slower"
-    assert any(is_away(x.plan.offload) for x in roomy.best)
+    assert not roomy.best[0].plan.offload.away, "it fits, and offload is slower"
+    assert any(x.plan.offload.away for x in roomy.best)
     assert any(line.startswith("offload states on host: +") for line in why_not(roomy))
     states = roomy.best[0].memory["states"]
-    small = with_memory(min(x.bytes for x in roomy.best if not is_away(x.plan.offload)) - 0.5 * states)
+    small = with_memory(min(x.bytes for x in roomy.best if not x.plan.offload.away) - 0.5 * states)
     search, tight = searched(recorder, small)
-    assert tight.best and all(is_away(x.plan.offload) for x in tight.best)
+    assert tight.best and all(x.plan.offload.away for x in tight.best)
     first = tight.best[0]
     assert first.plan.offload.states.place == "host" and first.terms["offload"] > 0
     assert first.seconds == min(x.seconds for x in tight.best) and first.sent["host"] > 0
     assert math.isclose(sum(first.terms.values()), first.seconds, rel_tol=1e-9)
-    assert not tight.plain[0].fits and not is_away(tight.plain[0].plan.offload)
+    assert not tight.plain[0].fits and not tight.plain[0].plan.offload.away
     # and it is what all the ways of all plans would have told
     every = [
         y
@@ -130,7 +130,7 @@ def test_offload_is_found_where_nothing_fits_without(recorder: Recorder) -> None
 
 def test_what_is_found_is_said(recorder: Recorder) -> None:
     _, roomy = searched(recorder, H100)
-    least = min(x.bytes for x in roomy.best if not is_away(x.plan.offload))
+    least = min(x.bytes for x in roomy.best if not x.plan.offload.away)
     search, tight = searched(recorder, with_memory(least * 0.8))
     kept, runs = check(search, tight, recorder)
     assert runs[0].fits and runs[0].away == pytest.approx(dict(runs[0].prediction.away), rel=0.02)
@@ -153,7 +153,7 @@ def test_what_is_found_is_said(recorder: Recorder) -> None:
 
 def test_host_and_disk_have_room_or_not(recorder: Recorder) -> None:
     _, roomy = searched(recorder, H100)
-    tight = min(x.bytes for x in roomy.best if not is_away(x.plan.offload)) * 0.8
+    tight = min(x.bytes for x in roomy.best if not x.plan.offload.away) * 0.8
     _, found = searched(recorder, with_memory(tight))
     rests = found.best[0].away["host"]
     _, less = searched(recorder, with_memory(tight, host=rests * 0.5 / 1e9))
@@ -172,7 +172,7 @@ def test_host_and_disk_have_room_or_not(recorder: Recorder) -> None:
 
 def test_a_cpu_has_no_memory_beside_its_hosts(recorder: Recorder) -> None:
     _, roomy = searched(recorder, H100)
-    tight = min(x.bytes for x in roomy.best if not is_away(x.plan.offload)) * 0.8
+    tight = min(x.bytes for x in roomy.best if not x.plan.offload.away) * 0.8
     small = with_memory(tight)
     cpu = small.model_copy(update={"device": small.device.model_copy(update={"waits": True})})
     _, found = searched(recorder, cpu)
@@ -184,7 +184,7 @@ def test_what_the_plan_says_of_offload_holds(recorder: Recorder) -> None:
     search = Search(recorder, H100, base, ranks=1, fixed={"recompute": "none"})
     assert {str(x.plan.offload) for x in search.run().best} == {"states on host"}
     _, found = searched(recorder, H100, offload={})
-    assert not any(is_away(x.plan.offload) for x in found.best)
+    assert not any(x.plan.offload.away for x in found.best)
 
 
 def test_slower_links_and_hosts_take_longer(recorder: Recorder) -> None:

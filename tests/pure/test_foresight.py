@@ -19,7 +19,6 @@ from espalier.cli.main import app
 from espalier.models import GPT, GPTConfig
 from espalier.parallel.schedules import Costs, generate, live, simulate
 from espalier.planner import Cluster, Recorder, Search
-from espalier.planner.away import is_away
 from espalier.planner.cells import Cell
 from espalier.planner.compare import Comparison, Measured
 from espalier.planner.explain import report, to_dict, to_toml, why_not, words
@@ -139,7 +138,7 @@ def test_the_best_is_the_best_of_all(search: Search) -> None:
     found = search.run()
     scored = [x for plan, rows in search.candidates() if (x := search.score(plan, rows)) and x.fits]
     assert len(found.best) == found.scored
-    assert len(scored) == sum(not is_away(x.plan.offload) for x in found.best)
+    assert len(scored) == sum(not x.plan.offload.away for x in found.best)
     assert found.best[0].seconds == min(search.simulated(x).seconds for x in scored) <= scored[0].seconds
     assert all(x.plan.world_size == 8 for x in found.best)
     assert {x.plan.tensor_mode for x in found.best} == {"1d", "2d", "2.5d", "3d"}

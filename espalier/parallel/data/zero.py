@@ -251,7 +251,7 @@ class ZeroState:
             chunk.number, self._numbers = self._numbers, self._numbers + 1
         for kind in offload.shares:
             _send_away(chunks if kind == "parameters" else self.chunks, kind, offload)
-        used = {share.place for share in offload.shares.values() if share.place != "device" and share.ratio}
+        used = {share.place for share in offload.away.values() if share.ratio}
         if not used:
             return None
         directory = offload.directory if "disk" in used else None
