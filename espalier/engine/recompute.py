@@ -34,7 +34,7 @@ from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
 from espalier.tensor import DTensor, plain
 from espalier.tensor.fallback import layouts_of, stamped
-from espalier.tensor.loans import written_mark
+from espalier.tensor.loans import await_values, written_mark
 from espalier.tensor.saved import Outer, outer_hooks
 from espalier.tensor.traces import Generators, put_back
 from espalier.texts import similar
@@ -456,11 +456,13 @@ def _slots(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str]]:
 
 
 def _values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    await_values(tensors.values())
     with raw(), torch.no_grad():
         return {name: plain(x.detach()).clone() for name, x in tensors.items()}
 
 
 def _put(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    await_values(tensors.values())
     with raw(), torch.no_grad():
         for name, value in values.items():
             here = plain(tensors[name].data)

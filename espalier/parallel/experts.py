@@ -27,7 +27,7 @@ from espalier.device import is_accelerator, moved
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.tensor import plain, stamp
-from espalier.tensor.dtensor import DTensor, layout_of, redistribute
+from espalier.tensor.dtensor import DTensor, layout_of, redistribute, up_to_date
 from espalier.torch_private import raw
 from espalier.trees import tree_map
 
@@ -151,6 +151,7 @@ def _local(x: torch.Tensor, rows: Layout) -> torch.Tensor:
 
 def _own(p: Any, stacked: bool, differ: list[int]) -> torch.Tensor:
     """What experts here compute with of a parameter: their own, or the whole of what all of them share."""
+    p = up_to_date(p)
     layout = p._layout if stacked else Layout.replicated(p._layout.mesh, p._layout.shape)
     return plain(move(p, p._layout, layout.with_deferred(differ)))
 

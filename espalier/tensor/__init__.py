@@ -36,12 +36,13 @@ from espalier.tensor.dtensor import DTensor, layout_of, plain, redistribute, sta
 from espalier.tensor.explain import Explanation, explain, explaining, visualize_sharding
 from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.guard import install as _install_guard
-from espalier.tensor.loans import refresh
+from espalier.tensor.loans import await_values, refresh
 from espalier.tensor.modules import distribute_module, local_map
 from espalier.tensor.sanitize import sanitize, switch_on
 from espalier.tensor.stored import chunk_list, from_torch, reduced, shard, spec_of, to_torch, write_items
 
 DTensor._above = SimpleNamespace(
+    await_values=await_values,
     chunk_list=chunk_list,
     compared=compared,
     from_local=from_local,

@@ -32,6 +32,7 @@ from espalier.tensor.bucketing import Bucketing
 from espalier.tensor.dispatch import is_strict
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.tensor.fallback import writes
+from espalier.tensor.loans import await_values
 from espalier.tensor.observers import watchers
 from espalier.tensor.random import draw_key
 from espalier.tensor.saved import close_saving, gather_before_backward, hold, open_saving
@@ -456,6 +457,7 @@ def _state() -> Any:
 def _kind(x: Any) -> Any:
     """What of an input decides about the program: of tensors all but their values."""
     if isinstance(x, torch.Tensor):
+        await_values((x,))
         with raw():
             where = x._layout if type(x) is DTensor else (tuple(x.shape), x.device)
             return (where, x.dtype, x.requires_grad, _stride(x))
@@ -558,6 +560,7 @@ def _record(
     guards = list(_watched(owner, places))
     for place in places.values():
         place.get().__dict__.pop("_moved", None)  # what was moved before would not be seen to move
+        await_values((place.get(),))
     recorder = Recorder(places)
     entered = list(leaves)
     first: dict[int, int] = {}

@@ -320,8 +320,9 @@ class DTensor(torch.Tensor):
         forward_dtype, backward_dtype = forward_dtype or dtype, backward_dtype or dtype
         if forward_dtype == backward_dtype == dtype:
             return redistribute(self, layout)
+        x = up_to_date(self)
         with raw():
-            return stamp(move_as(plain(self), self._layout, layout, forward_dtype, backward_dtype), layout)
+            return stamp(move_as(plain(x), x._layout.own, layout, forward_dtype, backward_dtype), layout)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The global tensor, plain, on every rank (a collective: call it on all ranks).
@@ -375,6 +376,7 @@ class DTensor(torch.Tensor):
     @property
     def _local_tensor(self) -> torch.Tensor:
         """This rank's part, plain and outside autograd (torch's name for it, which programs use)."""
+        DTensor._above.await_values((self,))
         with raw():
             return plain(self.detach())
 
@@ -432,6 +434,7 @@ class DTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # never a collective: debuggers and tracebacks call it on one rank alone
+        DTensor._above.await_values((self,))
         with raw():
             local = plain(self.detach())
         lay = self._layout
@@ -455,6 +458,7 @@ class DTensor(torch.Tensor):
                 "Only tensors that the user made (leaves) can be deep-copied: this one is the result of an "
                 "operation that autograd records. Copy x.detach() instead."
             )
+        DTensor._above.await_values((self,))
         with raw():
             copy = stamp(plain(self.detach()).clone(), self._layout.own)
             grad = plain_call(_grad.__get__, (), (self,), {}) if DETACHED not in memo else None

@@ -8,7 +8,8 @@ another key to the dispatcher's cache, so that a call with a loan, and no other 
 * a loan whose source was written to meanwhile takes its values from it again;
 * a view of a loan is a loan.
 
-The same twin marks a tensor whose values are *elsewhere*: a parameter that is cut between its uses.
+The same twin marks a tensor whose values are *elsewhere*: a parameter that is cut between its uses, or on
+their way.
 """
 
 from __future__ import annotations
@@ -64,6 +65,10 @@ class StandIn(ABC):
 
     def handed_out(self) -> None:
         """Be told that somebody gets an alias of the tensor's data (see :func:`hand_out`)."""
+        return None
+
+    def arrive(self) -> None:
+        """Let what this rank holds of the tensor be there, if it is still on its way."""
         return None
 
 
@@ -139,6 +144,14 @@ def _says_view(op: Any) -> bool:
 def loans_in(tensors: Sequence[torch.Tensor]) -> list[DTensor]:
     """Those among tensors that are loans, each once."""
     return list({id(t): t for t in tensors if type(t) is DTensor and t._layout.own is not t._layout}.values())
+
+
+def await_values(tensors: Iterable[torch.Tensor]) -> None:
+    """Let those be there that are on their way, for who reads their memory past the dispatcher."""
+    for x in loans_in([*tensors]):
+        source = x.__dict__.get("_source")
+        if isinstance(source, StandIn):
+            source.arrive()
 
 
 def lend(out: Any, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -291,6 +304,7 @@ def here(x: DTensor) -> tuple[Layout, torch.Tensor]:
     """How a tensor lies, and what this rank holds of it, plain and outside autograd."""
     if not isinstance(x.__dict__.get("_source"), StandIn):
         x = up_to_date(x)
+    await_values((x,))
     with raw():
         return x._layout.own, plain(x.detach())
 

@@ -23,7 +23,7 @@ from espalier.mesh import Mesh
 from espalier.mesh.mesh import known_mesh
 from espalier.tensor.api import lay_out
 from espalier.tensor.dtensor import DTensor, plain, stamp
-from espalier.tensor.loans import ViewSource, here
+from espalier.tensor.loans import ViewSource, await_values, here
 from espalier.torch_private import dtensor_spec, raw, wrap_door
 
 
@@ -133,7 +133,8 @@ _Strided: Any = getattr(kinds, "_StridedShard", None)
 
 def to_torch(x: DTensor) -> theirs.DTensor:
     """See :meth:`DTensor.to_torch`."""
-    layout = x._layout
+    layout = x._layout.own
+    await_values((x,))
     # what is deferred is replicated there: its gradient comes back whole
     states = tuple(R if s == D else s for s in layout.axes)
     typed = Layout.of(layout.mesh, states, layout.cuts, layout.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from espalier.comm import Work
-from espalier.comm.collectives import start_gather
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.data import masters
@@ -26,6 +24,7 @@ from espalier.parallel.data.chunks import (
     copy_smallest,
     shown,
 )
+from espalier.parallel.data.exchange import Exchange
 from espalier.parallel.data.gradients import AllGradients, Gradients, gradient_of
 from espalier.parallel.data.offloaded_step import (
     OffloadedChunk,
@@ -39,7 +38,7 @@ from espalier.parallel.data.unshard import Prefetcher, bring_home, home_of, show
 from espalier.parallel.plan import PLACES, Offload, Plan, Updater
 from espalier.tensor import plain, stamp
 from espalier.tensor.deferred import lay_out_parameters
-from espalier.torch_private import foreach_copy_, raw
+from espalier.torch_private import raw
 
 _grad: Any = torch.Tensor.grad
 
@@ -52,6 +51,7 @@ class ZeroState:
         members: all parameters.
         gradients: finishes gradients; of each of the model's ``parts``, and of what several share, by itself.
         prefetcher: gathers parameters; None where they stay whole.
+        exchange: gathers those that stay whole, after an update of pieces.
         chunks: of the trained parameters.
         copies: how many pieces have so many bytes; the smallest of them are copied for an update.
         lines: the trained parameters of each part as they go into chunks, where these are by size.
@@ -78,6 +78,8 @@ class ZeroState:
         # what lies on a mesh without this rank has no values here
         named = [(name, p) for name, p in model.named_parameters() if layouts[name].mesh.is_member]
         by_piece = self.stage.states == "S"
+        place = {id(p): i for i, (_, p) in enumerate(named)}
+        self.exchange = Exchange(mesh.device(), place, is_dry=mesh.is_dry)
         self.members = [
             ShardedParam(name, p, layouts[name], *_own(axes, layouts[name], mesh), dtype, by_piece)
             for name, p in named
@@ -502,6 +504,7 @@ class ZeroState:
 
     def _settle(self) -> None:
         """Parameters are what they are between passes, and what others have changed is known."""
+        self.exchange.finish()
         if self.prefetcher is not None:
             self.prefetcher.begin()
         self._thaw()
@@ -554,31 +557,8 @@ class ZeroState:
                 masters.write(chunk)
         if self.stage.states == "S" and self.stage.parameters == "R":
             with raw():
-                self._exchange_pieces()
+                self.exchange.gather(self.chunks)
         masters.remember(self._mastered)
-
-    def _exchange_pieces(self) -> None:
-        """Gather each chunk's pieces into the parameters, a few chunks at a time."""
-        under_way = deque[tuple[Chunk, torch.Tensor, Work[Any]]]()
-
-        def land() -> None:
-            chunk, rows, pending = under_way.popleft()
-            pending.wait()
-            chunk.unpack(rows, chunk.views().places)
-
-        for chunk in self.chunks:
-            shard_group = chunk.shard_group
-            rows = chunk.rows(shard_group.n, chunk.dtype)
-            if chunk.master is not None:
-                rows[shard_group.here].copy_(chunk.master)
-            else:
-                foreach_copy_(chunk.pieces(rows[shard_group.here]), chunk.updated().tensors)
-                chunk.own = None
-            under_way.append((chunk, rows, start_gather(rows, None, shard_group.mesh, shard_group.axis)))
-            if len(under_way) > 2:
-                land()
-        while under_way:
-            land()
 
 
 def _own(axes: tuple[int, ...], full: Layout, mesh: Mesh) -> tuple[tuple[int, ...], ShardGroup]:

@@ -23,8 +23,9 @@ from espalier.sharding.spec import (
     special,
 )
 from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp
+from espalier.tensor.loans import await_values
 from espalier.torch_private import check_and_unscale_, foreach_norms, plain_call, raw
-from espalier.trees import leaves
+from espalier.trees import leaves, tensors_in
 
 # f(x) linear in x: a Partial passes through
 LINEAR = """
@@ -305,6 +306,7 @@ def foreach(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """An elementwise function over lists of tensors."""
+    await_values(tensors_in((args, kwargs)))
     layouts = [x._layout if type(x) is DTensor else None for x in args[0]]
     name = func.__name__
     written = name.endswith("_")
