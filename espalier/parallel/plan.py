@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
-from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from espalier.parallel.schedules.actions import Schedule
@@ -71,6 +71,25 @@ PLACES: Final[tuple[str, ...]] = get_args(Place)
 Updater = Literal["host", "device", "auto"]
 
 
+def _at_most(most: int, unit: int, name: str) -> AfterValidator:
+    """Refuses a size that no device holds: it was written in smaller units, bytes say."""
+
+    def check(value: float) -> float:
+        if value > most:
+            raise PydanticCustomError(
+                "unit",
+                "expected at most {most} {name}; so many bytes would be {meant}",
+                {"most": f"{most:,}", "name": name, "meant": f"{value / unit:.4g}"},
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+_MEGABYTES = _at_most(10**6, 10**6, "megabytes")
+_GIGABYTES = _at_most(10**4, 10**9, "gigabytes")
+
+
 class Share(Settings):
     """Where a part of one kind of state lies; a lone string is ``place``.
 
@@ -116,7 +135,7 @@ class Offload(Settings):
     gradients: Where = Share()
     states: Where = Share()
     directory: str | None = None
-    budget_gigabytes: Positive | None = None
+    budget_gigabytes: Annotated[Positive, _GIGABYTES] | None = None
     update: Updater = "host"
 
     @property
@@ -407,8 +426,8 @@ class Plan(Settings):
     context_kind: Literal["auto", "ring", "ulysses", "gather"] = "auto"
     clip: Positive | None = None
     accumulate: Count = 1
-    chunk_megabytes: Positive = 25.0
-    prefetch_megabytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
+    chunk_megabytes: Annotated[Positive, _MEGABYTES] = 25.0
+    prefetch_megabytes: Annotated[float, Field(ge=0, allow_inf_nan=False), _MEGABYTES] = 50.0
     precision: Annotated[Precision, BeforeValidator(as_precision)] = Precision()
     offload: Offload = Offload()
     gradients: Literal["beside", "in-place"] = "beside"

@@ -96,10 +96,14 @@ def test_a_plan_says_where_state_lies(tmp_path: Path) -> None:
             "states.plce = 'host': unknown key; did you mean offload.states.place[?]",
         ),
         ({"stats": "host"}, "did you mean offload.states[?]"),
+        ({"states": "auto", "budget_gigabytes": 8e10}, "at most 10,000 gigabytes; so many bytes would be 80"),
         ({"states": "hst"}, "offload.states.place = 'hst': expected 'device', 'host' or 'disk'"),
     ):
         with pytest.raises(PlanError, match=said):
             Plan(offload=wrong)
+    for key in ("chunk_megabytes", "prefetch_megabytes"):
+        with pytest.raises(PlanError, match=f"{key} = 25.*: expected at most 1,000,000 megabytes; .* be 25"):
+            Plan.from_dict({key: 25e6})
     with pytest.raises(PlanError, match="offload.parameters = 'host': .* expected zero >= 3"):
         Plan(data=2, zero=2, offload={"parameters": "host"})
 
