@@ -31,7 +31,11 @@ LEAST_ZERO = {"states": 0, "gradients": 1, "parameters": 3}
 """The least ZeRO stage with which a kind of state may be off the device, where several ranks share it."""
 _SHALLOW = 2  # blocks; and one more tells what a block adds
 _WORTH_A_PROCESS = 6  # recordings
-_EXCHANGES = ("all_to_all", "send", "receive")  # of tokens
+_EXCHANGES = {
+    "expert": ("all_to_all", "send", "receive"),
+    "context": ("all_to_all", "send", "receive", "pass_on", "all_gather", "reduce_scatter"),
+}
+"""What is sent along axes while a model computes: of tokens, and of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class Cell:
     """What changes the local shapes.
 
     Attributes:
-        tensor, tensor_mode, depth, sequence_parallel, context, recompute, precision, expert: as of a plan.
+        tensor, tensor_mode, depth, sequence_parallel, context, context_kind, recompute, precision, expert: as
+            of a plan.
         rows: of a micro-batch on a rank.
     """
 
@@ -52,6 +57,7 @@ class Cell:
     tensor_mode: str = "1d"
     depth: int = 1
     expert: int = 1
+    context_kind: str = "auto"
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -188,16 +194,14 @@ def _of_cell(cell: Cell, depth: int) -> _Wanted:
 
 
 def _without_sums(run: Recording) -> Recording:
-    """A run whose experts lie along an axis, without sums of gradients along it: the data axis has them."""
-    rest = (
-        (phase, event)
-        for phase, event in run.events
-        if phase != "backward"
-        or not isinstance(event, Sent)
-        or event.axis != "expert"
-        or event.op in _EXCHANGES
-    )
-    return replace(run, events=tuple(rest))
+    """A run without sums of gradients along the axes of its cell: those of the data axis are these, too."""
+
+    def is_sum(phase: str, event: Event) -> bool:
+        if phase != "backward" or not isinstance(event, Sent):
+            return False
+        return event.op not in _EXCHANGES.get(event.axis, (event.op,))
+
+    return replace(run, events=tuple(x for x in run.events if not is_sum(*x)))
 
 
 def _of_zero(zero: int, precision: str, accumulate: int, depth: int) -> _Wanted:
@@ -378,7 +382,7 @@ class Recorder:
         key = cell, depth
         if key not in self._runs:
             run = self._kept(_of_cell(cell, depth))
-            self._runs[key] = run if cell.expert == 1 else _without_sums(run)
+            self._runs[key] = _without_sums(run)
         return self._runs[key]
 
     def _kept(self, wanted: _Wanted) -> Recording:

@@ -300,7 +300,9 @@ class Search:
     def _cell(self, plan: Plan, rows: int) -> Cell:
         sequence, recompute = bool(plan.sequence_parallel), str(plan.recompute)
         mode = (plan.tensor_mode, plan.depth) if plan.tensor > 1 else ("1d", 1)
-        return Cell(plan.tensor, sequence, plan.context, recompute, self._precision, rows, *mode, plan.expert)
+        kind = plan.context_kind if plan.context > 1 else "auto"
+        shapes = plan.tensor, sequence, plan.context
+        return Cell(*shapes, recompute, self._precision, rows, *mode, plan.expert, kind)
 
     def _whole(
         self,

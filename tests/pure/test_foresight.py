@@ -82,6 +82,20 @@ def test_blocks_add_up_to_the_whole(recorder: Recorder, cell: Cell) -> None:
     assert Recording.from_list(json.loads(json.dumps(whole.to_list()))) == whole
 
 
+@pytest.mark.parametrize("plan", [{"data": 2, "zero": 1}, {"context_kind": "ring", "accumulate": 2}], ids=str)
+def test_gradients_are_summed_along_context_once(recorder: Recorder, plan: dict[str, Any]) -> None:
+    chosen = Plan.from_dict({"context": 2, **plan})
+    net, optimizer, batch = given()
+    sent: Counter[str] = Counter()
+    for entry in dry_run(net, chosen, batch, optimizer=optimizer).ledger.entries:
+        if entry.op != "all_reduce" or entry.bytes > 100:  # of counts and norms
+            is_sum = entry.op in ("all_reduce", "reduce_scatter", "all_gather")
+            sent["data" if is_sum else "context"] += entry.bytes
+    told = Search(recorder, H100, Plan(), ranks=chosen.world_size).of(chosen).sent
+    assert told["data"] == pytest.approx(sent["data"], rel=0.02)
+    assert told["context"] == pytest.approx(sent["context"], rel=0.02)
+
+
 def test_rows_add_up(recorder: Recorder) -> None:
     one, two, four = (recorder._run(Cell(rows=n), 2) for n in (1, 2, 4))
     told = grown(one, two, 4)
