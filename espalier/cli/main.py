@@ -328,6 +328,14 @@ def calibrate(
         typer.Option(metavar="FILE.toml", help="The cluster; --cluster here by default.", show_default=False),
     ] = None,
     anyway: Annotated[bool, typer.Option("--anyway", help="Measure a busy machine, too.")] = False,
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="On the disk for what plans keep off the device; one in the cache by default.",
+            show_default=False,
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Measure what this machine computes and sends, in a minute, and write it as a cluster for plan."""
@@ -339,7 +347,7 @@ def calibrate(
 
         path = out or here()
         path.parent.mkdir(parents=True, exist_ok=True)
-        cluster = measured(ranks, show, anyway=anyway)
+        cluster = measured(ranks, show, anyway=anyway, disk=disk)
         write_file(path, cluster.to_toml().encode())
         for line in cluster.told():
             say(Console(), line)

@@ -18,7 +18,7 @@ from espalier.cli.main import app
 from espalier.models import GPT, GPTConfig
 from espalier.planner import Cluster, Recorder, Search
 from espalier.planner import calibrate as calibration
-from espalier.planner.calibrate import local
+from espalier.planner.calibrate import disks, local
 from espalier.planner.cluster import here
 from espalier.planner.curves import Grid, between
 from espalier.planner.explain import report
@@ -123,7 +123,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(local, name, value)
     monkeypatch.setattr(local, "SIZES", (4, 8))
     monkeypatch.setattr(local.products, "__defaults__", ((4, 8),))
+    monkeypatch.setattr(disks.speeds, "__defaults__", (2**12,))
     monkeypatch.setattr(calibration, "spawn", spawned)
+
+
+def test_a_disk_that_takes_nothing_is_left_as_assumed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", "utf-8")
+    assert disks.speeds(Mesh.single(("data",)), tmp_path / "file") == {}
+    made = calibration.combined([measured() | {"disk": {}}], 0.0)
+    assert made.source("disk").source == "assumed" and made.source("host").source == "measured"
 
 
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,14 +146,20 @@ def test_the_command_measures_and_plan_takes_it(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ValueError, match="run espalier calibrate first"):
         Cluster.load("here")
     small(monkeypatch)
-    done = CliRunner().invoke(app, ["calibrate", "-n", "1", "--anyway"])
+    folder = tmp_path / "scratch"
+    done = CliRunner().invoke(app, ["calibrate", "-n", "1", "--anyway", "--disk", str(folder)])
     assert done.exit_code == 0, done.output
+    assert not list(folder.iterdir()), "files are removed"
     assert "matrix products in float32" in done.output and "--cluster here" in done.output
     made = Cluster.load("here")
     assert made == Cluster.load(here()) and made.device.waits and made.ranks == 1
     assert {"add", "silu_backward", "_log_softmax", "_fused_adamw_"} <= made.device.operations.keys()
     assert all(len(row) == 4 and min(row) > 0 for row in made.device.attentions["float32"])
     assert made.device.step_us > 0 and made.device.backward_us_per_op is not None
+    assert made.disk.directory == str(folder) and min(made.disk.read_gbs, made.disk.write_gbs) > 0
+    assert made.source("disk").source == made.source("host.update_gbs").source == "measured"
+    (nbytes, took) = made.device.operations["_fused_adamw_"][-1]
+    assert made.host.update_gbs == pytest.approx(nbytes / took / 1e3, rel=1e-3)
     with torch.device("meta"):
         net = GPT(GPTConfig(vocab_size=64, max_positions=8, layers=4, hidden=16, heads=2))
         x = torch.empty(4, 8, dtype=torch.int64)

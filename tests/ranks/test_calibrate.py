@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from espalier import Mesh
 from espalier.planner.calibrate import kinds
+from espalier.planner.calibrate.disks import speeds
 from espalier.planner.calibrate.links import collectives
 from espalier.planner.calibrate.timing import taken_by_others
 from espalier.planner.cluster import KINDS, Cluster
 
 
-def measure(rank: int, world: int) -> dict[str, Any]:
+def measure(rank: int, world: int, folder: Path) -> dict[str, Any]:
     said: list[str] = []
-    found = collectives(Mesh.from_env({"data": world}), said.append, (64, 1024))
+    mesh = Mesh.from_env({"data": world})
+    found = collectives(mesh, said.append, (64, 1024))
     assert len(said) == 3 and 0 <= taken_by_others(0.01) <= 1
+    stored = speeds(mesh, folder / "disk", 2**14)
+    assert min(stored["read_gbs"], stored["write_gbs"], stored["capacity_gb"]) > 0
+    (folder / "file").touch()
+    in_the_way = folder / "file" if rank else folder / "disk"
+    assert speeds(mesh, in_the_way, 2**14) == {}, "one of them can write nothing"
     return found
 
 
-def test_collectives_are_measured_by_what_they_send(ranks: Any) -> None:
-    for found in ranks(2, measure):
+def test_collectives_are_measured_by_what_they_send(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2, measure, tmp_path):
         sent = {name: [size for size, _ in rows] for name, rows in found["collectives"].items()}
         assert sent == {
             "all_reduce": [256, 4096],

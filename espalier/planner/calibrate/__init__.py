@@ -15,12 +15,13 @@ import torch
 from espalier.comm import all_reduce
 from espalier.mesh import Mesh
 from espalier.mesh.launch import spawn
-from espalier.planner.calibrate import engine, kinds, links, local
+from espalier.planner.calibrate import disks, engine, kinds, links, local
 from espalier.planner.calibrate.timing import taken_by_others
-from espalier.planner.cluster import Cluster, Device, Level, Provenance
+from espalier.planner.cluster import Cluster, Device, Disk, Host, Level, Provenance, cache
 from espalier.planner.prices import Prices
 
 _BUSY = 0.1  # of a core that others may have
+_UPDATE = "_fused_adamw_"
 _LEAST = 0.03  # what was measured may be off by more than it scatters
 
 
@@ -29,7 +30,11 @@ class BusyError(ValueError):
 
 
 def calibrate(
-    ranks: int | None = None, say: Callable[[str], object] = lambda text: None, *, anyway: bool = False
+    ranks: int | None = None,
+    say: Callable[[str], object] = lambda text: None,
+    *,
+    anyway: bool = False,
+    disk: Path | None = None,
 ) -> Cluster:
     """Measure this machine, about half a minute, on its CPU.
 
@@ -37,13 +42,16 @@ def calibrate(
         ranks: that do the same at once, as in a run; as many as there are cores by default.
         say: is told what is measured; it must be a function that other processes can import.
         anyway: measure where others compute, too; the spreads say it.
+        disk: a folder on the disk that is measured, where plans keep what is off the device; one beside the
+            recordings by default.
 
     Raises:
         BusyError: others take the cores.
     """
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     n = n if ranks is None else ranks
-    measured = spawn(_rank, {"data": n}, say, anyway, device_type="cpu")
+    folder = cache() / "offload" if disk is None else disk.absolute()
+    measured = spawn(_rank, {"data": n}, say, anyway, folder, device_type="cpu")
     lost = max(max(x["lost"]) for x in measured)
     if "products" not in measured[0]:
         raise BusyError(
@@ -71,7 +79,7 @@ def calibrate(
     return cluster.model_copy(update={"device": cluster.device.model_copy(update=_short(beside))})
 
 
-def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool) -> dict[str, Any]:
+def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool, disk: Path) -> dict[str, Any]:
     """What one rank measures."""
     tell = say if mesh.coordinate[0] == 0 else _nothing
     tell(f"whether this machine is quiet, on {mesh.size()} ranks")
@@ -86,8 +94,11 @@ def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool) -> dict[str, A
     tell("steps under each kind of plan")
     under = [kinds.measure(mesh, trial) for trial in kinds.trials(mesh.size())]
     alone = local.alone(mesh, (torch.float32, torch.bfloat16), tell)
+    tell(f"the disk of {disk}")
+    stored = disks.speeds(mesh, disk)
     lost.append(_most(mesh, taken_by_others()))
-    return {"lost": lost, "links": sent, "phases": took, "steps": steps, "kinds": under, **alone}
+    rest = {"links": sent, "phases": took, "steps": steps, "kinds": under, "disk": stored}
+    return {"lost": lost, **rest, **alone}
 
 
 def _nothing(text: str) -> None:
@@ -143,7 +154,22 @@ def combined(measured: Sequence[Mapping[str, Any]], lost: float) -> Cluster:
             ("level", (statistics.median(sent[0]["spreads"] or [0.0]), _LEAST)),
         )
     ]
-    return Cluster(device=Device(**_short(device)), level=(Level(**_short(level)),), provenance=tuple(known))
+    host = {"memory_gb": round(_memory() / 1e9, 3), "to_device_gbs": device["bandwidth_gbs"] / 2}
+    if _UPDATE in operations:
+        nbytes, took = operations[_UPDATE][-1]
+        host["update_gbs"] = n * nbytes / took / 1e3
+    known.append(Provenance(key="host", source="measured", spread=known[0].spread))
+    disk: dict[str, Any] = dict(measured[0].get("disk", {}))
+    if disk:
+        spread = round(max(_LEAST, disk.pop("spread")) + lost, 3)
+        known.append(Provenance(key="disk", source="measured", spread=spread))
+    return Cluster(
+        device=Device(**_short(device)),
+        level=(Level(**_short(level)),),
+        host=Host(**_short(host)),
+        disk=Disk(**_short(disk)),
+        provenance=tuple(known),
+    )
 
 
 def _mean(rows: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, ...]]:
