@@ -121,7 +121,7 @@ def combined(measured: Sequence[Mapping[str, Any]], lost: float) -> Cluster:
     }
     spreads = {kind: statistics.median(x) for kind, x in measured[0]["spreads"].items()}
     copied = operations["copy_"][-1]
-    device = {
+    device: dict[str, Any] = {
         "kind": _name(),
         "memory_gb": round(_memory() / n / 1e9, 3),
         "bandwidth_gbs": copied[0] / copied[1] / 1e3,
