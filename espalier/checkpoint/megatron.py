@@ -14,13 +14,16 @@ import io
 import json
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from espalier.checkpoint.index import FormatError, TensorInfo
+from espalier.checkpoint.megatron_buckets import STATE, Unpacked
+from espalier.checkpoint.megatron_places import LAYERS, Place, Sizes, is_routed, places
 from espalier.checkpoint.records import load_records
 from espalier.checkpoint.sources import TensorSource, reading
 from espalier.layout.layout import Box, overlap
@@ -34,193 +37,10 @@ _BACKENDS = {
     "common_backend_version": 1,
 }
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
-_LAYERS = "decoder.layers."
-_STATE = "optimizer.state."
 MASTERS = ("param", "fp32_param")  # of the distributed optimizer and of the one for 16 bits
 _GROUPED = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")  # by what Megatron makes groups
 _BESIDE = {"params", "step", "bias_correction", "default_config", "max_lr", "min_lr", "pre_wd_mult"}
 _BESIDE |= {"pre_lr_mult", *_GROUPED}
-
-
-class Place(NamedTuple):
-    """Where values of a tensor of transformers' stand in one of Megatron's.
-
-    Attributes:
-        box: of the tensor ``name``.
-        there: the same values in the tensor ``key``, which may have one dim more before.
-        turned: whether rows are columns there.
-    """
-
-    name: str
-    box: Box
-    key: str
-    there: Box
-    turned: bool = False
-
-
-class Sizes(NamedTuple):
-    """What is to be known of a model: heads of queries, of keys and values, and the lengths of dims."""
-
-    layers: int
-    hidden: int
-    heads: int
-    groups: int
-    head: int
-    inner: int
-    words: int
-    positions: int
-
-    @staticmethod
-    def of(config: Mapping[str, Any]) -> Sizes:
-        """Those of a config.json."""
-
-        def get(*names: str) -> int | None:
-            return next((int(config[n]) for n in names if config.get(n) is not None), None)
-
-        hidden, heads = get("hidden_size", "n_embd"), get("num_attention_heads", "n_head")
-        layers, words = get("num_hidden_layers", "n_layer"), get("vocab_size")
-        if hidden is None or heads is None or layers is None or words is None:
-            raise FormatError("The config does not say hidden_size, num_attention_heads and the like.")
-        return Sizes(
-            layers,
-            hidden,
-            heads,
-            get("num_key_value_heads") or heads,
-            get("head_dim") or hidden // heads,
-            get("intermediate_size", "n_inner") or 4 * hidden,
-            words,
-            get("max_position_embeddings", "n_positions") or 0,
-        )
-
-
-def places(config: Mapping[str, Any], *, stacked: bool) -> Iterator[Place]:
-    """Where each tensor that such a model may have stands.
-
-    Args:
-        config: of a model of transformers.
-        stacked: whether layers are one tensor, else each has its own.
-
-    Raises:
-        FormatError: the model is of no kind that is known.
-    """
-    kind, sizes = config.get("model_type"), Sizes.of(config)
-    if kind not in _KINDS:
-        raise FormatError(
-            f"Models of the type {kind!r} have no names of Megatron's here: expected {', '.join(_KINDS)}."
-        )
-    outside, inside, layers = _KINDS[kind]
-    for name, key, shape in outside(sizes):
-        whole = Box((0,) * len(shape), shape)
-        yield Place(name, whole, key, whole)
-    for i in range(sizes.layers):
-        for place in inside(sizes):
-            for key in (place.key, *_OLDER.get(place.key, ())):
-                there = place.there
-                if stacked:
-                    there = Box((i, *there.offsets), (1, *there.sizes))
-                middle = "" if stacked else f"{i}."
-                yield Place(
-                    f"{layers}{i}.{place.name}",
-                    place.box,
-                    f"{_LAYERS}{middle}{key}",
-                    there,
-                    place.turned,
-                )
-
-
-def _rows(
-    name: str, key: str, parts: Iterable[tuple[int, int, int]], width: int | None, turned: bool = False
-) -> Iterator[Place]:
-    """Of a tensor and its bias: runs of rows, from where, to where, how many."""
-    for start, at, n in parts:
-        if width is None:
-            yield Place(name, Box((start,), (n,)), key, Box((at,), (n,)))
-            continue
-        box, there = Box((start, 0), (n, width)), Box((at, 0), (n, width))
-        if turned:
-            box = Box(box.offsets[::-1], box.sizes[::-1])
-        yield Place(name, box, key, there, turned)
-
-
-def _queries(s: Sizes) -> tuple[list[tuple[int, int, int]], ...]:
-    """Rows of queries, keys and values, in matrices of their own and in Megatron's."""
-    each = s.heads // s.groups * s.head
-    group = each + 2 * s.head
-    return (
-        [(g * each, g * group, each) for g in range(s.groups)],
-        [(g * s.head, g * group + each, s.head) for g in range(s.groups)],
-        [(g * s.head, g * group + each + s.head, s.head) for g in range(s.groups)],
-    )
-
-
-def _llama(s: Sizes) -> Iterator[Place]:
-    """A layer of Llama's kind."""
-    for word, parts in zip("qkv", _queries(s), strict=True):
-        yield from _rows(f"self_attn.{word}_proj.weight", f"{_QKV}weight", parts, s.hidden)
-        yield from _rows(f"self_attn.{word}_proj.bias", f"{_QKV}bias", parts, None)
-    for word in "qk":
-        key = f"self_attention.{word}_layernorm.weight"
-        yield from _rows(f"self_attn.{word}_norm.weight", key, [(0, 0, s.head)], None)
-    rows = [(0, 0, s.hidden)]
-    yield from _rows("self_attn.o_proj.weight", f"{_PROJ}weight", rows, s.heads * s.head)
-    yield from _rows("self_attn.o_proj.bias", f"{_PROJ}bias", rows, None)
-    yield from _rows("input_layernorm.weight", f"{_QKV}layer_norm_weight", rows, None)
-    yield from _rows("post_attention_layernorm.weight", f"{_FC1}layer_norm_weight", rows, None)
-    for i, word in enumerate(("gate", "up")):
-        parts = [(0, i * s.inner, s.inner)]
-        yield from _rows(f"mlp.{word}_proj.weight", f"{_FC1}weight", parts, s.hidden)
-        yield from _rows(f"mlp.{word}_proj.bias", f"{_FC1}bias", parts, None)
-    yield from _rows("mlp.down_proj.weight", f"{_FC2}weight", rows, s.inner)
-    yield from _rows("mlp.down_proj.bias", f"{_FC2}bias", rows, None)
-
-
-def _gpt2(s: Sizes) -> Iterator[Place]:
-    """A layer of GPT-2, whose matrices have inputs as rows."""
-    size = s.heads * s.head
-    for i, parts in enumerate(_queries(s)):
-        parts = [(start + i * size, at, n) for start, at, n in parts]
-        yield from _rows("attn.c_attn.weight", f"{_QKV}weight", parts, s.hidden, turned=True)
-        yield from _rows("attn.c_attn.bias", f"{_QKV}bias", parts, None)
-    rows, inner = [(0, 0, s.hidden)], [(0, 0, s.inner)]
-    for kind in ("weight", "bias"):
-        yield from _rows(f"ln_1.{kind}", f"{_QKV}layer_norm_{kind}", rows, None)
-        yield from _rows(f"ln_2.{kind}", f"{_FC1}layer_norm_{kind}", rows, None)
-    for name, key, parts, width in (
-        ("attn.c_proj", _PROJ, rows, size),
-        ("mlp.c_fc", _FC1, inner, s.hidden),
-        ("mlp.c_proj", _FC2, rows, s.inner),
-    ):
-        yield from _rows(f"{name}.weight", f"{key}weight", parts, width, turned=True)
-        yield from _rows(f"{name}.bias", f"{key}bias", parts, None)
-
-
-def _around(embedding: str, norm: str, position: str = "") -> Any:
-    """What a model has outside of layers: name, key, shape."""
-
-    def tensors(s: Sizes) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        yield f"{embedding}.weight", "embedding.word_embeddings.weight", (s.words, s.hidden)
-        yield "lm_head.weight", "output_layer.weight", (s.words, s.hidden)
-        if position:
-            yield f"{position}.weight", "embedding.position_embeddings.weight", (s.positions, s.hidden)
-        for kind in ("weight", "bias"):
-            yield f"{norm}.{kind}", f"decoder.final_layernorm.{kind}", (s.hidden,)
-
-    return tensors
-
-
-_QKV, _PROJ = "self_attention.linear_qkv.", "self_attention.linear_proj."
-_FC1, _FC2 = "mlp.linear_fc1.", "mlp.linear_fc2."
-# norms that are modules of their own there
-_OLDER = {
-    f"{linear}layer_norm_{kind}": (f"{norm}.{kind}",)
-    for linear, norm in ((_QKV, "input_layernorm"), (_FC1, "pre_mlp_layernorm"))
-    for kind in ("weight", "bias")
-}
-_LLAMA = _around("model.embed_tokens", "model.norm"), _llama, "model.layers."
-_KINDS: dict[str, tuple[Any, Any, str]] = {
-    "gpt2": (_around("transformer.wte", "transformer.ln_f", "transformer.wpe"), _gpt2, "transformer.h."),
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
-}
 
 
 # ---- tensors that are made of boxes of others
@@ -314,13 +134,8 @@ def in_names_of(source: TensorSource, config: Mapping[str, Any] | None) -> Tenso
             f"{source.path} is a checkpoint of Megatron's, whose tensors have other names and shapes: give "
             "a folder with the config.json of a model of transformers (--like), or load it into such a model."
         )
-    weights = {key for key in source.entries if not key.startswith("optimizer.")}
-    if routed := sorted(key for key in weights if ".mlp.experts." in key or ".mlp.router." in key):
-        raise FormatError(
-            f"{source.path} has experts ({routed[0]}, ...), which are not read here. Convert it to the hub's "
-            "format first, by Megatron-Bridge's or Megatron's own converter, and load that folder."
-        )
-    stacked = not any(key.startswith(f"{_LAYERS}0.") for key in weights)
+    weights = {key for key in source.entries if ".distributed." not in key and "optimizer." not in key}
+    stacked = not any(key.startswith(f"{LAYERS}0.") for key in weights)
     table = [place for place in places(config, stacked=stacked) if place.key in weights]
     wrong = [f"{key} is not in it" for key in sorted(weights - {place.key for place in table})]
     wrong += _other_sizes(source, table)
@@ -329,21 +144,18 @@ def in_names_of(source: TensorSource, config: Mapping[str, Any] | None) -> Tenso
             listed(f"{source.path} does not hold the weights of this {config['model_type']}:", wrong, 8)
             + "\nGive the config of the model that was saved."
         )
+    source = Unpacked(source, weights, gated=config["model_type"] != "gpt2")
     kinds = _kinds_of(source, weights)
     parts: dict[str, list[_Part]] = defaultdict(list)
     for box, there, turned, name, key in ((p.box, p.there, p.turned, p.name, p.key) for p in table):
-        master = next((f"{_STATE}{k}.{key}" for k in MASTERS if k in kinds), key)
+        master = next((f"{STATE}{k}.{key}" for k in MASTERS if k in kinds), key)
         parts[f"model.{name}"].append(_Part(box, master, there, turned))
         for kind in (k for k in kinds if k not in MASTERS):
-            parts[f"{_STATE}{name}.{kind}"].append(_Part(box, f"{_STATE}{kind}.{key}", there, turned))
+            parts[f"{STATE}{name}.{kind}"].append(_Part(box, f"{STATE}{kind}.{key}", there, turned))
     shapes = {name: len(parts[f"model.{name}"][0].box.sizes) for name in dict.fromkeys(p.name for p in table)}
     steps, values = _options(source, shapes) if kinds else ({}, {})
     composed = Composed(source, parts, steps)
-    if not kinds and any("bucket_idx_" in key for key in source.entries):
-        composed.without = (
-            f"{source.path} has an optimizer in dp_reshardable buckets, which say no names. Load it under "
-            "Megatron and save it with --dist-ckpt-optim-fully-reshardable"
-        )
+    composed.without = source.without
     composed.values, composed.trees = values, frozenset(("model", "optimizer") if kinds else ("model",))
     return composed
 
@@ -366,8 +178,8 @@ def _kinds_of(source: TensorSource, weights: Collection[str]) -> list[str]:
     """The kinds of states that lie as the weights do."""
     holders: dict[str, set[str]] = defaultdict(set)
     for name in source.entries:
-        kind, _, key = name.removeprefix(_STATE).partition(".")
-        if name.startswith(_STATE) and key in weights:
+        kind, _, key = name.removeprefix(STATE).partition(".")
+        if name.startswith(STATE) and key in weights:
             holders[kind].add(key)
             if source.entries[name].shape != source.entries[key].shape:
                 raise FormatError(
@@ -386,14 +198,19 @@ def _options(source: TensorSource, dims: Mapping[str, int]) -> tuple[dict[str, t
     groups, step = _groups(source)
     steps: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
+    decays, routed = ({g.get(key) for g in groups} for key in ("wd_mult", "is_expert_parallel"))
     for i, group in enumerate(groups):
-        decayed = group.get("wd_mult", 1.0) != 0
-        names = [n for n, d in dims.items() if _decays(n, d) is decayed or len(groups) == 1]
+        names = [
+            name
+            for name, d in dims.items()
+            if (len(decays) == 1 or _decays(name, d) is (group.get("wd_mult", 1.0) != 0))
+            and (len(routed) == 1 or is_routed(name) is bool(group.get("is_expert_parallel")))
+        ]
         values[f"optimizer.param_groups.{i}.params"] = names
         values |= {f"optimizer.param_groups.{i}.{k}": x for k, x in group.items() if k not in _BESIDE}
         count = group.get("step", step)
         if count is not None:
-            steps |= {f"{_STATE}{n}.step": torch.tensor(float(count)) for n in names}
+            steps |= {f"{STATE}{n}.step": torch.tensor(float(count)) for n in names}
     return steps, values
 
 
@@ -404,26 +221,30 @@ def _groups(source: TensorSource) -> tuple[list[Mapping[str, Any]], Any]:
     saved += [
         source.values[key]
         for key in source.values
-        if key.startswith("optimizer.distributed.") and ".optimizer/shard" in key
+        if ".distributed." in key and key.rpartition("/")[0].endswith(".optimizer")
     ]
-    groups, step = list[Mapping[str, Any]](), None
+    groups, step = dict[tuple[str, ...], Mapping[str, Any]](), None
     while saved:
         x = saved.pop(0)
         if isinstance(x, Mapping):
             if isinstance(x.get("param_groups"), list):
-                groups += [g for g in x["param_groups"] if isinstance(g, Mapping)]
+                for group in (g for g in x["param_groups"] if isinstance(g, Mapping)):
+                    groups.setdefault(tuple(repr(group.get(key)) for key in _GROUPED), group)
             state = x.get("state")
             step = state.get("common_step", step) if isinstance(state, Mapping) else step
             saved += [y for key, y in x.items() if key not in ("param_groups", "state")]
         elif isinstance(x, list):
             saved += x
-    kinds = [tuple(repr(group.get(key)) for key in _GROUPED) for group in groups]
-    if len(groups) > 2 or (len(groups) == 2 and (kinds[0][0] == kinds[1][0] or kinds[0][1:] != kinds[1][1:])):
+    kinds = [dict(zip(_GROUPED, kind, strict=True)) for kind in groups]
+    same = all(len({kind[key] for kind in kinds}) <= 1 for key in ("lr_mult", "is_decoupled_lr"))
+    decays = {kind["wd_mult"] for kind in kinds}
+    if not same or len(decays) > 2 or (len(decays) == 2 and not decays & {"0.0", "0"}):
         raise FormatError(
             f"{source.path} has {len(groups)} groups of an optimizer, and does not say which parameters are "
-            "in which: expected one, or two of which one has wd_mult = 0. Load without optimizer=True."
+            "in which: expected such as differ in wd_mult, which is 0 for one, and in is_expert_parallel. "
+            "Load without optimizer=True."
         )
-    return groups, step
+    return list(groups.values()), step
 
 
 # ---- out
@@ -459,8 +280,7 @@ def as_megatron(
             "Megatron's names depend on the model: give a folder with its config.json (--like)."
         )
     parts: dict[str, list[_Part]] = defaultdict(list)
-    older = {key for keys in _OLDER.values() for key in keys}
-    table = [p for p in places(config, stacked=True) if p.key.removeprefix(_LAYERS) not in older]
+    table = [*places(config, stacked=True, every=False)]
     if unknown := sorted(set(weights) - {place.name for place in table}):
         raise FormatError(
             listed(f"{source.path} holds what no {config.get('model_type')} has:", unknown, 8)
@@ -472,13 +292,13 @@ def as_megatron(
             continue
         theirs = weights[place.name]
         parts[place.key].append(_Part(place.there, theirs, place.box, place.turned))
-        states = source.under(f"{_STATE}{place.name}.") if options else {}
+        states = source.under(f"{STATE}{place.name}.") if options else {}
         for kind, entry in states.items():
-            name = f"{_STATE}{place.name}.{kind}"
+            name = f"{STATE}{place.name}.{kind}"
             if kind == "step":
                 steps.add(float(source.read(name)))
             elif entry.shape == source.entries[theirs].shape:
-                parts[f"{_STATE}{kind}.{place.key}"].append(_Part(place.there, name, place.box, place.turned))
+                parts[f"{STATE}{kind}.{place.key}"].append(_Part(place.there, name, place.box, place.turned))
     if len(steps) > 1:
         raise FormatError(f"{source.path} has parameters of other counts of steps, which Megatron has not.")
     step = int(max(steps, default=0))
@@ -487,12 +307,19 @@ def as_megatron(
         common["optimizer"] = {"param_groups": _regrouped(source, options), "state": {"common_step": step}}
     buffer = io.BytesIO()
     torch.save(common, buffer)
-    modules = {key.rpartition(".")[0] for key in parts if key.startswith(_LAYERS) and ".linear_" in key}
-    modules |= {f"{_LAYERS}self_attention.core_attention"}
-    layers = Sizes.of(config).layers
+    modules = {key.rpartition(".")[0] for key in parts if key.startswith(LAYERS) and ".linear_" in key}
+    modules |= {f"{LAYERS}self_attention.core_attention"}
+    sizes = Sizes.of(config)
+    shards: dict[str, Any] = {}
+    for module in sorted(modules):
+        routed = ".experts." in module
+        for at in product(range(sizes.layers), range(sizes.experts if routed else 1)):
+            of, n = (at, (sizes.layers, sizes.experts)) if routed else (at[:1], (sizes.layers,))
+            shard = ".".join(map(str, of)) + "_" + ".".join(map(str, n))
+            shards[f"{module}._extra_state/shard_{shard}"] = [None]
     return Outward(
         Composed(source, parts, {}),
-        {f"{m}._extra_state/shard_{i}_{layers}": [None] for m in sorted(modules) for i in range(layers)},
+        shards,
         {COMMON: buffer.getvalue(), METADATA: json.dumps(_BACKENDS).encode()},
     )
 

@@ -1,7 +1,9 @@
 """A small GPT of Megatron-core on gloo ranks: trained, saved by Megatron itself, and loaded by it.
 
 Called as ``python megatron_program.py FOLDER KIND RANKS ACTION``; prints nothing. Megatron asks for CUDA in
-a few places although it computes on CPUs: there is nothing to wait for, and no other random stream.
+a few places although it computes on CPUs: there is nothing to wait for, and no other random stream; and its
+distributed optimizer takes float32 on a GPU, for which float64 on a CPU passes here. Ranks share tensors, but
+those of ``mixtral``: they have other experts, and half of each optimizer state.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 WORDS, PADDED = 60, 64
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48}
+EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_ffn_hidden_size": 20}
 KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"activation_func": F.gelu},
     "llama": {
@@ -29,6 +33,31 @@ KINDS: dict[str, dict[str, Any]] = {
         "layernorm_epsilon": 1e-6,
     },
 }
+KINDS["mixtral"] = {
+    **KINDS["llama"],
+    **EXPERTS,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "allgather",
+}
+BUCKETS = {"distrib_optim_sharding_type": "dp_reshardable"}
+
+
+class OnCPU(TorchFunctionMode):
+    """What is made on a GPU is made on the CPU, and tensors say that they are such as Megatron takes: float64
+    stays what it is."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.type and len(args) == 1:
+            return "torch.cuda.FloatTensor"
+        if func is torch.Tensor.cuda or (func is torch.Tensor.float and args[0].dtype is torch.float64):
+            return args[0]
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,15 +73,21 @@ def built(kind: str, ranks: int) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
 
+    moe_utils.te_general_gemm = None  # which is not defined without Transformer Engine, and asked for
     random.get_cuda_rng_tracker().fork = lambda *name: contextlib.nullcontext()
-    parallel_state.initialize_model_parallel(ranks)
+    shared = {"tensor_model_parallel_size": 1 if kind == "mixtral" else ranks}
+    shared |= (
+        {"expert_model_parallel_size": ranks, "expert_tensor_parallel_size": 1} if kind == "mixtral" else {}
+    )
+    parallel_state.initialize_model_parallel(**shared)
     config = TransformerConfig(
         **SHAPE,
         **KINDS[kind],
         params_dtype=torch.float64,
         use_cpu_initialization=True,
-        tensor_model_parallel_size=ranks,
+        **shared,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
@@ -63,13 +98,18 @@ def built(kind: str, ranks: int) -> Any:
         persist_layer_norm=False,
     )
     torch.manual_seed(1)
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, normalization=config.normalization)
+    if kind == "mixtral":  # the names that layers of Transformer Engine have
+        spec.submodules.sharded_state_dict_keys_map = {
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
+        }
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=config.normalization),
+        spec,
         vocab_size=PADDED,
         max_sequence_length=16,
         parallel_output=False,
-        position_embedding_type="rope" if kind == "llama" else "learned_absolute",
+        position_embedding_type="learned_absolute" if kind == "gpt2" else "rope",
         share_embeddings_and_output_weights=kind == "gpt2",
     ).double()
 
@@ -87,6 +127,35 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01)
 
 
+class Distributed:
+    """Megatron's distributed optimizer, around a model whose gradients it sums in buckets."""
+
+    def __init__(self, model: Any) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        self.model = DistributedDataParallel(model.config, config, model)
+        options = {"lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.0, "use_distributed_optimizer": True}
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **options), [self.model])
+        for group in self.optimizer.param_groups:  # as Megatron's schedule does at each step
+            group["weight_decay"] *= group["wd_mult"]
+
+    def step(self) -> None:
+        """Sum, and update."""
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Also what has been summed."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def sharded(self) -> Any:
+        """Its states, in buckets."""
+        return self.optimizer.sharded_state_dict(self.model.module.sharded_state_dict(), metadata=BUCKETS)
+
+
 def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Of the words that there are."""
     n = ids.shape[1]
@@ -95,7 +164,7 @@ def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return out[..., :WORDS]
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(model: Any, optimizer: torch.optim.Optimizer | Distributed, steps: range) -> None:
     """Steps on all rows."""
     for number in steps:
         ids, labels = batch(number)
@@ -104,15 +173,17 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
         optimizer.zero_grad()
 
 
-def tree(model: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """What Megatron's FP32Optimizer makes of it."""
+def tree(model: Any, optimizer: torch.optim.Optimizer | Distributed | None) -> dict[str, Any]:
+    """What Megatron makes of it: of a plain optimizer, what its FP32Optimizer does."""
     from megatron.core.dist_checkpointing.optimizer import (
         get_param_id_to_sharded_param_map,
         optim_state_to_sharding_state,
     )
 
     found: dict[str, Any] = {"model": model.sharded_state_dict()}
-    if optimizer is not None:
+    if isinstance(optimizer, Distributed):
+        found["optimizer"] = optimizer.sharded()
+    elif optimizer is not None:
         state = optimizer.state_dict()
         held = (p for group in optimizer.param_groups for p in group["params"])
         sharded = get_param_id_to_sharded_param_map(model.sharded_state_dict(), held)
@@ -154,9 +225,10 @@ def main(rank: int, folder: str, kind: str, ranks: int, action: str) -> None:
 
     import argparse
 
+    OnCPU().__enter__()
     model = built(kind, ranks)
-    optimizer = optimizer_of(model)
     if action == "save":
+        optimizer = optimizer_of(model) if kind == "gpt2" else Distributed(model)
         train(model, optimizer, range(2))
         save("theirs", tree(model, optimizer))
         with torch.no_grad():
@@ -168,6 +240,7 @@ def main(rank: int, folder: str, kind: str, ranks: int, action: str) -> None:
         train(model, optimizer, range(5, 7))
         save("late", tree(model, None))
     else:
+        optimizer = optimizer_of(model)
         load(model, optimizer_with_states(model, optimizer), f"{folder}/ours")
         train(model, optimizer, range(5, 7))
         save("again", tree(model, None))
