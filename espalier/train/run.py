@@ -1,6 +1,6 @@
 """From a job to ranks that work on it, and back to one result or one clear error.
 
-A rank is ``python -m espalier.train.run ACTION FOLDER``. The folder is the parent's: it holds ``job.json``,
+A rank is ``python -m espalier.train.rank ACTION FOLDER``. The folder is the parent's: it holds ``job.json``,
 and takes rank 0's result or any rank's reason for giving up, so that the parent can tell it once and clearly.
 """
 
@@ -155,7 +155,7 @@ def _attempt(
         folder = Path(name)
         handed = {"raw": job.raw, "source": job.source, "debug": debug, "options": options}
         (folder / "job.json").write_text(json.dumps(handed, default=str), "utf-8")
-        argv = ["-m", "espalier.train.run", action, name]
+        argv = ["-m", "espalier.train.rank", action, name]
         try:
             with _told_to_leave():
                 here = ranks if hosts is None else ranks // hosts.nodes
@@ -272,7 +272,7 @@ _ACTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 def main(argv: list[str]) -> int:
-    """Run as a process; the exit code."""
+    """What a rank's process does; its exit code."""
     outlive_terminal()
     action, folder = argv[0], Path(argv[1])
     handed = json.loads((folder / "job.json").read_text("utf-8"))
@@ -290,7 +290,3 @@ def main(argv: list[str]) -> int:
     if result is not None:
         (folder / "result").write_bytes(pickle.dumps(result))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -83,7 +83,7 @@ def rank_of(number: int) -> int:
         if (
             mine
             and f"RANK={number}".encode() in told
-            and b"espalier.train.run" in (entry / "cmdline").read_bytes()
+            and b"espalier.train.rank" in (entry / "cmdline").read_bytes()
         ):
             return int(entry.name)
     return 0
