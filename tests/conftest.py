@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.pool import Pool, Skip
+from tests.pool import Pool, Skip, preloading
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # trio, which selenium brings, gives hypothesis a plugin that warns as soon as torch's own tests load it
@@ -24,6 +26,20 @@ TESTS = Path(__file__).parent
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the suite's markers."""
     config.addinivalue_line("markers", "world(n): this test asks for n ranks; tests of equal n run together")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported for the tests stays: no collection of garbage looks through it, now or later."""
+    with preloading():
+        collected = yield
+    gc.freeze()
+    return collected
+
+
+def pytest_unconfigure() -> None:
+    """Python's end is to find all; libraries would say that they leaked what it does not."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -77,3 +93,13 @@ def ranks(rank_pool: Pool) -> Callable[..., list[Any]]:
             pytest.skip(str(skip))
 
     return run
+
+
+@pytest.fixture
+def forked(rank_pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Forks of the process that ranks of the pool come from; ``espalier.spawn`` starts its own so, too."""
+    from torch import multiprocessing
+
+    start = partial(multiprocessing.start_processes, start_method="forkserver")
+    monkeypatch.setattr(multiprocessing, "spawn", start)
+    return rank_pool.forks()

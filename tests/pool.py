@@ -111,7 +111,7 @@ def worker_main(rank: int, conn: Connection, dump: str) -> None:
         faulthandler.enable()
         if hasattr(signal, "SIGUSR1"):
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        import torch
+        from tests.preloaded import torch
 
         torch.set_num_threads(1)
         gc.freeze()  # what is imported stays: no collection looks through it
@@ -121,6 +121,16 @@ def worker_main(rank: int, conn: Connection, dump: str) -> None:
         sys.stderr.flush()
         # gloo's threads may outlive the interpreter's teardown and abort ("terminate called ...").
         os._exit(0)
+
+
+@contextlib.contextmanager
+def preloading() -> Iterator[None]:
+    """What is imported meanwhile is not looked through for garbage."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _die_with_parent() -> None:
@@ -285,6 +295,10 @@ class Pool:
             raise self._explain(name, n, limit, outcome)
         return [outcome.results[rank] for rank in range(n)]
 
+    def forks(self) -> Any:
+        """By which other processes are forked from where ranks come from."""
+        return _forks(self.preload)
+
     def pids(self) -> list[int]:
         """The process ids of the live workers."""
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
@@ -420,9 +434,12 @@ def _context(rank: int, preload: Sequence[str]) -> Any:
     """
     if rank == 0 or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
+    return _forks(preload)
+
+
+def _forks(preload: Sequence[str]) -> Any:
     context = multiprocessing.get_context("forkserver")
-    # optimizers import dynamo at their first step
-    context.set_forkserver_preload(["torch._dynamo", "espalier.api", *preload])
+    context.set_forkserver_preload(["tests.preloaded", *preload])
     return context
 
 

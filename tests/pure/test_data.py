@@ -2,7 +2,6 @@
 
 import json
 import math
-import multiprocessing
 from itertools import pairwise
 
 import numpy as np
@@ -86,12 +85,9 @@ def _prepare_in_process(source, cache, queue):
     queue.put((len(said), len(text.train)))
 
 
-def test_many_processes_prepare_once(source, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    processes = [
-        context.Process(target=_prepare_in_process, args=(source, tmp_path, queue)) for _ in range(3)
-    ]
+def test_many_processes_prepare_once(source, tmp_path, forked):
+    queue = forked.Queue()
+    processes = [forked.Process(target=_prepare_in_process, args=(source, tmp_path, queue)) for _ in range(3)]
     for process in processes:
         process.start()
     answers = [queue.get(timeout=60) for _ in processes]

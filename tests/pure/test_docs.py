@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,39 +14,52 @@ from typing import Any
 import pytest
 
 import espalier.api
+from espalier.mesh.process import finish
+from tests.pool import Pool
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN = [page for page in PAGES if "```python" in page.read_text("utf-8")]
 
 
-def python(*arguments: str) -> str:
-    """What a command prints; it must end well."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def script(path: str, *arguments: str) -> str:
+    """What a script of the repository prints, run in this process."""
+    printed = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.chdir(ROOT),
+        contextlib.redirect_stdout(printed),
+    ):
+        patch.setattr(sys, "argv", [path, *arguments])
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
 
 
+def run_pages(rank: int, world: int, port: int, *pages: str) -> str:
+    """As ``espalier run -n 4 docs/run.py PAGES`` would: with the watch over the ranks."""
+    del os.environ["ESPALIER_FAULTS"]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # pages name folders by it
+    printed = script("docs/run.py", *pages)
+    finish()
+    return printed
+
+
+@pytest.mark.filterwarnings("default")
 def test_the_examples_of_all_pages_run() -> None:
-    """Every Python block works, and prints what the page says; one start of the ranks for all pages."""
+    """Every Python block works, and prints what the page says; on ranks apart, as pages change rules."""
     pages = [str(page.relative_to(ROOT)) for page in RUN]
-    printed = python("-m", "espalier", "run", "-n", "4", "docs/run.py", *pages).splitlines()
-    assert [line.partition(":")[0] for line in printed if line.endswith(" blocks")] == pages
+    pool = Pool()
+    try:
+        printed, *_ = pool(4, run_pages, os.getpid(), *pages, timeout=900)
+    finally:
+        pool.close()
+    ended = [line for line in printed.splitlines() if line.endswith(" blocks")]
+    assert [line.partition(":")[0] for line in ended] == pages
 
 
 def loop(rank: int, world: int, *arguments: str) -> str:
-    """What the plain loop prints, run as a script."""
-    printed = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(sys, "argv", ["plain_loop.py", *arguments])
-        runpy.run_path(str(ROOT / "examples/plain_loop.py"), run_name="__main__")
-    return printed.getvalue()
+    """What the plain loop prints."""
+    return script("examples/plain_loop.py", *arguments)
 
 
 @pytest.mark.world(4)

@@ -37,7 +37,7 @@ def test_spawn_runs_a_function_on_a_mesh() -> None:
     assert found == [(7.0, (0, 0)), (7.0, (1, 0))]
 
 
-def test_spawn_reports_the_rank_that_raised() -> None:
+def test_spawn_reports_the_rank_that_raised(forked: Any) -> None:
     with pytest.raises(Exception, match="nothing of that name"):
         espalier.spawn(fail_on_one, {"data": 2})
 
@@ -52,7 +52,7 @@ def fail_slowly(mesh: Mesh) -> None:
     time.sleep(60)
 
 
-def test_spawn_reports_the_cause_whoever_ends_first() -> None:
+def test_spawn_reports_the_cause_whoever_ends_first(forked: Any) -> None:
     with pytest.raises(ProcessRaisedException, match="nothing of that name"):
         espalier.spawn(fail_slowly, {"data": 2})
 

@@ -210,7 +210,7 @@ def one_leaves(mesh: Mesh, how: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves"])
-def test_a_peer_that_has_gone_is_told(tmp_path: Path, how: str) -> None:
+def test_a_peer_that_has_gone_is_told(tmp_path: Path, how: str, forked: Any) -> None:
     before = set(os.listdir("/dev/shm"))
     with pytest.raises(FileNotFoundError, match="1") if how == "dies" else nullcontext():
         espalier.spawn(one_leaves, {"data": 2}, how, str(tmp_path), device_type="cpu")
@@ -227,7 +227,7 @@ def one_comes_late(mesh: Mesh) -> float:
     return float(y.sum())
 
 
-def test_what_one_that_leaves_has_said_is_heard_by_those_that_come_late() -> None:
+def test_what_one_that_leaves_has_said_is_heard_by_those_that_come_late(forked: Any) -> None:
     """They open its memory when they first use it: it may not be gone by then."""
     assert espalier.spawn(one_comes_late, {"data": 2}, device_type="cpu") == [12.0, 12.0]
 
@@ -240,7 +240,7 @@ def nobody_takes(mesh: Mesh) -> None:
     assert time.monotonic() - began < 4  # both leave: nobody stays for the other
 
 
-def test_ranks_that_all_leave_wait_for_none() -> None:
+def test_ranks_that_all_leave_wait_for_none(forked: Any) -> None:
     espalier.spawn(nobody_takes, {"data": 2}, device_type="cpu")
 
 

@@ -1,0 +1,9 @@
+"""What all ranks of tests need, imported once for those that are forked."""
+
+from tests.pool import preloading
+
+with preloading():
+    import torch
+    import torch._dynamo  # noqa: F401 (optimizers import it at their first step)
+
+    import espalier.api  # noqa: F401
