@@ -50,25 +50,33 @@ _QUESTIONS = {
 }
 
 
-def asked(answers: Answers, ask: Ask) -> Answers:
+def asked(answers: Answers, ask: Ask, tell: Callable[[str], None]) -> Answers:
     """The answers, each confirmed or changed.
 
     Args:
         ask: of a question and the answer that stands, gives the answer.
+        tell: of what is wrong with an answer; the question is put again.
     """
     for name, question in _QUESTIONS.items():
-        before = getattr(answers, name)
-        said = ask(question, str(before)).strip() or str(before)
-        changed: dict[str, Any] = {name: _like(name, before, said)}
-        answers = replace(answers, **changed)
+        before, good = getattr(answers, name), None
+        while good is None:
+            said = ask(question, str(before)).strip() or str(before)
+            try:
+                changed: dict[str, Any] = {name: _like(name, before, said)}
+                good = replace(answers, **changed)
+                written(good)
+            except ValueError as error:
+                tell(str(error))
+                good = None
+        answers = good
     return answers
 
 
 def _like(name: str, before: object, said: str) -> object:
     if not isinstance(before, int):
         return said
-    if not said.isdecimal():
-        raise ValueError(f"{name}: expected a whole number, got {said!r}")
+    if not said.isdecimal() or int(said) < 1:
+        raise ValueError(f"{name}: expected a whole number of 1 or more, got {said!r}")
     return int(said)
 
 

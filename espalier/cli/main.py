@@ -551,7 +551,7 @@ def init(
             raise ValueError(f"{path} exists: name another file, or write over it with --force")
         answers = Answers(model or "gpt", data or "stdlib", field, chat, ranks, zero, lora, steps)
         if model is None and data is None and sys.stdin.isatty():
-            answers = asked(answers, lambda question, now: str(typer.prompt(question, default=now)))
+            answers = asked(answers, lambda question, now: str(typer.prompt(question, default=now)), complain)
         text = written(answers)
         path.write_text(text, "utf-8")
         load(path, [], None)

@@ -83,9 +83,9 @@ def tell_verification(console: Console, verification: Verification) -> None:
 
     for notice in verification.notices:
         console.print(f"note: {notice}", highlight=False, markup=False)
-    axes = " × ".join(f"{axis} {size}" for axis, size in verification.plan.items())
     console.print(
-        f"{verification.model}, {verification.parameters:,} parameters, float64: {axes} against one process",
+        f"{verification.model}, {verification.parameters:,} parameters, float64: {verification.plan} "
+        "against one process",
         highlight=False,
         markup=False,
     )
@@ -164,6 +164,10 @@ def one_clear_message(debug: bool) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         complain("interrupted; all ranks have been stopped")
+        raise typer.Exit(130) from None
+    except typer.Abort:  # Ctrl-C or Ctrl-D where a question was asked
+        typer.echo(err=True)
+        complain("interrupted; nothing is written")
         raise typer.Exit(130) from None
     except Exception as error:
         if debug:

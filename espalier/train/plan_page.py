@@ -49,8 +49,9 @@ def plan_page(
     first = searched.best[0]
     cluster = searched.cluster
     title = f"Plan for {name}"
+    rows = f"{first.rows} row{'s' * (first.rows != 1)}"
     what = (
-        f"{words(first.plan)}, micro-batches of {first.rows} rows, on {first.plan.world_size:,} ranks of "
+        f"{words(first.plan)}, micro-batches of {rows}, on {first.plan.world_size:,} ranks of "
         f"{cluster.device.kind}; the best of {searched.scored:,} plans scored."
     )
     sections = [
@@ -165,17 +166,21 @@ def _list(lines: Iterable[str]) -> str:
 
 
 def _table(label: str, head: Sequence[str], rows: Iterable[Sequence[str]], text: int) -> str:
-    """A table whose first ``text`` columns are words and whose others are numbers."""
+    """A table whose first ``text`` columns are words and whose others are numbers; cells may have lines."""
     numeric = [' class="n"' if i >= text else "" for i in range(len(head))]
     top = "".join(f'<th scope="col"{c}>{_text(x)}</th>' for x, c in zip(head, numeric, strict=True))
     body = "".join(
-        "<tr>" + "".join(f"<td{c}>{_text(x)}</td>" for x, c in zip(row, numeric, strict=True)) + "</tr>"
+        "<tr>" + "".join(f"<td{c}>{_lines(x)}</td>" for x, c in zip(row, numeric, strict=True)) + "</tr>"
         for row in rows
     )
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{_text(label)}"><table>'
         f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+
+
+def _lines(cell: str) -> str:
+    return "<br>".join(map(_text, cell.split("\n")))
 
 
 def _rows(searched: Found) -> list[tuple[str, Prediction]]:
@@ -187,7 +192,7 @@ def _rows(searched: Found) -> list[tuple[str, Prediction]]:
 
 def _figures(searched: Found) -> str:
     first = searched.best[0]
-    plain = min((x for x in searched.plain if x.fits), key=lambda x: x.seconds, default=None)
+    plain = min((x for x in searched.plain if x.fits), key=lambda x: x.seconds, default=first)
     boxes = [
         ("step", _seconds(first.seconds), f"± {first.error:.0%}"),
         ("samples a second", f"{searched.batch / first.seconds:,.4g}", f"{searched.batch:,} a step"),
@@ -201,7 +206,7 @@ def _figures(searched: Found) -> str:
     for place, n in first.away.items():
         room = readable_bytes(searched.cluster.room(place, first.plan.world_size))
         boxes.append((f"on {place}", readable_bytes(n), f"of {room} a rank"))
-    if plain is not None:
+    if plain.plan != first.plan:
         boxes.append((f"faster than {words(plain.plan)}", f"{plain.seconds / first.seconds:.2f} times", ""))
     cells = (
         f"<div><dt>{_text(name)}</dt><dd>{_text(value)}<small>{_text(note)}</small></dd></div>"
@@ -221,8 +226,8 @@ def _best(searched: Found) -> str:
             f"{x.error:.0%}",
             f"{searched.batch / x.seconds:,.4g}",
             f"{readable_bytes(x.bytes)}{'' if x.fits else ' (too much)'}"
-            + "".join(f" + {readable_bytes(n)} on {place}" for place, n in x.away.items()),
-            ", ".join(f"{axis} {readable_bytes(n)}" for axis, n in x.sent.items() if n),
+            + "".join(f"\n+ {readable_bytes(n)} on {place}" for place, n in x.away.items()),
+            "\n".join(f"{axis} {readable_bytes(n)}" for axis, n in x.sent.items() if n),
         )
         for number, x in _rows(searched)
     ]

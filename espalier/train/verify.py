@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from espalier.checkpoint.foreign import load_into
 from espalier.engine.batches import loss_of
+from espalier.parallel.plan import Plan
 from espalier.train.building import build_model, build_optimizer, count_of
 from espalier.train.conversion import weights_of
 from espalier.train.data import prepare, training_batches
@@ -68,7 +69,7 @@ class Verification:
 
     Attributes:
         model: what was compared.
-        plan: the axes.
+        plan: in words.
         parameters: number of the model's parameters.
         tolerance: largest difference that passes.
         steps: one report for each optimizer step.
@@ -76,7 +77,7 @@ class Verification:
     """
 
     model: str
-    plan: dict[str, int]
+    plan: str
     parameters: int
     tolerance: float
     steps: list[StepReport] = field(default_factory=list)
@@ -162,9 +163,14 @@ def verify(job: Job) -> Verification | None:
     if double.kept:
         notices.append(f"{double.kept} casts to float32 inside the model kept in float64, on both sides")
     count = sum(p.numel() for p in reference.parameters())
-    return Verification(
-        type(reference).__name__, dict(plan.axes), count, settings.tolerance, reports, notices
-    )
+    return Verification(type(reference).__name__, _words(plan), count, settings.tolerance, reports, notices)
+
+
+def _words(plan: Plan) -> str:
+    """The plan, with what its own words leave out and a reader of the proof has asked for."""
+    parts = f", {plan.accumulate} micro-batches" if plan.accumulate > 1 else ""
+    recompute = "" if plan.recompute == "none" else ", recomputation"
+    return f"{plan}{parts}{recompute}"
 
 
 class PlainRun:

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 import espalier
 from espalier.cli import app, doctor, init
 from espalier.cli.doctor import Finding, tell
+from espalier.cli.main import init as init_command
 from espalier.cli.tell import tell_schedule
 from espalier.engine import Engine
 from espalier.parallel import Plan
@@ -172,9 +174,25 @@ def test_init_writes_jobs_that_are_right(tmp_path, monkeypatch):
     assert code == 2 and "job.toml exists" in err
     code, _, err = call("init", "e.toml", "--model", "gtp")
     assert code == 2 and "did you mean 'gpt'?" in err and not (tmp_path / "e.toml").exists()
-    said = iter(["moe", "", "2", ""])
-    given = init.asked(init.Answers(), lambda question, now: next(said))
-    assert given == init.Answers(model="moe", ranks=2) and 'kind = "moe"' in init.written(given)
+    said, wrong = iter(["meo", "moe", "nowhere", "", "two", "0", "2", ""]), []
+    answers = init.asked(init.Answers(), lambda question, now: next(said), wrong.append)
+    assert answers == init.Answers(model="moe", ranks=2) and 'kind = "moe"' in init.written(answers)
+    for text, part in zip(wrong, ("did you mean 'moe'?", "'nowhere'", "'two'", "'0'"), strict=True):
+        assert part in text
+
+
+def test_ctrl_c_at_a_question_of_init(tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise typer.Abort
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(typer, "prompt", interrupted)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    with pytest.raises(typer.Exit) as ended:
+        init_command(tmp_path / "job.toml")
+    said = capsys.readouterr().err
+    assert ended.value.exit_code == 130 and "interrupted" in said and "foreseen" not in said
+    assert not list(tmp_path.iterdir())
 
 
 OWN = """

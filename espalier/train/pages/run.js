@@ -336,7 +336,7 @@
   function lattice(run) {
     if (!run.holds || !run.holds.some(Boolean)) return null;
     const key = view.holds, rows = groupsOf(run), ranks = run.holds.length, axes = run.mesh.names.filter((_, i) => run.mesh.shape[i] > 1);
-    const cell = Math.max(46, Math.min(132, Math.floor(700 / ranks))), line = 46, left = 190, topSpace = 30 + 16 * axes.length, W = left + ranks * cell + 170, H = topSpace + rows.length * line + 4;
+    const cell = Math.max(46, Math.min(132, Math.floor(460 / ranks))), line = 46, left = 190, topSpace = 30 + 16 * axes.length, W = left + ranks * cell + 170, H = topSpace + rows.length * line + 4;
     const svg = s("svg", { viewBox: `0 0 ${W} ${H}`, width: W, height: H, class: "lattice", role: "img", "aria-label": "Which part of each layer's largest parameter each rank holds" });
     run.ranks.forEach((rank, i) => {
       const x = left + i * cell + cell / 2;
