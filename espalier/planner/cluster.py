@@ -284,18 +284,20 @@ class Cluster(Settings):
         )
         if device.products:
             rows.append(("in a step", f"{device.in_steps:.0%} of what products and operations reach alone"))
+
+        def known(key: str) -> str:
+            return " (assumed)" if self.source(key).source == "assumed" else ""
+
+        host, disk = self.host, self.disk
+        room = f"{host.memory_gb:.4g} GB{known('host.memory_gb')}"
         rows.append(
             (
                 "memory of a host",
-                f"{self.host.memory_gb:.4g} GB, updates {self.host.update_gbs:.3g} GB a second",
+                f"{room}, updates {host.update_gbs:.3g} GB a second{known('host.update_gbs')}",
             )
         )
-        rows.append(
-            (
-                "disk of a host",
-                f"{self.disk.read_gbs:.3g} GB a second read, {self.disk.write_gbs:.3g} written",
-            )
-        )
+        speeds = f"{disk.read_gbs:.3g} GB a second read, {disk.write_gbs:.3g} written"
+        rows.append(("disk of a host", f"{speeds}{known('disk')}"))
         for level in self.level:
             text = f"{level.ranks} ranks, {level.bandwidth_gbs:.4g} GB a second, {level.latency_us:.3g} µs"
             rows.append((f"links, {level.name}", f"{text}; {level.beside:.0%} beside the program"))
