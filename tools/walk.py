@@ -36,7 +36,7 @@ EXTRAS = "hf,data,track"
 
 # what is the reader's, made in the environment that is walked
 OWN = """
-import json, random
+import json, random, shutil
 from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -60,6 +60,7 @@ config = LlamaConfig(
 )
 LlamaForCausalLM(config).save_pretrained("my-llama")
 fast.save_pretrained("my-llama")
+shutil.copytree("my-llama", "hub")  # as it was loaded from there
 draw = random.Random(0)
 
 def said(n):
@@ -110,10 +111,10 @@ if mesh.rank == 0:
 """
 
 CLUSTER = """
-import shutil
-from importlib import resources
-import espalier.planner
-shutil.copy(resources.files(espalier.planner) / "shipped/h100-sxm.toml", "mine.toml")
+from espalier.planner import Cluster
+from pathlib import Path
+cluster = Cluster.load("h100-sxm")
+Path("mine.toml").write_text(cluster.model_copy(update={"level": cluster.level[:1]}).to_toml())
 """
 
 # names that stand on pages for something of the reader's
@@ -132,7 +133,7 @@ STANDS = {
     "TO": "to",
     "CHECKPOINT": "runs/job/checkpoints",
     "path/of/the/config": "my-llama",
-    "NAME": "a100-sxm-80",
+    "NAME": "mine.toml",
     "first:29500": "127.0.0.1:29500",
 }
 CODES = {

@@ -421,6 +421,11 @@ def export(
         ValueError: the source cannot be read, or nothing be written.
     """
     config = config_in(Path(companions if companions is not None else source))
+    if companions is not None and config is None:
+        raise FormatError(
+            f"{companions} has no config.json: give the folder of a model of transformers, as its "
+            "save_pretrained writes it."
+        )
     opened, out, root = in_names_of(open_any(source), config), Path(out), root_of(form)
     names = {f"{root}{name}": theirs for name, theirs in weights_in(opened, tree).items()}
     values: dict[str, Any] = {}

@@ -89,6 +89,8 @@ def test_export_and_import(tmp_path: Path) -> None:
     assert call("export", tmp_path / "ours", tmp_path / "folder", "--format", "dcp")[0] == 0
     assert call("export", tmp_path / "folder", tmp_path / "file.pt", "--format", "torch")[0] == 0
     assert call("export", tmp_path / "file.pt", tmp_path / "end", "--like", start)[0] == 0
+    code, said = call("export", tmp_path / "file.pt", tmp_path / "none", "--like", tmp_path / "nowhere")
+    assert code == 2 and "nowhere has no config.json" in said
     found = load_file(tmp_path / "end" / "model.safetensors")
     assert found.keys() == STATE.keys() and all(same(found[name], x) for name, x in STATE.items())
     assert (tmp_path / "end" / "config.json").read_text() == "{}"
