@@ -288,6 +288,8 @@ class Walk:
         """Commands of several machines, all on this one."""
         began = time.monotonic()
         ready = [shlex.split(" ".join(STANDS.get(w, w) for w in shown.split())) for shown in machines]
+        for words in ready:
+            self.make_room(words)
         processes = [self.start(words) for words in ready]
         for words, process in zip(ready, processes, strict=True):
             code, printed = self.end(process)
