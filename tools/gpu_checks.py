@@ -67,6 +67,7 @@ ALONE: dict[str, dict[str, Any]] = {
 TOGETHER: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         **{f"zero {zero}": {"data": 2, "zero": zero} for zero in range(4)},
+        "zero 1, bfloat16": {"data": 2, "zero": 1, "precision": "bfloat16", "chunk_megabytes": 0.5},
         "zero 3, bfloat16": {"data": 2, "zero": 3, "precision": "bfloat16"},
         "zero 3, all on the host": {
             "data": 2,
@@ -75,6 +76,7 @@ TOGETHER: dict[int, dict[str, dict[str, Any]]] = {
         },
         "tensor": {"tensor": 2},
         "sequence": {"tensor": 2, "sequence_parallel": True},
+        "asynchronous": {"tensor": 2, "sequence_parallel": True, "async_tensor_parallel": True},
         "ring": {"context": 2, "context_kind": "ring"},
         "ulysses": {"context": 2, "context_kind": "ulysses"},
         "1f1b, tied": {"pipe": 2, "accumulate": 4},
