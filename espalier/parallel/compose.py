@@ -185,7 +185,8 @@ def lay_out_model(
     place_branches(model, layouts.branches, mesh)
     _share_buffers(model, mesh)
     if layouts.chosen.sequence:
-        cut_sequences(model, layouts, mesh.axis("tensor"), blocks(model).values())
+        inputs, asynchronous = blocks(model).values(), plan.async_tensor_parallel
+        cut_sequences(model, layouts, mesh.axis("tensor"), inputs, asynchronous)
     if plan.context > 1:  # where a sequence is made inside the model: of an image, say
         cut_inputs(blocks(model).values(), mesh.axis("context"))
     torch.clear_autocast_cache()  # the user's may hold parameters, cast, from when they were whole

@@ -94,6 +94,7 @@ def words(plan: Any) -> str:
         said.append(plan.schedule + (f" v{plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""))
     said += [f"ZeRO-{plan.zero}"] if plan.zero else []
     said += ["sequence"] if plan.sequence_parallel else []
+    said += ["asynchronous"] if plan.async_tensor_parallel else []
     said += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
     by_place: dict[str, list[str]] = {}
     for kind, share in plan.offload.away.items():

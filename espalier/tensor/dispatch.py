@@ -510,20 +510,41 @@ def _gathered(x: DTensor, m: Move, tag: Any) -> torch.Tensor:
 
     Remembered on ``x`` itself it would stay as long as autograd keeps ``x`` for the backward pass.
     """
-    mesh = m.src.mesh
-    if mesh.lately is not None:
-        owner, known, moved = mesh.lately
+    known = _lately(x, m, tag)
+    if known is None:
+        known = redistribute_by(x, m.plan)
+        _remember(x, m, tag, known)
+    return known
+
+
+def _lately(x: DTensor, m: Move, tag: Any) -> torch.Tensor | None:
+    if m.src.mesh.lately is not None:
+        owner, known, moved = m.src.mesh.lately
         # what came out of a call may be a view of the moved tensor, and have been written to
         if owner() is x and known == (tag, moved._version):
             return moved
+    return None
+
+
+def _remember(x: DTensor, m: Move, tag: Any, moved: torch.Tensor) -> None:
+    mesh = m.src.mesh
 
     def forget_it(owner: Any) -> None:
         if mesh.lately is not None and mesh.lately[0] is owner:
             mesh.lately = None
 
-    moved = redistribute_by(x, m.plan)
     mesh.lately = (weakref.ref(x, forget_it), (tag, moved._version), moved)
-    return moved
+
+
+def known_gathered(x: DTensor, m: Move) -> torch.Tensor | None:
+    """``x`` gathered by such a move, if that was done lately."""
+    return _lately(x, m, (m.dst, _version(x), _grad_enabled()))
+
+
+def remember_gathered(x: DTensor, m: Move, moved: torch.Tensor) -> None:
+    """Let other calls with ``x`` take what was gathered of it; called where what is moved is remembered."""
+    if not (_is_leaf(x) and _requires_grad(x)):
+        _remember(x, m, (m.dst, _version(x), _grad_enabled()), moved)
 
 
 def _shard_of(x: torch.Tensor, moved: torch.Tensor, m: Move) -> Shard:

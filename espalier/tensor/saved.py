@@ -37,9 +37,15 @@ _will_run: Callable[[Any], bool] = will_run
 
 
 class Shard:
-    """A shard from which a gathered tensor can be had again."""
+    """A shard from which a gathered tensor can be had again.
 
-    def __init__(self, shard: torch.Tensor, full: torch.Tensor, src: Layout, dst: Layout) -> None:
+    Args:
+        node: of the graph, that backward comes by when all are done with it; by default that of ``full``.
+    """
+
+    def __init__(
+        self, shard: torch.Tensor, full: torch.Tensor, src: Layout, dst: Layout, node: Any = None
+    ) -> None:
         self.src, self.dst = src, dst
         self.storage = full.untyped_storage()._cdata
         self._version = shard._version
@@ -51,9 +57,10 @@ class Shard:
         outer = outer_hooks(True)
         if outer is not None:
             self._shard, self._outer = outer[0](self._shard), outer[1]
-        assert full.grad_fn is not None
-        full.grad_fn.register_prehook(self._let_go)
-        self._node = weakref.ref(full.grad_fn)
+        node = full.grad_fn if node is None else node
+        assert node is not None
+        node.register_prehook(self._let_go)
+        self._node = weakref.ref(node)
         self._before: weakref.ref[Shard] | None = src.mesh.kept
         src.mesh.kept = weakref.ref(self)
 

@@ -25,6 +25,7 @@ from tests.ranks.test_engine import (
 from tests.zoo.train import compared
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
+ASYNCHRONOUS = {"async_tensor_parallel": True}
 
 
 def same_training(rank: int, world: int, kind: str, plans: list[dict[str, Any]]) -> None:
@@ -45,9 +46,17 @@ def same_training(rank: int, world: int, kind: str, plans: list[dict[str, Any]])
                 {"tensor": 4},
                 {"data": 2, "tensor": 2, "zero": 3, "recompute": "full"},
                 {"context": 2, "tensor": 2},
+                {"tensor": 4, **ASYNCHRONOUS},
+                {"data": 2, "tensor": 2, "zero": 3, "recompute": "full", **ASYNCHRONOUS},
             ],
         ),
-        ("gpt2", [{"data": 2, "tensor": 2, "zero": zero} for zero in (0, 1, 2)]),
+        (
+            "gpt2",
+            [
+                *({"data": 2, "tensor": 2, "zero": zero} for zero in (0, 1, 2)),
+                {"data": 2, "tensor": 2, "zero": 1, "recompute": "selective", **ASYNCHRONOUS},
+            ],
+        ),
     ],
 )
 def test_training_equals_one_process(ranks: Any, kind: str, plans: list[dict[str, Any]]) -> None:
@@ -55,12 +64,15 @@ def test_training_equals_one_process(ranks: Any, kind: str, plans: list[dict[str
 
 
 @pytest.mark.world(4)
-@pytest.mark.parametrize(("kind", "sequence"), [("gpt", True), ("gpt2", "auto")])
+@pytest.mark.parametrize(("kind", "sequence"), [("gpt", True), ("gpt2", "auto"), ("gpt", "asynchronous")])
 def test_the_ledger_equals_that_of_a_dry_run(ranks: Any, kind: str, sequence: Any) -> None:
     plan = {"data": 2, "tensor": 2, "sequence_parallel": sequence}
+    if sequence == "asynchronous":
+        plan |= {"sequence_parallel": True, **ASYNCHRONOUS}
     for real, dry in ranks(4, one_step_ledger, kind, plan, 5):
         assert real == dry
-        assert ("reduce_scatter", "tensor") in {(entry.op, entry.axis) for entry in real}
+        sent = {(entry.op, entry.axis) for entry in real}
+        assert (("pass_on" if sequence == "asynchronous" else "reduce_scatter"), "tensor") in sent
 
 
 # ten positions on four ranks; two heads of keys and values, too, for Llama
@@ -233,6 +245,10 @@ def test_a_layer_keeps_its_share_and_sends_what_1d_sends(t: int) -> None:
     assert forward == {("all_gather", piece): 2, ("reduce_scatter", piece): 2}
     # the gathering of what the column layers were given; the norms' parameters are summed after it
     assert backward == forward + Counter({("all_gather", piece): 2})
+    # by the ring the same, piece by piece
+    apart = of_one_layer({"tensor": t, "sequence_parallel": True, **ASYNCHRONOUS}, dry=True)
+    passed = Counter({("pass_on", piece // (t - 1)): 4 * (t - 1)})
+    assert apart == (kept, passed, passed + Counter({("all_gather", piece): 2}))
 
 
 def real_layer(rank: int, world: int) -> list[int]:

@@ -27,6 +27,7 @@ from espalier.parallel.data.offloaded_step import OffloadedStep
 from espalier.parallel.data.residency import OffloadStore
 from espalier.parallel.data.unshard import Unsharded
 from espalier.parallel.pipeline.runtime import Runtime
+from espalier.parallel.tensor import ring_products
 from espalier.torch_private import allocator_settings, set_allocator_settings
 from tests.sim.order import Asked, Entry, Waited, check
 from tests.sim.plans import STEPS, alone, trained
@@ -53,9 +54,11 @@ ROUTED = {
 
 TIED = {"kind": "gpt2", "changes": {"layers": 4, "tied": True}}
 SINGLE = {"dtype": torch.float32}
+EIGHT = {**SINGLE, "changes": {"hidden": 32, "ffn": 64}}  # products of 8 bits have multiples of 16
 AWAY = {"states": "host", "gradients": "host", "parameters": "host"}
 ON_DISK = {**dict.fromkeys(AWAY, "disk"), "directory": ""}
 LOW = {"precision": "bfloat16"}
+ASYNCHRONOUS = {"sequence_parallel": True, "async_tensor_parallel": True}
 
 STEP = "tensor/guard.py:_stepping"
 """What runs within ``optimizer.step()``."""
@@ -82,8 +85,10 @@ TWO: Plans = {
     **{f"zero {zero}": ({"data": 2, "zero": zero}, {}, {}) for zero in range(4)},
     "accumulate": ({"data": 2, "accumulate": 2}, {}, {}),
     "bfloat16": ({"data": 2, "zero": 3, **LOW}, SINGLE, {}),
+    "float8": ({"data": 2, "zero": 3, "precision": "float8"}, EIGHT, {}),
     "tensor": ({"tensor": 2}, {}, {}),
     "sequence": ({"tensor": 2, "sequence_parallel": True}, {}, {}),
+    "asynchronous": ({"tensor": 2, **ASYNCHRONOUS}, {}, {}),
     "ring": ({"context": 2, "context_kind": "ring"}, {}, {}),
     "ulysses": ({"context": 2, "context_kind": "ulysses"}, {}, {}),
     "made on the device, zero 3": ({"data": 2, "zero": 3}, {"default": True}, {}),
@@ -103,6 +108,7 @@ TWO: Plans = {
 FOUR: Plans = {
     "2d": ({"tensor": 4, "tensor_mode": "2d"}, {}, {}),
     "pipe and data": ({"pipe": 2, "data": 2, "zero": 2, "accumulate": 4}, TIED, {}),
+    "asynchronous, zero 3": ({"data": 2, "tensor": 2, "zero": 3, **ASYNCHRONOUS}, {}, {}),
     "data and tensor": ({"data": 2, "tensor": 2, "zero": 3}, {}, {}),
 }
 CASES = [
@@ -346,6 +352,35 @@ def test_messages_come_and_go_while_stages_compute(
         )
         assert receives == 4 * STEPS and held == 0
     assert [early for _, early, _ in found] == [4 * STEPS, 3 * STEPS]
+
+
+def products(shared: Shared, rank: int, world: int, case: dict[str, Any]) -> tuple[int, int]:
+    """Of asynchronous tensor parallelism: receives, and those that come while a product is computed."""
+    begun: list[int] = []  # so much was asked for when each product began
+    multiply = ring_products._multiply
+
+    def watched(*args: Any) -> None:
+        begun.append(len(shared.log))
+        multiply(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring_products, "_multiply", watched)
+        calls = trained(shared, rank, world, {"tensor": world, **ASYNCHRONOUS}, case, "").calls
+    waited = {call.number: i for i, call in enumerate(calls) if isinstance(call, Waited)}
+    receives = [
+        (i, call.number) for i, call in enumerate(calls) if isinstance(call, Asked) and call.kind == "recv"
+    ]
+    return len(receives), sum(any(i < at <= waited[number] for at in begun) for i, number in receives)
+
+
+@pytest.mark.world(2)
+def test_layers_multiply_while_sequences_travel(on_sim: Callable[..., list[Any]], figures: list[str]) -> None:
+    """Each piece is on its way while another is multiplied, and each sum while an addend is computed."""
+    layers = 2
+    for receives, under_way in on_sim(2, products, {"changes": {"layers": layers}}):
+        figures.append(f"asynchronous                 2 ranks: {under_way} of {receives} receives under way")
+        # a block gathers twice and sums twice, forward and backward; so does, by its gradient, the head
+        assert receives >= layers * 8 * STEPS and under_way == receives
 
 
 def carried(shared: Shared, rank: int, world: int) -> dict[tuple[str, int], int]:

@@ -30,6 +30,7 @@ from espalier.blocks import around
 from espalier.comm.redistribute import on_dry
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
+from espalier.parallel.tensor.ring_products import SEQUENCE, product
 from espalier.parallel.tensor.tables import parts_of, transposed
 from espalier.tensor.dispatch import Move, _moved, _shard_of
 from espalier.tensor.dtensor import DTensor, layout_of, redistribute, stamp, up_to_date
@@ -39,12 +40,13 @@ from espalier.trees import tensors_in, tree_map
 
 Call = Callable[..., Any]
 
-# [batch, sequence, ...]: the batch's rows, dim 0, are the data axes'
-SEQUENCE = 1
-
 
 def cut_sequences(
-    model: nn.Module, layouts: Mapping[str, Layout], axis: int, blocks: Iterable[nn.Module]
+    model: nn.Module,
+    layouts: Mapping[str, Layout],
+    axis: int,
+    blocks: Iterable[nn.Module],
+    asynchronous: bool = False,
 ) -> None:
     """Cut what lies between a model's blocks over the sequence, in place.
 
@@ -52,6 +54,7 @@ def cut_sequences(
         layouts: of the model's parameters, by name.
         axis: the tensor axis' index.
         blocks: the modules whose inputs are cut, if they hold a layer that is cut.
+        asynchronous: whether linear layers multiply while sequences are on their way.
     """
     cut = {id(p): layouts[name].axes[axis] for name, p in model.named_parameters()}
     met: set[int] = set()
@@ -61,7 +64,8 @@ def cut_sequences(
             around(module, functools.partial(_norm, axis=axis))
         elif roles:
             met.add(id(module))
-            around(module, functools.partial(_layer, axis=axis, gathers="column" in roles))
+            by_ring = product if asynchronous else None
+            around(module, functools.partial(_layer, axis=axis, gathers="column" in roles, by_ring=by_ring))
         elif type(module).forward is nn.Embedding.forward:
             around(module, functools.partial(_lookup, axis=axis))
     cut_inputs([b for b in blocks if any(id(m) in met for m in b.modules() if m is not b)], axis)
@@ -93,9 +97,20 @@ def _roles(module: nn.Module, cut: Mapping[int, Any]) -> set[str]:
 
 
 def _layer(
-    module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, axis: int, gathers: bool
+    module: nn.Module,
+    own: Call,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    axis: int,
+    gathers: bool,
+    by_ring: Callable[[nn.Module, Call, Any, int], DTensor | None] | None,
 ) -> Any:
     """A layer with a weight that is cut: shards of a sequence come in, and leave."""
+    if by_ring is not None and len(args) == 1 and not kwargs:
+        multiplied = by_ring(module, own, args[0], axis)
+        if multiplied is not None:
+            return multiplied
 
     def wanted(x: DTensor) -> Layout | None:
         layout = x._layout.own
