@@ -36,7 +36,7 @@ _NEXT = (
     "schedule",
     "offload",
 )
-_UNSEARCHED = "branches, other orders of the axes, shares of what is off the device, recompute_inputs"
+_UNSEARCHED = "branches, other orders of the axes, shares of what is off the device, recompute_inputs, async TP"
 _PLACES = {"host": "the host's memory", "disk": "disk"}
 
 

@@ -115,6 +115,7 @@ VALUES: dict[str, list[Any]] = {
     "replicate": [2, 3],
     "tensor": [2, 3, 4, 8],
     "sequence_parallel": [True, "auto"],
+    "async_tensor_parallel": [True],
     "tensor_mode": ["2d", "2.5d", "3d"],
     "depth": [2],
     "context": [2, 3],
@@ -141,6 +142,7 @@ VALUES: dict[str, list[Any]] = {
 NEEDS: dict[str, dict[str, Any]] = {
     "depth": {"tensor_mode": "2.5d", "tensor": 8},
     "tensor_mode": {"tensor": 8},
+    "async_tensor_parallel": {"tensor": 2, "sequence_parallel": True},
     "expert": {"data": 8},
     "gradients": {"precision": "bfloat16"},
     "recompute_inputs": {"recompute": "selective"},

@@ -116,6 +116,8 @@ def drawn_plan(lot: random.Random, world: int, kind: str, layers: int) -> Plan:
     plan["offload"] = {name: lot.choice(["device", "host", "disk"]) for name in off}
     plan["chunk_megabytes"] = lot.choice([25.0, 0.02, 0.002])
     plan["prefetch_megabytes"] = lot.choice([50.0, 0.0, 0.01])
+    if plan.get("sequence_parallel"):
+        plan["async_tensor_parallel"] = plan["chunk_megabytes"] < 1  # as the lot has fallen
     return plan
 
 
