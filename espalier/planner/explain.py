@@ -36,7 +36,9 @@ _NEXT = (
     "schedule",
     "offload",
 )
-_UNSEARCHED = "branches, other orders of the axes, shares of what is off the device, recompute_inputs, async TP"
+_UNSEARCHED = (
+    "branches, other orders of the axes, shares of what is off the device, recompute_inputs, async TP"
+)
 _PLACES = {"host": "the host's memory", "disk": "disk"}
 
 
