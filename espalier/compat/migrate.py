@@ -258,7 +258,7 @@ class _Program:
             is_there = there is not None and (alias.name == "*" or _has(there, alias.name))
             if is_there or alias.name in move.known:
                 moved.append(alias)
-                if alias.name == "Trainer":
+                if (move.system, alias.name) == ("transformers", "Trainer"):
                     self.notes.append(Note(node.lineno, _TRAINER))
             else:
                 stays.append(alias)

@@ -16,6 +16,8 @@ from torch import nn
 
 accelerate = pytest.importorskip("accelerate")
 
+from espalier import Plan  # noqa: E402 - behind the skip
+from espalier.compat import accelerate as accelerate_here  # noqa: E402 - behind the skip
 from tests.compat.migrated import PROGRAMS, migrate  # noqa: E402 - behind the skip
 
 PRELOAD = ("accelerate",)
@@ -122,7 +124,14 @@ def with_two(rank: int, world: int) -> None:
 
 def asked(rank: int, world: int) -> None:
     """What accelerate's own arguments become, and what is refused."""
-    from accelerate.utils import FullyShardedDataParallelPlugin, MegatronLMPlugin, ParallelismConfig
+    from accelerate.utils import (
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        MegatronLMPlugin,
+        ParallelismConfig,
+        TorchTensorParallelPlugin,
+    )
 
     from espalier.compat.accelerate import Accelerator
 
@@ -140,6 +149,43 @@ def asked(rank: int, world: int) -> None:
         assert accelerator.unwrap_model(model) is model.module
         with pytest.raises(ValueError, match="join_uneven_inputs"):
             accelerator.join_uneven_inputs([model])
+    handler = DistributedDataParallelKwargs(bucket_cap_mb=3, comm_hook=DDPCommunicationHookType.BF16)
+    for options, means in (
+        ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, {"data": 2, "zero": 3}),
+        ({"parallelism_config": ParallelismConfig(dp_replicate_size=2)}, {"data": 2}),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, {"context": 2}),
+        (
+            {"kwargs_handlers": [handler]},
+            {"data": 2, "chunk_megabytes": 3.0, "precision": {"reduce": "bfloat16"}},
+        ),
+    ):
+        with afresh():
+            assert Accelerator(**options).plan == Plan(**means)
+    with afresh():
+        accelerator = Accelerator(dynamo_backend="inductor")
+        compiled: list[bool] = []
+        with pytest.MonkeyPatch.context() as patch:
+            make = accelerate_here.initialize
+            patch.setattr(
+                accelerate_here,
+                "initialize",
+                lambda *of, **how: compiled.append(how.pop("compile")) or make(*of, **how),
+            )
+            accelerator.prepare(nn.Linear(4, 2))
+        assert compiled == [True]
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8), 2))
+        later = accelerator.skip_first_batches(loader, 1)
+        assert [x.tolist() for x in later] == [x.tolist() for x in loader][1:]
+        with pytest.raises(ValueError, match="torch_tp_plugin"):
+            Accelerator(torch_tp_plugin=object.__new__(TorchTensorParallelPlugin))
+        with pytest.raises(ValueError, match=r"fp8(.|\n)*bf16"):
+            Accelerator(mixed_precision="fp8")
+    for kind in ("FSDP", "DEEPSPEED"):  # as accelerate launch --use_fsdp and --use_deepspeed ask
+        with afresh(), pytest.MonkeyPatch.context() as patch:
+            launched = property(lambda self, kind=kind: accelerate.DistributedType[kind])
+            patch.setattr(accelerate.Accelerator, "distributed_type", launched)
+            with pytest.raises(ValueError, match=rf"distributed_type(.|\n)*{kind}(.|\n)*espalier run"):
+                Accelerator()
     with afresh():
         accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
         assert accelerator.plan.axes["tensor"] == 2

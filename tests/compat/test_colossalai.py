@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
+import os
 import runpy
 from collections.abc import Callable
 from itertools import islice
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from espalier import Plan
 from espalier.compat import colossalai
+from espalier.compat.colossalai import core
 from espalier.compat.colossalai.amp import AMP_TYPE
 from espalier.compat.colossalai.booster.plugin import (
     GeminiPlugin,
@@ -63,6 +66,7 @@ ON_CPU = {"model_config": {"tensor_placement_policy": "cpu"}}
             1,
             {"precision": {"compute": "autocast-float16", "loss_scale": {"init_scale": 8.0}}},
         ),
+        ({"fp16": {"mode": AMP_TYPE.APEX}}, 1, {"precision": {"compute": "autocast-float16"}}),
         ({"fp16": {"mode": AMP_TYPE.NAIVE}}, 1, {"precision": "float16"}),
         ({"zero": ON_CPU, "gradient_accumulation": 2}, 1,
          {"zero": 3, "precision": "float16", "offload": HOST, "accumulate": 2}),
@@ -106,7 +110,8 @@ def test_files(tmp_path: Path) -> None:
         load(tmp_path / "none.py")
 
 
-HALF = {"compute": "float16", "loss_scale": {"growth_interval": 1000, "hysteresis": 2}}
+HALF: dict[str, Any] = {"compute": "float16", "loss_scale": {"growth_interval": 1000, "hysteresis": 2}}
+LARGE = {**HALF, "loss_scale": {**HALF["loss_scale"], "init_scale": 2.0**32}}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +122,13 @@ HALF = {"compute": "float16", "loss_scale": {"growth_interval": 1000, "hysteresi
         (
             LowLevelZeroPlugin(stage=2, max_norm=1.0, reduce_bucket_size_in_m=1),
             2,
-            {"data": 2, "zero": 2, "clip": 1.0, "precision": HALF, "chunk_megabytes": 2.097152},
+            {"data": 2, "zero": 2, "clip": 1.0, "precision": LARGE, "chunk_megabytes": 2.097152},
+        ),
+        (
+            LowLevelZeroPlugin(extra_dp_size=2),
+            4,
+            {"data": 2, "replicate": 2, "zero": 1, "chunk_megabytes": 25.165824,
+             "precision": LARGE},
         ),
         (
             GeminiPlugin(precision="bf16", offload_optim_frac=0.5, tp_size=2, extra_dp_size=2),
@@ -158,6 +169,39 @@ def test_wrong_plugins() -> None:
     with pytest.raises(ValueError, match="3 ranks are no multiple of the 2"):
         HybridParallelPlugin(tp_size=2, pp_size=1).plan(3)
     assert TorchDDPPlugin(static_graph=True).idle == {"static_graph": "there is no such choice here"}
+
+
+@pytest.mark.parametrize(
+    ("launch", "names"),
+    [
+        ("launch_from_slurm", ("SLURM_PROCID", "SLURM_NPROCS")),
+        ("launch_from_openmpi", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")),
+    ],
+)
+def test_launchers(monkeypatch: pytest.MonkeyPatch, launch: str, names: tuple[str, str]) -> None:
+    """Ranks are those that the launcher has counted; under another one it is said which."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(core, "start", lambda device: started.append(dict(os.environ)))
+    monkeypatch.setattr(core.dist, "is_initialized", lambda: False)
+    with pytest.raises(ValueError, match=f"{names[0]} and {names[1]}(.|\n)*launch_from_torch"):
+        getattr(colossalai, launch)({"LR": 1}, "here", 29500)
+    for name, value in zip(names, ("3", "8"), strict=True):
+        monkeypatch.setenv(name, value)
+    getattr(colossalai, launch)({"LR": 1}, "here", 29500, seed=5)
+    (variables,) = started
+    assert (variables["RANK"], variables["WORLD_SIZE"]) == ("3", "8")
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("here", "29500")
+    assert gpc.config.LR == 1 and torch.initial_seed() == 5
+
+
+def test_layers_are_torchs() -> None:
+    """``col_nn.Linear`` is cut by the plan as any."""
+    from espalier.compat.colossalai import nn as col_nn
+
+    assert col_nn.Linear is nn.Linear and col_nn.LayerNorm is nn.LayerNorm
 
 
 def test_who_brings_which_rows() -> None:
@@ -389,34 +433,105 @@ def test_a_program_of_each_plugin(ranks: Callable[..., Any], tmp_path: Path) -> 
     assert bodies[0] == bodies[1] != ""
 
 
+def of_torch_with_a_schedule() -> tuple[list[float], float, float]:
+    """Losses, and the loss and accuracy on rows that are not trained on."""
+    names = runpy.run_path(str(PROGRAMS / "colossal_trainer_here.py"))
+    torch.manual_seed(0)
+    model, losses = names["network"](), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    for epoch in range(2):
+        optimizer.param_groups[0]["lr"] = 0.01 * (1 + epoch) / 3
+        for images, labels in DataLoader(names["digits"](0, 160), 16):
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+    images, labels = (torch.stack(column) for column in zip(*names["digits"](160, 192), strict=True))
+    with torch.no_grad():
+        logits = model(images)
+    right = (logits.argmax(-1) == labels).float().mean()
+    return losses, F.cross_entropy(logits, labels).item(), right.item()
+
+
+def migrated_trainer(rank: int, world: int, folder: Path) -> list[Any]:
+    """Losses and metrics, under the paper's configuration and others."""
+    names = runpy.run_path(str(folder / "colossal_trainer.py"))
+    config = names["CONFIG"]
+    assert config["parallel"] == {"pipeline": 2, "tensor": {"size": 4, "mode": "2d"}}
+    trainings = []
+    for name, parallel in (
+        ("paper", config["parallel"]),
+        ("data", {"tensor": {"size": 2, "mode": "1d"}}),
+    ):
+        size = 16 if name == "paper" else 4  # of each rank of the data axis
+        more = {"parallel": parallel, "LOG_PATH": f"{folder}/{name}", "BATCH_SIZE": size}
+        trainings.append(names["main"]({**config, **more}))
+    engine, *_ = colossalai.initialize(
+        model := names["network"](), optimizer_of(model), nn.CrossEntropyLoss()
+    )  # what the first plan saved, under the second
+    trainer, test = Trainer(engine), colossalai.utils.get_dataloader(names["digits"](160, 192), batch_size=4)
+    load = hooks.LoadCheckpointHook(f"{folder}/paper/saved", finetune=True)
+    trainer.fit([], epochs=1, test_dataloader=test, hooks=[load, hooks.LossHook()])
+    trainings.append(trainer.states["metrics"]["test"]["Loss"])
+    return trainings
+
+
+@pytest.mark.world(8)
+def test_the_papers_trainer_as_migrated(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """A configuration of pipeline and 2D tensors, engine, Trainer and hooks: the losses of a plain loop."""
+    migrate(["colossal_trainer"], tmp_path)
+    right, test_loss, accuracy = of_torch_with_a_schedule()
+    assert len(right) == 20 and right[0] > 2 > 2 * right[-1]
+    *trainings, loaded = zip(*ranks(8, migrated_trainer, tmp_path, timeout=240), strict=True)
+    assert loaded == pytest.approx([test_loss] * 8, abs=1e-6)
+    for of_ranks in trainings:
+        losses = [sum(x) / 8 for x in zip(*(losses for losses, _ in of_ranks), strict=True)]
+        assert losses == pytest.approx(right, abs=1e-6)
+        for _, metrics in of_ranks:
+            assert metrics["test"]["Loss"] == pytest.approx(test_loss, abs=1e-6)
+            assert metrics["test"]["Accuracy"] == pytest.approx(accuracy)
+            assert metrics["train"]["Loss"] == pytest.approx(sum(right[10:]) / 10, abs=1e-6)
+            assert metrics["train"]["LR"] == pytest.approx(0.01) and metrics["train"]["Throughput"] > 0
+    assert [*tmp_path.glob("paper/rank_0/events*")] and [*tmp_path.glob("paper/saved/*")]
+
+
 def _by_kind(found: list[dict[str, list[float]]]) -> dict[str, list[list[float]]]:
     return {kind: [of_rank[kind] for of_rank in found] for kind in found[0]}
 
 
 def test_arguments_of_plugins() -> None:
-    """Each that Colossal-AI 0.5 documents is honoured, has no effect that is told, or is refused."""
+    """Each that Colossal-AI 0.5.0 takes is honoured, has no effect that is told, or is refused; defaults are
+    the same.
+    """
     lines = (Path(__file__).parent / "colossalai_surface.txt").read_text("utf-8").splitlines()
-    documented = {name: words.split() for name, _, words in (line.partition(": ") for line in lines)}
+    signatures = {
+        name: dict(word.partition("=")[::2] for word in words.split())
+        for name, _, words in (line.partition(": ") for line in lines)
+    }
     kinds = {x.__name__: x for x in Plugin.__subclasses__()}
-    assert documented.keys() == kinds.keys()
+    assert signatures.keys() == kinds.keys()
     for name, kind in kinds.items():
         answered = [*kind._known, *kind._without, *kind._refused]
         assert len(answered) == len({*answered}), name
-        assert [word for word in documented[name] if word not in answered] == [], name
+        assert [word for word in signatures[name] if word not in answered] == [], name
+        needs = {"tp_size": 2, "pp_size": 2, "num_microbatches": 4} if name == "HybridParallelPlugin" else {}
+        plan = kind(**needs).plan(8)
+        for word, text in signatures[name].items():
+            if word not in needs and text:
+                default = ast.literal_eval(text)
+                assert kind(**needs, **{word: default}).plan(8) == plan, (name, word)
         for word, reason in kind._without.items():
-            given = (
-                {word: None} if name != "HybridParallelPlugin" else {"tp_size": 1, "pp_size": 1, word: None}
-            )
-            assert kind(**given).idle == {word: reason} and reason
+            assert kind(**needs, **{word: None}).idle == {word: reason} and reason
         for word, (nothing, _) in kind._refused.items():
-            needs = {"tp_size": 1, "pp_size": 1} if name == "HybridParallelPlugin" else {}
             kind(**needs, **{word: nothing})
             with pytest.raises(ValueError, match=f"{word}(.|\n)*not to be had here"):
                 kind(**needs, **{word: not nothing})
     if importlib.util.find_spec("colossalai") is not None:
         plugins = importlib.import_module("colossalai.booster.plugin")
-        for name, words in documented.items():
-            assert [*inspect.signature(getattr(plugins, name)).parameters] == words, name
+        for name, words in signatures.items():
+            assert [*inspect.signature(getattr(plugins, name)).parameters] == [*words], name
 
 
 def test_arguments_of_optimizers() -> None:

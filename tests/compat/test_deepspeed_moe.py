@@ -92,16 +92,16 @@ def ours(rank: int, world: int, stage: int) -> list[list[float]]:
     ]
 
 
-def of_one_process(options: dict[str, Any], world: int) -> list[float]:
+def of_one_process(options: dict[str, Any], world: int, dtype: torch.dtype = torch.float32) -> list[float]:
     """A plain loop whose batches are each rank's rows apart."""
-    model = net(MoE, options)
+    model = net(MoE, options).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     losses = []
     for step in range(STEPS):
         parts = []
         for rank in range(world):
             x, y = batch(step, rank)
-            logits, balance = model(x)
+            logits, balance = model(x.to(dtype))
             parts.append(F.cross_entropy(logits, y) + 0.1 * balance)
         loss = torch.stack(parts).mean()
         loss.backward()
@@ -117,6 +117,87 @@ def test_each_ranks_rows_are_a_group(ranks: Any, stage: int) -> None:
     for run, of_ranks in zip(RUNS, zip(*ranks(2, ours, stage), strict=True), strict=True):
         mean = [sum(losses) / 2 for losses in zip(*of_ranks, strict=True)]
         assert mean == pytest.approx(of_one_process(run, 2), abs=1e-6), run
+
+
+class Routed(nn.Module):
+    """A layer of experts whose output alone goes on, beside its input."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.moe = MoE(8, nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.moe(x)[0]
+
+
+def stages_of(options: dict[str, Any]) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(6, 8), Routed(**options), nn.GELU(), Routed(**options), nn.Linear(8, 3)]
+
+
+BESIDE = [RUNS[0], RUNS[1], RUNS[4]]
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": ROWS,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}},
+}
+
+
+def place_of(engine: Any) -> int:
+    """Which of the two ranks that bring rows of their own this is."""
+    mesh = engine.engine.mesh
+    return int(mesh.coordinate[mesh.axis("expert" if engine.engine.plan.expert == 2 else "data")])
+
+
+def beside(rank: int, world: int) -> dict[str, list[list[float]]]:
+    """Losses on two ranks of data, which share the experts, times two of a tensor axis, or of stages."""
+    losses: dict[str, list[list[float]]] = {"tensor": [], "pipe": []}
+    for options in BESIDE:
+        model = net(MoE, options).double()
+        engine, *_ = deepspeed.initialize(model=model, config=CONFIG, plan={"tensor": 2})
+        assert engine.engine.plan.tensor == engine.engine.plan.data == 2
+        assert engine.engine.plan.expert == options["ep_size"]
+        here = place_of(engine)
+        losses["tensor"].append([])
+        for step in range(STEPS):
+            x, y = batch(step, here)
+            logits, balance = engine(x.double())
+            loss = F.cross_entropy(logits, y) + 0.1 * balance
+            engine.backward(loss)
+            engine.step()
+            losses["tensor"][-1].append(loss.item())
+        piped = deepspeed.PipelineModule(stages_of(options), num_stages=2, loss_fn=F.cross_entropy).double()
+        config = {**CONFIG, "gradient_accumulation_steps": 2}
+        engine, *_ = deepspeed.initialize(model=piped, config=config)
+        assert engine.engine.plan.pipe == 2 and engine.engine.plan.expert == options["ep_size"]
+        rows = ((x.double(), y) for x, y in (batch(i, place_of(engine)) for i in range(2 * STEPS)))
+        losses["pipe"].append([float(engine.train_batch(rows)) for _ in range(STEPS)])
+    return losses
+
+
+def of_stages_on_one_process(options: dict[str, Any]) -> list[float]:
+    """A plain loop whose micro-batches are each rank's rows apart."""
+    model = nn.Sequential(*stages_of(options)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        rows = [batch(2 * step + i, rank) for i in range(2) for rank in range(2)]
+        loss = torch.stack([F.cross_entropy(model(x.double()), y) for x, y in rows]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.world(4)
+def test_beside_a_tensor_axis_and_in_a_pipeline(ranks: Any) -> None:
+    """The losses of one process; gates compute in float32, as DeepSpeed's."""
+    of_ranks = ranks(4, beside)
+    for i, options in enumerate(BESIDE):
+        mean = [sum(x) / 4 for x in zip(*(losses["tensor"][i] for losses in of_ranks), strict=True)]
+        assert mean == pytest.approx(of_one_process(options, 2, torch.float64), abs=1e-7), options
+        for losses in of_ranks:
+            assert losses["pipe"][i] == pytest.approx(of_stages_on_one_process(options), abs=1e-7), options
 
 
 REFERENCE = """

@@ -314,3 +314,17 @@ def test_what_is_offloaded(tmp_path: Path) -> None:
         (False, True, True, 1.0, "nvme", None),
         (False, False, False, 1.0, None, "cpu"),
     ]
+
+
+def test_what_programs_take_from_submodules() -> None:
+    """Recomputation gives the same gradients; optimizers under all of their names."""
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    gradients = []
+    for call in (deepspeed.checkpointing.checkpoint, lambda function, *of: function(*of)):
+        (gradient,) = torch.autograd.grad(call(torch.sin, x * x).sum(), x)
+        gradients.append(gradient)
+    assert torch.equal(*gradients)
+    assert deepspeed.ops.lion.DeepSpeedCPULion is deepspeed.ops.lion.FusedLion
+    assert deepspeed.ops.lamb.FusedLamb([torch.nn.Parameter(x.detach())]).defaults["lr"] > 0
+    with pytest.raises(AttributeError, match="tp_model_init"):
+        _ = deepspeed.tp_model_init

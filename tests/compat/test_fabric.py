@@ -71,6 +71,15 @@ def shared(rank: int, world: int) -> None:
     engine = fabric.strategy.engine_of(model)
     assert engine.module is net and engine.plan.axes["tensor"] == 2
     assert model.state_dict()["weight"].shape == (2, 4)
+    apart = nn.Linear(4, 2)
+    before = apart.weight.detach().clone()
+    wrapped = fabric.setup_module(apart)
+    step = fabric.setup_optimizers(torch.optim.SGD(apart.parameters(), 0.1)).step
+    fabric.backward(wrapped(torch.ones(3, 4)).sum())
+    step()
+    torch.testing.assert_close(fabric.strategy.engine_of(wrapped).state_dict()["weight"], before - 0.3)
+    for method in ("popen", "spawn"):
+        assert EspalierStrategy(start_method=method)._start_method == method
     strategy = DDPStrategy(find_unused_parameters=True, static_graph=True, bucket_cap_mb=3)
     Fabric(accelerator="cpu", devices=2, strategy=strategy).launch()
     assert (strategy.plan.data, strategy.plan.chunk_megabytes) == (2, 3.0)

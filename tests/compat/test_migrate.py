@@ -26,7 +26,7 @@ def main(net, grüße="ü"):
     with deepspeed.zero.Init():
         pass
     engine, *_ = deepspeed.initialize(model=net, config=CONFIG, mpu=None)
-    return deepspeed.init_inference(net)
+    return deepspeed.init_inference(net), deepspeed.tp_model_init(net)
 '''
 
 
@@ -46,6 +46,7 @@ def test_deepspeed() -> None:
         (7, False, "configuration"),
         (7, True, "configuration"),
         (14, True, "deepspeed.init_inference has no equivalent here"),
+        (14, True, "deepspeed.tp_model_init has no equivalent here"),
     ]
     assert "did you mean zero_optimization.stage?" in found.notes[1].text
     assert found.diff("x.py").startswith("--- x.py\n+++ x.py\n@@ -1,8 +1,9 @@")
@@ -70,6 +71,7 @@ def test_colossal_and_dtensor() -> None:
     program = (
         "import colossalai\n"
         "from colossalai.core import global_context as gpc\n"
+        "from colossalai.trainer import Trainer, hooks\n"
         "from colossalai.booster.plugin import GeminiPlugin, MoeHybridParallelPlugin\n"
         "from torch.distributed.tensor import DTensor, Shard\n"
     )
@@ -77,6 +79,7 @@ def test_colossal_and_dtensor() -> None:
     assert found.after == (
         "from espalier.compat import colossalai\n"
         "from espalier.compat.colossalai.core import global_context as gpc\n"
+        "from espalier.compat.colossalai.trainer import Trainer, hooks\n"
         "from espalier.compat.colossalai.booster.plugin import GeminiPlugin\n"
         "from colossalai.booster.plugin import MoeHybridParallelPlugin\n"
         "from espalier import DTensor, Shard\n"
@@ -136,6 +139,19 @@ def test_fabric() -> None:
     )
     (note,) = found.notes
     assert note.is_missing and "FSDPStrategy has no equivalent here: Fabric(strategy=Espalier" in note.text
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("ddp", ""), ("deepspeed_stage_1", "{'zero': 1}"), ("deepspeed_stage_2", "{'zero': 2}")],
+)
+def test_fabrics_strategies_by_name(name: str, plan: str) -> None:
+    """As plans; a class of another library's is told."""
+    program = f"from lightning_fabric import Fabric\nfabric = Fabric(strategy='{name}')\n"
+    after = migrate(program).after
+    assert after.endswith(f"fabric = Fabric(strategy=EspalierStrategy({plan}))\n")
+    (note,) = migrate("from lightning_fabric.strategies import ModelParallelStrategy\n").notes
+    assert note.is_missing and "EspalierStrategy(plan={...})" in note.text
 
 
 def test_command(tmp_path: Path) -> None:

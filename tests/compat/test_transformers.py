@@ -19,6 +19,7 @@ pytest.importorskip("accelerate")
 
 PRELOAD = ("transformers",)
 TOLERANCE, STEPS = 1e-6, 20  # in float32
+KEPT, FEW = 16, 5  # the step of a checkpoint, and steps where fewer show it
 
 
 def model() -> Any:
@@ -52,10 +53,14 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 class Seen(transformers.TrainerCallback):
-    """A callback that takes down the losses."""
+    """A callback that takes down the losses, and stops."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.stop = STEPS
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step >= self.stop
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.losses += [
@@ -64,7 +69,13 @@ class Seen(transformers.TrainerCallback):
 
 
 def run(
-    kind: Any, folder: str, rank_batch: int, resume: bool = False, **plan: Any
+    kind: Any,
+    folder: str,
+    rank_batch: int,
+    resume: bool = False,
+    stop: int = STEPS,
+    smoothing: float = 0.0,
+    **plan: Any,
 ) -> tuple[Any, list[float]]:
     arguments = transformers.TrainingArguments(
         output_dir=folder,
@@ -75,16 +86,18 @@ def run(
         learning_rate=0.01,
         weight_decay=0.1,
         max_grad_norm=0.5,
+        label_smoothing_factor=smoothing,
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=STEPS // 2,
-        save_steps=STEPS // 2,
+        save_steps=KEPT,
         seed=3,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
     )
     seen = Seen()
+    seen.stop = stop
     trainer = kind(
         model(),
         arguments,
@@ -95,18 +108,19 @@ def run(
         **plan,
     )
     with contextlib.redirect_stdout(io.StringIO()):
-        middle = os.path.join(folder, f"checkpoint-{STEPS // 2}")
+        middle = os.path.join(folder, f"checkpoint-{KEPT}")
         trainer.train(resume_from_checkpoint=middle if resume else None)
         losses = [*seen.losses]
     return trainer, losses
 
 
-def own(rank: int, world: int, folder: str) -> tuple[list[float], dict[str, Any], Any, Any]:
+def own(rank: int, world: int, folder: str) -> tuple[list[float], dict[str, Any], Any, Any, list[float]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer, losses = run(transformers.Trainer, folder, 4)
         predicted = trainer.predict(rows(3)).predictions
-        return losses, trainer.evaluate(), trainer.model.state_dict(), predicted
+        _, smoothed = run(transformers.Trainer, f"{folder}/smoothed", 4, stop=FEW, smoothing=0.1)
+        return losses, trainer.evaluate(), trainer.model.state_dict(), predicted, smoothed
 
 
 def close(expected: list[float], found: list[float], what: Any) -> None:
@@ -126,7 +140,7 @@ def migrated() -> Any:
 
 def ours(rank: int, world: int, folder: str, plan: dict[str, Any], expected: Any) -> None:
     Trainer = migrated()
-    losses, metrics, weights, predictions = expected
+    losses, metrics, weights, predictions, _ = expected
     per_rank = 4 // plan.get("data", 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -146,7 +160,7 @@ def ours(rank: int, world: int, folder: str, plan: dict[str, Any], expected: Any
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _, after = run(Trainer, folder, per_rank, resume=True, plan=plan)
-    assert len(after) > STEPS
+    assert len(after) > 2 * (STEPS - KEPT)
     close(found[-len(after) :], after, plan)
 
 
@@ -155,17 +169,18 @@ def searched(rank: int, world: int, folder: str, expected: Any) -> None:
     Trainer = migrated()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer, found = run(Trainer, folder, 4 // world, plan="auto", cluster="h100-sxm")
-    close(expected[0], found, trainer.plan)
+        trainer, found = run(Trainer, folder, 4 // world, stop=FEW, plan="auto", cluster="h100-sxm")
+    assert len(found) == 2 * FEW
+    close(expected[0][: 2 * FEW], found, trainer.plan)
     assert trainer.plan.why.startswith("best of") and trainer.plan.pipe == trainer.plan.accumulate == 1
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr("espalier.compat.transformers.auto", lambda *given, **more: Plan(tensor=world))
-        trainer, found = run(
-            Trainer, os.path.join(folder, "tensor"), 4 // world, plan="auto", cluster="v100-sxm"
-        )
-    assert trainer.plan.tensor == world
-    close(expected[0], found, trainer.plan)
+        few = {"stop": FEW, "smoothing": 0.1}
+        folder = os.path.join(folder, "tensor")
+        trainer, found = run(Trainer, folder, 4 // world, **few, plan="auto", cluster="v100-sxm")
+    assert trainer.plan.tensor == world and len(found) == 2 * FEW
+    close(expected[4], found, trainer.plan)
     with pytest.raises(ValueError, match=r"cluster(.|\n)*shipped: (.|\n)*h100-sxm"):
         Trainer(model(), trainer.args, train_dataset=rows(), plan="auto")
 

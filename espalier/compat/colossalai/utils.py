@@ -111,3 +111,7 @@ class MultiTimer:
     def get_elapsed_time(self, name: str) -> float:
         """The last, in seconds."""
         return self._times[name][-1]
+
+    def history(self, name: str) -> list[float]:
+        """All, in seconds."""
+        return [*self._times.get(name, ())]

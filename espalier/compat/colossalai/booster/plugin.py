@@ -31,6 +31,7 @@ class Plugin:
     _refused: ClassVar[
         Mapping[str, tuple[Any, str]]
     ] = {}  # the value that asks for nothing; what to do instead
+    _first_scale = 2.0**16
 
     def __init__(self, **options: Any) -> None:
         names, mistakes = (*self._known, *self._without, *self._refused), []
@@ -78,7 +79,12 @@ class Plugin:
             return {}
         precision: dict[str, Any] = {"compute": _PRECISIONS[named]}
         if named == "fp16":
-            scale = {"initial_scale": 2.0**16, "min_scale": 1.0, "growth_interval": 1000, "hysteresis": 2}
+            scale = {
+                "initial_scale": self._first_scale,
+                "min_scale": 1.0,
+                "growth_interval": 1000,
+                "hysteresis": 2,
+            }
             precision["loss_scale"] = scale_of({**scale, **self.options})
         dtype = self.options.get("communication_dtype")
         if dtype is not None and _DTYPES.get(dtype) != precision["compute"]:
@@ -191,7 +197,9 @@ class LowLevelZeroPlugin(Plugin):
         "reduce_bucket_size_in_m",
         "communication_dtype",
         "cpu_offload",
+        "extra_dp_size",
     )
+    _first_scale = 2.0**32
     _without: ClassVar[Mapping[str, str]] = {
         "max_scale": "the scale falls again where it grows too far",
         "overlap_communication": _ALWAYS,
@@ -210,6 +218,7 @@ class LowLevelZeroPlugin(Plugin):
         wide = 2 if precision.get("compute") != "float32" else 4
         plan_fields: dict[str, Any] = {
             "zero": self.options.get("stage", 1),
+            "replicate": self.options.get("extra_dp_size", 1),
             "precision": precision,
             "clip": self._clip(),
             "chunk_megabytes": self.options.get("reduce_bucket_size_in_m", 12) * _MEGA * wide / 1e6,
