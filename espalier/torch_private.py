@@ -100,7 +100,21 @@ mesh_resources: Any = getattr(torch.distributed.device_mesh, "_mesh_resources", 
 scaled_mm: Any = getattr(torch, "_scaled_mm", None)  # products of 8-bit floats
 swap_impls: Any = getattr(torch._C, "_swap_tensor_impl", None)  # of two tensors; who holds one holds it still
 use_count: Any = getattr(torch.Tensor, "_use_count", None)  # 1: Python alone holds it, and no graph does
+_storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
 set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+
+
+def _memory_uses(x: torch.Tensor) -> int:
+    uses: int = _storage_uses(x.untyped_storage()._cdata)
+    return uses
+
+
+memory_uses = None if _storage_uses is None else _memory_uses  # how many tensors, and Python, hold its memory
+
+
+def base_of(x: torch.Tensor) -> torch.Tensor | None:
+    """What a tensor is a view of."""
+    return x._base
 
 
 _settings: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", None)

@@ -20,6 +20,7 @@ from torch.overrides import handle_torch_function
 from espalier.comm import collectives
 from espalier.comm.backend import Work
 from espalier.comm.custom_ops import recorders, tracers
+from espalier.comm.held import is_alone
 from espalier.layout import (
     Layout,
     Step,
@@ -60,6 +61,7 @@ class RedistributePlan:
         scale, late: what the input and the result are to be multiplied by, where there are averages.
         idle: on this rank neither forward nor backward does anything.
         sums: the axes, if forward is all-reduces of sums along them.
+        sums_back: backward is all-reduces.
         summed: the same, if also backward does nothing to data.
         cleared: forward leaves zeros here, backward does nothing to data.
         kinds: the operations of forward, on whatever rank.
@@ -79,6 +81,7 @@ class RedistributePlan:
         "scale",
         "summed",
         "sums",
+        "sums_back",
         "unsummed",
     )  # fmt: skip
 
@@ -99,6 +102,7 @@ class RedistributePlan:
             self.idle = self.cleared = False
             self.sums: tuple[int, ...] = ()
             self.summed: tuple[int, ...] = ()
+            self.sums_back = False
             self.forward = _across(src, dst)
             return
         steps = () if same_data(src, dst) else route(src, dst).steps
@@ -112,6 +116,7 @@ class RedistributePlan:
         sums = all(s.operation == ALL_REDUCE and s.src.axes[s.axis] == "sum" for s in busy)
         self.sums = tuple(s.axis for s in busy) if sums else ()
         self.summed = () if returns else self.sums
+        self.sums_back = returns and all(s.operation == ALL_REDUCE for s in back if not _idle(s))
         self.cleared = bool(busy) and not returns and all(s.operation == KEEP for s in busy)
 
     @property
@@ -121,12 +126,12 @@ class RedistributePlan:
             return None
         return [step.operation for step in route(self._src, self._dst).steps if not _idle(step)]
 
-    def back(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient taken the other way."""
+    def back(self, grad: torch.Tensor, *, alone: bool = False) -> torch.Tensor:
+        """The gradient taken the other way; ``alone``: nobody else holds it, or will read it again."""
         back = self._back
         if back is None:
             back = self._back = redistribute_plan(gradient_layout(self._dst), gradient_layout(self._src))
-        return redistribute_by(grad, back)
+        return redistribute_by(grad, back, alone)
 
     def back_again(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor] | None:
         """:meth:`back` as a hook before a node that hands the gradient on as it is: to record it."""
@@ -156,8 +161,8 @@ def move(x: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
     return x if src is dst else redistribute_by(x, redistribute_plan(src, dst))
 
 
-def redistribute_by(x: torch.Tensor, plan: RedistributePlan) -> torch.Tensor:
-    """:func:`move` by a plan at hand."""
+def redistribute_by(x: torch.Tensor, plan: RedistributePlan, alone: bool = False) -> torch.Tensor:
+    """:func:`move` by a plan at hand; ``alone``: where nothing is recorded, ``x`` may be written to."""
     if plan.idle:
         return x
     if recorders():
@@ -172,7 +177,8 @@ def redistribute_by(x: torch.Tensor, plan: RedistributePlan) -> torch.Tensor:
     dual = forward_ad._current_level >= 0 and _unpack_dual(x).tangent is not None
     if not (dual or (_requires_grad(x) and _grad_enabled())):
         if plan.sums and x.is_floating_point() and not tracers():
-            x = x.clone(memory_format=_CONTIGUOUS)
+            if not (alone and x.is_contiguous()):
+                x = x.clone(memory_format=_CONTIGUOUS)
             collectives.sum_here(x, plan.mesh, plan.sums)
         else:
             for step in plan.forward:
@@ -321,7 +327,10 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return None if grad is None else ctx.plan.back(grad), None
+        if grad is None:
+            return None, None
+        alone = ctx.plan.sums_back and is_alone(grad)  # by itself: an argument that waits is held, too
+        return ctx.plan.back(grad, alone=alone), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, plan: None) -> torch.Tensor:

@@ -1,0 +1,71 @@
+"""Whether a gradient that reaches a node is its alone, so that a sum may be done in place of it.
+
+Autograd hands one tensor to all who are to get the same: both sides of a sum, a hook of the program's. Python
+counts who holds its objects, and torch who holds tensors and their memory. What the counts are where nobody
+else holds it hangs on versions of both, so a probe is sent through a graph, once, and asked.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from espalier.torch_private import base_of, memory_uses, raw, use_count
+
+Uses = tuple[int, ...]
+
+
+def is_alone(x: torch.Tensor) -> bool:
+    """Of a gradient, asked by the ``backward`` that is given it, which will not use it afterwards."""
+    return _uses(x) in _unshared()
+
+
+def _uses(x: torch.Tensor) -> Uses:
+    if use_count is None or memory_uses is None:
+        return ()
+    base = base_of(x)
+    return sys.getrefcount(x), use_count(x), memory_uses(x), 0 if base is None else use_count(base)
+
+
+def _unshared() -> frozenset[Uses]:
+    # who traces the program holds what its frames hold
+    if sys.gettrace() is not None or sys.getprofile() is not None or use_count is None:
+        return frozenset()
+    return _probed()
+
+
+@cache
+def _probed() -> frozenset[Uses]:
+    """The uses of a gradient that came out of a kernel, and of a view of such a one."""
+    seen: list[Uses] = []
+    with raw(), torch.enable_grad():
+        x = torch.zeros(2, 2, device="cpu", requires_grad=True)
+        for out in (_probe(x, seen) * 1, _probe(x, seen).view(4) * 1):
+            out.backward(torch.ones_like(out))
+    return frozenset(uses for uses in seen if uses[1] == 1)
+
+
+def _asked(x: torch.Tensor) -> Uses:
+    """As :func:`is_alone` asks."""
+    return _uses(x)
+
+
+class _Probe(torch.autograd.Function):
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: list[Uses]) -> torch.Tensor:
+        ctx.seen = seen
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.seen.append(_asked(grad))
+        return grad, None
+
+
+_probe: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Probe).apply
