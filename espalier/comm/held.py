@@ -45,7 +45,7 @@ def _probed() -> frozenset[Uses]:
     with raw(), torch.enable_grad():
         x = torch.zeros(2, 2, device="cpu", requires_grad=True)
         for out in (_probe(x, seen) * 1, _probe(x, seen).view(4) * 1):
-            out.backward(torch.ones_like(out))
+            torch.autograd.backward(out, torch.ones_like(out))
     return frozenset(uses for uses in seen if uses[1] == 1)
 
 
