@@ -5,6 +5,9 @@ stand in it from the last to the first of a model, each at a multiple of 64 elem
 modules, which is known but for a few that stand otherwise by the layers' implementation; and each bucket has
 the weights in float32 beside the states, of which the weights of the checkpoint are the rounded values. So
 each parameter is found by the order, and shown to be the one by its values.
+
+An older form (``dp_zero_gather_scatter``) has the buckets of a buffer in one tensor, one after the other
+without the space at their ends.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,8 +28,10 @@ from espalier.layout.layout import Box, overlap
 STATE = "optimizer.state."
 _CHAINED = re.compile(r"chained_\d+\.(?=optimizer\.)")
 _BUCKET = re.compile(
-    r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.(.*)\.bucket_idx_(\d+)\.(\w+)"
+    r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.(.*)\.bucket_idx_(\d+|joined)\.(\w+)"
 )
+_GATHERED = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.param_state/shard_0_1")
+_JOINED = "joined"  # in place of the number of a bucket
 _ALIGNED = 64  # elements at multiples of which parameters begin
 _COMPARED = 256  # of a parameter's beginning and end
 _COLUMNS = ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer")
@@ -90,6 +95,7 @@ class Unpacked(TensorSource):
 
     def __init__(self, source: TensorSource, weights: Collection[str], gated: bool) -> None:
         super().__init__(source.path)
+        source = _Gathered(source)
         self._source, self.values, self.trees = source, source.values, source.trees
         self._names = {_CHAINED.sub("", name): name for name in source.entries}
         self.entries = {name: source.entries[theirs] for name, theirs in self._names.items()}
@@ -139,6 +145,38 @@ class Unpacked(TensorSource):
         return out
 
 
+class _Gathered(TensorSource):
+    """A source with what is kept as one value of all buckets, as a tensor for each buffer."""
+
+    def __init__(self, source: TensorSource) -> None:
+        super().__init__(source.path)
+        self._source, self.values, self.trees = source, source.values, source.trees
+        self._tensors: dict[str, torch.Tensor] = {}
+        for name in source.values:
+            if match := _GATHERED.fullmatch(name):
+                for buffer, types in _one(source.values[name]).items():
+                    for dtype, kinds in _one(types).items():
+                        start = f"{match[1]}.gbuf_idx_{buffer}.dtype_{dtype}.bucket_idx_{_JOINED}"
+                        flat = {f"{start}.{k}": x for k, x in _one(kinds).items()}
+                        self._tensors |= {k: x for k, x in flat.items() if isinstance(x, torch.Tensor)}
+        infos = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in self._tensors.items()}
+        self.entries = source.entries | infos
+
+    def same(self, name: str) -> object:
+        return name if name in self._tensors else self._source.same(name)
+
+    def _read(self, name: str, box: Box) -> torch.Tensor:
+        if name in self._tensors:
+            return self._tensors[name][box.slices]
+        return self._source.read(name, box)
+
+
+def _one(value: Any) -> Mapping[Any, Any]:
+    """A dict, by itself or in a list of one; what is neither is as empty."""
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return value if isinstance(value, Mapping) else {}
+
+
 def _flat(source: TensorSource, segment: _Segment, box: Box) -> torch.Tensor:
     """A part of a segment's box."""
     strides = [math.prod(segment.box.sizes[i + 1 :]) for i in range(len(box.sizes))]
@@ -155,7 +193,8 @@ def _buckets_in(source: TensorSource) -> dict[str, dict[int, list[list[str]]]]:
     for name in source.entries:
         if match := _BUCKET.fullmatch(name):
             chain, group, buffer, dtype, bucket, _ = match.groups()
-            order[chain][int(group)].add((int(buffer), dtype, int(bucket), name.rpartition(".")[0]))
+            number = 0 if bucket == _JOINED else int(bucket)
+            order[chain][int(group)].add((int(buffer), dtype, number, name.rpartition(".")[0]))
     return {
         chain: {
             group: [
@@ -247,13 +286,23 @@ class _Search:
         left = dict(enumerate(parameters))
         last = -1
         for bucket in buckets:
-            start, end = 0, self._source.entries[f"{bucket}.param"].shape[0]
-            while start < end:
-                last = self._at(left, last, parameters, bucket, start)
+            end = self._source.entries[f"{bucket}.param"].shape[0]
+            base = at = 0  # where this bucket begins, and where the last parameter ended
+            while at < end:
+                start = base + -(-(at - base) // _ALIGNED) * _ALIGNED
+                joined = bucket.endswith(_JOINED) and start > at
+                if start >= end and not joined:
+                    break
+                try:
+                    last = self._at(left, last, parameters, bucket, start)
+                except LookupError:
+                    if not joined:
+                        raise
+                    last, base, start = self._at(left, last, parameters, bucket, at), at, at
+                at = start
                 for run in left.pop(last).runs:
-                    yield run.key, _Segment(run.box, bucket, start)
-                    start += math.prod(run.box.sizes)
-                start = -(-start // _ALIGNED) * _ALIGNED
+                    yield run.key, _Segment(run.box, bucket, at)
+                    at += math.prod(run.box.sizes)
 
     def _at(
         self,

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +162,10 @@ def in_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return apart
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor], common: dict[str, Any]) -> None:
+def write(folder: Path, tensors: Mapping[str, Any], common: dict[str, Any]) -> None:
     """As Megatron lays files out; its arguments are an object of a class."""
-    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)  # values stay whole
+    dcp.save(tensors, checkpoint_id=folder, no_dist=True, planner=planner)
     torch.save({"args": argparse.Namespace(bf16=True), "iteration": 3, **common}, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(BACKENDS))
 
@@ -351,6 +352,22 @@ def test_buckets_by_the_keys_of_the_format(tmp_path: Path, kind: str) -> None:
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(found.read(f"optimizer.state.{name}.{key}"), trees[key][name]), name
         assert found.read(f"optimizer.state.{name}.step") == 2
+
+    joined: dict[str, Any] = {key: x for key, x in tensors.items() if "bucket_idx" not in key}
+    for group in range(4):
+        start = f"optimizer.distributed.dp_group_idx_{group}"
+        kinds = {
+            key: torch.cat(
+                [tensors[f"{start}.gbuf_idx_0.dtype_(a, b).bucket_idx_{i}.{key}"] for i in range(2)]
+            )
+            for key in trees
+        }
+        state_of = {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): kinds}}
+        joined[f"{start}.param_state/shard_0_1"] = [state_of]
+    write(tmp_path / "joined", joined, said)
+    gathered = Foreign(open_any(tmp_path / "joined"), other, torch.optim.AdamW(other.parameters()))
+    for name in gathered.entries:
+        assert torch.equal(gathered.read(name), found.read(name)), name
 
     damaged = next(k for k in tensors if k.endswith("bucket_idx_1.param"))
     tensors[damaged] = tensors[damaged].flip(0)
