@@ -89,6 +89,7 @@ TWO: Plans = {
     "tensor": ({"tensor": 2}, {}, {}),
     "sequence": ({"tensor": 2, "sequence_parallel": True}, {}, {}),
     "asynchronous": ({"tensor": 2, **ASYNCHRONOUS}, {}, {}),
+    "asynchronous, autocast": ({"tensor": 2, **ASYNCHRONOUS, "precision": "autocast-bfloat16"}, SINGLE, {}),
     "ring": ({"context": 2, "context_kind": "ring"}, {}, {}),
     "ulysses": ({"context": 2, "context_kind": "ulysses"}, {}, {}),
     "made on the device, zero 3": ({"data": 2, "zero": 3}, {"default": True}, {}),

@@ -147,6 +147,8 @@ def product(module: nn.Module, own: Callable[..., Any], x: Any, axis: int) -> DT
         return None
     x, weight = up_to_date(x), up_to_date(weight)
     bias = None if bias is None else up_to_date(bias)
+    if x.dtype is not weight.dtype and autocast_dtype(x.device.type) is None:
+        return None  # as torch says of it
     layouts = x._layout.own, weight._layout.own, None if bias is None else bias._layout.own
     if (way := _column(*layouts, axis)) is not None:
         return None if is_known(x, way) else _gathered(x, weight, bias, way)
