@@ -340,7 +340,8 @@ def walk(bin_: Path, folder: Path, pages: Sequence[Path], parts: Sequence[str]) 
     if "blocks" in parts:
         path.blocks(pages)
     if "commands" in parts:
-        path.prepare()
+        if not (folder / "job.toml").exists():  # else a walk in this folder goes on
+            path.prepare()
         for page in pages:
             name = str(page.relative_to(ROOT))
             machines = []
@@ -380,7 +381,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("pages", nargs="*", type=Path, default=PAGES)
     parser.add_argument("--python", type=Path, help="of an environment that has the wheel")
-    parser.add_argument("--folder", type=Path, help="an empty one to work in, which stays")
+    parser.add_argument("--folder", type=Path, help="to work in, which stays; empty, or of a walk before")
     parser.add_argument("--only", choices=["blocks", "commands"], action="append")
     own, _, words = " ".join(sys.argv[1:]).partition(" -- ")
     asked = parser.parse_args(own.split())
