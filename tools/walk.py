@@ -32,7 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LIMIT = 600.0  # seconds of a command
-EXTRAS = "hf,data,track"
+EXTRAS = "hf,data,report,track"
 
 # what is the reader's, made in the environment that is walked
 OWN = """

@@ -22,7 +22,12 @@ FindingState = Literal["good", "note", "wrong"]
 
 _GLOO_SECONDS = 60.0
 _RANKS = 2
-_NEEDED = ("numpy", "pydantic", "tokenizers", "matplotlib", "safetensors", "rich", "typer")
+_NEEDED = ("numpy", "pydantic", "tokenizers", "safetensors", "rich", "typer")
+
+_USEFUL = {
+    "transformers": 'jobs with model.kind = "hf"',
+    "matplotlib": "loss.png and pictures of pipelines",
+}
 
 
 @dataclass(frozen=True)
@@ -250,13 +255,13 @@ def _packages() -> list[Finding]:
         remedy = f"pip install {' '.join(missing)}"
         observed = f"missing: {', '.join(missing)}"
         findings.append(Finding("packages", observed, "wrong", remedy, _installed(*missing)))
-    transformers = _version("transformers")
-    if transformers is None:
-        remedy = 'pip install transformers, for jobs with model.kind = "hf"'
-        fix = _installed("transformers")
-        findings.append(Finding("transformers", "not installed", "note", remedy, fix))
-    else:
-        findings.append(Finding("transformers", transformers))
+    for name, use in _USEFUL.items():
+        version = _version(name)
+        if version is None:
+            remedy = f"pip install {name}, for {use}"
+            findings.append(Finding(name, "not installed", "note", remedy, _installed(name)))
+        else:
+            findings.append(Finding(name, version))
     return findings
 
 

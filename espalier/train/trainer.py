@@ -24,7 +24,7 @@ from espalier.comm.control import gather_objects
 from espalier.engine import SpikeError
 from espalier.parallel import Plan, PlanError
 from espalier.parallel.pipeline import Timeline
-from espalier.parallel.schedules.simulate import draw
+from espalier.parallel.schedules.simulate import can_draw, draw
 from espalier.train.building import build_model, build_optimizer, build_schedule, count_of, step_flops
 from espalier.train.callbacks import Callback
 from espalier.train.conversion import weights_of
@@ -433,8 +433,10 @@ def _finish(
     out, last = job.out, records[-1]
     assert last.val_loss is not None
     entropy = None if text is None else text.entropy
-    files = {"metrics": str(out / "metrics.jsonl"), "loss": str(out / "loss.png")}
-    draw_loss(out / "loss.png", records, entropy, f"{job.name}, {_describe(job, ranks)}")
+    files = {"metrics": str(out / "metrics.jsonl")}
+    if can_draw():
+        files["loss"] = str(out / "loss.png")
+        draw_loss(out / "loss.png", records, entropy, f"{job.name}, {_describe(job, ranks)}")
     files["model"] = str(out / WEIGHTS)
     files |= write_companions(job, text)
     written, tokenizer = None, None if text is None else text.tokenizer
@@ -456,8 +458,9 @@ def _finish(
     files["report"] = str(out / PAGE)
     bubble = None
     if timeline is not None:
-        files["timeline"] = str(out / "timeline.svg")
-        draw(files["timeline"], {"predicted": timeline.predicted(), "measured": timeline})
+        if can_draw():
+            files["timeline"] = str(out / "timeline.svg")
+            draw(files["timeline"], {"predicted": timeline.predicted(), "measured": timeline})
         bubble = timeline.bubble_fraction, timeline.predicted().bubble_fraction
     return Summary(
         last.loss, last.val_loss, entropy, parameters, last.step, last.seconds, ranks, written, files, bubble

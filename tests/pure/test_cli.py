@@ -181,6 +181,17 @@ def test_init_writes_jobs_that_are_right(tmp_path, monkeypatch):
         assert part in text
 
 
+def test_without_matplotlib_all_but_pictures_is_there(job, tmp_path, monkeypatch):
+    monkeypatch.setattr("espalier.parallel.schedules.simulate.find_spec", lambda name: None)
+    code, out, err = call("train", job, "--set", "train.steps=1")
+    assert code == 0 and "loss.png" not in out, err
+    assert {path.name for path in (tmp_path / "runs/job").iterdir()} >= {"report.html", "model.safetensors"}
+    assert not (tmp_path / "runs/job/loss.png").exists()
+    code, _, err = call("schedule", "--out", tmp_path / "timeline.svg")
+    assert code == 2 and "pip install 'espalier[report]'" in err
+    assert call("schedule", "--out", tmp_path / "timeline.csv")[0] == 0
+
+
 def test_ctrl_c_at_a_question_of_init(tmp_path, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise typer.Abort

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -222,6 +223,11 @@ def _kinds(timelines: Iterable[Timeline]) -> list[ActionKind]:
     return [kind for kind in _FACES if kind in kinds]
 
 
+def can_draw() -> bool:
+    """Whether there is what draws pictures (the extra ``report``); pages need none."""
+    return find_spec("matplotlib") is not None
+
+
 def figure(timelines: Mapping[str, Timeline], columns: int = 1) -> Figure:
     """A picture of timelines, one below the other on one scale, each with its title.
 
@@ -298,7 +304,7 @@ def draw(path: str | Path, timelines: Mapping[str, Timeline], columns: int = 1) 
         timelines, columns: see `figure`.
 
     Raises:
-        ValueError: for another ending.
+        ValueError: for another ending, and for a picture where matplotlib is not installed.
     """
     path = Path(path)
     if path.suffix not in PICTURES:
@@ -306,6 +312,11 @@ def draw(path: str | Path, timelines: Mapping[str, Timeline], columns: int = 1) 
     if path.suffix == ".json":
         path.write_text(json.dumps(trace(timelines)), "utf-8")
         return
+    if not can_draw():
+        raise ValueError(
+            f"{path} is drawn by matplotlib, which is not installed: pip install 'espalier[report]', or name "
+            "a file that ends in .json"
+        )
     figure(timelines, columns).savefig(path, dpi=150)
 
 
