@@ -182,7 +182,7 @@ def test_init_writes_jobs_that_are_right(tmp_path, monkeypatch):
 
 
 def test_without_matplotlib_all_but_pictures_is_there(job, tmp_path, monkeypatch):
-    monkeypatch.setattr("espalier.parallel.schedules.simulate.find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["espalier.parallel.schedules.simulate"], "find_spec", lambda name: None)
     code, out, err = call("train", job, "--set", "train.steps=1")
     assert code == 0 and "loss.png" not in out, err
     assert {path.name for path in (tmp_path / "runs/job").iterdir()} >= {"report.html", "model.safetensors"}
