@@ -117,6 +117,12 @@ def base_of(x: torch.Tensor) -> torch.Tensor | None:
     return x._base
 
 
+def detached_here(x: torch.Tensor) -> torch.Tensor:
+    """``x.detach()`` in a dispatch mode: its version counts what is written to ``x``, too."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
 _settings: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
 _set_settings: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
 

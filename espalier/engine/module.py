@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections import OrderedDict
@@ -77,6 +78,13 @@ class EngineModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the model as it lies (for averages of weights, targets), which no engine trains.
+
+        Called, it takes global batches and gives what it computes of all rows.
+        """
+        return copy.deepcopy(self.module, memo)
 
     def no_sync(self) -> Any:
         """See :meth:`espalier.Engine.no_sync`."""

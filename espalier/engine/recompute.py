@@ -17,17 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from espalier.blocks import around, blocks, parts, segments
 from espalier.comm.custom_ops import recorders, recording
 from espalier.comm.redistribute import carry_out
 from espalier.device import copy_by, host_buffer_like, new_stream, pins, wait_for
+from espalier.engine.selective import Policy, contexts, keep_products
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.parallel import Plan
@@ -41,41 +37,9 @@ from espalier.texts import similar
 from espalier.torch_private import function_mode_stack, raw
 from espalier.trees import tensors_in, tree_map
 
-Policy = Callable[..., Any]
 Slot = tuple[dict[str, Any], str, Any]
 # attributes that no forward sets
 _INTERNAL = vars(nn.Module()).keys() - {"training"} | {"forward"}
-
-_aten = torch.ops.aten
-_BATCHED = (_aten.bmm.default, _aten.baddbmm.default)
-_KEPT = frozenset(
-    getattr(_aten, name).default
-    for name in (
-        "mm",
-        "addmm",
-        "convolution",
-        "_grouped_mm",
-        "_scaled_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-    )
-    if hasattr(_aten, name)
-)
-
-
-def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of ``"selective"``: matrix products and outputs of attention are kept, the rest recomputed.
-
-    A batched product that is larger than what it is made of is recomputed: the scores of an attention.
-    """
-    keep = op in _KEPT
-    if op in _BATCHED:
-        a, b = args[-2:]
-        keep = a.shape[-2] * b.shape[-1] <= max(a.shape[-2] * a.shape[-1], b.shape[-2] * b.shape[-1])
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def chosen(model: nn.Module, plan: Plan) -> dict[str, str]:
@@ -122,11 +86,11 @@ def recompute(model: nn.Module, kinds: Mapping[str, str], inputs: str, policy: P
     Args:
         kinds: see :func:`chosen`.
         inputs: what is kept of a block's inputs: see ``Plan.recompute_inputs``.
-        policy: in place of :func:`keep_products`.
+        policy: in place of :func:`~espalier.engine.selective.keep_products`.
     """
-    contexts = partial(create_selective_checkpoint_contexts, policy or keep_products)
+    selective = partial(contexts, policy or keep_products)
     for name, kind in kinds.items():
-        _wrap(model.get_submodule(name), contexts if kind == "selective" else noop_context_fn, inputs)
+        _wrap(model.get_submodule(name), selective if kind == "selective" else noop_context_fn, inputs)
 
 
 def _wrap(block: nn.Module, contexts: Callable[..., Any], inputs: str) -> None:
@@ -399,7 +363,7 @@ class _Around:
 class _Once:
     """What gives a computation the results that the first one kept (selective recomputation): but once.
 
-    torch lets go of them then. And before the first one has ended, where a block takes gradients itself, not
+    They are let go of then. And before the first one has ended, where a block takes gradients itself, not
     all are there. Without them all is computed again.
     """
 

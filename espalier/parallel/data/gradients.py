@@ -74,6 +74,7 @@ class Gradients:
         self._next, self._blank = 0, False  # whose turn it is; whether something came without values
         self._is_whole = True  # the pass that began last makes the gradient whole
         self.unannounced: Callable[[bool], None] | None = None
+        self._looks_ahead = False
         self.shared: Set[int] = frozenset()
         self.without: set[int] = set()
         self._had: set[int] = set()  # parameters with a gradient when this pass began
@@ -123,6 +124,8 @@ class Gradients:
         # Python's collector does not see what such hooks hold: it would never find a cycle through them
         come = weakref.WeakMethod(self._come)
         m.p.register_post_accumulate_grad_hook(partial(_call, come, chunk.number))
+        if self._looks_ahead:
+            self._watch_before(m)
 
     def _over(self, chunk: Chunk) -> Over:
         """The axes along which the gradients of a chunk are summed, and since when they are."""
@@ -224,6 +227,7 @@ class Gradients:
             with raw():
                 is_finished = any(self._is_same(m) for chunk in self.chunks for m in chunk.members)
             self.unannounced(is_finished)
+            self._look_ahead()
         chunk = self._numbered[number]
         chunk.came.append(p)
         self._blank = self._blank or _held(_grad.__get__, (), (p,), {}) is None
@@ -233,6 +237,26 @@ class Gradients:
             return
         while self._next < len(self.chunks) and not self.chunks[self._next].missing:
             self._send(self.chunks[self._next])
+
+    def _look_ahead(self) -> None:
+        """Be told, from now on, before a gradient is added to what there is, and not only after.
+
+        A program that makes passes that nobody tells of makes more, onto gradients that are finished: of a
+        GAN's losses the generator's adds to the discriminator's, which has had its step.
+        """
+        if self._looks_ahead:
+            return
+        self._looks_ahead = True
+        for m in (m for chunk in self.chunks for m in chunk.members if m.p.requires_grad):
+            self._watch_before(m)
+
+    def _watch_before(self, m: ShardedParam) -> None:
+        with raw():
+            m.p.register_hook(partial(_call, weakref.WeakMethod(self._come_before)))
+
+    def _come_before(self, grad: torch.Tensor) -> None:
+        if not self._is_open and self.unannounced is not None:
+            self.unannounced(False)
 
     def flush(self) -> None:
         """After a backward pass: send what it has not filled, if this one sends."""
@@ -617,10 +641,10 @@ def _show_moved(chunk: Chunk, flat: torch.Tensor) -> None:
             m.p._reduced = stamp(new, reduced._layout)  # type: ignore[attr-defined]
 
 
-def _call(method: weakref.WeakMethod[Any], number: int, p: torch.Tensor) -> None:
+def _call(method: weakref.WeakMethod[Any], *args: Any) -> None:
     out = method()
     if out is not None:
-        out(number, p)
+        out(*args)
 
 
 def _key(chunk: Chunk) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from espalier.layout import Layout
+from espalier.layout import Layout, gradient_layout
 from espalier.mesh import Mesh
 from espalier.parallel.data import masters
 from espalier.parallel.data.budget import Budget
@@ -38,6 +38,7 @@ from espalier.parallel.data.unshard import Prefetcher, bring_home, home_of, show
 from espalier.parallel.plan import PLACES, Offload, Plan, Updater
 from espalier.tensor import plain, stamp
 from espalier.tensor.deferred import lay_out_parameters
+from espalier.tensor.rules.meta import of_dtensors
 from espalier.torch_private import raw
 
 _grad: Any = torch.Tensor.grad
@@ -203,7 +204,10 @@ class ZeroState:
         return OffloadedStep(moved, store, self.mesh, self._turn, fetch, updater) if moved else None
 
     def _lay_out(self, chunks: Sequence[Chunk]) -> None:
-        """Lay the parameters out; each chunk goes where it lies as soon as it has all of them."""
+        """Lay the parameters out; each chunk goes where it lies as soon as it has all of them.
+
+        Hooks that were put on them before see whole gradients, as those that come after do.
+        """
         cut = self.stage.parameters == "S"
         by_id = {id(m.p): m for m in self.members}
         chunk_of = {id(m.p): chunk for chunk in chunks for m in chunk.members}
@@ -218,6 +222,9 @@ class ZeroState:
             if missing[id(chunk)] == 0:
                 self._move_in(chunk)
 
+        for m in self.members:
+            hooks: dict[int, Any] = m.p._backward_hooks or {}
+            hooks.update({n: of_dtensors(hook, gradient_layout(m.full)) for n, hook in hooks.items()})
         lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members], come)
 
     def _move_in(self, chunk: Chunk) -> None:

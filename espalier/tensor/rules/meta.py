@@ -239,7 +239,12 @@ def register_hook(
 ) -> Any:
     """The hook sees and returns DTensors."""
     x, hook = args
-    lay = gradient_layout(recorded_layout(x))
+    with raw():
+        return func(x, of_dtensors(hook, gradient_layout(recorded_layout(x))))
+
+
+def of_dtensors(hook: Callable[[Any], Any], lay: Layout) -> Callable[[Any], Any]:
+    """A hook on a tensor's gradient, which lies so, as torch calls it with what this rank has of it."""
 
     def wrapped(grad: torch.Tensor | None) -> torch.Tensor | None:
         if grad is None:  # it goes past what needs one
@@ -250,8 +255,7 @@ def register_hook(
         with raw():
             return plain(move(result, layout_of(result, lay.mesh), lay))
 
-    with raw():
-        return func(x, wrapped)
+    return wrapped
 
 
 @special("is_same_size")
