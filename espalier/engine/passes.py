@@ -392,6 +392,7 @@ class Direct(Passes):
         self._last_loss: torch.Tensor | None = None
         self._is_own = False  # each rank makes a loss of its own rows
         self.is_syncing = self._finishes = True
+        self._are_new = False  # gradients, since they were last finished
         self._is_within = False  # train()
 
     def arrange(self, batch: Any, **options: Any) -> Arrangement | None:
@@ -570,6 +571,7 @@ class Direct(Passes):
         self.has_gradients = True
         self.loss = self.loss if asked else self._last_loss
         self.data.end_backward()
+        self._are_new = True
         if self.accumulation is not None and not asked:
             self.accumulation.pass_by()
         if self._is_within and self.accumulation is not None:
@@ -618,6 +620,9 @@ class Direct(Passes):
         assert self.data is not None
         self.seen.admit()
         self.data.gradients.finish()
+        if self._are_new:
+            self._are_new = False
+            self.data.tell_of_gradients()
 
     def counted(self) -> dict[str, torch.Tensor]:
         assert self.data is not None

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import espalier
 from espalier.blocks import blocks
-from espalier.engine.recompute import chosen, keep_products, recompute
+from espalier.engine.recompute import chosen, recompute
+from espalier.engine.selective import keep_products
 from espalier.models import build
 from espalier.tensor.dry_runs import LiveMemory
 from tests.ranks.test_engine import SIZES, TOLERANCE, apart, batch, model
@@ -169,6 +170,76 @@ def policies(rank: int, world: int) -> None:
 
 def test_a_policy_of_ones_own_sees_local_operations(ranks: Any) -> None:
     ranks(4, policies)
+
+
+class Gates(nn.Module):
+    """Blocks whose products are written to: by torch's own recurrent layers, and by what comes after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.lstm, self.gru = nn.LSTM(8, 12, 2, batch_first=True), nn.GRU(12, 12, batch_first=True)
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+        self.out = nn.Linear(12, 20)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, _ = self.lstm(self.embed(tokens))
+        lengths = torch.arange(tokens.shape[0]) % 3 + 4
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        y, _ = nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True, total_length=6)
+        y = y + x
+        y += 1
+        z = self.down(self.up(y).relu_())
+        z.mul_(0.5).add_(y)
+        return self.out(z)
+
+
+def written(rank: int, world: int, plans: list[dict[str, Any]]) -> list[torch.Tensor]:
+    ends = []
+    for plan in plans:
+        torch.manual_seed(0)
+        net = Gates().double()
+        engine = espalier.initialize(net, torch.optim.SGD(net.parameters(), 0.5), plan)
+        for step in range(3):
+            tokens = torch.randint(0, 20, (6, 6), generator=torch.Generator().manual_seed(step))
+            engine.backward(
+                nn.functional.cross_entropy(engine.outputs(tokens).flatten(0, 1), tokens.flatten())
+            )
+            engine.step()
+        ends.append(torch.cat([espalier.full_tensor(p).detach().flatten() for p in net.parameters()]))
+    return ends
+
+
+@pytest.mark.filterwarnings("ignore:lstm has no sharding rule", "ignore:gru has no sharding rule")
+@pytest.mark.filterwarnings("ignore:.*_pack_padded_sequence has no sharding rule")
+def test_products_that_are_written_to_are_computed_again(ranks: Any) -> None:
+    """Torch's selective checkpointing gives what was written in their place, in silence, or refuses."""
+    expected, selective = ranks(1, written, [{}, {"recompute": "selective"}])[0]
+    plans = [{"data": 2, "zero": zero, "recompute": "selective"} for zero in (0, 3)]
+    for end in (selective, *ranks(2, written, plans)[0]):
+        assert (end - expected).abs().max() < TOLERANCE
+
+
+class Swapped(nn.Module):
+    """Whose two layers change their places with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 4), nn.Linear(4, 6)]
+        self.lines = nn.ModuleList(self.layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = [line(x).tanh().sum() for line in self.layers]
+        object.__setattr__(self, "layers", self.layers[::-1])
+        return ends[0] + ends[1]
+
+
+def test_a_block_that_does_something_else_the_second_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(Swapped())
+    monkeypatch.setattr("espalier.engine.recompute._Before.swap", lambda self: lambda: None)  # knows of it
+    recompute(net, {"0": "selective"}, "whole")
+    with pytest.raises(RuntimeError, match=r"leave this block out of recompute"):
+        net(torch.randn(4, 4)).backward()
 
 
 def hugging_face(rank: int, world: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -86,6 +86,7 @@ class ZeroState:
             for name, p in named
         ]
         self._frozen = [m for m in self.members if not m.p.requires_grad]
+        self._after: list[tuple[nn.Parameter, dict[int, Any]]] = []
         self.has_thawed = False
         cut = self.stage.parameters == "S"
         used: list[tuple[list[nn.Module], Chunk]] = []
@@ -206,7 +207,9 @@ class ZeroState:
     def _lay_out(self, chunks: Sequence[Chunk]) -> None:
         """Lay the parameters out; each chunk goes where it lies as soon as it has all of them.
 
-        Hooks that were put on them before see whole gradients, as those that come after do.
+        Hooks that were put on them before see whole gradients, as those that come after do. Those that are
+        called when a gradient has been added wait where parameters are cut, which are whole by then: an
+        optimizer within the backward pass, say, updates pieces.
         """
         cut = self.stage.parameters == "S"
         by_id = {id(m.p): m for m in self.members}
@@ -225,6 +228,10 @@ class ZeroState:
         for m in self.members:
             hooks: dict[int, Any] = m.p._backward_hooks or {}
             hooks.update({n: of_dtensors(hook, gradient_layout(m.full)) for n, hook in hooks.items()})
+            after: Any = m.p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if cut and after:
+                self._after.append((m.p, after))
+                m.p._post_accumulate_grad_hooks = OrderedDict()  # type: ignore[attr-defined]
         lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members], come)
 
     def _move_in(self, chunk: Chunk) -> None:
@@ -321,6 +328,12 @@ class ZeroState:
                 masters.follow(self._mastered)
             self.prefetcher.agree_on_scales()
         self._thaw()
+
+    def tell_of_gradients(self) -> None:
+        """Call the hooks that wait for finished gradients."""
+        for p, hooks in self._after:
+            for hook in list(hooks.values()) if p.grad is not None else ():
+                hook(p)
 
     def end_backward(self) -> None:
         """After a backward pass."""

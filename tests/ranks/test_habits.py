@@ -1,0 +1,180 @@
+"""What programs do around a prepared model and its parameters: under every plan as on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import espalier
+
+TOLERANCE = 1e-9
+Lay = Callable[..., Any]  # a model and optimizers, as they are or prepared
+
+
+def net(wide: int = 6, out: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(wide, 12), nn.Tanh(), nn.Linear(12, 12), nn.GELU(), nn.Linear(12, out))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(8, 6, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 4, (8,), generator=generator)
+
+
+def hooks_put_on_before(lay: Lay) -> list[Any]:
+    """A hook of each parameter's gradient, as of the whole batch: one that is not linear, too."""
+    model, norms = net(), []
+
+    def clamp(grad: torch.Tensor) -> torch.Tensor:
+        norms.append(grad.norm().item())
+        return grad.clamp(-0.02, 0.02)
+
+    handles = [p.register_hook(clamp) for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    model, optimizer = lay(model, optimizer)
+    out: list[Any] = []
+    for step in range(4):
+        if step == 3:
+            handles[0].remove()
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    assert len(norms) == 4 * len(handles) - 1
+    return [*out, *sorted(norms), *model.parameters()]
+
+
+def optimizers_within_the_backward_pass(lay: Lay) -> list[Any]:
+    model = net()
+    optimizers = {p: torch.optim.SGD([p], 0.1, momentum=0.9) for p in model.parameters()}
+
+    def update(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    model, out = lay(model), []
+    for step in range(3):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        out.append(loss.item())
+    return [*out, *model.parameters()]
+
+
+class GAN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = net(3, 6), net(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.discriminator(x)
+
+
+def parts_called_by_themselves(lay: Lay) -> list[Any]:
+    """The generator's loss adds to gradients that the discriminator has had its step with."""
+    model = GAN()
+    of_generator = torch.optim.Adam(model.generator.parameters(), 1e-2)
+    of_discriminator = torch.optim.Adam(model.discriminator.parameters(), 1e-2)
+    model, of_generator, of_discriminator = lay(model, of_generator, of_discriminator)
+    out = []
+    for step in range(4):
+        x, _ = batch(step)
+        noise = x[:, :3] * 2
+        if step != 2:  # one step of the generator alone, onto what there is
+            fake = model.generator(noise).detach()
+            loss = model.discriminator(fake).mean() - model.discriminator(x).mean()
+            of_discriminator.zero_grad()
+            loss.backward()
+            of_discriminator.step()
+            out.append(loss.item())
+        loss = -model.discriminator(model.generator(noise)).mean()
+        of_generator.zero_grad()
+        loss.backward()
+        of_generator.step()
+        out += [loss.item(), sum(p.grad.pow(2).sum() for p in model.parameters())]
+    return [*out, *model.parameters()]
+
+
+def averages_of_weights(lay: Lay) -> list[Any]:
+    """torch's own, of a model that is prepared: a copy of it, which is called, and learns its statistics."""
+    model = nn.Sequential(net(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = lay(model, optimizer)
+    first = torch.optim.swa_utils.AveragedModel(model)
+    out: list[Any] = []
+    for step in range(3):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 1:
+            later = torch.optim.swa_utils.AveragedModel(
+                model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+            )
+        if step:
+            later.update_parameters(model)
+        first.update_parameters(model)
+        out.append(loss.item())
+    for average in (first, later):
+        torch.optim.swa_utils.update_bn([batch(step)[0] for step in range(3)], average)
+        average.eval()
+        with torch.no_grad():
+            out.append(F.cross_entropy(average(x), y).item())
+    return [*out, *model.parameters(), *first.module.parameters(), *later.module.parameters()]
+
+
+PROGRAMS = (
+    hooks_put_on_before,
+    optimizers_within_the_backward_pass,
+    parts_called_by_themselves,
+    averages_of_weights,
+)
+PLANS: tuple[dict[str, Any], ...] = (
+    {"data": 2},
+    {"data": 2, "zero": 1},
+    {"data": 2, "zero": 2, "chunk_megabytes": 0.001},
+    {"data": 2, "zero": 3},
+    {"data": 2, "zero": 3, "recompute": "selective", "offload": {"states": "host", "parameters": "host"}},
+    {"tensor": 2},
+)
+
+
+def numbers(values: list[Any]) -> torch.Tensor:
+    return torch.cat([espalier.full_tensor(torch.as_tensor(v)).detach().flatten() for v in values])
+
+
+def compared(rank: int, world: int) -> None:
+    for program in PROGRAMS:
+        torch.manual_seed(0)
+        expected = numbers(program(lambda model, *more: (model, *more) if more else model))
+        for plan in PLANS:
+            torch.manual_seed(0)
+            given = numbers(
+                program(lambda model, *more, plan=plan: espalier.prepare(model, *more, plan=plan))
+            )
+            apart = (given - expected).abs().max().item()
+            assert apart < TOLERANCE, f"{program.__name__} under {plan}: {apart}"
+
+
+def in_float64(rank: int, world: int) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        compared(rank, world)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
+def test_habits(ranks: Any) -> None:
+    ranks(2, in_float64)
