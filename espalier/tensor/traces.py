@@ -426,7 +426,9 @@ def is_within_compiled() -> bool:
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     frame = None if dynamo is None else sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename == dynamo.__file__:
+        code = frame.f_code
+        # torch's optimizers are kept from being compiled by a call in there, too
+        if code.co_filename == dynamo.__file__ and not code.co_qualname.startswith("Disable"):
             return True
         frame = frame.f_back
     return False

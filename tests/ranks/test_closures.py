@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # through which an optimizer's step goes, once it is there
 from torch import nn
 
 import espalier
