@@ -32,6 +32,7 @@ from espalier.tensor.observers import Go, Watcher, watching
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.loss import OF_CLASSES, divisors, mean_alone
 from espalier.torch_private import raw
+from espalier.trees import leaves, tensors_in
 
 Count = Callable[[Any], Any] | Literal["sum"]
 Number = torch.Tensor | None  # None: the loss is a sum, each micro-batch counts once
@@ -104,6 +105,7 @@ class Accumulation:
             ValueError: that cannot be known.
         """
         if self._count is None:
+            self._watcher.rows = max((x.shape[0] for x in tensors_in(batch) if x.ndim), default=0)
             with watching(self._watcher):
                 loss = forward(batch)
             return loss, self._seen(loss)
@@ -337,6 +339,13 @@ _ROWS = frozenset(
 )
 _WEIGHTED = frozenset({F.mse_loss, F.l1_loss, F.huber_loss})  # by their weights a mean is divided too
 
+# what takes parts of a tensor by their places
+_PARTS = frozenset(
+    getattr(place, name)
+    for name in "chunk split tensor_split narrow __getitem__".split()
+    for place in (torch, torch.Tensor)
+    if hasattr(place, name)
+)
 _SAME = frozenset(
     "view reshape squeeze unsqueeze flatten view_as to float double half bfloat16 type type_as contiguous "
     "clone detach requires_grad_ alias".split()
@@ -366,13 +375,14 @@ class Counting(Watcher):
         axes: of the mesh, those that share the batch's rows.
 
     Attributes:
+        rows: of a micro-batch.
         of_all: numbers that are the same for all micro-batches of a step.
     """
 
     inside = traffic = False
 
     def __init__(self, axes: tuple[int, ...]) -> None:
-        self._axes = axes
+        self._axes, self.rows = axes, 0
         self.of_all: list[torch.Tensor] = []
 
     def around(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], go: Go) -> Any:
@@ -387,6 +397,11 @@ class Counting(Watcher):
             out = _of_classes(func, args, kwargs, go)
         else:
             out = go()
+        if mixed is None and func in _PARTS and self._has_fewer_rows(args, out):
+            mixed = Mixture(func.__name__)
+            for x in _tensors((out,)):
+                x.__dict__["_mark"] = mixed
+            return out
         unmarked = not marked and type(out) is DTensor and "_mark" not in out.__dict__
         if unmarked and (self._cut(out._layout) or not any(self._cut(x._layout) for x in dtensors)):
             return out  # rows stay rows, or there are none: so for most calls
@@ -408,6 +423,19 @@ class Counting(Watcher):
             return False
         with raw():  # stages get it as a view
             return any(plain(x).data_ptr() == plain(number).data_ptr() for number in self.of_all)
+
+    def _has_fewer_rows(self, args: Any, out: Any) -> bool:
+        """Whether some rows of a micro-batch were taken by where they stand: of the whole batch, others.
+
+        Of several batches that were joined, one is not fewer.
+        """
+        x, first = args[0], next(_tensors((out,)), None)
+        if type(x) is not DTensor or first is None or first.ndim != x.ndim:
+            return False
+        if any(isinstance(i, torch.Tensor) for i in leaves(args[1:])):
+            return False
+        dims = {cut for a in self._axes if type(cut := x._layout.axes[a]) is int}
+        return any(first.shape[d] < min(self.rows, x.shape[d]) for d in dims)
 
     def _cut(self, layout: Layout) -> bool:
         return any(type(layout.axes[a]) is int for a in self._axes)

@@ -163,6 +163,8 @@ SEEN: dict[str, Callable[..., Any]] = {
     "rows": lambda z, y, m, w: F.multi_margin_loss(z, y.argmax(-1)),
     "kl": lambda z, y, m, w: F.kl_div(z.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
     "composite": lambda z, y, m, w: F.gaussian_nll_loss(z, y, y.square() + 1),
+    "two views": lambda z, y, m, w: F.mse_loss(*torch.cat([z.sin(), y]).chunk(2)),
+    "some features": lambda z, y, m, w: F.mse_loss(z[:, 1:], y.narrow(1, 1, 3)),
 }
 UNSEEN: dict[str, tuple[Callable[..., Any], str]] = {
     "different counts": (lambda z, y, m, w: F.mse_loss(z, y) + F.cross_entropy(z, classes(m)), "adds up"),
@@ -174,6 +176,8 @@ UNSEEN: dict[str, tuple[Callable[..., Any], str]] = {
     "its mean": (lambda z, y, m, w: 2 * (z.t() @ y).tanh().diagonal().mean(), "met in"),
     "a mean of sums": (lambda z, y, m, w: torch.stack([F.l1_loss(z, y), w.sum()]).mean(), "met in 'stack'"),
     "nothing": (lambda z, y, m, w: w.sum(), "own means"),
+    "pairs": (lambda z, y, m, w: F.softplus(z.split(4)[0] - y.split(4)[0]).mean(), "met in 'split'"),
+    "the first rows": (lambda z, y, m, w: F.mse_loss(z[:3], y[:3]), "met in '__getitem__'"),
 }
 
 
