@@ -228,10 +228,10 @@ class ZeroState:
         for m in self.members:
             hooks: dict[int, Any] = m.p._backward_hooks or {}
             hooks.update({n: of_dtensors(hook, gradient_layout(m.full)) for n, hook in hooks.items()})
-            after: Any = m.p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            after: Any = m.p._post_accumulate_grad_hooks
             if cut and after:
                 self._after.append((m.p, after))
-                m.p._post_accumulate_grad_hooks = OrderedDict()  # type: ignore[attr-defined]
+                m.p._post_accumulate_grad_hooks = OrderedDict()
         lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members], come)
 
     def _move_in(self, chunk: Chunk) -> None:
