@@ -340,6 +340,7 @@ class _Search:
             at = offsets if first else (*ends, offsets[-1] + sizes[-1] - n)
             weight = self._source.read(run.key, Box(tuple(at), (*(1,) * (len(sizes) - 1), n))).flatten()
             master = self._source.read(stored, Box((start if first else end - n,), (n,)))
-            if not torch.equal(master.to(weight.dtype), weight):
+            kept = max(weight.dtype, master.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+            if not torch.equal(master.to(kept), weight.to(kept)):
                 return False
         return True

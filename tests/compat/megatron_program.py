@@ -40,7 +40,7 @@ KINDS["mixtral"] = {
     "moe_router_load_balancing_type": "none",
     "moe_token_dispatcher_type": "allgather",
 }
-BUCKETS = {"distrib_optim_sharding_type": "dp_reshardable"}
+FORMS = ("dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter")  # the first is exact in float64
 
 
 class OnCPU(TorchFunctionMode):
@@ -151,9 +151,11 @@ class Distributed:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def sharded(self) -> Any:
-        """Its states, in buckets."""
-        return self.optimizer.sharded_state_dict(self.model.module.sharded_state_dict(), metadata=BUCKETS)
+    def sharded(self, form: str) -> Any:
+        """Its states."""
+        return self.optimizer.sharded_state_dict(
+            self.model.module.sharded_state_dict(), metadata={"distrib_optim_sharding_type": form}
+        )
 
 
 def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -173,7 +175,9 @@ def train(model: Any, optimizer: torch.optim.Optimizer | Distributed, steps: ran
         optimizer.zero_grad()
 
 
-def tree(model: Any, optimizer: torch.optim.Optimizer | Distributed | None) -> dict[str, Any]:
+def tree(
+    model: Any, optimizer: torch.optim.Optimizer | Distributed | None, form: str = FORMS[0]
+) -> dict[str, Any]:
     """What Megatron makes of it: of a plain optimizer, what its FP32Optimizer does."""
     from megatron.core.dist_checkpointing.optimizer import (
         get_param_id_to_sharded_param_map,
@@ -182,7 +186,7 @@ def tree(model: Any, optimizer: torch.optim.Optimizer | Distributed | None) -> d
 
     found: dict[str, Any] = {"model": model.sharded_state_dict()}
     if isinstance(optimizer, Distributed):
-        found["optimizer"] = optimizer.sharded()
+        found["optimizer"] = optimizer.sharded(form)
     elif optimizer is not None:
         state = optimizer.state_dict()
         held = (p for group in optimizer.param_groups for p in group["params"])
@@ -231,6 +235,8 @@ def main(rank: int, folder: str, kind: str, ranks: int, action: str) -> None:
         optimizer = optimizer_of(model) if kind == "gpt2" else Distributed(model)
         train(model, optimizer, range(2))
         save("theirs", tree(model, optimizer))
+        for form in FORMS[1:] if isinstance(optimizer, Distributed) else ():
+            save(form, tree(model, optimizer, form))
         with torch.no_grad():
             logits = logits_of(model, batch(9)[0])
         if rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import inspect
 import json
@@ -328,3 +329,17 @@ def test_what_programs_take_from_submodules() -> None:
     assert deepspeed.ops.lamb.FusedLamb([torch.nn.Parameter(x.detach())]).defaults["lr"] > 0
     with pytest.raises(AttributeError, match="tp_model_init"):
         _ = deepspeed.tp_model_init
+
+
+def test_the_configuration_comes_by_the_command_line(tmp_path: Path) -> None:
+    """As ``add_config_arguments`` reads it."""
+    file = tmp_path / "ds.json"
+    file.write_text(
+        json.dumps({"train_batch_size": 6, "optimizer": {"type": "AdamW", "params": {"lr": 0.25}}})
+    )
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    arguments = parser.parse_args(["--deepspeed", "--deepspeed_config", str(file)])
+    model = nn.Linear(2, 2)
+    engine, optimizer, *_ = deepspeed.initialize(arguments, model, model_parameters=model.parameters())
+    assert engine.train_batch_size() == 6 and optimizer.param_groups[0]["lr"] == 0.25
+    assert not parser.parse_args([]).deepspeed
