@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -351,29 +352,53 @@ def boosted(rank: int, world: int, folder: str) -> None:
         HybridParallelPlugin(tp_size=1, pp_size=2, num_microbatches=2, precision="fp32", max_norm=0.5),
     )
     for i, plugin in enumerate(plugins):
-        model: Any = Taking() if i == 2 else net()
         booster = colossalai.Booster(plugin=plugin)
-        model, optimizer, criterion, *_ = booster.boost(model, optimizer_of(model), nn.CrossEntropyLoss())
-        share, here = share_of(model.engine.plan, rank)
-        for batch in Strided(share, here):
-            if i == 2:
-                rows = iter([{"x": batch[0], "labels": batch[1]}])
-                assert booster.execute_pipeline(rows, model, judged, optimizer)["loss"] is not None
-            else:
-                booster.backward(criterion(model(batch[0]), batch[1]), optimizer)
-                if i == 0:
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+
+        def boosted_net(booster: Any = booster, i: int = i) -> tuple[Any, Any]:
+            model = Taking() if i == 2 else net()
+            return booster.boost(model, optimizer_of(model))[:2]
+
+        def epoch(model: Any, optimizer: Any, booster: Any = booster, i: int = i) -> None:
+            share, here = share_of(model.engine.plan, rank)
+            for batch in Strided(share, here):
+                if i == 2:
+                    rows = iter([{"x": batch[0], "labels": batch[1]}])
+                    assert booster.execute_pipeline(rows, model, judged, optimizer)["loss"] is not None
+                else:
+                    booster.backward(F.cross_entropy(model(batch[0]), batch[1]), optimizer)
+                    if i == 0:
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        model, optimizer = boosted_net()
+        epoch(model, optimizer)
         assert_same(model, right)
-        booster.save_model(model, f"{folder}/{i}.pt")
-        booster.save_model(model, f"{folder}/{i}", shard=True)
-        for path in (f"{folder}/{i}.pt", f"{folder}/{i}"):
-            other = net()
-            again, *_ = booster.boost(other, optimizer_of(other))
-            if i < 2:
-                booster.load_model(again, path)
-                assert_same(again, right)
+        for shard in (False, True):
+            booster.save_model(model, f"{folder}/{i}{'' if shard else '.pt'}", shard=shard)
+            booster.save_optimizer(optimizer, f"{folder}/{i} states{'' if shard else '.pt'}", shard=shard)
+        dist.barrier()
+        for end in (".pt", ""):
+            again, states = boosted_net()
+            booster.load_model(again, f"{folder}/{i}{end}")
+            assert_same(again, right)
+            booster.load_optimizer(states, f"{folder}/{i} states{end}")
+            epoch(again, states)
+            assert_same(again, plain(2))
+        booster.save_checkpoint(model, f"{folder}/{i} all")
+        again, states = boosted_net()
+        booster.load_checkpoint(again, f"{folder}/{i} all")
+        schedule = torch.optim.lr_scheduler.StepLR(states, 1)
+        epoch(again, states)
+        assert_same(again, plain(2))
+        schedule.step()
+        booster.save_lr_scheduler(schedule, f"{folder}/{i} schedule")
+        dist.barrier()
+        other = torch.optim.lr_scheduler.StepLR(states, 1)
+        booster.load_lr_scheduler(other, f"{folder}/{i} schedule")
+        assert other.last_epoch == schedule.last_epoch == 1
+        with pytest.raises(ValueError, match="was not boosted"):
+            booster.save_optimizer(optimizer_of(net()), f"{folder}/none")
     loader = plugins[0].prepare_dataloader(dataset(), 4)
     assert [len(x) for x, _ in islice(loader, 3)] == [4, 4]
 

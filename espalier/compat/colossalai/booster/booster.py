@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,12 @@ from torch import nn
 from espalier.compat.colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from espalier.compat.colossalai.engine import piped
 from espalier.compat.plans import counts_one
+from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import EngineModule
 from espalier.engine import initialize as lay_on_mesh
 from espalier.parallel import Plan
 
+_STATES = "pytorch_optim.bin"  # in the folder of a sharded optimizer
 _PRECISIONS = {"fp16": "autocast-float16", "bf16": "autocast-bfloat16", None: None}
 
 
@@ -57,6 +60,7 @@ class Booster:
         if mixed_precision not in _PRECISIONS:
             raise ValueError(f"Booster(mixed_precision={mixed_precision!r}): expected fp16 or bf16.")
         self.plugin, self._precision = plugin or TorchDDPPlugin(), _PRECISIONS[mixed_precision]
+        self._models = WeakSet[Boosted]()
 
     def boost(
         self,
@@ -81,7 +85,9 @@ class Booster:
             plan = Plan(**{**plan.model_dump(), "precision": self._precision})
         if plan.accumulate > 1:
             options.setdefault("count", counts_one)
-        return Boosted(model, optimizer, plan, options), optimizer, criterion, dataloader, lr_scheduler
+        boosted = Boosted(model, optimizer, plan, options)
+        self._models.add(boosted)
+        return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Gradients of this rank's loss; those of the ranks are averaged."""
@@ -170,17 +176,47 @@ class Booster:
         """Go on from :meth:`save_checkpoint`."""
         model.engine.load(folder)
 
-    def save_optimizer(self, optimizer: Any, checkpoint: str | Path, *args: Any, **kwargs: Any) -> None:
-        """Refused: states belong to a model's parameters."""
-        raise ValueError(
-            "booster.save_optimizer: booster.save_checkpoint(model, folder) saves it with its model."
-        )
+    def save_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        checkpoint: str | Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_async: bool = False,
+    ) -> None:
+        """Write the whole states of a boosted optimizer (a collective), for :meth:`load_optimizer`.
 
-    def load_optimizer(self, optimizer: Any, checkpoint: str | Path, *args: Any, **kwargs: Any) -> None:
-        """Refused: see :meth:`save_optimizer`."""
-        raise ValueError(
-            "booster.load_optimizer: booster.load_checkpoint(model, folder) loads it with its model."
-        )
+        Masters of float16 and bfloat16 are not among them: :meth:`save_checkpoint` keeps these too.
+
+        Args:
+            checkpoint: a file, or with ``shard`` a folder.
+            gather_dtensor, size_per_shard, use_async: no effect: states are gathered, in one file.
+        """
+        state = whole_states(optimizer.state_dict(), self._mesh_of(optimizer))
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            path = Path(checkpoint)
+            if shard:
+                path = path / f"{prefix + '.' if prefix else ''}{_STATES}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(state, path)
+
+    def load_optimizer(
+        self, optimizer: torch.optim.Optimizer, checkpoint: str | Path, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take over states from :meth:`save_optimizer`, under any plugin on any number of ranks."""
+        self._mesh_of(optimizer)
+        path = Path(checkpoint)
+        if path.is_dir():
+            (path,) = path.glob(f"*{_STATES}")
+        optimizer.load_state_dict(torch.load(path, weights_only=True))
+
+    def _mesh_of(self, optimizer: torch.optim.Optimizer) -> Any:
+        for model in self._models:
+            if model.engine.optimizer is optimizer:
+                return model.engine.mesh
+        raise ValueError("This optimizer was not boosted: give the one that booster.boost(...) returned.")
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Write its state, on rank 0."""
