@@ -38,6 +38,7 @@ from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.guard import install as _install_guard
 from espalier.tensor.loans import await_values, refresh
 from espalier.tensor.modules import distribute_module, local_map
+from espalier.tensor.observers import tell_of_absent_gradient
 from espalier.tensor.sanitize import sanitize, switch_on
 from espalier.tensor.stored import chunk_list, from_torch, reduced, shard, spec_of, to_torch, write_items
 
@@ -51,6 +52,7 @@ DTensor._above = SimpleNamespace(
     refresh=refresh,
     shard=shard,
     spec_of=spec_of,
+    tell_of_absent_gradient=tell_of_absent_gradient,
     to_local=to_local,
     to_torch=to_torch,
     write_items=write_items,

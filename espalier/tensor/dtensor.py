@@ -179,6 +179,8 @@ class DTensor(torch.Tensor):
             raise RuntimeError(unfinished[0])
         grad = plain_call(_grad.__get__, (), (self,), {})
         if grad is None:
+            if not self._layout.mesh.is_member:
+                DTensor._above.tell_of_absent_gradient(self._layout.mesh)
             return self.__dict__.get("_reduced")
         if type(grad) is not DTensor:
             stamp(grad, _known(gradient_layout(self._layout)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -22,6 +23,7 @@ from torch import nn
 
 from espalier.comm import Collective, observed
 from espalier.layout import Layout
+from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor
 from espalier.torch_private import current_node, next_node_number
 
@@ -177,6 +179,18 @@ def user_frame() -> tuple[int, FrameType]:
     while frame.f_back is not None and _inside(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     return level, frame
+
+
+def tell_of_absent_gradient(mesh: Mesh) -> None:
+    """Warn a program that asks for ``p.grad``, whose getter calls this, which is on other ranks."""
+    if not _inside(sys._getframe(2).f_code.co_filename):
+        warnings.warn(
+            f"p.grad is None here: the parameter is trained on ranks {list(mesh.ranks)}, it is in another "
+            "stage. What is done to each gradient by itself, and in the same way, is right. What is made of "
+            "all of them (a norm, say) is not: torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf) "
+            "gives their norm over all stages, engine.full_gradients() all of them, on all ranks.",
+            stacklevel=3,
+        )
 
 
 def site(frame: FrameType) -> str:
