@@ -57,6 +57,7 @@ try:
     from torch.utils import _pytree as pytree
     from torch.utils._device import DeviceContext as DefaultDevice  # the mode of torch.set_default_device
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
 
     # ---- pickles of tensors
     dtypes_of_storages = torch.storage._dtype_to_storage_type_map
@@ -144,6 +145,13 @@ def set_allocator_settings(settings: str) -> None:
 def _version() -> tuple[int, int]:
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def go_at_once(x: torch.Tensor) -> None:
+    """Let a backward pass do what made a tensor as soon as it can, as it does the end at a parameter."""
+    move: Any = getattr(x.grad_fn, "_set_sequence_nr", None)
+    if move is not None:
+        move(2**64 - 1)
 
 
 def getter(name: str) -> Callable[[torch.Tensor], Any]:

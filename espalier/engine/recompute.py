@@ -29,6 +29,7 @@ from espalier.layout.layout import D, R
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
 from espalier.tensor import DTensor, plain
+from espalier.tensor.dry_runs import unseen
 from espalier.tensor.fallback import layouts_of, stamped
 from espalier.tensor.loans import await_values, written_mark
 from espalier.tensor.saved import Outer, outer_hooks
@@ -567,14 +568,15 @@ class _OnHost:
             if self._dry:
                 self._held = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
                 return
-            self._held = host_buffer_like(x, pin=pins(x.device))
-            # the forward pass goes on meanwhile
-            self._event = copy_by(new_stream(x.device), [(self._held, x)], x.device)
+            with unseen():  # it takes none of the device's memory
+                self._held = host_buffer_like(x, pin=pins(x.device))
+                # the forward pass goes on meanwhile
+                self._event = copy_by(new_stream(x.device), [(self._held, x)], x.device)
 
     def get(self) -> torch.Tensor:
         if not self._dry:
             wait_for(self._event, self._device)
-        here = self._held if self._dry else self._held.to(self._device, non_blocking=True)
+        here = self._held if self._dry else self._held.to(self._device, non_blocking=True, copy=True)
         return _in_memory(here, self._stride)
 
 

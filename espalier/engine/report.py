@@ -328,6 +328,6 @@ def follow_peak(
     peak = PeakMemory(data.mesh.device(), LiveMemory(data.resized), together)
     states = optimizer.state.values() if optimizer is not None else ()
     state_tensors = [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
-    for x in (*data.watched(peak.live.ignore), *module.buffers(), *state_tensors):
+    for x in (*data.watched(peak.live.ignore, peak.live.count), *module.buffers(), *state_tensors):
         peak.live.hold(x)
     return peak

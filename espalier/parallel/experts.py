@@ -27,6 +27,7 @@ from espalier.device import is_accelerator, moved
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.tensor import plain, stamp
+from espalier.tensor.dry_runs import is_followed
 from espalier.tensor.dtensor import DTensor, layout_of, redistribute, up_to_date
 from espalier.torch_private import raw
 from espalier.trees import tree_map
@@ -264,17 +265,23 @@ class _Dispatch:
             nothing = [p.reshape(-1)[:0].sum().to(rows.dtype) for p in self._own.values()]
             return rows + torch.stack(nothing).sum()
         module, forward = self._module, type(self._module).forward
-        if isinstance(module, SortedExperts) and not self._mesh.is_dry:
+        if isinstance(module, SortedExperts):
             with _held(module, self._own, len(counts)):
                 return module.of_sorted(rows, counts).to(rows.dtype)
         known: AbstractContextManager[Any] = nullcontext()
-        if self._mesh.is_dry:
+        device = rows.device
+        if self._mesh.is_dry and not (_is_grouped(module) and is_followed()):
             # transformers' decorator would choose kernels that don't run on every dtype without data
-            forward, known = inspect.unwrap(forward), _Known()
-        index = _ids(counts, len(counts), "cpu" if self._mesh.is_dry else rows.device).unsqueeze(1)
+            forward, known, device = inspect.unwrap(forward), _Known(), torch.device("cpu")
+        index = _ids(counts, len(counts), device).unsqueeze(1)
         with _held(module, self._own, len(counts)), known:
             outputs: torch.Tensor = forward(module, rows, index, rows.new_ones(len(rows), 1))
         return outputs.to(rows.dtype)
+
+
+def _is_grouped(module: nn.Module) -> bool:
+    """Whether transformers computes all of a stack's experts in products of groups of rows."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None) == "grouped_mm"
 
 
 def _ids(counts: list[int], n: int, device: Any) -> torch.Tensor:

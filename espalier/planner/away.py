@@ -69,12 +69,15 @@ def share_here(offload: Offload, kind: str) -> float:
     return 0.0 if share.ratio == "auto" else 1.0 - share.ratio
 
 
-def under_way(plan: Plan, update: Update, ranks: float, block: float) -> float:
+def under_way(plan: Plan, update: Update, ranks: float, block: float, has_kernel: bool) -> float:
     """Bytes of states that are on the device for a time while those that are off it are updated.
 
     Args:
         block: bytes of a block's parameters, which are a chunk with ZeRO-3.
+        has_kernel: whether the optimizer has one for the host, which then updates all of them there.
     """
+    if has_kernel and (plan.offload.update == "host" or plan.offload.states.place == "disk"):
+        return 0.0
     cut = ranks if plan.zero else 1
     chunk = max(plan.chunk_megabytes * 1e6, block if plan.zero == 3 else 0.0)
     return _CHUNKS * chunk * update.states / cut

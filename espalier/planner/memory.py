@@ -18,6 +18,7 @@ def memory_by_rank(
     sizes: Sequence[float],
     ranks: float,
     lives: Sequence[float],
+    has_kernel: bool,
 ) -> tuple[dict[str, float], ...]:
     """Bytes on the device of each rank along the pipe axis, by kind.
 
@@ -26,9 +27,10 @@ def memory_by_rank(
         sizes: bytes of parameters of each rank, before the data axis cuts them.
         ranks: that share what the data axis cuts.
         lives: micro-batches whose activations each rank keeps.
+        has_kernel: whether the optimizer has one for the host.
     """
     here = {kind: share_here(plan.offload, kind) for kind in plan.offload.shares}
-    going = under_way(plan, update, ranks, costs.block_bytes)
+    going = under_way(plan, update, ranks, costs.block_bytes, has_kernel)
     last = pipe_rank(plan, len(layers) - 1)
     keeps = [0.0] * plan.pipe
     for stage, n in enumerate(layers):

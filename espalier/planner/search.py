@@ -361,7 +361,8 @@ class Search:
         terms["data"] = exposed
         terms["update"] = updated
         terms["offload"] = moved.waited
-        by_rank = memory_by_rank(plan, costs, update, layers, sizes, cut, self._live(plan, costs.waiting))
+        live = self._live(plan, costs.waiting)
+        by_rank = memory_by_rank(plan, costs, update, layers, sizes, cut, live, self._has_kernel)
         memory = max(by_rank, key=lambda kinds: sum(kinds.values()))
         total = pipeline + exposed + updated + moved.waited
         among = {"replicate": sent.pop("replicate")} if plan.replicate > 1 else {}

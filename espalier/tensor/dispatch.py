@@ -44,7 +44,7 @@ from espalier.tensor.saved import (
     keep_in_step,
     saving_shards,
 )
-from espalier.torch_private import getter, method, plain_call, raw
+from espalier.torch_private import getter, go_at_once, method, plain_call, raw
 from espalier.trees import leaves, tensors_in, tree_map
 
 # the C getters themselves: to be called where torch functions are not intercepted
@@ -211,7 +211,10 @@ class CachedCall:
 
 def _plain(x: Any, mesh: Mesh) -> Any:
     if type(x) is DTensor:
-        return x.as_subclass(torch.Tensor)
+        out = x.as_subclass(torch.Tensor)
+        if _is_leaf(x):  # a real run has no such view, and gradients come in the order of what has
+            go_at_once(out)
+        return out
     return on_dry(x, mesh) if isinstance(x, torch.Tensor) else x
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from espalier.torch_private import (
     TorchDispatchMode,
     autocast_operators,
     disable_modes,
+    dispatch_mode_stack,
     past_autocast_key,
     raw,
     with_autocast_key,
@@ -85,24 +86,34 @@ class LiveMemory(TorchDispatchMode):
         return out
 
     def ignore(self, x: torch.Tensor) -> None:
-        """Never count a tensor's storage: it takes none of the device's memory."""
-        with raw():
-            storage = x.untyped_storage()
-        self._live.now -= self._live.sizes.get(storage._cdata, 0)
-        if storage._cdata not in self._live.sizes:
-            weakref.finalize(storage, _release, self._live, storage._cdata)
-        self._live.sizes[storage._cdata] = 0
+        """Count a tensor's storage no longer: it takes none of the device's memory."""
+        self._set(x, 0)
 
-    def hold(self, x: torch.Tensor) -> None:
-        """Count a tensor's storage until it is released."""
+    def count(self, x: torch.Tensor) -> None:
+        """Count a tensor's storage, whether it was ignored or not."""
+        with raw():
+            self._set(x, x.untyped_storage().nbytes())
+
+    def _set(self, x: torch.Tensor, nbytes: int) -> None:
         with raw():
             storage = x.untyped_storage()
         live, key = self._live, storage._cdata
-        if key in live.sizes:
-            return
-        live.sizes[key] = storage.nbytes()
-        live.now += storage.nbytes()
-        weakref.finalize(storage, _release, live, key)
+        live.now += nbytes - live.sizes.get(key, 0)
+        if key not in live.sizes:
+            weakref.finalize(storage, _release, live, key)
+        live.sizes[key] = nbytes
+
+    def hold(self, x: torch.Tensor) -> None:
+        """Count a tensor's storage until it is released, unless it is ignored."""
+        with raw():
+            storage = x.untyped_storage()
+        if storage._cdata not in self._live.sizes:
+            self.count(x)
+
+
+def unseen() -> AbstractContextManager[object]:
+    """While open, modes don't see operations: of what takes none of the device's memory."""
+    return (disable_modes or nullcontext)()
 
 
 def _release(live: _Live, key: int) -> None:
@@ -124,6 +135,20 @@ def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
     """Of products of groups of rows, each with a matrix of its own."""
     rows = a.numel() if len(a) == 2 or len(b) == 3 else a[1:].numel()
     return 2 * int(rows) * int(b[-1])
+
+
+def _grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Of tensors without data; where both have two dims the contracted one is in groups."""
+    sizes = [*a.shape[-2:-1], *b.shape[-1:]]
+    if a.ndim == b.ndim:
+        sizes = [len(a) if a.ndim == 3 or offs is None else len(offs), *sizes]
+    return a.new_empty(sizes, dtype=out_dtype or a.dtype)
 
 
 # what torch's counter does not know: attention's kernel of the CPU, which dry runs use (see
@@ -277,7 +302,11 @@ class Recalled(TorchDispatchMode):
             made = [x for x in tensors_in([out]) if x.is_meta and not x.is_floating_point()]
             seen = {x.untyped_storage()._cdata for x in tensors_in([args, kwargs])}
             if any(x.numel() <= _FOLLOWED and x.untyped_storage()._cdata not in seen for x in made):
-                of = [x for x in tensors_in([func(*real[0], **real[1])]) if not x.is_floating_point()]
+                try:
+                    computed = func(*real[0], **real[1])
+                except NotImplementedError:  # of such a dtype another device does it
+                    return out
+                of = [x for x in tensors_in([computed]) if not x.is_floating_point()]
                 for x, values in zip(made, of, strict=True):
                     if x.numel() <= _FOLLOWED and x.untyped_storage()._cdata not in seen:
                         know(x, values)
@@ -287,6 +316,8 @@ class Recalled(TorchDispatchMode):
         """How an operation is done."""
         if func is torch.ops.aten._local_scalar_dense.default:
             return _value
+        if func is torch.ops.aten._grouped_mm.default:
+            return self._grouped
         if func.overloadpacket not in self._counts and func._can_decompose():
             return self._apart
         schema = func._schema
@@ -299,6 +330,14 @@ class Recalled(TorchDispatchMode):
         count = self._counts.get(func.overloadpacket)
         if count is not None:
             self.flops += int(count(*args, **kwargs, out_val=out))
+        return out
+
+    def _grouped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A product by groups of rows: without data torch makes that of bfloat16 alone."""
+        if not args[0].is_meta:
+            return self._called(func, args, kwargs)
+        out = _grouped_product(*args, **kwargs)
+        self.flops += int(self._counts[func.overloadpacket](*args, **kwargs, out_val=out))
         return out
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -322,6 +361,11 @@ class Recalled(TorchDispatchMode):
         if call not in self._known:
             self._known[call] = _as_made(out, inputs, self.flops - before)
         return out
+
+
+def is_followed() -> bool:
+    """Whether a :class:`Recalled` is open."""
+    return any(isinstance(mode, Recalled) for mode in dispatch_mode_stack())
 
 
 class NoValueError(ValueError, RuntimeError):
@@ -589,7 +633,7 @@ class DryAutocast:
                 "their dtypes. Use precision = 'bfloat16' or 'float16' for it."
             )
         self._open: list[ExitStack | None] = []
-        self._casts: dict[Any, tuple[torch.dtype | None, ...]] = {}
+        self._casts: dict[Any, tuple[tuple[int, torch.dtype], ...]] = {}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __enter__(self) -> None:
@@ -639,8 +683,8 @@ class DryAutocast:
         with without_torch_functions():
             if key not in self._casts:
                 self._casts[key] = _asked(op, flat, places, form)
-            for i, dtype in zip(places, self._casts[key], strict=True):
-                if dtype is not None and flat[i].is_meta:
+            for i, dtype in self._casts[key]:
+                if flat[i].is_meta:
                     flat[i] = self._cast(flat[i], dtype)
         args, kwargs = unflatten(flat, form)
         with past_autocast_key():
@@ -677,8 +721,10 @@ def _all_cast() -> list[Any]:
     return [getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in parts]
 
 
-def _asked(op: Any, flat: Sequence[Any], places: Sequence[int], form: Any) -> tuple[torch.dtype | None, ...]:
-    """To which dtypes autocast casts an operation's tensors; None where it does not."""
+def _asked(
+    op: Any, flat: Sequence[Any], places: Sequence[int], form: Any
+) -> tuple[tuple[int, torch.dtype], ...]:
+    """Which of an operation's tensors autocast casts, and to which dtypes, one after the other as it does."""
     stand_ins = list(flat)
     with ExitStack() as stack:
         stack.enter_context(past_autocast_key())
@@ -691,7 +737,8 @@ def _asked(op: Any, flat: Sequence[Any], places: Sequence[int], form: Any) -> tu
             stand_ins[i] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_LIKE)
         args, kwargs = unflatten(stand_ins, form)
         op(*args, **kwargs)
-    return tuple(next((to for x, to in casts.seen if x is stand_ins[i]), None) for i in places)
+    at = {id(stand_ins[i]): i for i in places}
+    return tuple((at[id(x)], to) for x, to in casts.seen if id(x) in at)
 
 
 class _Casts(TorchDispatchMode):

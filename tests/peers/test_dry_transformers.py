@@ -87,10 +87,11 @@ def real_and_dry(rank: int, world: int, name: str, mask: str) -> dict[str, Any]:
     return found
 
 
-# By how much peaks of such small models are further off than 1 %: a dry run widens keys and values of grouped
-# queries, which the CPU's kernel takes as they are, and takes experts to have equal shares of the tokens.
-ROUGH = {"llama": 0.03, "qwen2": 0.03, "gpt2": 0.06, "t5": 0.06, "mixtral": 0.14}
-ROUTED = ("mixtral", "tensor")  # which rank computes how much hangs on the tokens
+# Which rank computes how much of experts hangs on the tokens; a dry run takes these to have equal shares.
+ROUTED = ("mixtral", "tensor")
+# By how much peaks are further off than 1 %. GPT-2's, of so small a model, are not explained yet: they are
+# within it in tests/peers/test_peaks.py, where sequences are longer.
+ROUGH = {ROUTED: 0.14, ("gpt2", "tensor"): 0.06, ("gpt2", "pipe"): 0.02}
 
 
 @pytest.mark.parametrize(
@@ -101,6 +102,7 @@ def test_a_dry_run_is_a_real_one(ranks: Any, name: str, mask: str) -> None:
     for of_rank in ranks(2, real_and_dry, name, mask):
         for plan, (same, flops, peaks) in of_rank.items():
             works_alike = flops[0] == flops[1] or (name, plan) == ROUTED
-            if not same or not works_alike or abs(peaks[0] / peaks[1] - 1) > ROUGH.get(name, 0.01):
+            bar = ROUGH.get((name, plan), 0.01)
+            if not same or not works_alike or abs(peaks[0] / peaks[1] - 1) > bar:
                 wrong.append((plan, same, flops, peaks))
     assert not wrong

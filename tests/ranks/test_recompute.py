@@ -104,7 +104,7 @@ def kept(rank: int, world: int, axes: dict[str, Any]) -> list[float]:
 def test_memory_of_a_block(ranks: Any) -> None:
     none, full, sharded, host, selective = ranks(4, kept, {"data": 2, "tensor": 2})[0]
     assert full == pytest.approx(1, rel=0.1) and sharded == pytest.approx(0.5, rel=0.2)
-    assert host == pytest.approx(1, rel=0.1), "the CPU is the host"
+    assert host < 0.1, "nothing of it is on the device"
     assert full < selective < 0.7 * none, (full, selective, none)
 
 

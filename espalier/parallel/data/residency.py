@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ from espalier.device import copy_by, host_buffer, is_accelerator, new_stream, pi
 from espalier.parallel.data.disk import Disk, DiskError
 from espalier.parallel.plan import Place
 from espalier.tensor import plain
-from espalier.torch_private import disable_modes, raw
+from espalier.tensor.dry_runs import unseen
+from espalier.torch_private import raw
 
 Tensors = list[torch.Tensor]
 # places off the device where tensors stay as they are: what is written to a stand-in is there at once
@@ -98,7 +99,7 @@ class OffloadStore:
         self._items: dict[str, _Item] = {}
         self._leaving: deque[tuple[str, Callable[[Tensors], object]]] = deque()
         self.errors: list[DiskError] = []
-        self._outside: list[Callable[[torch.Tensor], object]] = []
+        self._watches: list[tuple[Callable[[torch.Tensor], object], Callable[[torch.Tensor], object]]] = []
         self._down, self._up = new_stream(device), new_stream(device)  # at once, both ways
         self._fetched: dict[tuple[torch.device, int], _Fetched] = {}
         self.bringing = new_stream(device)
@@ -182,9 +183,9 @@ class OffloadStore:
                 shown = item.host
             else:
                 assert self.disk is not None
-                with _unseen():
+                with unseen():
                     shown = self.disk.mapped(key)
-                self._tell(shown)
+            self.tell_outside(shown)
             item.shown, item.marks = shown, [_mark(t) for t in shown]
             then(shown)
 
@@ -194,7 +195,8 @@ class OffloadStore:
         if item is None or item.host is not None or item.coming is not None or self._changed(item, shown):
             return
         assert self.disk is not None
-        buffers = self.disk.empty(key, pin=pins(self.device))
+        with unseen():  # the host's memory, which a CPU computes with when it is taken
+            buffers = self.disk.empty(key, pin=pins(self.device))
         item.coming = buffers, self.disk.read(key, buffers)
 
     def take(self, key: str, shown: Sequence[torch.Tensor], *, on_host: bool = False) -> Tensors:
@@ -216,7 +218,10 @@ class OffloadStore:
                 if item is not None:
                     item.host = item.coming = None
             elif self._dry:
-                return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in item.shapes]
+                with unseen() if on_host else nullcontext():
+                    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in item.shapes]
+                self.tell_outside(tensors if on_host else [])
+                return tensors
             elif item.host is not None:
                 wait_for(item.event, self.device)  # it may be on its way there yet
                 tensors = item.host
@@ -225,7 +230,9 @@ class OffloadStore:
                 assert item.coming is not None
                 (tensors, filled), item.coming = item.coming, None
                 filled.result()
-            return self.to_host(tensors) if on_host else self.to_device(tensors)
+            there = self.to_host(tensors) if on_host else self.to_device(tensors)
+            self._tell(there, is_outside=on_host)
+            return there
 
     def _changed(self, item: _Item, shown: Sequence[torch.Tensor]) -> bool:
         if self._dry:
@@ -235,26 +242,36 @@ class OffloadStore:
             return [m[0] for m in marks] != [m[0] for m in item.marks]
         return marks != item.marks
 
-    def watched_by(self, outside: Callable[[torch.Tensor], object]) -> None:
-        """Tell ``outside`` of tensors that take none of the device's memory, or of what stands for it."""
-        self._outside.append(outside)
-        for item in self._items.values():
-            self._tell(item.shown)
+    def watched_by(
+        self, outside: Callable[[torch.Tensor], object], inside: Callable[[torch.Tensor], object]
+    ) -> None:
+        """Tell ``outside`` of tensors that take none of the device's memory, or of what stands for it.
 
-    def _tell(self, tensors: Tensors) -> None:
-        for tell in self._outside:
+        And ``inside`` of those that take some of it again: a CPU computes with what is in the host's memory.
+        """
+        self._watches.append((outside, inside))
+        for item in self._items.values():
+            self.tell_outside(item.shown)
+
+    def tell_outside(self, tensors: Tensors) -> None:
+        """Tell those that watch the device's memory of tensors that take none of it."""
+        self._tell(tensors, is_outside=True)
+
+    def _tell(self, tensors: Tensors, *, is_outside: bool) -> None:
+        for outside, inside in self._watches:
             for t in tensors:
-                tell(t)
+                (outside if is_outside else inside)(t)
 
     # ---- between the device and the host
 
     def _onto_host(self, item: _Item, tensors: Tensors) -> Tensors:
         host = item.host
         if host is None or [(t.shape, t.dtype) for t in host] != item.shapes:
-            with _unseen():
+            with unseen():
                 host = [self.empty(t) for t in tensors]
-            if item.place in MEMORIES:
-                self._tell(host)
+        # of a CPU what is there already is what was brought: it goes when :meth:`settle` says so
+        apart = [a for a, b in zip(host, tensors, strict=True) if _place(a) != _place(b)]
+        self.tell_outside(apart)
         item.event = self.copy(host, tensors)
         return host
 
@@ -323,12 +340,6 @@ class OffloadStore:
         pairs = [(a, b) for a, b in zip(into, outof, strict=True) if _place(a) != _place(b) and b.numel()]
         up = any(is_accelerator(a.device) for a, _ in pairs)
         return copy_by(self._up if up else self._down, pairs, self.device, ready)
-
-
-def _unseen() -> AbstractContextManager[object]:
-    """While open, modes of torch don't see operations: one that counts memory is told what not to count."""
-    off: Any = disable_modes or nullcontext
-    return off()
 
 
 def _place(t: torch.Tensor) -> tuple[torch.device, int]:

@@ -86,6 +86,7 @@ class Unsharded:
             self._outof = chunk.in_rows(self.rows, places, but)
             self._fetching = Fetching(self.rows, shard_group.mesh, shard_group.axis) if fetches else None
             self._own: torch.Tensor | None = None
+            self._taken: list[torch.Tensor] = []  # from off the device, until they are sent
             self._row: torch.Tensor | None = None  # in 8 bits, while it is sent
             self._arriving = _Room(self.rows)
             self._carried = self._arriving if self.float8 is None else _Room(self.float8.rows)
@@ -143,7 +144,7 @@ class Unsharded:
             with beside(stream, self.chunk.device):
                 if self.is_away:
                     assert self._store is not None
-                    (own,) = self._store.take(self._key, home_of(self.chunk))
+                    (own,) = self._taken = self._store.take(self._key, home_of(self.chunk))
                 if self.chunk.lent:
                     own = values_of(self.chunk)
                 if self.float8 is not None:
@@ -189,6 +190,9 @@ class Unsharded:
 
     def _let_go(self) -> None:
         self.pending = self._own = self._row = None
+        if self._taken and self._store is not None:
+            self._store.tell_outside(self._taken)  # of a CPU it is what lies on the host
+        self._taken = []
         self._arriving.close()
         self._carried.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from espalier.parallel.data.unshard import Prefetcher, bring_home, home_of, show
 from espalier.parallel.plan import PLACES, Offload, Plan, Updater
 from espalier.tensor import plain, stamp
 from espalier.tensor.deferred import lay_out_parameters
+from espalier.tensor.dry_runs import unseen
 from espalier.tensor.rules.meta import of_dtensors
 from espalier.torch_private import raw
 
@@ -288,10 +289,12 @@ class ZeroState:
         """Storages that are emptied and filled as their parameters are used."""
         return [] if self.prefetcher is None else [x for g in self.prefetcher.held for x in g.storages]
 
-    def watched(self, outside: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
-        """What lives on the device between steps; ``outside`` is told of what is to be off it from now on."""
+    def watched(
+        self, outside: Callable[[torch.Tensor], object], inside: Callable[[torch.Tensor], object]
+    ) -> list[torch.Tensor]:
+        """What lives on the device between steps; both are told of what is off it or on it from now on."""
         if self._store is not None:
-            self._store.watched_by(outside)
+            self._store.watched_by(outside, inside)
         living = []
         for chunk in self.chunks if self.prefetcher is None else [g.chunk for g in self.prefetcher.held]:
             for x, kind in ((chunk.home, "parameters"), (chunk.master, "states")):
@@ -487,7 +490,7 @@ class ZeroState:
             (chunk.home,) = self._store.take(f"parameters-{chunk.number}", home_of(chunk), on_host=on_host)
             show_pieces(chunk, chunk.home)
         masters.take_over(chunk)
-        with self._opened([chunk], self._keeps):
+        with self._opened([chunk], self._keeps, on_host):
             yield
         if self._keeps:
             self.gradients.leave(chunk)
@@ -511,13 +514,13 @@ class ZeroState:
             self._store.put(f"parameters-{chunk.number}", [chunk.home], chunk.places["parameters"], away)
 
     @contextmanager
-    def _opened(self, chunks: Sequence[Chunk], keep: bool = False) -> Iterator[None]:
+    def _opened(self, chunks: Sequence[Chunk], keep: bool = False, on_host: bool = False) -> Iterator[None]:
         """While open, the parameters of chunks are what the optimizer updates, with its gradients."""
         chunks = [c for c in chunks if c.by_piece or c.master is not None]
         kept = [_gradients(chunk) for chunk in chunks] if keep else []
         for chunk in chunks:
             chunk.cut_out()
-        with shown([(chunk, chunk.updated(self._take_gradients(chunk))) for chunk in chunks]):
+        with shown([(chunk, chunk.updated(self._take_gradients(chunk, on_host))) for chunk in chunks]):
             yield
         for give_back in kept:
             give_back()
@@ -530,8 +533,8 @@ class ZeroState:
         self._thaw()
         masters.follow(self._mastered)
 
-    def _take_gradients(self, chunk: Chunk) -> list[torch.Tensor | None]:
-        """The gradients of a chunk's members, off them, as the optimizer needs them."""
+    def _take_gradients(self, chunk: Chunk, on_host: bool = False) -> list[torch.Tensor | None]:
+        """The gradients of a chunk's members, off them, as the optimizer needs them, maybe on the host."""
         gradients: list[torch.Tensor | None] = []
         dtype = chunk.dtype if chunk.master is None else chunk.master.dtype
         with raw():
@@ -541,7 +544,11 @@ class ZeroState:
             for m, grad in zip(chunk.members, grads, strict=True):
                 if grad is not None and grad.dtype is not dtype:
                     layout = grad._layout
-                    grad = stamp(plain(grad).to(dtype), layout)
+                    with unseen() if on_host else nullcontext():
+                        other = plain(grad).to(dtype)
+                    if on_host and self._store is not None:
+                        self._store.tell_outside([other])
+                    grad = stamp(other, layout)
                 m.p.__dict__.pop("_reduced", None)
                 _grad.__set__(m.p, None)
                 gradients.append(grad)

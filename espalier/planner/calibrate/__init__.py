@@ -63,7 +63,7 @@ def calibrate(
     say("what the engine's own step takes beside its operations")
     phases = {name: statistics.mean(x["phases"][name] for x in measured) for name in measured[0]["phases"]}
     left = engine.overhead(Prices(cluster, {"data": 1}), phases)
-    device = {
+    device: dict[str, Any] = {
         "host_us_per_op": left["forward"],
         "backward_us_per_op": left["backward"],
         "step_us": left["step"],
