@@ -76,7 +76,8 @@ def train(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
                 elsewhere = next((k for m, k in TABLE.items() if m[1:] in name), at) != at
                 assert isinstance(p, DTensor) and p.is_meta == elsewhere, name
                 if elsewhere:
-                    assert p.grad is None
+                    with pytest.warns(UserWarning, match="another stage or branch"):
+                        assert p.grad is None
                 else:
                     assert (espalier.full_tensor(p.grad) - q.grad).abs().max() < TOLERANCE, name
             engine.step()

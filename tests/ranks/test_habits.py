@@ -193,7 +193,7 @@ def gradients_of_other_stages(rank: int, world: int) -> None:
     F.cross_entropy(model(x), y).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)  # torch's own code asks in silence
     assert abs(espalier.full_tensor(norm) - expected) < TOLERANCE
-    with pytest.warns(UserWarning, match=r"trained on ranks \[\d\], it is in another stage"):
+    with pytest.warns(UserWarning, match=r"trained on ranks \[\d\], in another stage"):
         held = [p for p in model.parameters() if p.grad is not None]
     assert 0 < len(held) < 6
     optimizer.step()
