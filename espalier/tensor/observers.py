@@ -186,8 +186,8 @@ def tell_of_absent_gradient(mesh: Mesh) -> None:
     if not _inside(sys._getframe(2).f_code.co_filename):
         warnings.warn(
             f"p.grad is None here: the parameter is trained on ranks {list(mesh.ranks)}, in another stage "
-            "or branch. What is done to each gradient by itself, in the same way, is right. What is made of all "
-            "of them (a norm, say) is not: torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf) "
+            "or branch. What is done to each gradient by itself, in the same way, is right. What is made "
+            "of all of them (a norm) is not: torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf) "
             "gives their norm over all stages, engine.full_gradients() all of them, on all ranks.",
             stacklevel=3,
         )
