@@ -23,7 +23,7 @@ from espalier.blocks import around, blocks, parts, segments
 from espalier.comm.custom_ops import recorders, recording
 from espalier.comm.redistribute import carry_out
 from espalier.device import copy_by, host_buffer_like, new_stream, pins, wait_for
-from espalier.engine.selective import Policy, contexts, keep_products
+from espalier.engine.selective import Policy, keep_products, selective_contexts
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.parallel import Plan
@@ -89,7 +89,7 @@ def recompute(model: nn.Module, kinds: Mapping[str, str], inputs: str, policy: P
         inputs: what is kept of a block's inputs: see ``Plan.recompute_inputs``.
         policy: in place of :func:`~espalier.engine.selective.keep_products`.
     """
-    selective = partial(contexts, policy or keep_products)
+    selective = partial(selective_contexts, policy or keep_products)
     for name, kind in kinds.items():
         _wrap(model.get_submodule(name), selective if kind == "selective" else noop_context_fn, inputs)
 

@@ -51,7 +51,7 @@ def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def contexts(policy: Policy) -> tuple[Any, Any]:
+def selective_contexts(policy: Policy) -> tuple[Any, Any]:
     """Around a block's first computation, and around the one for its backward pass.
 
     As torch's ``create_selective_checkpoint_contexts``; but what that refuses is computed again: results that
