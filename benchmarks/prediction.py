@@ -1,8 +1,8 @@
 """Foresight on this machine: what the planner says of plans that were not calibrated, beside what they take.
 
-    .venv/bin/python benchmarks/prediction.py --cluster here
+    .venv/bin/python benchmarks/prediction.py
 
-The machine is calibrated first where it has not been yet (``espalier calibrate``).
+The machine is calibrated first (``espalier calibrate``), if ``--cluster`` names no file that says what it does.
 Models of several sizes train on two real ranks under many plans: data axis with ZeRO 0 to 3, tensor,
 sequence, context, pipelines of several schedules, recomputation, micro-batches, states, gradients and
 parameters in the host's memory and on disk. Each is predicted by the
@@ -39,7 +39,6 @@ from espalier.mesh.launch import spawn
 from espalier.models import GPT, GPTConfig
 from espalier.planner import Cluster, Prediction, Recorder, Search
 from espalier.planner.calibrate import calibrate, show
-from espalier.planner.cluster import HERE, here
 from espalier.planner.explain import words
 
 try:
@@ -221,13 +220,10 @@ def judged(rows: Sequence[Row]) -> dict[str, float]:
 def main() -> int:
     """Predict, measure, print both, and say whether a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cluster", default="here", help="a file, or here")
+    parser.add_argument("--cluster", help="a file, or here, in place of a calibration")
     parser.add_argument("--keep", type=Path, help="write what was measured, or score what is there")
     given = parser.parse_args()
-    if given.cluster == HERE and not here().is_file():
-        here().parent.mkdir(parents=True, exist_ok=True)
-        here().write_text(calibrate(say=show).to_toml(), "utf-8")
-    cluster = Cluster.load(given.cluster)
+    cluster = Cluster.load(given.cluster) if given.cluster else calibrate(say=show)
     kept = json.loads(given.keep.read_text("utf-8")) if given.keep and given.keep.exists() else {}
     rows: list[Row] = []
     start, busy, own = time.perf_counter(), machine_busy(), resource.getrusage(resource.RUSAGE_CHILDREN)

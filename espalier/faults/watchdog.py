@@ -154,7 +154,7 @@ class Watchdog:
         die_fast(self.rank)
         Exits.listeners = (*Exits.listeners, self.leaving)
         atexit.register(self._join)  # called after the next: where the watch has ended by itself, say
-        atexit.register(self.leaving, None)
+        atexit.register(self._exiting)
         self.signals.hear()
         self._threads = [
             threading.Thread(target=task, name=f"espalier{task.__name__}", daemon=True)
@@ -170,7 +170,7 @@ class Watchdog:
         self.running = False
         self._watching.__exit__(None, None, None)
         Exits.listeners = tuple(tell for tell in Exits.listeners if tell != self.leaving)
-        atexit.unregister(self.leaving)
+        atexit.unregister(self._exiting)
         self.signals.forget()
         if self._stderr is not None:
             self._stderr.end()
@@ -220,6 +220,12 @@ class Watchdog:
             self._verdict = self._cut_off(time.monotonic())
         verdict = self._verdict
         return verdict is not None and (self._end == "consequence" or self.rank not in verdict.ranks)
+
+    def _exiting(self) -> None:
+        """The last of the process: its code says how it ended, and SIGTERM, that others cause, would hide it."""
+        self.leaving(None)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     # ---- the thread that looks
 

@@ -6,6 +6,7 @@ from this one, which has torch imported. FOLDER/<world> gets what its ranks wrot
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -88,6 +89,8 @@ def become(rank: int, size: int, port: int, place: Path, agent: bool) -> None:
 
 def train(kind: str, bad: bool, place: Path) -> None:
     """Five steps; in the third the bad one does it."""
+    if kind == "exit" and bad:  # as an agent does once the others have ended, while this one is on its way out
+        atexit.register(signal.raise_signal, signal.SIGTERM)
     torch.manual_seed(0)
     size = int(os.environ["WORLD_SIZE"])
     model: nn.Module = nn.Linear(8, 4).double()

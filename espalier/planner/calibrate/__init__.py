@@ -36,7 +36,7 @@ def calibrate(
     anyway: bool = False,
     disk: Path | None = None,
 ) -> Cluster:
-    """Measure this machine, about half a minute, on its CPU.
+    """Measure this machine, in less than a minute, on its CPU.
 
     Args:
         ranks: that do the same at once, as in a run; as many as there are cores by default.
@@ -92,7 +92,8 @@ def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool, disk: Path) ->
     took = engine.phases(mesh, engine.SMALL)
     steps = [engine.phases(mesh, trial) for trial in engine.LARGE]
     tell("steps under each kind of plan")
-    under = [kinds.measure(mesh, trial) for trial in kinds.trials(mesh.size())]
+    tried = zip(kinds.trials(mesh.size()), kinds.STEPS, strict=True)
+    under = [kinds.measure(mesh, trial, steps) for trial, steps in tried]
     alone = local.alone(mesh, (torch.float32, torch.bfloat16), tell)
     tell(f"the disk of {disk}")
     stored = disks.speeds(mesh, disk)

@@ -14,7 +14,7 @@ from espalier.parallel.data.disk import Disk, DiskError
 from espalier.planner.calibrate.timing import together
 
 BYTES = 2**26  # of each rank, at a time
-_TIMES = 5
+_TIMES, _SECONDS = 5, 3.0  # at most, each way
 _KEY = "calibrate"
 
 
@@ -38,9 +38,9 @@ def speeds(mesh: Mesh, folder: Path, nbytes: int = BYTES) -> dict[str, Any]:
         if not room:
             return {}
         written = [torch.rand(nbytes // 4)]
-        wrote = together(lambda: disk.write(_KEY, written).result(), _TIMES, mesh)
+        wrote = together(lambda: disk.write(_KEY, written).result(), _TIMES, mesh, _SECONDS)
         buffers = disk.empty(_KEY)
-        read = together(partial(_read, disk, buffers), _TIMES, mesh)
+        read = together(partial(_read, disk, buffers), _TIMES, mesh, _SECONDS)
     finally:
         disk.close()
     every = mesh.size() * nbytes / 1e9

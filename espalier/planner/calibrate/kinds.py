@@ -25,7 +25,8 @@ from espalier.planner.cluster import Cluster
 from espalier.planner.prediction import Prediction
 from espalier.planner.search import Search
 
-_WARM, _STEPS = 2, 9
+STEPS = (24, 13)  # of each of the trials
+_WARM = 2
 _ROWS = 4  # of the batch, for each rank
 _PLAIN = "plain"
 _LEAST, _MOST = 0.5, 20.0  # what noise may make of a factor
@@ -57,14 +58,14 @@ def plans(ranks: int) -> dict[str, Plan]:
     return {name: Plan(data=ranks // inner[name], **x) for name, x in options.items()}
 
 
-def measure(mesh: Mesh, trial: Trial) -> dict[str, float]:
+def measure(mesh: Mesh, trial: Trial, steps: int) -> dict[str, float]:
     """Seconds of a step under each kind, the slower rank's, all kinds in turns."""
     engines = {}
     for name, plan in plans(mesh.size()).items():
         around = Mesh.from_env(plan.axes) if mesh.size() > 1 else Mesh.single(tuple(plan.axes))
         engines[name], batch = trial.engine(plan, around)
     took: dict[str, list[float]] = {name: [] for name in engines}
-    for i in range(_WARM + _STEPS):
+    for i in range(_WARM + steps):
         for name, engine in engines.items():
             level(mesh)
             began = time.perf_counter()

@@ -15,7 +15,7 @@ from espalier.mesh import Mesh
 from espalier.planner.calibrate.timing import level, together
 
 _SIZES = (2**8, 2**12, 2**15, 2**18, 2**20, 2**22)  # elements of float32
-_EACH, _FEWEST, _MOST = 2**22, 6, 24  # elements that are sent of each size, in at least so many times
+_EACH, _FEWEST, _MOST = 2**24, 12, 96  # elements that are sent of each size, in at least so many times
 _SIDE = 384  # of the matrices that are multiplied beside a collective
 _TRIES = 5
 

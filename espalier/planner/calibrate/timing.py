@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -49,12 +50,17 @@ def timed(runs: Sequence[Callable[[], object]], budget: float) -> Took:
     return _quiet(times)
 
 
-def together(run: Callable[[], object], times: int, mesh: Mesh) -> Took:
-    """What a call in which all ranks take part takes: as many times on each, from a common start."""
+def together(run: Callable[[], object], times: int, mesh: Mesh, seconds: float = math.inf) -> Took:
+    """What a call in which all ranks take part takes: as many times on each, from a common start.
+
+    No more are begun after ``seconds``, but at least a few.
+    """
     run()
     took: list[float] = []
-    for _ in range(times):
-        level(mesh)
+    while len(took) < times:
+        enough = len(took) >= _FEWEST and sum(took) > seconds
+        if all_reduce(torch.tensor(float(enough)), mesh, 0, "max"):  # and so all begin at once
+            break
         began = time.perf_counter()
         run()
         took.append(time.perf_counter() - began)
