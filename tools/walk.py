@@ -173,7 +173,7 @@ class Walk:
             "PATH": path,
             "COLUMNS": "120",
             "BROWSER": "true",
-            "ESPALIER_CACHE": str(self.folder.parent / "cache"),  # what is measured here, beside others, is no one's
+            "ESPALIER_CACHE": str(self.folder.parent / "cache"),  # of a machine that others use
         }  # `--open` has one that shows nothing
 
     def start(self, command: Sequence[str]) -> subprocess.Popen[str]:

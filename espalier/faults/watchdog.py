@@ -222,7 +222,7 @@ class Watchdog:
         return verdict is not None and (self._end == "consequence" or self.rank not in verdict.ranks)
 
     def _exiting(self) -> None:
-        """The last of the process: its code says how it ended, and SIGTERM, that others cause, would hide it."""
+        """The last of the process: its code says how it ended, and a SIGTERM would hide it."""
         self.leaving(None)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

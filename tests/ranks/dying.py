@@ -89,7 +89,7 @@ def become(rank: int, size: int, port: int, place: Path, agent: bool) -> None:
 
 def train(kind: str, bad: bool, place: Path) -> None:
     """Five steps; in the third the bad one does it."""
-    if kind == "exit" and bad:  # as an agent does once the others have ended, while this one is on its way out
+    if kind == "exit" and bad:  # an agent's, once the others have ended
         atexit.register(signal.raise_signal, signal.SIGTERM)
     torch.manual_seed(0)
     size = int(os.environ["WORLD_SIZE"])
