@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/prediction.py
 
-The machine is calibrated first (``espalier calibrate``), if ``--cluster`` names no file that says what it does.
+The machine is calibrated first (``espalier calibrate``), unless ``--cluster`` names its file.
 Models of several sizes train on two real ranks under many plans: data axis with ZeRO 0 to 3, tensor,
 sequence, context, pipelines of several schedules, recomputation, micro-batches, states, gradients and
 parameters in the host's memory and on disk. Each is predicted by the
