@@ -13,17 +13,13 @@ if TYPE_CHECKING:
 else:  # a type checker would take it that every name is there
 
     def __getattr__(name: str) -> Any:
-        import gc
         from importlib import import_module
 
+        from espalier.later import importing
+
         if not name.startswith("__") or name == "__all__":
-            collects = gc.isenabled()
-            gc.disable()  # what is imported is no garbage; to look for some takes a fourth of the time
-            try:
+            with importing():
                 api = import_module("espalier.api")
-            finally:
-                if collects:
-                    gc.enable()
             globals().update({key: getattr(api, key) for key in ("__all__", *api.__all__)})
             if name in globals():
                 return globals()[name]

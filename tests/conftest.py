@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.pool import Pool, Skip, preloading
+from espalier.later import importing
+from tests.pool import Pool, Skip
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # trio, which selenium brings, gives hypothesis a plugin that warns as soon as torch's own tests load it
@@ -31,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported for the tests stays: no collection of garbage looks through it, now or later."""
-    with preloading():
+    with importing():
         collected = yield
     gc.freeze()
     return collected

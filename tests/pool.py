@@ -124,16 +124,6 @@ def worker_main(rank: int, conn: Connection, dump: str) -> None:
         os._exit(0)
 
 
-@contextlib.contextmanager
-def preloading() -> Iterator[None]:
-    """What is imported meanwhile is not looked through for garbage."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -1,8 +1,8 @@
 """What all ranks of tests need, imported once for those that are forked."""
 
-from tests.pool import preloading
+from espalier.later import importing
 
-with preloading():
+with importing():
     import torch
     import torch._dynamo  # noqa: F401 (optimizers import it at their first step)
 

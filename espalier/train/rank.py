@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import sys
+
+from espalier.later import importing
 
 
 def work() -> int:
     """Do the action; the exit code."""
-    gc.disable()  # what is imported is no garbage; to look for some takes a fifth of the start
-    from espalier.train.run import main
-
-    gc.enable()
+    with importing():
+        from espalier.train.run import main
     return main(sys.argv[1:])
 
 
