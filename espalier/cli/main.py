@@ -719,4 +719,11 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    app(prog_name="espalier")
+    try:
+        app(prog_name="espalier")
+    except SystemExit as end:
+        if "torch" not in sys.modules or not isinstance(end.code, int):
+            raise
+        from espalier.mesh.launch import leave
+
+        leave(end.code)

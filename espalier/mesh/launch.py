@@ -547,7 +547,7 @@ def _rank(
             # let the rank that is the cause be seen to fail first
             time.sleep(PATIENCE)
         raise
-    _leave()
+    leave()
 
 
 def _raise_cause(folder: Path, n: int) -> None:
@@ -560,13 +560,16 @@ def _raise_cause(folder: Path, n: int) -> None:
             raise ProcessRaisedException(message, rank, pid) from None
 
 
-def _leave() -> NoReturn:
-    """End this process, whose result is written, as the interpreter would, but for taking itself apart.
+def leave(code: int = 0) -> NoReturn:
+    """End this process as the interpreter would, but for taking itself apart.
 
-    Threads of gloo's that a program holds on to (in a model of torch's DDP, say) would abort it then.
+    That takes a second once torch and its compiler are imported. And threads of gloo's that a program holds
+    on to (in a model of torch's DDP, say) would abort it then.
     """
+    threading._shutdown()  # type: ignore[attr-defined]
     util._exit_function()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe, a full disk
+            stream.flush()
+    os._exit(code)

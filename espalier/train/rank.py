@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 from espalier.later import importing
 
 
-def work() -> int:
-    """Do the action; the exit code."""
+def work() -> NoReturn:
+    """Do the action, and exit with its code."""
     with importing():
+        from espalier.mesh.launch import leave
         from espalier.train.run import main
-    return main(sys.argv[1:])
+    leave(main(sys.argv[1:]))
+
 
 
 if __name__ == "__main__":
-    sys.exit(work())
+    work()
