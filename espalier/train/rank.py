@@ -16,6 +16,5 @@ def work() -> NoReturn:
     leave(main(sys.argv[1:]))
 
 
-
 if __name__ == "__main__":
     work()
