@@ -90,6 +90,8 @@ def main(folder: str) -> int:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         disk, file = Disk(scratch), str(Path(scratch) / "dd")
         chunks = [chunk(i) for i in range(CHUNKS)]
+        for i, tensors in enumerate(chunks):
+            disk.reserve(f"{i}", _nbytes([tensors]))
         for turn in range(TURNS + 1):
             for way, of, run in (
                 ("writing", ["if=/dev/zero", f"of={file}", "oflag=direct"], written),

@@ -56,14 +56,18 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_was_written_comes_back(disk: Disk) -> None:
+@pytest.mark.parametrize("reserved", [False, True])
+def test_what_was_written_comes_back(disk: Disk, reserved: bool) -> None:
+    if reserved:
+        disk.reserve("other", 10_000)
     for scale in (1, 2 * PIECE // 8008 + 1):  # one piece, and more
         disk.write("a", some(1, scale)).result()
         disk.write("b", some(2, scale)).result()
         assert same(read(disk, "a"), some(1, scale)) and same(read(disk, "b"), some(2, scale))
     mapped = disk.mapped("a")
     assert same(mapped, some(1, scale))
-    disk.write("a", some(3)).result()
+    for seed in (5, 4, 3):  # the space of what was there before is taken again, but not of what is mapped
+        disk.write("a", some(seed)).result()
     assert same(read(disk, "a"), some(3)) and same(mapped, some(1, scale))
     mapped[0].zero_()
     assert same(disk.mapped("a"), some(3))

@@ -17,10 +17,10 @@ import os
 import shutil
 import socket
 import struct
+import threading
 import time
 import warnings
 import weakref
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,6 +29,7 @@ from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
 import torch
+from xxhash import xxh3_64_intdigest
 
 from espalier.device import host_buffer
 from espalier.files import PIECE, get, memory_of, put
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 _ALIGN = 64
 _BLOCK = 4096  # direct requests begin and end at multiples of it, in memory and in files
-_TAIL = struct.Struct("<8sQQII")  # magic, bytes of data, generation, pieces, checksum of table and these
+_TAIL = struct.Struct("<8sQQQQ")  # magic, bytes of data, generation, pieces, checksum of table and these
 _MAGIC = b"ESPALIER"
 _PREFIX = "espalier-"
 _SPARE = "spare"
@@ -84,6 +85,8 @@ class Disk:
         self._records: dict[str, _FileIndex] = {}
         self._reserved: dict[str, int] = {}
         self._spare = 0
+        self._mapped: set[str] = set()  # keys whose files others may see as they are now
+        self._naming = threading.Lock()
         self._generation = 0
         name = f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}"
         self.folder, hidden = self.directory / name, self.directory / f".{name}"
@@ -180,7 +183,8 @@ class Disk:
         Checksums are not looked at.
         """
         record = self._records[key]
-        with open(self.folder / key, "rb") as file:
+        with self._naming, open(self.folder / key, "rb") as file:
+            self._mapped.add(key)
             mapping = mmap.mmap(file.fileno(), record.size + 1, access=mmap.ACCESS_COPY)
         out = []
         for offset, shape, dtype in record.parts:
@@ -206,7 +210,7 @@ class Disk:
 
     def _allocate(self, path: Path, nbytes: int) -> None:
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-            table = 4 * -(-nbytes // PIECE) + _TAIL.size
+            table = 8 * -(-nbytes // PIECE) + _TAIL.size
             _take_space(file.fileno(), 0, _to_block(nbytes) + _to_block(table))
 
     @contextlib.contextmanager
@@ -239,17 +243,17 @@ class Disk:
                             for here, there, nbytes in _overlaps(parts, tensors, start, stop):
                                 ctypes.memmove(piece.data_ptr() + here, there, nbytes)
                         put(file, memory_of(piece), start)
-                        return zlib.crc32(memory_of(piece))
+                        return xxh3_64_intdigest(memory_of(piece))
 
                 sums = self._at_once(write, _pieces(size))
-                table = struct.pack(f"<{len(sums)}I", *sums)
+                table = struct.pack(f"<{len(sums)}Q", *sums)
                 head = _TAIL.pack(_MAGIC, size, self._generation, len(sums), 0)
-                tail = _TAIL.pack(*_TAIL.unpack(head)[:-1], zlib.crc32(table + head))
+                tail = _TAIL.pack(*_TAIL.unpack(head)[:-1], xxh3_64_intdigest(table + head))
                 last = memory_of(_aligned(_to_block(len(table) + len(tail))))
                 last[: len(table) + len(tail)] = table + tail
                 put(file, last, size)
                 os.ftruncate(file, room + len(table) + len(tail))
-            path.replace(self.folder / key)
+            self._install(key, path)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise self._failed("written", self.folder / key, size, error) from error
@@ -285,6 +289,21 @@ class Disk:
         if reserved.exists():
             reserved.replace(path)
 
+    def _install(self, key: str, path: Path) -> None:
+        """Put a file in its place. What stood there is the spare space now: to free it takes milliseconds."""
+        place, spare = self.folder / key, self.folder / _SPARE
+        with self._naming:
+            if not self._spare or key not in self._records or key in self._mapped:
+                path.replace(place)
+                self._mapped.discard(key)
+                return
+            place.replace(spare)
+            try:
+                path.replace(place)
+            except OSError:
+                spare.replace(place)
+                raise
+
     def _keep_spare(self) -> None:
         """Reserve anew what the next file begins with; without space that shows when it is written."""
         if self._spare:
@@ -312,7 +331,7 @@ class Disk:
                 def read(start: int, stop: int, wanted: int) -> None:
                     with self._piece(line, start, stop) as piece:
                         get(file, memory_of(piece), start)
-                        if zlib.crc32(memory_of(piece)) != wanted:
+                        if xxh3_64_intdigest(memory_of(piece)) != wanted:
                             said = f"bytes {start:,} to {stop:,} are not those written"
                             raise DiskError(_damaged(path, said))
                         if line is None:
@@ -338,9 +357,9 @@ def _sums(path: Path, file: int, record: _FileIndex, wanted: tuple[object, ...])
     get(file, last, record.size)
     table, tail = bytes(last[: record.tail - _TAIL.size]), last[record.tail - _TAIL.size : record.tail]
     *said, checksum = _TAIL.unpack(tail)
-    if tuple(said) != wanted or checksum != zlib.crc32(table + _TAIL.pack(*said, 0)):
+    if tuple(said) != wanted or checksum != xxh3_64_intdigest(table + _TAIL.pack(*said, 0)):
         raise DiskError(_damaged(path, "its table of checksums is not the one written"))
-    return struct.unpack(f"<{len(table) // 4}I", table)
+    return struct.unpack(f"<{len(table) // 8}Q", table)
 
 
 def _takes_direct(folder: Path) -> bool:
