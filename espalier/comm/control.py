@@ -216,14 +216,30 @@ def told_by_first(mesh: Mesh, axes: Sequence[int], message: str, about: str) -> 
     """What the first rank along the axes says; all ranks along them call this, each with its message."""
     if mesh.is_dry or all(mesh.shape[a] == 1 for a in axes):
         return message
-    store = dist.PrefixStore(f"espalier.{about}/" + "-".join(map(str, mesh.ranks)), _default_store())
-    # each rank counts what it was told; where all are in step the numbers agree
-    number = store.add(f"count/{mesh.rank}", 1)
+    store, number = _talk(mesh, about)
     others = [c for a, c in enumerate(mesh.coordinate) if a not in axes]
     key = f"{others}/{list(axes)}/{number}"
     if all(mesh.coordinate[a] == 0 for a in axes):
         store.set(key, message)
     return bytes(store.get(key)).decode()
+
+
+def said_by_some(mesh: Mesh, n: int, message: bytes, about: str) -> list[bytes]:
+    """What the first n ranks of a mesh say, in their order; all its ranks call this, each with its message.
+
+    It stands in no ledger.
+    """
+    store, number = _talk(mesh, about)
+    if mesh.rank < n:
+        store.set(f"{number}/{mesh.rank}", message)  # type: ignore[arg-type]  # bytes do too
+    return [bytes(store.get(f"{number}/{place}")) for place in range(n)]
+
+
+def _talk(mesh: Mesh, about: str) -> tuple[dist.Store, int]:
+    """Where all ranks of a mesh say what a thing is about, and how often this one has come there."""
+    store = dist.PrefixStore(f"espalier.{about}/" + "-".join(map(str, mesh.ranks)), _default_store())
+    # each rank counts for itself; where all are in step the numbers agree
+    return store, store.add(f"count/{mesh.rank}", 1)
 
 
 def compared_with_first(mesh: Mesh, head: bytes, body: bytes, about: str) -> tuple[bytes, bool]:
@@ -234,9 +250,7 @@ def compared_with_first(mesh: Mesh, head: bytes, body: bytes, about: str) -> tup
     Raises:
         RuntimeError: not all came within the time limit of the world's store.
     """
-    store = dist.PrefixStore(f"espalier.{about}/" + "-".join(map(str, mesh.ranks)), _default_store())
-    # each rank counts its comparisons; where all are in step the numbers agree
-    number = store.add(f"count/{mesh.rank}", 1)
+    store, number = _talk(mesh, about)
     try:
         if mesh.rank == 0:
             store.set(f"{number}/first", head + body)  # type: ignore[arg-type]  # bytes do too

@@ -88,9 +88,10 @@ def arrange(
     """
     table = table if table is not None else table_for(model)
     if plan.tensor_mode == "1d":
+        among = None if mesh.is_dry or mesh.size() == 1 else mesh
         options: Any = {"table": table, "batch": batch, "rows": rows, "sequence": plan.sequence_parallel}
         with left_out(model):
-            chosen = choose(model, plan.tensor, blocks(model), **options)
+            chosen = choose(model, plan.tensor, blocks(model), among=among, **options)
         cuts = None if chosen is None else _on_a_line(model, chosen.cut)
     else:
         chosen = Chosen({}, False, f"{plan.tensor_mode}: matrices both ways, vectors with their features")

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from espalier.comm import ledger
+from espalier.comm.control import said_by_some
 from espalier.comm.dry import know, values_of
 from espalier.layout import Layout, Placement, Replicate, Shard, same_cuts
 from espalier.mesh import Mesh
@@ -453,42 +455,116 @@ def kinds_of(blocks: Mapping[str, nn.Module], groups: Sequence[Group]) -> list[B
     return list(kinds.values())
 
 
-def try_out(
-    kind: BlockKind, call: tuple[Any, Any], mesh: Mesh, rows: int, boundaries: Sequence[bool], free: bool
-) -> None:
-    """Note the costs of a kind's candidates; none if its block cannot run without data.
+@dataclass
+class _Trials:
+    """All ways to lay out blocks of a kind, for a mesh of the tensor axis alone.
 
     Args:
+        kind: of blocks.
         call: a block's arguments, for one row.
-        mesh: a dry one of the tensor axis alone.
+        mesh: a dry one.
         rows: of the batch that a rank computes.
         boundaries: whether the sequence is cut: what is tried.
         free: whether a group may be left whole.
     """
-    shared, n = choices.get(), len(kind.groups)
-    known = kind.key, mesh.shape, rows, tuple(boundaries), free
-    if shared is not None and known in shared.tried:
-        costs, kind.untried = shared.tried[known]
-        kind.costs.update(costs)
-        return
-    sizes = (n,) if not free else range(n + 1) if n <= _MOST else (0, n - 1, n)
-    costs = {}
-    try:
-        for cut in itertools.chain.from_iterable(itertools.combinations(range(n), k) for k in sizes):
-            dims = {name: dim for i in cut for name, dim in kind.groups[i].items()}
-            for sequence in boundaries:
-                with apart(kind.block, call, stand=on_meta) as twin:
-                    args, kwargs = _inputs(twin.extra, mesh, rows, sequence)
-                    costs[cut, sequence] = _tried(twin.module, args, kwargs, dims, mesh, sequence)
-        kind.costs.update(costs)
-    except Exception as error:
-        kind.untried = textwrap.shorten(f"{type(error).__name__}: {error}", 100)
+
+    kind: BlockKind
+    call: tuple[Any, Any]
+    mesh: Mesh
+    rows: int
+    boundaries: tuple[bool, ...]
+    free: bool
+
+    @property
+    def key(self) -> Any:
+        """All that the costs hang on."""
+        return self.kind.key, self.mesh.shape, self.rows, self.boundaries, self.free
+
+    @property
+    def ways(self) -> list[tuple[tuple[int, ...], bool]]:
+        """The groups that are cut, and whether the sequence is."""
+        n = len(self.kind.groups)
+        sizes = (n,) if not self.free else range(n + 1) if n <= _MOST else (0, n - 1, n)
+        cuts = itertools.chain.from_iterable(itertools.combinations(range(n), k) for k in sizes)
+        return list(itertools.product(cuts, self.boundaries))
+
+    def run(self, numbers: Iterable[int], recalled: Recalled) -> _Part:
+        """The costs of some of the ways, up to the first that cannot be run without data, and why not."""
+        costs: dict[int, Cost] = {}
+        ways = self.ways
+        for number in numbers:
+            cut, sequence = ways[number]
+            dims = {name: dim for i in cut for name, dim in self.kind.groups[i].items()}
+            try:
+                with apart(self.kind.block, self.call, stand=on_meta) as twin:
+                    args, kwargs = _inputs(twin.extra, self.mesh, self.rows, sequence)
+                    costs[number] = _tried(twin.module, args, kwargs, dims, self.mesh, sequence, recalled)
+            except Exception as error:
+                return costs, (number, textwrap.shorten(f"{type(error).__name__}: {error}", 100))
+        return costs, None
+
+    def note(self, parts: Sequence[_Part]) -> None:
+        """Take over what has been found of all ways: nothing, if one of them cannot be run."""
+        failures = [failure for _, failure in parts if failure is not None]
+        if failures:
+            self.kind.untried = min(failures)[1]
+            return
+        ways = self.ways
+        costs = {number: cost for costs, _ in parts for number, cost in costs.items()}
+        self.kind.costs.update((ways[number], costs[number]) for number in sorted(costs))
+
+
+# of some of a kind's ways: their costs by number; the first that cannot be run, and why
+_Part = tuple[dict[int, Cost], tuple[int, str] | None]
+_HELPERS = 16  # ranks that share trials
+
+
+def _try_out(trials: Sequence[_Trials], among: Mesh | None) -> None:
+    """Note the costs of kinds in all ways; none of one whose block cannot run without data.
+
+    Args:
+        among: whose ranks each try a part, all at this place of the program; None: this one tries all.
+    """
+    shared, recalled = choices.get(), Recalled()
+    n = 1 if among is None else min(among.size(), _HELPERS)
+
+    def part(place: int) -> list[_Part]:
+        parts, before = [], 0
+        for trial in trials:
+            count = len(trial.ways)
+            parts.append(trial.run(range((place - before) % n, count, n), recalled))
+            before += count
+        return parts
+
     if shared is not None:
-        shared.tried[known] = dict(kind.costs), kind.untried
+        for trial in trials:
+            if trial.key in shared.tried:
+                costs, trial.kind.untried = shared.tried[trial.key]
+                trial.kind.costs.update(costs)
+        trials = [trial for trial in trials if trial.key not in shared.tried]
+    if among is None:
+        all_parts = [part(0)]
+    else:
+        # what a rank found of other blocks than these (its model is another) is of no use here
+        what = [(t.kind.names, str(t.key)) for t in trials]
+        own = part(among.rank) if among.rank < n else []
+        said = said_by_some(among, n, pickle.dumps((what, own)), "trials of layouts")
+        heard = [pickle.loads(message) for message in said]
+        all_parts = [parts if other == what else part(place) for place, (other, parts) in enumerate(heard)]
+    for i, trial in enumerate(trials):
+        trial.note([parts[i] for parts in all_parts])
+        if shared is not None:
+            shared.tried[trial.key] = dict(trial.kind.costs), trial.kind.untried
 
 
 def _tried(
-    twin: nn.Module, args: Any, kwargs: Any, dims: Mapping[str, int], mesh: Mesh, sequence: bool
+    twin: nn.Module,
+    args: Any,
+    kwargs: Any,
+    dims: Mapping[str, int],
+    mesh: Mesh,
+    sequence: bool,
+    recalled: Recalled,
 ) -> Cost:
     layouts = {}
     for name, p in twin.named_parameters():
@@ -502,7 +578,7 @@ def _tried(
         memory.hold(p)
         with raw():
             kept_bytes += p.nbytes * (_COPIES if p.requires_grad else 1)
-    with warnings.catch_warnings(), torch.enable_grad(), Recalled(), memory:
+    with warnings.catch_warnings(), torch.enable_grad(), recalled, memory:
         warnings.simplefilter("ignore")
         before = memory.now
         with ledger(mesh) as forward:
@@ -574,6 +650,7 @@ def choose(
     batch: Any = None,
     rows: int = 1,
     sequence: bool | Literal["auto"] = False,
+    among: Mesh | None = None,
 ) -> Chosen | None:
     """The layouts of a model on a tensor axis.
 
@@ -586,6 +663,7 @@ def choose(
         blocks: by name.
         batch: the model's arguments, of one row.
         rows: that a rank computes at a time.
+        among: whose ranks all choose here: each tries a part, and tells the others of it.
 
     Returns:
         None if a batch is needed and missing.
@@ -598,11 +676,15 @@ def choose(
     if batch is None:
         return None
     groups, calls = _groups(model, ranks, blocks, described, batch)
-    boundaries = (False, True) if sequence == "auto" else (sequence,)
+    boundaries: tuple[bool, ...] = (False, True) if sequence == "auto" else (sequence,)
     kinds, mesh = kinds_of(blocks, groups), Mesh.dry({"tensor": ranks})
-    for kind in kinds:
-        if kind.names[0] in calls.of and (kind.groups or len(boundaries) > 1):
-            try_out(kind, calls.of[kind.names[0]], mesh, rows, boundaries, free=described is None)
+    trials = [
+        _Trials(kind, calls.of[kind.names[0]], mesh, rows, boundaries, described is None)
+        for kind in kinds
+        if kind.names[0] in calls.of and (kind.groups or len(boundaries) > 1)
+    ]
+    if trials:
+        _try_out(trials, among)
     tried = [kind for kind in kinds if kind.costs]
     totals = {s: sum(len(k.names) * k.costs[k.best(s), s].total for k in tried) for s in boundaries}
     cuts = min(totals, key=lambda s: (totals[s], s))
