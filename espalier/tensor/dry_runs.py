@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from espalier.tensor.traces import Generators
 from espalier.torch_private import (
     AUTOCAST_KEY,
     BELOW_AUTOCAST,
+    FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     autocast_operators,
@@ -193,7 +194,7 @@ class CostMode(TorchDispatchMode):
         super().__init__()
         self.total, self.random = OpCost(), False
         self._nested = False
-        self._counts = FlopCounterMode(display=False, custom_mapping=UNCOUNTED).flop_registry
+        self._counts = _counts()
 
     def begin(self) -> None:
         """A call begins."""
@@ -218,7 +219,7 @@ class CostMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = remembered(func, args, kwargs)
         self.random = self.random or _RANDOM in func.tags
         packet = func.overloadpacket
         count = self._counts.get(packet)
@@ -233,12 +234,91 @@ class CostMode(TorchDispatchMode):
 # ---- operations on tensors without data, each found out once
 
 
+class _Bare(NamedTuple):
+    """A tensor without data, as an argument."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class _Made(NamedTuple):
     """What an operation gives: shapes, strides and types of new tensors, and its FLOPs."""
 
     kind: type
-    outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    outputs: tuple[_Bare, ...]
     flops: int
+
+
+def remembered(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation gives, found out once where it makes new tensors of some that have no data."""
+    out = _remembered(func, args, kwargs)
+    return func(*args, **kwargs) if out is None else out[0]
+
+
+def _remembered(func: Any, args: Any, kwargs: Any) -> tuple[Any, _Made] | None:
+    """What an operation gives and what is known of it; None where it must be called."""
+    tensors: list[torch.Tensor] = []
+    if not _is_plain(func):
+        return None
+    with without_torch_functions():
+        described = _described((args, tuple(kwargs.items())), tensors)
+        if described is None or not tensors:
+            return None
+        first = tensors[0]
+        device = first.fake_device if type(first) is FakeTensor else _META
+        made = _made(func, described, device, torch.get_default_dtype(), torch.is_inference_mode_enabled())
+        if made is None:
+            return None
+        new = [torch.empty_strided(*sizes, dtype=dtype, device=_META) for *sizes, dtype in made.outputs]
+        if type(first) is FakeTensor:
+            new = [FakeTensor(first.fake_mode, x, device) for x in new]
+    return new[0] if made.kind is torch.Tensor else made.kind(new), made
+
+
+@cache
+def _is_plain(func: Any) -> bool:
+    """Whether an operation of torch draws nothing, writes to nothing, and gives no view."""
+    schema = func._schema
+    changes = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+    return func.namespace == "aten" and _RANDOM not in func.tags and not changes
+
+
+@lru_cache(maxsize=16384)
+def _made(
+    func: Any, described: Any, device: torch.device, default: torch.dtype, inference: bool
+) -> _Made | None:
+    """What an operation makes of arguments that are described; None where it must be asked each time.
+
+    Args:
+        device: of tensors; another than ``meta`` for torch's fake tensors.
+        default, inference: what else it hangs on, as it is now.
+    """
+    fake = nullcontext() if device == _META else FakeTensorMode(allow_non_fake_inputs=True)
+    inputs: list[torch.Tensor] = []
+
+    def undescribed(x: Any) -> Any:
+        if type(x) is _Bare:
+            inputs.append(torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=device))
+            return inputs[-1]
+        kind, content = x
+        return kind(map(undescribed, content)) if kind in (tuple, list) else content
+
+    with unseen(), without_torch_functions(), fake:
+        args, kwargs = undescribed(described)
+        try:
+            out = func(*args, **dict(kwargs))
+        except Exception:
+            return None  # who asks for it is told why
+        count = _counts().get(func.overloadpacket)
+        flops = 0 if count is None else int(count(*args, **dict(kwargs), out_val=out))
+        return _as_made(out, inputs, flops)
+
+
+@cache
+def _counts() -> Mapping[Any, Callable[..., Any]]:
+    """What counts the FLOPs of operations."""
+    return FlopCounterMode(display=False, custom_mapping=UNCOUNTED).flop_registry
 
 
 class Recalled(TorchDispatchMode):
@@ -255,9 +335,8 @@ class Recalled(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
-        self._counts = FlopCounterMode(display=False, custom_mapping=UNCOUNTED).flop_registry
+        self._counts = _counts()
         self._ways: dict[Any, tuple[Callable[..., Any], bool, bool]] = {}
-        self._known: dict[Any, _Made | None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = self._ways.get(func)
@@ -320,10 +399,7 @@ class Recalled(TorchDispatchMode):
             return self._grouped
         if func.overloadpacket not in self._counts and func._can_decompose():
             return self._apart
-        schema = func._schema
-        changes = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
-        is_plain = func.namespace == "aten" and _RANDOM not in func.tags and not changes
-        return self._recalled if is_plain else self._called
+        return self._recalled if _is_plain(func) else self._called
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
@@ -345,21 +421,11 @@ class Recalled(TorchDispatchMode):
             return func.decompose(*args, **kwargs)
 
     def _recalled(self, func: Any, args: Any, kwargs: Any) -> Any:
-        key: list[Any] = [func]
-        inputs: list[torch.Tensor] = []
-        if not (_described(args, key, inputs) and _described(kwargs.items(), key, inputs) and inputs):
+        known = _remembered(func, args, kwargs)
+        if known is None:
             return self._called(func, args, kwargs)
-        known = self._known.get(call := tuple(key))
-        if known is not None:
-            self.flops += known.flops
-            new = [
-                torch.empty_strided(*shapes, dtype=dtype, device=_META) for *shapes, dtype in known.outputs
-            ]
-            return new[0] if known.kind is torch.Tensor else known.kind(new)
-        before = self.flops
-        out = self._called(func, args, kwargs)
-        if call not in self._known:
-            self._known[call] = _as_made(out, inputs, self.flops - before)
+        out, made = known
+        self.flops += made.flops
         return out
 
 
@@ -400,23 +466,34 @@ def _without_floats(args: Any, kwargs: Any) -> list[torch.Tensor] | None:
     return inputs
 
 
-def _described(arguments: Iterable[Any], key: list[Any], tensors: list[torch.Tensor]) -> bool:
-    """Add what tells arguments apart to a key; false where tensors may not be described so."""
-    for x in arguments:
-        if isinstance(x, torch.Tensor):
-            if not x.is_meta or x.layout is not torch.strided or x.dtype.is_complex:
-                return False
-            tensors.append(x)
-            key += (x.shape, x.stride(), x.dtype)
-        elif isinstance(x, tuple | list):
-            key.append(len(x))
-            if not _described(x, key, tensors):
-                return False
-        elif x is None or isinstance(x, bool | int | float | str | torch.dtype | torch.device):
-            key += (type(x), x)
-        else:
-            return False
-    return True
+def _described(x: Any, tensors: list[torch.Tensor]) -> Any:
+    """What tells an argument apart; None where it may not be described, or has another device.
+
+    Args:
+        tensors: that were met; these are added.
+    """
+    if isinstance(x, torch.Tensor):
+        if x.layout is not torch.strided or x.dtype.is_complex:
+            return None
+        if type(x) is FakeTensor:
+            of = tensors[0] if tensors else x
+            if x.constant is not None or type(of) is not FakeTensor or x.fake_device != of.fake_device:
+                return None
+        elif not x.is_meta or (tensors and type(tensors[0]) is FakeTensor):
+            return None
+        tensors.append(x)
+        return _Bare(tuple(x.shape), x.stride(), x.dtype)
+    if isinstance(x, tuple | list):
+        parts = []
+        for part in x:
+            described = _described(part, tensors)
+            if described is None:
+                return None
+            parts.append(described)
+        return list if isinstance(x, list) else tuple, tuple(parts)
+    if x is None or isinstance(x, bool | int | float | str | torch.dtype | torch.device):
+        return type(x), x
+    return None
 
 
 def _spanned(x: torch.Tensor) -> int:
@@ -426,18 +503,20 @@ def _spanned(x: torch.Tensor) -> int:
 
 
 def _as_made(out: Any, inputs: list[torch.Tensor], flops: int) -> _Made | None:
-    """What was given, if that is new tensors, each with its own memory and no more."""
+    """What was given, if that is new tensors like the inputs, each with its own memory and no more."""
     outputs = list(out) if isinstance(out, tuple | list) else [out]
     seen = {x.untyped_storage()._cdata for x in inputs}
     for x in outputs:
-        if type(x) is not torch.Tensor or not x.is_meta or x.dtype.is_complex:
+        if type(x) is not type(inputs[0]) or x.device != inputs[0].device or x.dtype.is_complex:
+            return None
+        if type(x) is FakeTensor and x.constant is not None:
             return None
         storage = x.untyped_storage()
         if storage._cdata in seen or x.storage_offset() or storage.nbytes() != _spanned(x):
             return None
         seen.add(storage._cdata)
     kind = torch.Tensor if isinstance(out, torch.Tensor) else type(out)
-    return _Made(kind, tuple((tuple(x.shape), x.stride(), x.dtype) for x in outputs), flops)
+    return _Made(kind, tuple(_Bare(tuple(x.shape), x.stride(), x.dtype) for x in outputs), flops)
 
 
 # ---- what stages draw from torch's generators, known from a run without data
@@ -507,7 +586,7 @@ class Drawing(TorchDispatchMode):
         with raw():
             args, kwargs = _all_without_data(func, args, kwargs)
             if not _draws(func, kwargs):
-                return func(*args, **kwargs)
+                return remembered(func, args, kwargs)
             # an overload with a generator is called with it, be it None
             call_arguments = args, {k: x for k, x in kwargs.items() if x is not None or k == "generator"}
             draw = Draw(func, *tree_map(_like, call_arguments))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import espalier
 from espalier.comm.dry import values_of, without_data
 from espalier.models import GPT, GPTConfig
-from espalier.tensor.dry_runs import Recalled
+from espalier.tensor.dry_runs import CostMode, Recalled
+from espalier.torch_private import FakeTensor, FakeTensorMode
 
 
 class Calls(TorchDispatchMode):
@@ -76,37 +78,70 @@ def test_a_report_as_json() -> None:
     assert sent == report.ledger.by_axis()
 
 
-def made_of_meta() -> list[torch.Tensor]:
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def made_of(empty: Callable[..., torch.Tensor] = empty) -> list[torch.Tensor]:
     """Results of operations of every kind, and gradients."""
-    x = torch.empty(4, 6, device="meta", requires_grad=True)
-    w = torch.empty(5, 6, device="meta", requires_grad=True)
+    x, w = empty(4, 6).requires_grad_(), empty(5, 6).requires_grad_()
     cut = x.t()[1:5].expand(3, 4, 4)
     out = F.gelu(F.layer_norm(x, (6,))) @ w.t()
     values, places = out.topk(2)
     changed = values.clone().mul_(2).t().softmax(0)
     found = [out, values, places, changed, cut, cut + 1, cut * True, cut * 1, x.sum(0, dtype=torch.float64)]
-    found += [torch.empty(0, 3, device="meta") + 1, *out.split(2), *F.linear(x, w, w[:, 0]).unbind()]
+    found += [empty(0, 3) + 1, *out.split(2), *F.linear(x, w, w[:, 0]).unbind()]
     found += torch.autograd.grad(changed.sum() + out.square().mean(), [x, w])
     return found
 
 
+def alike(found: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    for x, y in zip(found, right, strict=True):
+        assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+        assert x.untyped_storage().nbytes() == y.untyped_storage().nbytes()
+
+
 def test_what_was_found_out_of_meta_tensors_is_recalled() -> None:
-    """The same tensors and FLOPs as torch has, the second time with fewer calls."""
+    """The same tensors and FLOPs as torch has, with fewer calls."""
     counter = FlopCounterMode(display=False)
-    with counter:
-        right = made_of_meta()
-    calls = []
+    with Calls() as plainly, counter:
+        right = made_of()
     with Calls() as reached, Recalled() as work:
         for _ in range(2):
             reached.computed = work.flops = 0
-            found = made_of_meta()
+            found = made_of()
             assert work.flops == counter.get_total_flops()
-            for x, y in zip(found, right, strict=True):
-                assert (x.shape, x.stride(), x.dtype, x.is_meta) == (y.shape, y.stride(), y.dtype, True)
-                assert x.untyped_storage().nbytes() == y.untyped_storage().nbytes()
+            alike(found, right)
             assert found[4].untyped_storage()._cdata != found[5].untyped_storage()._cdata
-            calls.append(reached.computed)
-    assert calls[1] < calls[0] - 10
+    assert reached.computed < plainly.computed - 10
+
+
+def test_what_was_found_out_of_fake_tensors_is_recalled() -> None:
+    """A trace's tensors are those that torch's fakes are; what they take is counted alike."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def empty(*shape: int) -> torch.Tensor:
+        with fake:
+            return torch.empty(shape)
+
+    def made() -> list[torch.Tensor]:
+        images = empty(2, 8, 8, 3).permute(0, 3, 1, 2), empty(4, 3, 3, 3)
+        whole = empty(3).to(torch.int64)
+        return [*made_of(empty), F.conv2d(*images), whole / 2, empty(2) * torch.ones(2)]
+
+    for default in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(default)
+        try:
+            right, work = made(), []
+            for _ in range(2):
+                with CostMode() as mode:
+                    found = made()
+                alike(found, right)
+                assert all(type(x) is FakeTensor and x.fake_mode is fake for x in found)
+                work.append(mode.total)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert work[0] == work[1] and work[0].flops > 0 and found[-2].dtype is default
 
 
 def test_a_value_that_a_model_asks_for_is_told_with_its_line() -> None:
