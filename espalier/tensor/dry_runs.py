@@ -243,11 +243,16 @@ class _Bare(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """What an operation gives: shapes, strides and types of new tensors, and its FLOPs."""
+    """What an operation gives: shapes, strides and types of new tensors, and its FLOPs.
+
+    Attributes:
+        offset: of a view the place of its first number after that of the first argument; else None.
+    """
 
     kind: type
     outputs: tuple[_Bare, ...]
     flops: int
+    offset: int | None = None
 
 
 def remembered(func: Any, args: Any, kwargs: Any) -> Any:
@@ -259,8 +264,11 @@ def remembered(func: Any, args: Any, kwargs: Any) -> Any:
 def _remembered(func: Any, args: Any, kwargs: Any) -> tuple[Any, _Made] | None:
     """What an operation gives and what is known of it; None where it must be called."""
     tensors: list[torch.Tensor] = []
-    if not _is_plain(func):
+    is_view = _is_view(func)
+    if not (is_view or _is_plain(func)):
         return None
+    if is_view and type(args[0]) is not FakeTensor:
+        return None  # of others torch makes them at once
     with without_torch_functions():
         described = _described((args, tuple(kwargs.items())), tensors)
         if described is None or not tensors:
@@ -270,7 +278,12 @@ def _remembered(func: Any, args: Any, kwargs: Any) -> tuple[Any, _Made] | None:
         made = _made(func, described, device, torch.get_default_dtype(), torch.is_inference_mode_enabled())
         if made is None:
             return None
-        new = [torch.empty_strided(*sizes, dtype=dtype, device=_META) for *sizes, dtype in made.outputs]
+        if made.offset is None:
+            new = [torch.empty_strided(*sizes, dtype=dtype, device=_META) for *sizes, dtype in made.outputs]
+        else:
+            (shape, stride, dtype), at = made.outputs[0], first.storage_offset() + made.offset
+            bare = torch.empty(0, dtype=dtype, device=_META)
+            new = [bare.set_(first.untyped_storage(), at, shape, stride)]
         if type(first) is FakeTensor:
             new = [FakeTensor(first.fake_mode, x, device) for x in new]
     return new[0] if made.kind is torch.Tensor else made.kind(new), made
@@ -282,6 +295,18 @@ def _is_plain(func: Any) -> bool:
     schema = func._schema
     changes = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
     return func.namespace == "aten" and _RANDOM not in func.tags and not changes
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether an operation of torch gives one view of its first argument, wherever that begins."""
+    arguments, returns = func._schema.arguments, func._schema.returns
+    if func.namespace != "aten" or func.overloadpacket is torch.ops.aten.as_strided or len(returns) != 1:
+        return False
+    aliased = [i for i, a in enumerate(arguments) if a.alias_info is not None]
+    info = returns[0].alias_info
+    is_one = info is not None and not info.is_write and str(returns[0].type) == "Tensor"
+    return is_one and aliased == [0] and not func._schema.is_mutable
 
 
 @lru_cache(maxsize=16384)
@@ -312,7 +337,7 @@ def _made(
             return None  # who asks for it is told why
         count = _counts().get(func.overloadpacket)
         flops = 0 if count is None else int(count(*args, **dict(kwargs), out_val=out))
-        return _as_made(out, inputs, flops)
+        return _as_view(out, inputs[0], flops) if _is_view(func) else _as_made(out, inputs, flops)
 
 
 @cache
@@ -517,6 +542,16 @@ def _as_made(out: Any, inputs: list[torch.Tensor], flops: int) -> _Made | None:
         seen.add(storage._cdata)
     kind = torch.Tensor if isinstance(out, torch.Tensor) else type(out)
     return _Made(kind, tuple(_Bare(tuple(x.shape), x.stride(), x.dtype) for x in outputs), flops)
+
+
+def _as_view(out: Any, first: torch.Tensor, flops: int) -> _Made | None:
+    """What was given, if that is a view of the first argument, of the same numbers."""
+    if type(out) is not type(first) or out.dtype != first.dtype or out.device != first.device:
+        return None
+    if out.untyped_storage()._cdata != first.untyped_storage()._cdata:
+        return None
+    bare = _Bare(tuple(out.shape), out.stride(), out.dtype)
+    return _Made(torch.Tensor, (bare,), flops, int(out.storage_offset()))
 
 
 # ---- what stages draw from torch's generators, known from a run without data

@@ -118,15 +118,18 @@ def test_what_was_found_out_of_meta_tensors_is_recalled() -> None:
 
 def test_what_was_found_out_of_fake_tensors_is_recalled() -> None:
     """A trace's tensors are those that torch's fakes are; what they take is counted alike."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake, views = FakeTensorMode(allow_non_fake_inputs=True), list[Any]()
 
     def empty(*shape: int) -> torch.Tensor:
         with fake:
-            return torch.empty(shape)
+            return torch.empty(shape, dtype=torch.float32)
 
     def made() -> list[torch.Tensor]:
         images = empty(2, 8, 8, 3).permute(0, 3, 1, 2), empty(4, 3, 3, 3)
-        whole = empty(3).to(torch.int64)
+        whole, held = empty(3).to(torch.int64), empty(4, 6)[1:]
+        for view in (held.t()[2:], held.unflatten(1, (2, -1)), held.view(torch.int32), held.detach()):
+            assert view.untyped_storage()._cdata == held.untyped_storage()._cdata
+            views.append((view.storage_offset(), tuple(view.shape), view.dtype))
         return [*made_of(empty), F.conv2d(*images), whole / 2, empty(2) * torch.ones(2)]
 
     for default in (torch.float32, torch.float64, torch.float32):
@@ -142,6 +145,8 @@ def test_what_was_found_out_of_fake_tensors_is_recalled() -> None:
         finally:
             torch.set_default_dtype(torch.float32)
         assert work[0] == work[1] and work[0].flops > 0 and found[-2].dtype is default
+    of = [(8, (4, 3), torch.float32), (6, (3, 2, 3), torch.float32), (6, (3, 6), torch.int32)]
+    assert views == [*of, (6, (3, 6), torch.float32)] * 9
 
 
 def test_a_value_that_a_model_asks_for_is_told_with_its_line() -> None:
