@@ -147,6 +147,22 @@ def test_hang_and_death_end_soon_and_the_pool_recovers():
     assert not any(_alive(pid) for pid in before)
 
 
+def test_ranks_that_do_not_meet_try_once_more(tmp_path, capfd):
+    pool = Pool()
+    pool._folder = tmp_path / "pool"
+    for blocked in (1, 3, 4):
+        (pool._folder / f"world-{blocked}").mkdir(parents=True)  # no file: nobody can meet there
+    try:
+        assert pool(2, add_ranks, 1.0) == [3.0, 3.0]
+        assert "Is a directory" in capfd.readouterr().err
+        pool._world = None
+        with pytest.raises(RankError, match=r"rank \d of 2 raised in .*add_ranks.*Is a directory"):
+            pool(2, add_ranks, 1.0)
+        assert pool(2, add_ranks, 1.0) == [3.0, 3.0]
+    finally:
+        pool.close()
+
+
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
