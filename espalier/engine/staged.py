@@ -42,12 +42,13 @@ from espalier.parallel.pipeline.programs import sendable
 from espalier.parallel.pipeline.record import leaves
 from espalier.parallel.pipeline.runtime import InferredShapes, Trees
 from espalier.parallel.pipeline.shape_inference import taken_apart
-from espalier.parallel.pipeline.single_rank import DeferredWeightGrads, SingleRank, as_plain
+from espalier.parallel.pipeline.single_rank import DeferredWeightGrads, PutOffDry, SingleRank, as_plain
 from espalier.parallel.pipeline.split import StageProgram
 from espalier.parallel.schedules.actions import Action
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.dry_runs import Dice, States, draw_again, restore, states
 from espalier.tensor.dtensor import layout_of
+from espalier.tensor.observers import watching
 from espalier.tensor.random import stream_of
 from espalier.torch_private import raw
 from espalier.trees import tree_map
@@ -503,7 +504,7 @@ class MicroBatches:
     def _runner(self, stage: int, micro_batch: int) -> Any:
         """What does a stage's steps on one rank; None: they are done on DTensors."""
         alone = self.agreed[micro_batch].alone.get(stage)
-        if alone is None or not self._fits(self._splits[micro_batch].stages[stage]):
+        if alone is None or self._of.mesh.is_dry or not self._fits(self._splits[micro_batch].stages[stage]):
             return None
         return partial(alone, plain=True) if self._is_plain else alone
 
@@ -518,14 +519,15 @@ class MicroBatches:
         last, local = len(self._splits[0].stages) - 1, self._stages.local
         alone = [of.alone[stage] for of in self.agreed for stage in local if stage in of.alone]
         programs = dict.fromkeys(of.stages[stage] for of in self._splits for stage in local)
+        is_dry = self._of.mesh.is_dry
         whole = len(alone) == len(self.agreed) * len(local) and all(map(self._fits, programs))
         rank = self._of.mesh.coordinate[self._of.mesh.axis("pipe")]
         self._put_off = _awaited_last(schedule, rank) if torch.is_grad_enabled() else set()
         self._is_plain = whole and all(of.lasts for of in alone) and not any(map(_is_hooked, programs))
         with (
-            as_plain(*programs) if self._is_plain else nullcontext(),
+            as_plain(*programs) if self._is_plain and not is_dry else nullcontext(),
             self._followed.open()
-            if whole and last in local and self._followed is not None
+            if whole and not is_dry and last in local and self._followed is not None
             else nullcontext(),
         ):
             yield
@@ -535,12 +537,18 @@ class MicroBatches:
             restore(self._device, self._states[stage, micro_batch])
         programs, runner = self._splits[micro_batch].stages, self._runner(stage, micro_batch)
         put_off = (stage, micro_batch) in self._put_off
-        with self._later.of(programs[stage].parameters()) if put_off else nullcontext():
+        with self._puts_off(programs[stage]) if put_off else nullcontext():
             if stage + 1 < len(programs):
                 return taken_apart(
                     self._called(programs[stage], received, self._inputs[micro_batch], runner)
                 )[0]
             return self._last(micro_batch, programs[stage], received, runner)
+
+    def _puts_off(self, program: StageProgram) -> AbstractContextManager[None]:
+        if not self._of.mesh.is_dry:
+            return self._later.of(program.parameters())
+        is_done = self._is_plain and self._call.casts is None  # as autocast's casts are between
+        return watching(PutOffDry(program.parameters(), self._later)) if is_done else nullcontext()
 
     def _last(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Sequence[torch.Tensor]:
         part = self._parts[micro_batch]

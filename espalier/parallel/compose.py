@@ -394,7 +394,7 @@ class Stages:
         plan = self._plan
         lay_out_model(twin, lies, dry, plan.model_copy(update={"zero": 0, "offload": Offload()}))
         simple = plan.recompute == "none" and plan.offload == Offload()
-        alone = self.local if simple and mesh.size() == 1 and not mesh.is_dry else ()
+        alone = self.local if simple and mesh.size() == 1 else ()
         self.shape_inference = ShapeInference(self._model, twin, dry, mesh, alone)
 
     def schedule(self, micro_batches: int, only: ActionKind | None = None) -> Schedule:

@@ -25,7 +25,7 @@ import torch
 from espalier.comm import move
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
-from espalier.sharding.spec import VIEWS, spellings
+from espalier.sharding.spec import RULES, VIEWS, spellings
 from espalier.tensor.dtensor import DTensor, plain, stamp, up_to_date
 from espalier.torch_private import OpOverload, OpOverloadPacket, getter, method, raw
 from espalier.trees import tree_map
@@ -214,6 +214,8 @@ def call(
         if one and args[0] is not first:
             out = dispatch(DTensor, func, (), args, kwargs)
             return first if out is args[0] else out
+    if not writes and RULES.get(func) is not None and torch.is_grad_enabled() and not is_view(func, args):
+        args, kwargs = _without_sources(args, kwargs, loans)
     before = [(x, x._layout, x._layout.own, version(x)) for x in loans]
     for x, _, own, _ in before:
         x._layout = own
@@ -235,6 +237,16 @@ def call(
             if of is not None:
                 share(y, of)
     return out
+
+
+def _without_sources(args: Any, kwargs: Any, loans: Sequence[DTensor]) -> Any:
+    """The arguments with others in place of loans, of the same data: what is computed of.
+
+    Autograd keeps what it saves as it is, and a loan would have its source live until the backward pass.
+    """
+    with raw():
+        others = {id(x): stamp(x.view_as(x), x._layout.own) for x in loans}
+    return tree_map(lambda a: others.get(id(a), a), (args, kwargs))
 
 
 def refresh(x: DTensor) -> DTensor:

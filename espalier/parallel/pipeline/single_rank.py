@@ -26,9 +26,9 @@ from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.record import Env, ProgramStep
 from espalier.parallel.pipeline.split import StageProgram
-from espalier.tensor import DTensor, stamp
+from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.dtensor import layout_of
-from espalier.tensor.observers import Watcher, watchers, watching
+from espalier.tensor.observers import Go, Watcher, watchers, watching
 from espalier.tensor.saved import outer_hooks
 from espalier.torch_private import TorchDispatchMode, raw
 
@@ -331,6 +331,38 @@ class DeferredWeightGrads:
             for p in chosen:
                 p.__class__ = nn.Parameter
                 del p.bare, p.later
+
+
+class PutOffDry(Watcher):
+    """On a dry mesh, where steps are done on DTensors, puts off what :class:`DeferredWeightGrads` would."""
+
+    traffic = False
+
+    def __init__(self, parameters: Iterable[torch.Tensor], later: DeferredWeightGrads) -> None:
+        with raw():
+            fitting = [p for p in parameters if p.requires_grad and p.grad_dtype is p.dtype]
+        self._chosen, self._later = {id(p): p for p in fitting}, later
+
+    def around(self, func: Any, args: Any, kwargs: Any, go: Go) -> Any:
+        """Carry a call out, with weights of which autograd does not know."""
+        if func is not F.linear or kwargs or len(args) != 3 or not torch.is_grad_enabled():
+            return go()
+        x, weight, bias = args
+        weighs = id(weight) in self._chosen and (bias is None or id(bias) in self._chosen)
+        if not (weighs and isinstance(x, DTensor) and x.requires_grad and x.dtype is weight.dtype):
+            return go()
+        out = F.linear(x, _bare(weight), None if bias is None else _bare(bias))
+        with raw():
+            node = _product_of(out)
+            if node is not None:
+                entered = plain(x)
+                node.register_prehook(partial(self._later.add, weight, bias, entered, entered._version))
+        return out
+
+
+def _bare(p: torch.Tensor) -> torch.Tensor:
+    with raw():
+        return stamp(p.detach(), layout_of(p))
 
 
 class _Weight(nn.Parameter):
