@@ -84,6 +84,18 @@ def test_a_look_leaves_no_traces() -> None:
     assert traces(net, x, seen) != before
 
 
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_look_at_one_row_takes_batch_norm(tracked: bool) -> None:
+    """Which refuses to train on one."""
+    norm = nn.BatchNorm1d(32, track_running_stats=tracked)
+    net = nn.Sequential(nn.Linear(8, 32), norm, nn.ReLU(), nn.Linear(32, 8))
+    before = copy.deepcopy(net.state_dict())
+    assert infer(net, torch.ones(1, 8), 2) == [
+        {"0.weight": 0, "0.bias": 0, "1.weight": 0, "1.bias": 0, "3.weight": 1}
+    ]
+    assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
+
+
 def test_a_copy_has_memory_of_its_own_once_it_is_written_to() -> None:
     net = Net()
     shared: Any = torch._C._is_cow_tensor  # type: ignore[attr-defined]

@@ -147,10 +147,37 @@ def run_once(model: nn.Module, batch: Any, *around: Around) -> None:
             stack.enter_context(Recalled())
         for opened in around:
             stack.enter_context(opened(twin.module))
+        stack.enter_context(_OfOneRow())
         if isinstance(twin.extra, Mapping):
             twin.module(**twin.extra)
         else:
             twin.module(*(twin.extra if isinstance(twin.extra, tuple | list) else (twin.extra,)))
+
+
+class _OfOneRow(TorchFunctionMode):
+    """Batch norm takes the one row of a sample, which it refuses to train on."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        call = _normed if func is nn.functional.batch_norm else func
+        return call(*args, **(kwargs or {}))
+
+
+def _normed(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    *further: Any,
+    **options: Any,
+) -> torch.Tensor:
+    if training:  # by numbers that it keeps, which is laid out alike
+        mean = x.new_zeros(x.shape[1]) if mean is None else mean
+        var = x.new_ones(x.shape[1]) if var is None else var
+    return nn.functional.batch_norm(x, mean, var, weight, bias, False, *further, **options)
 
 
 class _StreamRecorder(TorchFunctionMode):
