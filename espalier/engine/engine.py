@@ -43,7 +43,7 @@ from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passe
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
 from espalier.engine.staged import Staged
-from espalier.engine.surface import Surface, bound, refuse_lazy, refuse_sparse
+from espalier.engine.surface import Surface, bound, make_dense, refuse_lazy, refuse_sparse
 from espalier.engine.update import (
     FlatParams,
     check_closures,
@@ -142,12 +142,11 @@ def initialize(
             "or leave mesh= out."
         )
     on = on.telling(**plan.words)
-    if on.size() > 1:
-        refuse_sparse(model)
     refuse_lazy(model)
     if optimizer is not None:
         optimizer = as_one(optimizer)
         _check(optimizer, model, plan)
+    make_dense(model)
     _warn_of_compiled(model)
     to_compile = _compilable(model, plan) if compile else []
     arranged = {"table": layouts, "branches": branches}
@@ -183,6 +182,7 @@ def _stay_on_device(model: nn.Module) -> None:
 def _check(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> None:
     """See that an optimizer can be stepped, and is the model's."""
     check_closures(optimizer, plan)
+    refuse_sparse(optimizer)
     ids = {id(p) for p in model.parameters()}
     foreign = sum(id(p) not in ids for group in optimizer.param_groups for p in group["params"])
     if foreign:

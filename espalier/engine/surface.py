@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from espalier.mesh import Mesh
+from espalier.parallel.several import parts_of
+from espalier.tensor.observers import user_frame
 
 
 class Keys(NamedTuple):
@@ -140,13 +143,24 @@ def refuse_lazy(model: nn.Module) -> None:
         )
 
 
-def refuse_sparse(model: nn.Module) -> None:
-    """See that all gradients are dense: they are summed in flat buffers."""
+def make_dense(model: nn.Module) -> None:
+    """Have the gradients of tables be dense, which are summed in flat buffers: updates are the same."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    sparse = [name for name, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
+    sparse = {name: m for name, m in model.named_modules() if isinstance(m, kinds) and m.sparse}
+    for module in sparse.values():
+        module.sparse = False
     if sparse:
+        warnings.warn(
+            f"{', '.join(map(repr, [*sparse][:3]))}{', ...' if len(sparse) > 3 else ''}: sparse=True is left "
+            "out, as sparse gradients are not summed over ranks. Dense ones give the same updates.",
+            stacklevel=user_frame()[0],
+        )
+
+
+def refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
+    """See that an optimizer works on dense gradients."""
+    if any(isinstance(part, torch.optim.SparseAdam) for part in parts_of(optimizer)):
         raise ValueError(
-            f"{', '.join(map(repr, sparse[:3]))}{', ...' if len(sparse) > 3 else ''}: sparse=True gives "
-            "sparse gradients, which are not summed over ranks. Leave it out, and train with an optimizer of "
-            "dense ones: Adam in place of SparseAdam."
+            "SparseAdam works on sparse gradients, which are not summed over ranks: gradients are dense here. "
+            "Train with Adam (whose moments decay in rows that no batch has), Adagrad or SGD."
         )

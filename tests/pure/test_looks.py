@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import espalier
@@ -193,3 +194,32 @@ def test_load_before_the_first_batch_says_what_to_pass() -> None:
     engine = espalier.initialize(net, None, {"tensor": 2}, mesh=mesh)
     with pytest.raises(ValueError, match=r"example=batch.*lay_out\(batch\)"):
         engine.load("nowhere")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of Adagrad
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_sparse_tables_have_the_same_updates(kind: Any) -> None:
+    """Their gradients are dense here; rows that no batch has stay as they are."""
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    tables = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True, mode="sum"), nn.Linear(4, 3)).double()
+        model, optimizer = net, kind(net.parameters(), lr=0.1, **options)
+        if ours:
+            with pytest.warns(UserWarning, match="'0': sparse=True"):
+                model, optimizer = espalier.prepare(net, optimizer, plan={"data": 1})
+        for i in range(3):
+            model(torch.arange(12).view(4, 3) % (7 - i)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        tables.append(espalier.full_tensor(net[0].weight).detach())
+    assert (tables[0] - tables[1]).abs().max() < 1e-12
+
+
+def test_a_sparse_look_up_says_what_to_write() -> None:
+    net = nn.Embedding(10, 4)
+    net.forward = lambda x: F.embedding(x, net.weight, sparse=True)  # type: ignore[method-assign]
+    model = espalier.prepare(net, plan={"data": 1})
+    with pytest.raises(ValueError, match=r"sparse=True(.|\n)*Adagrad"):
+        model(torch.arange(3))

@@ -273,8 +273,12 @@ def told(rank: int, world: int) -> None:
                 model(x)
     with pytest.raises(TypeError, match=r"gives a Normal(.|\n)*give the tensors"):
         model(x).log_prob(x[:, :4]).mean().backward()
-    with pytest.raises(ValueError, match=r"'0': sparse=True(.|\n)*dense"):
-        model_of(nn.Sequential(nn.Embedding(6, 8, sparse=True), nn.Linear(8, 4)))
+    table = nn.Sequential(nn.Embedding(6, 8, sparse=True), nn.Linear(8, 4))
+    with pytest.raises(ValueError, match=r"SparseAdam(.|\n)*dense(.|\n)*Adagrad"):
+        espalier.initialize(table, torch.optim.SparseAdam(table[0].parameters()), {"data": 2})
+    with pytest.warns(UserWarning, match=r"'0': sparse=True(.|\n)*same updates"):
+        model_of(table)
+    assert not table[0].sparse
     lazy = nn.Sequential(nn.LazyLinear(4))
     with pytest.raises(ValueError, match=r"0.weight(.|\n)*lazy(.|\n)*on a batch once"):
         espalier.initialize(lazy, None, {"data": 2})

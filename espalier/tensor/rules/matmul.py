@@ -127,6 +127,14 @@ def einsum(equation: str, *operands: Any) -> Spec | None:
     )
 
 
+def _refuse(sparse: bool) -> None:
+    if sparse:
+        raise ValueError(
+            "embedding(..., sparse=True) gives sparse gradients, which are not summed over ranks. Leave sparse "
+            "out: SGD and Adagrad make the same updates of dense ones."
+        )
+
+
 @rule(F.embedding, loose=True)
 def embedding(
     input: Operand,
@@ -138,7 +146,8 @@ def embedding(
     sparse: bool = False,
 ) -> Spec | None:
     """weight[v, h] looked up at input[...]; over a sharded vocabulary each rank adds what it has."""
-    if max_norm is not None or sparse:
+    _refuse(sparse)
+    if max_norm is not None:
         return None
     ids = input.dims("i")
     if scale_grad_by_freq:
@@ -189,7 +198,8 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Spec | None:
     """Sums, means or maxima of weight[v, h] over bags input[b, n]; features and bags may be sharded."""
-    if input.ndim != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq or sparse:
+    _refuse(sparse)
+    if input.ndim != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq:
         return None
     ins: list[Dims] = [("b", None), (None, "h")]
     if per_sample_weights is not None:
