@@ -161,6 +161,6 @@ def refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
     """See that an optimizer works on dense gradients."""
     if any(isinstance(part, torch.optim.SparseAdam) for part in parts_of(optimizer)):
         raise ValueError(
-            "SparseAdam works on sparse gradients, which are not summed over ranks: gradients are dense here. "
+            "SparseAdam works on sparse gradients, which are not summed over ranks: they are dense here. "
             "Train with Adam (whose moments decay in rows that no batch has), Adagrad or SGD."
         )

@@ -130,7 +130,7 @@ def einsum(equation: str, *operands: Any) -> Spec | None:
 def _refuse(sparse: bool) -> None:
     if sparse:
         raise ValueError(
-            "embedding(..., sparse=True) gives sparse gradients, which are not summed over ranks. Leave sparse "
+            "embedding(..., sparse=True) gives sparse gradients, which are not summed over ranks. Leave it "
             "out: SGD and Adagrad make the same updates of dense ones."
         )
 
