@@ -9,6 +9,8 @@ from espalier.planner.away import share_here, under_way
 from espalier.planner.cells import Costs, Update
 from espalier.planner.compose import pipe_rank
 
+_AT_ONCE = 2  # chunks of gradients are summed over ranks at once (see ``parallel.data.gradients``)
+
 
 def memory_by_rank(
     plan: Plan,
@@ -48,11 +50,36 @@ def memory_by_rank(
         # what comes for the update does so after the passes
         coming = min(going, states * (1 - here["states"])) - sum(passing.values())
         gradients = size * (here["gradients"] if plan.zero >= 2 or ranks == 1 else 1.0)
+        beside = max(whole / 2, _sending(plan, costs, size, ranks, kept))
         kinds = {
             "parameters": size / ranks * here["parameters"] + whole if is_cut else size,
-            "gradients": gradients / ranks + whole / 2 if plan.zero >= 2 or is_cut else gradients,
+            "gradients": gradients / ranks + beside if plan.zero >= 2 or is_cut else gradients,
             "states": states * here["states"] + max(0.0, coming),
             **passing,
         }
         by_rank.append(kinds)
     return tuple(by_rank)
+
+
+def _sending(plan: Plan, costs: Costs, size: float, ranks: float, kept: float) -> float:
+    """Bytes of gradients that are cut and on their way, beyond the activations that have gone by then.
+
+    Args:
+        size: bytes of parameters of a rank, before the data axis cuts them.
+        kept: bytes of a micro-batch's activations on it.
+    """
+    if plan.zero < 2 or ranks == 1:
+        return 0.0
+    if plan.zero == 3:  # a chunk is a block, whose experts lie in one of their own
+        experts = costs.block_experts
+        rest = (costs.block_bytes - experts, ranks)
+        chunks = [rest, (experts, ranks / plan.expert)] if experts else [rest] * _AT_ONCE
+    else:
+        chunks = [(min(size, plan.chunk_megabytes * 1e6), ranks)] * _AT_ONCE
+    blocks = sum(n for n, _ in chunks) // costs.block_bytes
+    return sum(n * _rows(of) for n, of in chunks) - min(kept, blocks * costs.block_kept)
+
+
+def _rows(ranks: float) -> float:
+    """What is sent and what comes of a chunk, in chunks: a pair needs but half of the latter."""
+    return 0.0 if ranks <= 1 else 1.5 if ranks <= 2 else 2.0

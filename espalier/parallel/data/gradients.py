@@ -320,6 +320,7 @@ class Gradients:
                 here.clear()
             for m in chunk.members:
                 _grad.__set__(m.p, None)
+        del grads, locals_sent  # before what they are sent by takes memory, too
         if self._on_sent is not None:
             self._on_sent(chunk)
         shard_group, under_way = chunk.shard_group, None
