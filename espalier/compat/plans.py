@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from espalier.comm.control import gather_objects
+from espalier.device import count
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.engine.module import optimizer_of
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.plan import known_as
+from espalier.tensor.observers import user_frame
 from espalier.texts import MistakeError
 
 # why trainers that scale losses by themselves have no pipelines in float16, and who has
@@ -47,6 +50,16 @@ def plan_for_world(said: Mapping[str, Any], more: Plan | Mapping[str, Any] | Non
         beside = math.prod(int(fields.get(name, 1)) for name in others)
         fields["data"] = max(world_size() // beside, 1)
     return Plan(**fields)
+
+
+def tell_of_ranks(owner: str) -> None:
+    """Warn a program without other ranks that leaves devices idle, which torch's wrapper would have used."""
+    if world_size() == 1 and (devices := count()) > 1:
+        warnings.warn(
+            f"{owner} in one process computes on one of the {devices} devices here, with the same results. "
+            f"Ranks are processes: espalier run -n {devices} SCRIPT.py takes all of them.",
+            stacklevel=user_frame()[0],
+        )
 
 
 class Readers:

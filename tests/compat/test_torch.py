@@ -122,6 +122,22 @@ def test_pipe(ranks: Any) -> None:
     ranks(2, added_up)
 
 
+@pytest.mark.parametrize("wrapper", ["DataParallel", "Pipe"])
+def test_one_process_computes_the_same_and_tells_of_idle_devices(
+    wrapper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("espalier.compat.plans.count", lambda: 4)
+    plain = net()
+    with pytest.warns(UserWarning, match=rf"{wrapper} in one process(.|\n)*espalier run -n 4"):
+        model = getattr(here, wrapper)(net())
+    x, y = batch(0, 0)
+    for of in (plain, model):
+        optimizer = torch.optim.SGD(of.parameters(), lr=0.1)
+        F.cross_entropy(of(x), y).backward()
+        optimizer.step()
+    assert torch.allclose(model(x), plain(x), rtol=0, atol=1e-12)
+
+
 def test_ranks_that_a_program_has_started_meet_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
     monkeypatch.setattr(dist, "init_process_group", lambda *given, **more: told.append((given, more)))

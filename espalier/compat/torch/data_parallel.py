@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import LateModule, plan_for_world, precision_of, refuse, world_size
+from espalier.compat.plans import LateModule, plan_for_world, precision_of, refuse, tell_of_ranks, world_size
 from espalier.engine.checkpointing import apart
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
@@ -48,7 +48,8 @@ class DataParallel(_Prefixed):
     """As ``torch.nn.DataParallel``: whole batches in, whole outputs out, computed by all ranks.
 
     torch's runs threads in one process; here the ranks are processes: ``espalier run -n 4 script.py``. All of
-    them run the script; torch's random numbers go on as on rank 0, so that all draw the same batches.
+    them run the script; torch's random numbers go on as on rank 0, so that all draw the same batches. A plain
+    ``python script.py`` computes the same on one device, and is told of others.
 
     Args:
         device_ids, output_device: no effect: a rank has one device.
@@ -67,6 +68,7 @@ class DataParallel(_Prefixed):
     ) -> None:
         if dim != 0:
             refuse("DataParallel", [("dim", dim, "rows are cut: expected 0")])
+        tell_of_ranks("DataParallel")
         super().__init__(module, "whole", {}, plan)
         if world_size() > 1:
             torch.set_rng_state(

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from espalier.compat.plans import LateModule, refuse, world_size
+from espalier.compat.plans import LateModule, refuse, tell_of_ranks, world_size
 from espalier.compat.torch.data_parallel import Said
 from espalier.trees import tree_map
 
@@ -44,6 +44,7 @@ class Pipe(LateModule):
             refuse("Pipe", [("deferred_batch_norm", True, reason)])
         if checkpoint not in ("always", "except_last", "never"):
             refuse("Pipe", [("checkpoint", checkpoint, "expected always, except_last or never")])
+        tell_of_ranks("Pipe")
         ranks, said = world_size(), {}
         if ranks > 1:
             names = [name for name, _ in module.named_children()]
