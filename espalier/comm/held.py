@@ -28,7 +28,9 @@ def _uses(x: torch.Tensor) -> Uses:
     if use_count is None or memory_uses is None:
         return ()
     base = base_of(x)
-    return sys.getrefcount(x), use_count(x), memory_uses(x), 0 if base is None else use_count(base)
+    # a program that holds the base of a view is known by Python's count alone
+    of_base = () if base is None else (sys.getrefcount(base), use_count(base))
+    return sys.getrefcount(x), use_count(x), memory_uses(x), *of_base
 
 
 def _unshared() -> frozenset[Uses]:

@@ -80,6 +80,17 @@ def aliased(x: torch.Tensor, answers: list[bool]) -> None:
     (y @ W).sum().backward()
 
 
+def hooked_before_a_view(x: torch.Tensor, answers: list[bool]) -> None:
+    kept: list[torch.Tensor] = []
+    y = asks(x, answers).view(12)
+    y.register_hook(kept.append)
+    (y * 2).sum().backward()
+
+
+def view(x: torch.Tensor, answers: list[bool]) -> None:
+    (asks(x, answers).view(12) * torch.arange(12.0)).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("loss", "alone"),
     [
@@ -92,6 +103,8 @@ def aliased(x: torch.Tensor, answers: list[bool]) -> None:
         (given, [False]),
         (given_as_a_view, [False]),
         (aliased, [False]),
+        (view, [True]),
+        (hooked_before_a_view, [False]),
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
 )
