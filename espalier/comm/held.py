@@ -1,4 +1,4 @@
-"""Whether a gradient that reaches a node is its alone, so that a sum may be done in place of it.
+"""Whether nobody else holds a gradient, or a result, so that a sum may be done in place of it.
 
 Autograd hands one tensor to all who are to get the same: both sides of a sum, a hook of the program's. Python
 counts who holds its objects, and torch who holds tensors and their memory. What the counts are where nobody
@@ -24,13 +24,32 @@ def is_alone(x: torch.Tensor) -> bool:
     return _uses(x) in _unshared()
 
 
+def has_own_memory(x: torch.Tensor) -> bool:
+    """Of a result: no other tensor shares its memory, and no graph holds it; Python may."""
+    return _graph_uses(x) in _unsaved()
+
+
 def _uses(x: torch.Tensor) -> Uses:
+    uses = _graph_uses(x)
+    return (sys.getrefcount(x), *uses) if uses else ()
+
+
+def _graph_uses(x: torch.Tensor) -> Uses:
     if use_count is None or memory_uses is None:
         return ()
     base = base_of(x)
     # a program that holds the base of a view is known by Python's count alone
     of_base = () if base is None else (sys.getrefcount(base), use_count(base))
-    return sys.getrefcount(x), use_count(x), memory_uses(x), *of_base
+    return use_count(x), memory_uses(x), *of_base
+
+
+@cache
+def _unsaved() -> frozenset[Uses]:
+    """The uses of what came out of a kernel, and of a view of such a one, as graphs see them."""
+    with raw(), torch.enable_grad():
+        x = torch.zeros(2, 2, device="cpu", requires_grad=True)
+        uses = [_graph_uses(x * 1), _graph_uses((x * 1).view(4))]
+    return frozenset(each for each in uses if each[:1] == (1,))
 
 
 def _unshared() -> frozenset[Uses]:

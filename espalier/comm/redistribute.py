@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function
 from espalier.comm import collectives
 from espalier.comm.backend import Work
 from espalier.comm.custom_ops import recorders, tracers
-from espalier.comm.held import is_alone
+from espalier.comm.held import has_own_memory, is_alone
 from espalier.layout import (
     Layout,
     Step,
@@ -47,9 +47,10 @@ from espalier.torch_private import getter
 
 _unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
 # the C getter itself: a subclass' own costs more than all the questions asked here
-_requires_grad = getter("requires_grad")
+_requires_grad, _is_leaf = getter("requires_grad"), getter("is_leaf")
 _grad_enabled = torch.is_grad_enabled
 _CONTIGUOUS = torch.contiguous_format
+_renamed: Callable[..., torch.Tensor] = torch.ops.aten._unsafe_view.default  # no view to autograd
 LocalStep = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -162,7 +163,7 @@ def move(x: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
 
 
 def redistribute_by(x: torch.Tensor, plan: RedistributePlan, alone: bool = False) -> torch.Tensor:
-    """:func:`move` by a plan at hand; ``alone``: where nothing is recorded, ``x`` may be written to."""
+    """:func:`move` by a plan at hand; ``alone``: ``x`` may be written to, for nobody will read it again."""
     if plan.idle:
         return x
     if recorders():
@@ -190,8 +191,9 @@ def redistribute_by(x: torch.Tensor, plan: RedistributePlan, alone: bool = False
             "averages have one. Reduce over an unsharded dim, or redistribute before the operation."
         )
     if plan.summed and not dual:
-        # clone's backward, in C++, is the identity, which is what the data of the gradient needs
-        out = x.clone(memory_format=_CONTIGUOUS)
+        # the backward of both, in C++, is the identity, which is what the data of the gradient needs
+        here = alone and x.is_contiguous()
+        out = _renamed(x, x.shape) if here else x.clone(memory_format=_CONTIGUOUS)
         out.grad_fn.register_prehook(plan.back_again)  # type: ignore[union-attr]
         collectives.sum_here(out.detach(), plan.mesh, plan.summed)
         return out
@@ -202,6 +204,18 @@ def redistribute_by(x: torch.Tensor, plan: RedistributePlan, alone: bool = False
         return out
     moved: torch.Tensor = _apply(x, plan)
     return moved
+
+
+def sums_here(x: torch.Tensor, plan: RedistributePlan) -> bool:
+    """Whether :func:`redistribute_by` may sum a recorded result in its own memory: none but Python holds it.
+
+    What Python holds the caller must see to.
+    """
+    if not plan.summed or plan.scale is not None or not _requires_grad(x) or _is_leaf(x):
+        return False
+    if not _grad_enabled() or forward_ad._current_level >= 0 or recorders() or tracers():
+        return False
+    return x.is_floating_point() and x.is_contiguous() and not x.retains_grad and has_own_memory(x)
 
 
 def summed(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from espalier.comm import move
+from espalier.comm.redistribute import redistribute_by, redistribute_plan, sums_here
 from espalier.layout import Layout
 from espalier.layout.layout import AxisState
 from espalier.mesh import Mesh
@@ -72,12 +72,13 @@ class Placed:
         return any(0 in layout.local_shape for layout in (*self.ins, *self.outs))
 
     def total(self, x: torch.Tensor, axes: Iterable[int]) -> torch.Tensor:
-        """The first output, of which ``x`` is this rank's addend along ``axes``; differentiable."""
+        """The first output, of which ``x``, not to be used again, is this rank's addend; differentiable."""
         done = self.outs[0]
         summed = set(axes)
         states = tuple("sum" if a in summed else s for a, s in enumerate(done.axes))
         cuts = tuple(tuple(a for a in cut if a not in summed) for cut in done.cuts)
-        return move(x, Layout.of(done.mesh, states, cuts, done.shape), done)
+        plan = redistribute_plan(Layout.of(done.mesh, states, cuts, done.shape), done)
+        return redistribute_by(x, plan, alone=sums_here(x, plan))
 
 
 Runner = Callable[..., Any]

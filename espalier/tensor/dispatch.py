@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from espalier.comm.redistribute import on_dry, redistribute_by, redistribute_plan
+from espalier.comm.redistribute import on_dry, redistribute_by, redistribute_plan, sums_here
 from espalier.layout import Layout, may_be_empty, same_data
 from espalier.layout.layout import D, R
 from espalier.layout.transitions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
@@ -44,7 +44,7 @@ from espalier.tensor.saved import (
     keep_in_step,
     saving_shards,
 )
-from espalier.torch_private import getter, go_at_once, method, plain_call, raw
+from espalier.torch_private import getter, go_at_once, method, plain_call, raw, swap_impls
 from espalier.trees import leaves, tensors_in, tree_map
 
 # the C getters themselves: to be called where torch functions are not intercepted
@@ -59,7 +59,7 @@ _CACHE_LIMIT = 10_000  # entries of one function
 class Move:
     """One input's way from the layout it has to the one the call needs."""
 
-    __slots__ = ("dst", "gathers", "only_varies", "path", "plan", "remember", "src")
+    __slots__ = ("dst", "gathers", "only_varies", "path", "plan", "remember", "src", "total")
 
     def __init__(self, path: Path, src: Layout, dst: Layout) -> None:
         self.path, self.src, self.dst = path, src, dst
@@ -70,14 +70,20 @@ class Move:
         ops = self.plan.kinds
         self.gathers = bool(ops & {ALL_GATHER, ALL_TO_ALL}) and ALL_REDUCE not in ops
         self.remember = self.only_varies or bool(ops & {ALL_GATHER, ALL_TO_ALL, ALL_REDUCE})
+        self.total: Layout | None = None  # on the way, where addends are summed first, and all is recorded
+        if self.plan.sums and self.plan.scale is None:
+            total = src
+            for axis in self.plan.sums:
+                total = total.with_axis(axis, R)
+            self.total = total if redistribute_plan(src, total).summed else None
 
 
 class CachedCall:
     """How one kind of call is carried out."""
 
     __slots__ = (
-        "flat", "keeps", "lends", "marked", "moves", "out", "outs", "placed", "quick", "run", "runs",
-        "simple", "tail", "writes", "written",
+        "flat", "holds_addends", "keeps", "lends", "marked", "moves", "out", "outs", "placed", "quick", "run",
+        "runs", "simple", "sums_here", "tail", "writes", "written",
     )  # fmt: skip
 
     def __init__(self, spec: Spec, placed: Placed, operands: list[Operand], is_view: bool) -> None:
@@ -99,6 +105,9 @@ class CachedCall:
         self.keeps = not any(floats <= set(group) for group in spec.linear)
         # a view of what was moved, or of what a runner made
         self.lends = is_view and (bool(self.moves) or self.run is not None)
+        self.sums_here = not self.lends and self.written is None
+        # backward may need addends as they are now, and who keeps it for that is not always counted
+        self.holds_addends = self.keeps and any(layout.partial for layout in placed.ins)
         if spec.fails:
             self.run = fail_together(spec, self.run, placed)
         self.simple = self.quick = self.writes = self.flat = self.runs = False
@@ -106,6 +115,8 @@ class CachedCall:
     def settle(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """After the first call: whether the next ones may take a short cut."""
         if self.out is None or not isinstance(out, torch.Tensor) or self.marked or self.placed.mesh.is_dry:
+            return
+        if self.holds_addends:
             return
         if self.run is not None:
             self.runs = not (self.moves or self.lends) and self.written is None and self.tail is None
@@ -124,8 +135,12 @@ class CachedCall:
             shards: list[Shard] = []
             gathered: list[torch.Tensor] = []
             call_arguments = args, kwargs
+            if self.holds_addends:
+                _note_addends(call_arguments)
             for m in self.moves:
                 x = at(args, kwargs, m.path)
+                if m.total is not None and self.sums_here:
+                    _sum_here(x, m, tensors_in(call_arguments))
                 if m.only_varies and not (x.requires_grad and torch.is_grad_enabled()):
                     continue
                 moved = _moved(x, m)
@@ -153,6 +168,8 @@ class CachedCall:
             for m in self.moves:
                 i = m.path[0]
                 x = args[i]
+                if m.total is not None and self.sums_here:
+                    _sum_here(x, m, args)
                 if not m.only_varies or (_requires_grad(x) and _grad_enabled()):
                     moved[i] = _moved(x, m)
             out = func(*moved, **kwargs)
@@ -493,6 +510,8 @@ def _moved(x: torch.Tensor, m: Move) -> torch.Tensor:
     """
     if not m.remember or type(x) is not DTensor:
         return redistribute_by(x, m.plan)
+    if x._layout is not m.src and x._layout is m.total:  # summed where it was
+        return x if m.total is m.dst else redistribute_by(x, redistribute_plan(m.total, m.dst))
     if _is_leaf(x) and (_requires_grad(x) or getattr(x, "_is_param", False)):
         return redistribute_by(x, m.plan)
     if _is_inference(x) or _inference_mode():
@@ -506,6 +525,34 @@ def _moved(x: torch.Tensor, m: Move) -> torch.Tensor:
     moved = redistribute_by(x, m.plan)
     x._moved = (tag, moved, _version(moved))  # type: ignore[attr-defined]
     return moved
+
+
+def _sum_here(x: torch.Tensor, m: Move, operands: Iterable[Any]) -> None:
+    """Let a tensor of addends, if it is a result that no graph has saved, become their sum in its own memory.
+
+    Who holds the tensor then holds the sum. What was recorded of the addends stays as it was: the sum is
+    another tensor to autograd.
+    """
+    total = m.total
+    if swap_impls is None or total is None or type(x) is not DTensor or x._layout is not m.src:
+        return
+    if _KNOWN & x.__dict__.keys() or sum(operand is x for operand in operands) != 1:
+        return
+    plan = redistribute_plan(m.src, total)
+    if sums_here(x, plan):
+        swap_impls(x, redistribute_by(x, plan, alone=True))
+        x.__dict__.pop("_moved", None)
+        x._layout = total
+
+
+def _note_addends(call_arguments: tuple[Any, ...]) -> None:
+    for x in tensors_in(call_arguments):
+        if type(x) is DTensor and x._layout.partial:
+            x._saved = True  # type: ignore[attr-defined]
+
+
+_KNOWN = frozenset({"_saved", "_source", "_handed_out", "_unfinished", "_reduced"})
+"""Attributes of tensors that others may know by their addends."""
 
 
 def _gathered(x: DTensor, m: Move, tag: Any) -> torch.Tensor:
