@@ -338,7 +338,11 @@ class Search:
         early = sum(n for op, n in seconds.items() if plan.zero == 3 or op != "all_gather")
         late = 0.0 if plan.zero == 3 else seconds.get("all_gather", 0.0)
         beside = self.cluster.span(max(ranks, 1), plan.tensor)[0].beside
-        exposed = max(early - beside * min(early, behind), early / calls) + late
+        # what was updated is gathered under the next forward pass, but on CPUs; the first gather is waited for
+        ahead = 0.0 if self.cluster.device.waits or not plan.zero else _HIDDEN * (each[busiest] - backward)
+        exposed = sum(
+            max(n - beside * min(n, under), n / calls) for n, under in ((early, behind), (late, ahead))
+        )
         hidden = early + late - exposed
         updated = self._updated(prices, update, size, cut, plan.zero)
         moved = NOTHING

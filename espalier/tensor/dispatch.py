@@ -528,7 +528,7 @@ def _moved(x: torch.Tensor, m: Move) -> torch.Tensor:
 
 
 def _sum_here(x: torch.Tensor, m: Move, operands: Iterable[Any]) -> None:
-    """Let a tensor of addends, if it is a result that no graph has saved, become their sum in its own memory.
+    """Let a product's addends, if no graph has saved them, become their sum in their own memory.
 
     Who holds the tensor then holds the sum. What was recorded of the addends stays as it was: the sum is
     another tensor to autograd.
@@ -539,7 +539,7 @@ def _sum_here(x: torch.Tensor, m: Move, operands: Iterable[Any]) -> None:
     if _KNOWN & x.__dict__.keys() or sum(operand is x for operand in operands) != 1:
         return
     plan = redistribute_plan(m.src, total)
-    if sums_here(x, plan):
+    if sums_here(x, plan) and type(x.grad_fn).__name__ in _PRODUCTS:
         swap_impls(x, redistribute_by(x, plan, alone=True))
         x.__dict__.pop("_moved", None)
         x._layout = total
@@ -553,6 +553,9 @@ def _note_addends(call_arguments: tuple[Any, ...]) -> None:
 
 _KNOWN = frozenset({"_saved", "_source", "_handed_out", "_unfinished", "_reduced"})
 """Attributes of tensors that others may know by their addends."""
+_PRODUCTS = frozenset(
+    f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "View", "UnsafeView")
+)
 
 
 def _gathered(x: DTensor, m: Move, tag: Any) -> torch.Tensor:

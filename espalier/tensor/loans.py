@@ -112,6 +112,8 @@ def hand_out(x: torch.Tensor, alias: torch.Tensor) -> None:
 
 def written_mark(x: torch.Tensor) -> tuple[int, int, int]:
     """Changes when a tensor is written to, is given other data, or its data is handed out."""
+    if type(x) is DTensor and x._layout.partial:
+        x._saved = True  # type: ignore[attr-defined]  # who asks knows it by its addends (see the dispatcher)
     handed = x.__dict__.get("_handed_out")
     with raw():
         return _version(x), _address(x), 0 if handed is None else handed.times
