@@ -297,3 +297,20 @@ def test_a_path_of_disk_is_the_clusters(tmp_path: Path) -> None:
 def replace_number(text: str, table: str, key: str, x: float) -> str:
     head, tail = text.split(f"[{table}]")
     return f"{head}[{table}]{re.sub(rf'{key} = [^ ]*?$', f'{key} = {x}', tail, count=1, flags=re.M)}"
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_what_was_updated_is_gathered_under_the_next_forward_pass(recorder: Recorder, zero: int) -> None:
+    """On accelerators; a CPU, which waits, has all of it in its step."""
+    told = []
+    for waits in (False, True):
+        device = H100.device.model_copy(update={"waits": waits})
+        cluster = H100.model_copy(update={"device": device})
+        search, _ = searched(recorder, cluster, 2)
+        plan = Plan(data=2, zero=zero, chunk_megabytes=0.001)
+        told.append(search.of(plan))
+    (early, late) = told
+    assert early.sent == late.sent
+    both = [x.terms["data"] + x.beside.get("data", 0.0) for x in told]
+    assert both[0] == pytest.approx(both[1]), "as much is sent"
+    assert early.terms["data"] < late.terms["data"]
