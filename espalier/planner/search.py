@@ -334,24 +334,16 @@ class Search:
         of_experts = costs.block_experts * deep[sizes.index(size)]
         sent, seconds, calls, cut = self._summed(plan, size, of_experts, prices, update)
         backward = sum(b for i, (_, b) in enumerate(took) if rank_of[i] == busiest)
-        behind = _HIDDEN * (m * each[busiest] if plan.zero == 3 else backward)
-        early = sum(n for op, n in seconds.items() if plan.zero == 3 or op != "all_gather")
-        late = 0.0 if plan.zero == 3 else seconds.get("all_gather", 0.0)
-        beside = self.cluster.span(max(ranks, 1), plan.tensor)[0].beside
-        # what was updated is gathered under the next forward pass, but on CPUs; the first gather is waited for
-        ahead = 0.0 if self.cluster.device.waits or not plan.zero else _HIDDEN * (each[busiest] - backward)
-        exposed = sum(
-            max(n - beside * min(n, under), n / calls) for n, under in ((early, behind), (late, ahead))
-        )
-        hidden = early + late - exposed
+        passes = m * each[busiest], each[busiest] - backward, backward
+        exposed, hidden = self._exposed(plan, seconds, calls, *passes)
         updated = self._updated(prices, update, size, cut, plan.zero)
         moved = NOTHING
         if plan.offload.away:
             away = self._away(plan)
             if away is None:
                 return None
-            passes = _HIDDEN * m * each[busiest]
-            given = {"size": size, "ranks": cut, "moved": update.moved, "behind": passes, "updated": updated}
+            behind = _HIDDEN * m * each[busiest]
+            given = {"size": size, "ranks": cut, "moved": update.moved, "behind": behind, "updated": updated}
             moved = carried(plan, away, prices, **given, has_kernel=self._has_kernel)
             updated *= moved.update
         # a ceiling that was not measured is one of whole steps, in which these copies are
@@ -388,6 +380,30 @@ class Search:
             {key: x for key, x in (("data", hidden), ("offload", moved.hidden)) if x > 0},
             moved.rests,
         )
+
+    def _exposed(
+        self,
+        plan: Plan,
+        seconds: Mapping[str, float],
+        calls: float,
+        all_passes: float,
+        forward: float,
+        backward: float,
+    ) -> tuple[float, float]:
+        """Of the seconds along the data axis, those that are waited for, and those that passes hide.
+
+        Args:
+            all_passes: of a step; the others are of one micro-batch.
+        """
+        behind = _HIDDEN * (all_passes if plan.zero == 3 else backward)
+        early = sum(n for op, n in seconds.items() if plan.zero == 3 or op != "all_gather")
+        late = 0.0 if plan.zero == 3 else seconds.get("all_gather", 0.0)
+        beside = self.cluster.span(max(plan.data * plan.context, 1), plan.tensor)[0].beside
+        # what was updated comes under the next forward pass, but on CPUs; the first of it is waited for
+        ahead = 0.0 if self.cluster.device.waits or not plan.zero else _HIDDEN * forward
+        parts = (early, behind), (late, ahead)
+        exposed = sum(max(n - beside * min(n, under), n / calls) for n, under in parts)
+        return exposed, early + late - exposed
 
     def _holds(self, device: float, away: Mapping[str, float]) -> bool:
         """Whether so much fits, on the device and off it; a CPU's memory is its host's."""

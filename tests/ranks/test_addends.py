@@ -1,4 +1,4 @@
-"""Addends that become their sum where they are: whoever knew them before, or holds them still, sees no harm."""
+"""Addends that become their sum where they are: whoever knew them, or holds them still, sees no harm."""
 
 from __future__ import annotations
 
@@ -144,9 +144,8 @@ def same_values(rank: int, world: int) -> dict[str, tuple[int, float]]:
     for program in PROGRAMS:
         sums: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            swap = dispatch.swap_impls
 
-            def noted(x: Any, y: Any, sums: list[str] = sums) -> None:
+            def noted(x: Any, y: Any, sums: list[str] = sums, swap: Any = dispatch.swap_impls) -> None:
                 sums.append(type(x.grad_fn).__name__)
                 swap(x, y)
 
@@ -157,7 +156,9 @@ def same_values(rank: int, world: int) -> dict[str, tuple[int, float]]:
             ]
             mine = [whole(x) for x in values(program, *leaves)]
         wanted = values(program, *(x.clone().requires_grad_() for x in alone))
-        apart = max((a - b).abs().max().item() / b.abs().max().item() for a, b in zip(mine, wanted, strict=True))
+        apart = max(
+            (a - b).abs().max().item() / b.abs().max().item() for a, b in zip(mine, wanted, strict=True)
+        )
         told[program.__name__] = sum(name in PRODUCTS for name in sums), apart
     x, w, _ = (espalier.distribute_tensor(x, mesh, at) for x, at in zip(alone, lies, strict=True))
     h = product(x, w)

@@ -53,5 +53,5 @@ def test_what_nobody_else_holds_is_summed_where_it_is(
         assert all(torch.equal(weights[name], unmoved[name]) for name in unmoved)
         assert copies == (0, 0) and before[0] >= 5 and before[1] >= 4
     figures.append(
-        f"tensor, {kind:5}                2 ranks: {copies} copies before sums, forward and backward ({before})"
+        f"tensor, {kind:5}                2 ranks: {copies} copies before sums, there and back ({before})"
     )
