@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from espalier.torch_private import base_of, memory_uses, raw, use_count
+from espalier.torch_private import base_of, disable_modes, memory_uses, raw, use_count
 
 Uses = tuple[int, ...]
 
@@ -46,7 +46,7 @@ def _graph_uses(x: torch.Tensor) -> Uses:
 @cache
 def _unsaved() -> frozenset[Uses]:
     """The uses of what came out of a kernel, and of a view of such a one, as graphs see them."""
-    with raw(), torch.enable_grad():
+    with raw(), disable_modes(), torch.enable_grad():
         x = torch.zeros(2, 2, device="cpu", requires_grad=True)
         uses = [_graph_uses(x * 1), _graph_uses((x * 1).view(4))]
     return frozenset(each for each in uses if each[:1] == (1,))
@@ -63,7 +63,7 @@ def _unshared() -> frozenset[Uses]:
 def _probed() -> frozenset[Uses]:
     """The uses of a gradient that came out of a kernel, and of a view of such a one."""
     seen: list[Uses] = []
-    with raw(), torch.enable_grad():
+    with raw(), disable_modes(), torch.enable_grad():
         x = torch.zeros(2, 2, device="cpu", requires_grad=True)
         for out in (_probe(x, seen) * 1, _probe(x, seen).view(4) * 1):
             torch.autograd.backward(out, torch.ones_like(out))

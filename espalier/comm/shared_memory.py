@@ -123,7 +123,7 @@ class _Segment:
         for size in reversed(shape):
             strides.append(elements)
             elements *= size
-        with disable_modes() if dispatch_modes() and disable_modes else contextlib.nullcontext():
+        with disable_modes() if dispatch_modes() else contextlib.nullcontext():
             whole = self._whole.get(dtype)
             if whole is None:
                 count = self.nbytes // dtype.itemsize

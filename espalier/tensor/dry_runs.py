@@ -114,7 +114,8 @@ class LiveMemory(TorchDispatchMode):
 
 def unseen() -> AbstractContextManager[object]:
     """While open, modes don't see operations: of what takes none of the device's memory."""
-    return (disable_modes or nullcontext)()
+    context: AbstractContextManager[object] = disable_modes()
+    return context
 
 
 def _release(live: _Live, key: int) -> None:

@@ -242,9 +242,8 @@ def _error_on(
 @contextmanager
 def _unseen() -> Iterator[None]:
     """While open, what others count (operations, memory, saved tensors) is not counted."""
-    disable = disable_modes or nullcontext
     hooked = saved_tensors_hooks(True) is not None
-    with disable(), torch.autograd.graph.saved_tensors_hooks(_same, _same) if hooked else nullcontext():
+    with disable_modes(), torch.autograd.graph.saved_tensors_hooks(_same, _same) if hooked else nullcontext():
         yield
 
 

@@ -15,7 +15,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def untraced(*modules: nn.Module) -> Iterator[None]:
         stack.enter_context(_torch_generators(modules))
         for name in _GLOBAL_HOOKS:
             stack.enter_context(_emptied(getattr(nn.modules.module, name, {})))
-        stack.enter_context((disable_modes or nullcontext)())
+        stack.enter_context(disable_modes())
         yield
 
 

@@ -9,8 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from espalier.comm import held
 from espalier.comm.held import is_alone
+
+
+class Calls(TorchDispatchMode):
+    """Notes what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class Asks(torch.autograd.Function):
@@ -124,3 +138,14 @@ def test_who_traces_the_program_is_not_overlooked() -> None:
     finally:
         sys.settrace(before)
     assert answers == [False]
+
+
+def test_who_counts_operations_does_not_see_the_probes() -> None:
+    """They are made once a process, in the middle of whatever asks first: a recording had them, or not."""
+    held._probed.cache_clear()
+    held._unsaved.cache_clear()
+    x = torch.ones(2, 2)
+    with Calls() as calls:
+        is_alone(x)
+        held.has_own_memory(x)
+    assert calls.names == []
