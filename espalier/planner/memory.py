@@ -76,7 +76,8 @@ def _sending(plan: Plan, costs: Costs, size: float, ranks: float, kept: float) -
         chunks = [rest, (experts, ranks / plan.expert)] if experts else [rest] * _AT_ONCE
     else:
         chunks = [(min(size, plan.chunk_megabytes * 1e6), ranks)] * _AT_ONCE
-    blocks = sum(n for n, _ in chunks) // costs.block_bytes
+    # a model without blocks has all of its activations in the rest
+    blocks = sum(n for n, _ in chunks) // costs.block_bytes if costs.block_bytes else 0.0
     return sum(n * _rows(of) for n, of in chunks) - min(kept, blocks * costs.block_kept)
 
 

@@ -25,16 +25,19 @@ RUN = [(world, index) for world in (2, 3) for index in range(PARTS) if ASKED or 
 # what cannot be right, by operation: a part of the message, which gives the reason
 MOVES = "its data would have to move"
 MEMORY = "would change the shape or the memory of what each rank holds"
+SPARSE = "gives sparse gradients, which are not summed over ranks"
 REFUSED = {
     "as_strided": MEMORY,  # as_strided_
     "as_strided.partial_views": MEMORY,
+    "nn.functional.embedding": SPARSE,
+    "nn.functional.embedding_bag": SPARSE,
     "resize_": MEMORY,
     "resize_as_": MEMORY,
     "squeeze": MOVES,  # squeeze_ of a sharded dim
     "squeeze.multiple": MOVES,
 }
 # drawn layouts may or may not bring these to it
-SELDOM = {"squeeze", "squeeze.multiple"}
+SELDOM = {"squeeze", "squeeze.multiple", "nn.functional.embedding", "nn.functional.embedding_bag"}
 
 
 def swept(rank: int, world: int, index: int, few: int, notes: Path) -> list[Finding]:

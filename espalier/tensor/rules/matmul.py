@@ -128,10 +128,10 @@ def einsum(equation: str, *operands: Any) -> Spec | None:
 
 
 def _refuse(sparse: bool) -> None:
-    if sparse:
-        raise ValueError(
-            "embedding(..., sparse=True) gives sparse gradients, which are not summed over ranks. Leave it "
-            "out: SGD and Adagrad make the same updates of dense ones."
+    if sparse and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "embedding(..., sparse=True) of a DTensor gives sparse gradients, which are not summed over ranks. "
+            "Leave it out: SGD and Adagrad make the same updates of dense ones."
         )
 
 
@@ -147,7 +147,7 @@ def embedding(
 ) -> Spec | None:
     """weight[v, h] looked up at input[...]; over a sharded vocabulary each rank adds what it has."""
     _refuse(sparse)
-    if max_norm is not None:
+    if max_norm is not None or sparse:
         return None
     ids = input.dims("i")
     if scale_grad_by_freq:
@@ -199,7 +199,7 @@ def embedding_bag(
 ) -> Spec | None:
     """Sums, means or maxima of weight[v, h] over bags input[b, n]; features and bags may be sharded."""
     _refuse(sparse)
-    if input.ndim != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq:
+    if input.ndim != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq or sparse:
         return None
     ins: list[Dims] = [("b", None), (None, "h")]
     if per_sample_weights is not None:
