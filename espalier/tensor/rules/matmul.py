@@ -130,8 +130,8 @@ def einsum(equation: str, *operands: Any) -> Spec | None:
 def _refuse(sparse: bool) -> None:
     if sparse and torch.is_grad_enabled():
         raise NotImplementedError(
-            "embedding(..., sparse=True) of a DTensor gives sparse gradients, which are not summed over ranks. "
-            "Leave it out: SGD and Adagrad make the same updates of dense ones."
+            "embedding(..., sparse=True) of a DTensor gives sparse gradients, which are not summed over "
+            "ranks. Leave it out: SGD and Adagrad make the same updates of dense ones."
         )
 
 
