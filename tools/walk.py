@@ -384,10 +384,11 @@ def main() -> int:
     parser.add_argument("--python", type=Path, help="of an environment that has the wheel")
     parser.add_argument("--folder", type=Path, help="to work in, which stays; empty, or of a walk before")
     parser.add_argument("--only", choices=["blocks", "commands"], action="append")
-    own, _, words = " ".join(sys.argv[1:]).partition(" -- ")
-    asked = parser.parse_args(own.split())
+    typed = sys.argv[1:]
+    end = typed.index("--") if "--" in typed else len(typed)
+    asked, words = parser.parse_args(typed[:end]), typed[end + 1 :]
     with tempfile.TemporaryDirectory() as name:
-        bin_ = asked.python.absolute().parent if asked.python else installed(Path(name), words.split())
+        bin_ = asked.python.absolute().parent if asked.python else installed(Path(name), words)
         folder = asked.folder or Path(name) / "walked"
         folder.mkdir(parents=True, exist_ok=True)
         pages = [page.resolve() for page in asked.pages]
