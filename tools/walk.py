@@ -366,6 +366,7 @@ def walk(bin_: Path, folder: Path, pages: Sequence[Path], parts: Sequence[str]) 
 
 def installed(folder: Path, words: Sequence[str]) -> Path:
     """The commands of an empty environment with the wheel."""
+    os.environ.pop("PYTHONPATH", None)  # pip takes what it finds there for installed
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT],
         check=True,
