@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from espalier.parallel import Plan
+from espalier.parallel.data.gradients import AT_ONCE
 from espalier.planner.away import share_here, under_way
 from espalier.planner.cells import Costs, Update
 from espalier.planner.compose import pipe_rank
-
-_AT_ONCE = 2  # chunks of gradients are summed over ranks at once (see ``parallel.data.gradients``)
 
 
 def memory_by_rank(
@@ -73,9 +72,9 @@ def _sending(plan: Plan, costs: Costs, size: float, ranks: float, kept: float) -
     if plan.zero == 3:  # a chunk is a block, whose experts lie in one of their own
         experts = costs.block_experts
         rest = (costs.block_bytes - experts, ranks)
-        chunks = [rest, (experts, ranks / plan.expert)] if experts else [rest] * _AT_ONCE
+        chunks = [rest, (experts, ranks / plan.expert)] if experts else [rest] * AT_ONCE
     else:
-        chunks = [(min(size, plan.chunk_megabytes * 1e6), ranks)] * _AT_ONCE
+        chunks = [(min(size, plan.chunk_megabytes * 1e6), ranks)] * AT_ONCE
     # a model without blocks has all of its activations in the rest
     blocks = sum(n for n, _ in chunks) // costs.block_bytes if costs.block_bytes else 0.0
     return sum(n * _rows(of) for n, of in chunks) - min(kept, blocks * costs.block_kept)

@@ -36,7 +36,7 @@ _grad: Any = torch.Tensor.grad
 _held = plain_call  # calls a getter past torch functions
 Over = tuple[ShardGroup, tuple[int, ...], int]
 P = ParamSpec("P")
-_AT_ONCE = 2  # chunks on their way to their sums
+AT_ONCE = 2  # chunks on their way to their sums
 
 
 class Gradients:
@@ -296,7 +296,7 @@ class Gradients:
 
     def _send(self, chunk: Chunk) -> None:
         self._next += 1
-        if len(self._flying) == _AT_ONCE:
+        if len(self._flying) == AT_ONCE:
             self._land()
         n = chunk.shard_group.n
         with raw():
@@ -338,7 +338,7 @@ class Gradients:
                 return
             if self._is_summed_early(chunk):
                 self._sum_outer(chunk)
-                while len(self._spreading) == _AT_ONCE:
+                while len(self._spreading) == AT_ONCE:
                     self._arrive()
                 self._spread(chunk)
             elif not chunk.outer:
