@@ -217,11 +217,29 @@ def test_sparse_tables_have_the_same_updates(kind: Any) -> None:
     assert (tables[0] - tables[1]).abs().max() < 1e-12
 
 
-def test_a_sparse_look_up_says_what_to_write() -> None:
+BAGS = torch.arange(4) * 2
+SPARSE: dict[str, Any] = {
+    "look-up": lambda i, table: F.embedding(i, table, sparse=True),
+    "padding": lambda i, table: F.embedding(i, table, 2, sparse=True),
+    "counted": lambda i, table: F.embedding(i, table, scale_grad_by_freq=True, sparse=True),
+    "torch.embedding": lambda i, table: torch.embedding(table, i, sparse=True),
+    "bags": lambda i, table: F.embedding_bag(i.view(4, 2), table, sparse=True, mode="sum"),
+    "bags apart": lambda i, table: F.embedding_bag(i, table, BAGS, sparse=True, mode="sum"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::espalier.tensor.fallback.GatherWarning")
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_sparse_look_up_says_what_to_write(name: str) -> None:
+    """Where there is a gradient, whatever was looked up before without one."""
     net = nn.Embedding(10, 4)
-    net.forward = lambda x: F.embedding(x, net.weight, sparse=True)  # type: ignore[method-assign]
+    table, ids = net.weight.detach().clone(), torch.arange(8)
+    net.forward = lambda x: SPARSE[name](x, net.weight)  # type: ignore[method-assign]
     model = espalier.prepare(net, plan={"data": 1})
-    with pytest.raises(NotImplementedError, match=r"sparse=True(.|\n)*Adagrad"):
-        model(torch.arange(3))
-    with torch.no_grad():
-        assert torch.equal(espalier.full_tensor(model(torch.arange(3))), espalier.full_tensor(net.weight)[:3])
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(espalier.full_tensor(model(ids)), SPARSE[name](ids, table))
+        with pytest.raises(NotImplementedError, match=r"sparse=True(.|\n)*Adagrad"):
+            model(ids)
+    net.weight.requires_grad_(False)
+    assert torch.equal(espalier.full_tensor(model(ids)), SPARSE[name](ids, table))

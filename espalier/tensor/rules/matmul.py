@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from espalier.comm.redistribute import carry_out
 from espalier.layout import Layout, local_box
 from espalier.layout.layout import AxisState, R
-from espalier.sharding.spec import DONE, Dims, Operand, Placed, Spec, bound_to, of_nothing, rule
+from espalier.sharding.spec import DONE, Dims, Operand, Placed, Spec, bound_to, composed, of_nothing, rule
 from espalier.tensor.random import draw_key
 from espalier.tensor.rules.joint_failure import with_one, within
 from espalier.tensor.rules.randomness import keep_mask
@@ -127,12 +127,40 @@ def einsum(equation: str, *operands: Any) -> Spec | None:
     )
 
 
-def _refuse(sparse: bool) -> None:
-    if sparse and torch.is_grad_enabled():
+_NAMES_OF_LOOKUP = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
+_NAMES_OF_TABLE = "weight indices padding_idx scale_grad_by_freq sparse"
+_NAMES_OF_BAGS = (
+    "input weight offsets max_norm norm_type scale_grad_by_freq mode sparse per_sample_weights "
+    "include_last_offset padding_idx"
+)
+
+
+def _refuse_sparse(table: torch.Tensor) -> None:
+    """Asked at each call: what is remembered of a call without gradients serves those with them, too."""
+    if torch.is_grad_enabled() and table.requires_grad:
         raise NotImplementedError(
             "embedding(..., sparse=True) of a DTensor gives sparse gradients, which are not summed over "
             "ranks. Leave it out: SGD and Adagrad make the same updates of dense ones."
         )
+
+
+def _dense(spec: Spec | None, names: str) -> Spec | None:
+    """A look-up that asks for sparse gradients: refused if there are any, else the word is left out."""
+    if spec is None:
+        return None  # torch puts it together from others, which are asked
+    lookup, when = spec.run, spec.when
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        bound = {**bound_to(names, args, kwargs), "sparse": False}
+        _refuse_sparse(bound["weight"])
+        if lookup is None or (when is not None and not when(placed)):
+            out: torch.Tensor = func(**bound)
+            return out
+        found: torch.Tensor = lookup(func, (), bound, placed)
+        return found
+
+    spec.run, spec.when = run, None
+    return spec
 
 
 @rule(F.embedding, loose=True)
@@ -146,8 +174,10 @@ def embedding(
     sparse: bool = False,
 ) -> Spec | None:
     """weight[v, h] looked up at input[...]; over a sharded vocabulary each rank adds what it has."""
-    _refuse(sparse)
-    if max_norm is not None or sparse:
+    if sparse:
+        spec = embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+        return _dense(spec, _NAMES_OF_LOOKUP)
+    if max_norm is not None:
         return None
     ids = input.dims("i")
     if scale_grad_by_freq:
@@ -198,8 +228,7 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Spec | None:
     """Sums, means or maxima of weight[v, h] over bags input[b, n]; features and bags may be sharded."""
-    _refuse(sparse)
-    if input.ndim != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq or sparse:
+    if input.ndim != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq:
         return None
     ins: list[Dims] = [("b", None), (None, "h")]
     if per_sample_weights is not None:
@@ -211,7 +240,20 @@ def embedding_bag(
         return of_nothing(placed, bound["weight"], *([] if scale is None else [scale]))
 
     shape = (input.shape[0], weight.shape[1])
-    return Spec(ins, [("b", "h")], [shape], run=run, when=Placed.lacks, fails=(0,))
+    spec = Spec(ins, [("b", "h")], [shape], run=run, when=Placed.lacks, fails=(0,))
+    return _dense(spec, _NAMES_OF_BAGS) if sparse else spec
+
+
+@composed(torch.embedding_bag)
+def bags_apart(
+    weight: Any, indices: Any, offsets: Any, scale_grad_by_freq: bool = False, mode: int = 0,
+    sparse: bool = False, *rest: Any, **named: Any,
+) -> Any:  # fmt: skip
+    """What torch makes of bags that no rule takes; no more is known of it than this."""
+    if not sparse:
+        return NotImplemented
+    _refuse_sparse(weight)
+    return torch.embedding_bag(weight, indices, offsets, scale_grad_by_freq, mode, False, *rest, **named)
 
 
 @rule(torch.embedding, loose=True)
@@ -223,10 +265,10 @@ def table_embedding(
     sparse: bool = False,
 ) -> Spec | None:
     """torch.embedding: the same, the table first; -1 is no padding."""
-    spec = embedding(indices, weight, None, None, 2.0, scale_grad_by_freq, sparse)
+    spec = embedding(indices, weight, None, None, 2.0, scale_grad_by_freq)
     if spec is not None and spec.run is not None:
         spec.run = _table_lookup
-    return spec
+    return _dense(spec, _NAMES_OF_TABLE) if sparse else spec
 
 
 @rule(torch.embedding_renorm_)
