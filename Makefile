@@ -56,4 +56,5 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/private.py
+	$(BIN)/python tools/devices.py
 	$(BIN)/python tools/sizes.py

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from espalier.torch_private import allocator_settings, set_allocator_settings
 MOVES = tuple(name for name in ("cpu", "cuda", "xpu") if hasattr(torch.Tensor, name))
 
 # what names the devices that a process sees
-_VISIBLE = (
+VISIBLE: Final = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
@@ -95,7 +95,7 @@ def choose(kind: str | None, local_rank: int, local_size: int, *, apart: bool = 
         return torch.device(there, local_rank)
     if there is not None and devices and is_shared():
         return torch.device(there, local_rank % devices)
-    if there is not None and devices == 1 and apart and any(name in os.environ for name in _VISIBLE):
+    if there is not None and devices == 1 and apart and any(name in os.environ for name in VISIBLE):
         return torch.device(there, 0)
     if kind is not None:
         raise ValueError(
@@ -140,6 +140,12 @@ def backends(device: torch.device) -> dict[str, Any]:
             os.environ.setdefault(name, value)
     of_device = dist.get_default_backend_for_device(device.type)
     return {"backend": f"cpu:gloo,{device.type}:{of_device}", "device_id": device}
+
+
+def known_backends() -> list[str]:
+    """The backends of this torch by which tensors of some device are exchanged where nobody chose."""
+    defaults = dict.fromkeys(dist.Backend.default_device_backend_map.values())
+    return [name for name in defaults if dist.is_backend_available(name)]
 
 
 def of_world() -> str:
@@ -222,6 +228,13 @@ def wait_for(event: torch.Event | None, device: torch.device) -> None:
     """Let what a device is given from now on wait for an event."""
     if event is not None:
         current_stream(device).wait_event(event)
+
+
+def timed_event(device: torch.device) -> torch.Event:
+    """A mark behind all that a device was given, which knows when it came past it (``elapsed_time``)."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(current_stream(device))
+    return event
 
 
 def synchronize(device: torch.device) -> None:
@@ -365,6 +378,16 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 # ---- kinds of kernels
+
+EXACT: Final = "exact, and slow: without TF32, without flash attention"
+FASTER: Final = (
+    'plan.precision = "bfloat16", or torch.set_float32_matmul_precision("high") in your own script'
+)
+
+
+def is_exact() -> bool:
+    """Whether accelerators multiply float32 in full, as torch lets them by default: see ``EXACT``."""
+    return torch.get_float32_matmul_precision() == "highest"
 
 
 def autocast_types() -> tuple[str, ...]:

@@ -150,6 +150,8 @@ def _torch() -> list[Finding]:
     import torch
     import torch.distributed as dist
 
+    from espalier.device import known_backends
+
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdecimal())
     old = release < (2, 11)
     remedy = "pip install 'torch>=2.11'" if old else ""
@@ -158,11 +160,7 @@ def _torch() -> list[Finding]:
     if not dist.is_available():
         remedy = "install a build of torch that has torch.distributed"
         return [*findings, Finding("torch.distributed", "not in this build", "wrong", remedy)]
-    backends = [
-        name
-        for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
-        if there
-    ]
+    backends = known_backends()
     if "gloo" not in backends:
         remedy = "install a build of torch with gloo: CPU ranks talk through it"
         return [*findings, Finding("backends", ", ".join(backends) or "none", "wrong", remedy)]
@@ -189,13 +187,12 @@ def _products(kind: str) -> Finding:
     """How an accelerator multiplies in float32, the dtype that a job has by default."""
     import torch
 
+    from espalier.device import EXACT, FASTER, is_exact
+
+    if is_exact():
+        return Finding("float32 products", EXACT, "note", FASTER)
     precision = torch.get_float32_matmul_precision()
-    if precision != "highest":
-        return Finding("float32 products", f"{precision}: on {kind.upper()} by units of lower precision")
-    remedy = 'plan.precision = "bfloat16", or torch.set_float32_matmul_precision("high") in your own script'
-    return Finding(
-        "float32 products", "exact, and slow: without TF32, without flash attention", "note", remedy
-    )
+    return Finding("float32 products", f"{precision}: on {kind.upper()} by units of lower precision")
 
 
 def _machine() -> list[Finding]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from espalier.blocks import parts
 from espalier.comm.control import gather_objects
-from espalier.device import is_accelerator, names
+from espalier.device import EXACT, FASTER, is_accelerator, is_exact, names
 from espalier.engine.checkpointing import tree_of
 from espalier.layout import Layout, local_box
 from espalier.planner import Cluster, shipped
@@ -169,6 +169,17 @@ def compute_dtype(engine: Any) -> torch.dtype:
     if named != "float32":
         return getattr(torch, named)
     return next((p.dtype for p in engine.module.parameters()), torch.float32)
+
+
+def slow_products(engine: Any) -> str | None:
+    """What is said at the start of a run whose accelerators multiply slower than they could."""
+    if (
+        not is_accelerator(engine.mesh.device())
+        or compute_dtype(engine) is not torch.float32
+        or not is_exact()
+    ):
+        return None
+    return f"float32 products are {EXACT}. {FASTER}, is quicker."
 
 
 def _peak(device: torch.device, ranks: list[dict[str, Any]], dtype: torch.dtype) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from espalier.train.conversion import weights_of
 from espalier.train.corpus import Corpus
 from espalier.train.data import BatchSource, prepare, training_batches, validation_batches
 from espalier.train.evaluation import Evaluator, Judge
-from espalier.train.facts import held_by_kind
+from espalier.train.facts import held_by_kind, slow_products
 from espalier.train.job import Job
 from espalier.train.metrics import Progress, Record, Silent, draw_loss, readable_bytes
 from espalier.train.model_spec import OwnSpec
@@ -145,6 +145,8 @@ def train(
         callbacks,
         None if text is None else text.entropy,
     )
+    if first and progress is not None and (words := slow_products(engine)) is not None:
+        progress.say(words)
     with engine.pulse.signals.saving(), _interruptible() as interrupted:
         records = loop.run(resume=resume)
         engine.wait_saved()

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from espalier.compat.colossalai.amp import AMP_TYPE
 from espalier.device import accelerator
 from espalier.parallel import Plan
@@ -189,13 +187,7 @@ def offload_of(policy: str, mistakes: list[Mistake], key: str) -> dict[str, Any]
     if policy == "auto":
         if kind is None:
             return {}  # a CPU's memory is the host's
-        budget = 0.9 * torch.accelerator.get_memory_info()[1] / 1e9
-        return {
-            "offload": {
-                **dict.fromkeys(("parameters", "gradients", "states"), "auto"),
-                "budget_gigabytes": budget,
-            }
-        }
+        return {"offload": dict.fromkeys(("parameters", "gradients", "states"), "auto")}
     if policy not in ("device", kind, None):
         mistakes.append(Mistake(key, policy, "expected cpu, auto, or the accelerator's name"))
     return {}

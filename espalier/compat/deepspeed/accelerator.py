@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from espalier.device import accelerator
+from espalier.device import accelerator, count, current, synchronize, use
 
 
 class Accelerator:
@@ -28,21 +28,22 @@ class Accelerator:
 
     def current_device(self) -> int:
         """The number of the one in use; 0 on the CPU."""
-        return torch.accelerator.current_device_index() if self.is_available() else 0
+        return current(self._kind).index or 0
 
     def device_count(self) -> int:
         """How many there are; 1 on the CPU."""
-        return torch.accelerator.device_count() if self.is_available() else 1
+        return count() or 1
 
     def set_device(self, device_index: int) -> None:
         """Use one; nothing on the CPU."""
         if self.is_available():
-            torch.accelerator.set_device_index(device_index)
+            use(torch.device(self._kind, device_index))
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait for what is under way; nothing on the CPU."""
         if self.is_available():
-            torch.accelerator.synchronize(device_index)
+            one = self.current_device() if device_index is None else device_index
+            synchronize(torch.device(self._kind, one))
 
 
 def get_accelerator() -> Accelerator:

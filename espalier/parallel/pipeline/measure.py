@@ -17,7 +17,7 @@ from torch import nn
 from espalier.comm import all_gather
 from espalier.comm.collectives import all_reduce_
 from espalier.comm.control import agree
-from espalier.device import is_accelerator
+from espalier.device import is_accelerator, timed_event
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.record import Env, SplitError, leaves, mapped
 from espalier.parallel.pipeline.split import StageProgram, in_segments
@@ -151,11 +151,7 @@ class Stopwatch:
         self._taken.append((action, self._began, self._now()))
 
     def _now(self) -> Any:
-        if not self._by_events:
-            return self._clock()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
+        return timed_event(self._device) if self._by_events else self._clock()
 
     def spans(self) -> list[Span]:
         """What has been done, by the clock."""
