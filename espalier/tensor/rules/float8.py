@@ -28,6 +28,7 @@ MULTIPLE: Final = 16  # of which both dims of a weight must be multiples
 FORWARD: Final[Any] = getattr(torch, "float8_e4m3fn", None)
 _BACKWARD: Final = getattr(torch, "float8_e5m2", None)
 _TINY: Final = 1e-12  # a tensor of zeros has a scale too
+_EXPONENT: Final = 0x7F800000  # the bits of a float32
 
 
 def float8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -100,8 +101,9 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
 
 def factor_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The largest powers of two by which float32 values of such size stay within a dtype."""
-    _, exponent = torch.frexp(torch.finfo(dtype).max / largest.clamp(min=_TINY))
-    return torch.ldexp(torch.ones_like(largest), exponent - 1)
+    ratio = torch.finfo(dtype).max / largest.clamp(min=_TINY)
+    # its exponent's bits alone: torch.ldexp takes a power, which devices need not round as the host does
+    return (ratio.view(torch.int32) & _EXPONENT).view(torch.float32)
 
 
 def refused(device: torch.device) -> str | None:
