@@ -137,9 +137,9 @@ class Nccl(C10d):
         order = mesh.order(axis)
         if order is not None:
             rows = rows[[order.index(place) for place in range(len(order))]]
-        done = torch.empty_like(rows[:1])
+        done = torch.empty_like(rows[0])
         work = scatter_from(done.view(-1), rows.view(-1), group=mesh.group(axis), async_op=True)
-        return Summing(done.unbind(0), Work((work,)))
+        return Summing((done,), Work((work,)), place=done)
 
 
 def _is_first(shape: Sequence[int], dim: int) -> bool:

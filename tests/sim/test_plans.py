@@ -375,10 +375,16 @@ def products(shared: Shared, rank: int, world: int, case: dict[str, Any]) -> tup
 
 
 @pytest.mark.world(2)
-def test_layers_multiply_while_sequences_travel(on_sim: Callable[..., list[Any]], figures: list[str]) -> None:
-    """Each piece is on its way while another is multiplied, and each sum while an addend is computed."""
+@pytest.mark.parametrize("default", [False, True], ids=["", "made on the device"])
+def test_layers_multiply_while_sequences_travel(
+    on_sim: Callable[..., list[Any]], figures: list[str], default: bool
+) -> None:
+    """Each piece is on its way while another is multiplied, and each sum while an addend is computed.
+
+    Also where tensors are made on the device by default, which is a mode that records nothing.
+    """
     layers = 2
-    for receives, under_way in on_sim(2, products, {"changes": {"layers": layers}}):
+    for receives, under_way in on_sim(2, products, {"changes": {"layers": layers}, "default": default}):
         figures.append(f"asynchronous                 2 ranks: {under_way} of {receives} receives under way")
         # a block gathers twice and sums twice, forward and backward; so does, by its gradient, the head
         assert receives >= layers * 8 * STEPS and under_way == receives
@@ -420,6 +426,19 @@ def test_collectives_copy_no_more_than_they_must(on_sim: Callable[..., list[Any]
             ("all_to_all", 1): 2,
             ("all_to_all", 3): 2,
         }
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("zero", [2, 3])
+def test_summed_gradients_are_where_they_arrive(
+    on_sim: Callable[..., list[Any]], figures: list[str], tmp_path: Path, zero: int
+) -> None:
+    """A buffer of gradients is packed once; its sum is not copied again."""
+    case, plan = {"kernels": True}, {"data": 2, "zero": zero, "chunk_megabytes": 0.05}
+    for run in on_sim(2, trained, plan, case, str(tmp_path)):
+        copies = sum(n for (kind, _, where), n in run.told.items() if kind == "kernel" and "Summing" in where)
+        assert copies == 0
+    figures.append(f"zero {zero}                       2 ranks: {copies} copies of summed gradients")
 
 
 def normed(shared: Shared, rank: int, world: int) -> list[tuple[torch.dtype, float]]:
