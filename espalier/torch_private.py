@@ -97,7 +97,7 @@ except (ImportError, AttributeError) as missing:
 # ---- what can be done without
 
 _dispatching = importlib.import_module("torch.utils._python_dispatch")
-disable_modes: Any = getattr(_dispatching, "_disable_current_modes", nullcontext)  # modes see nothing
+disable_modes: Any = getattr(_dispatching, "_disable_current_modes", nullcontext)
 mesh_resources: Any = getattr(torch.distributed.device_mesh, "_mesh_resources", None)  # the open meshes
 scaled_mm: Any = getattr(torch, "_scaled_mm", None)  # products of 8-bit floats
 swap_impls: Any = getattr(torch._C, "_swap_tensor_impl", None)  # of two tensors; who holds one holds it still

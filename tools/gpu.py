@@ -4,12 +4,13 @@
 
 Each section is a process of its own with a time limit: where one fails, it says so, and the others go on.
 What the minutes do not reach for is left out, and said to be. The page is written anew after each section.
-Without a GPU it says so and runs the simulated device's tests.
+Without a GPU it says so, runs the simulated device's tests, and writes no page: what a GPU told stays.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import subprocess
 import sys
@@ -23,13 +24,14 @@ import torch
 import torch.distributed as dist
 
 import espalier
-from espalier.device import accelerator, count
+from espalier.device import VISIBLE, accelerator, count
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKS = str(ROOT / "tools" / "gpu_checks.py")
 SHARES = (2, 30)  # from this version of NCCL on ranks may share a device
 LINES = 60  # of a section's words on the page
 LEAST = 20  # seconds that are worth a start
+NO_GPU = "No GPU is visible here: only the simulated part is run."
 
 
 class Section(NamedTuple):
@@ -60,17 +62,30 @@ class Outcome:
 
 
 def nccl() -> tuple[int, ...]:
-    """NCCL's version; () where torch has none."""
+    """NCCL's version; () where torch has none.
+
+    Of the library that is loaded: it may have been updated, and torch tells what it was compiled with.
+    """
     if not dist.is_nccl_available():
         return ()
-    version = torch.cuda.nccl.version()
-    return tuple(version) if isinstance(version, tuple) else (version,)
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # torch has it in itself
+        return tuple(torch.cuda.nccl.version()[:3])
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
 def sections() -> list[Section]:
     """In the order in which they are run: what is short and tells most, first."""
     devices = count()
-    simulated = Section("simulated", "The simulated device", ("-m", "pytest", "-q", "tests/sim"), 600)
+    simulated = Section(
+        "simulated",
+        "The simulated device",
+        ("-m", "pytest", "-q", "tests/sim"),
+        600,
+        dict.fromkeys(VISIBLE, "") if devices else {},  # it is another kind of device beside the CPU
+    )
     if not devices:
         return [simulated]
     shared = ""
@@ -84,6 +99,7 @@ def sections() -> list[Section]:
     return [
         Section("doctor", "Versions and doctor", ("-m", "espalier", "doctor"), 60),
         Section("tests", "The tests of CUDA", ("-m", "pytest", "-q", "tests/gpu"), 180),
+        Section("alone", "Precisions, recomputation, compiled blocks", (CHECKS, "alone"), 150),
         Section("offload", "Offload: optimizers, precisions, places", (CHECKS, "offload"), 180),
         Section("waits", "Nobody waits for the device in a step", (CHECKS, "waits"), 90),
         Section(
@@ -97,7 +113,12 @@ def sections() -> list[Section]:
         Section("plans-2", "NCCL, two ranks", (CHECKS, "plans", "--ranks", "2"), 240, share, shared),
         Section("plans-4", "NCCL, four ranks", (CHECKS, "plans", "--ranks", "4"), 180, share, four),
         Section("killed", "A rank is killed", (CHECKS, "killed"), 150, share, shared),
-        Section("peers", "Beside DDP and FSDP2", (str(ROOT / "benchmarks" / "gpu.py"),), 240),
+        Section(
+            "peers",
+            "Beside DDP, FSDP2, Megatron-core and DeepSpeed",
+            (str(ROOT / "benchmarks" / "gpu.py"),),
+            300,
+        ),
         simulated,
     ]
 
@@ -144,7 +165,7 @@ def run(section: Section, left: float) -> Outcome:
 def page(outcomes: Sequence[Outcome], devices: Sequence[str]) -> str:
     """All of it as Markdown; ``devices``: by name."""
     listed = "\n".join(f"- {name}" for name in devices)
-    where = listed or "No GPU is visible here: simulated parts alone."
+    where = listed or NO_GPU
     versions = ".".join(map(str, nccl())) or "none"
     about = f"Espalier {espalier.__version__}, torch {torch.__version__}, NCCL {versions}."
     lines = ["# Figures of GPUs", "", "What `make gpu` wrote.", "", about, "", where, ""]
@@ -167,12 +188,10 @@ def main() -> int:
     unknown = set(said.only or ()) - {section.name for section in chosen}
     if unknown:
         words.error(f"there is no section {sorted(unknown)} here; there are {[s.name for s in chosen]}")
-    print(
-        f"{count()} x {accelerator()}"
-        if count()
-        else "No GPU is visible here: only the simulated part is run."
-    )
     outcomes, devices = [], devices_by_name() if count() else []
+    print("\n".join(devices) or NO_GPU)
+    if said.write and not devices:
+        print(f"{said.write} is not written: it is for what a GPU tells.")
     end = time.perf_counter() + 60 * said.minutes
     for section in chosen:
         if said.only and section.name not in said.only:
@@ -182,7 +201,7 @@ def main() -> int:
         for line in outcomes[-1].lines:
             print(f"   {line}")
         print(f"   {outcomes[-1].mark} {outcomes[-1].words} ({outcomes[-1].seconds:.0f} s)", flush=True)
-        if said.write:
+        if said.write and devices:
             said.write.write_text(page(outcomes, devices), encoding="utf-8")
     failed = [o.section.name for o in outcomes if o.held is False]
     print(f"failed: {', '.join(failed)}" if failed else "all that was run holds")

@@ -1,16 +1,16 @@
 """What ``make gpu`` looks at on an accelerator, a check each: ``python tools/gpu_checks.py NAME``.
 
 A check prints what it found, a line each, and fails where something is wrong; one part's error is told, and
-the others go on. On one rank: ``offload``, ``waits``, ``sanitizer``, ``kernels``. On several, which it starts
-itself: ``plans``, ``killed``. With ``--on cpu`` they run without an accelerator, to try the checks themselves
-(but ``kernels``, which has nothing to count there).
+the others go on. On one rank: ``alone``, ``offload``, ``waits``, ``sanitizer``, ``kernels``. On several, that
+it starts: ``plans``, ``killed``. With ``--on cpu`` they run without an accelerator, to try the checks
+themselves (but ``kernels``, which has nothing to count there).
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import faulthandler
+import gc
 import math
 import os
 import signal
@@ -33,6 +33,7 @@ from espalier.device import accelerator, count, peak_memory, restart_peak
 from espalier.mesh.launch import LaunchError, launch
 from espalier.mesh.process import finish, start
 from espalier.models import build
+from espalier.tensor.rules.float8 import refused
 
 SIZES = {"vocab_size": 512, "max_positions": 64, "hidden": 256, "heads": 8, "kv_heads": 4, "layers": 4}
 BIG = {"vocab_size": 50304, "max_positions": 1024, "hidden": 768, "heads": 12, "layers": 12}
@@ -63,6 +64,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 2},
     "recompute": {"recompute": "full"},
     "inputs on the host": {"recompute": "full", "recompute_inputs": "host"},
+    "float8": {"precision": "float8"},
+    "compiled": {},
 }
 TOGETHER: dict[int, dict[str, dict[str, Any]]] = {
     2: {
@@ -130,18 +133,34 @@ def model(name: str = "gpt", sizes: Mapping[str, Any] = SIZES) -> nn.Module:
 
 
 def followed(
-    plan: Mapping[str, Any], of: Any, name: str = "gpt", sizes: Mapping[str, Any] = SIZES
+    plan: Mapping[str, Any], of: Any, name: str = "gpt", sizes: Mapping[str, Any] = SIZES, **more: Any
 ) -> list[float]:
     """The losses of a few steps by a plan."""
     net = model(name, sizes)
-    engine = espalier.initialize(net, of(net.parameters(), lr=1e-3), dict(plan), max_grad_norm=1.0)
+    engine = espalier.initialize(net, of(net.parameters(), lr=1e-3), dict(plan), max_grad_norm=1.0, **more)
     if engine.mesh.device_type != kind():
         raise AssertionError(f"the plan {plan} lies on {engine.mesh.device_type}, not on {kind()}")
     return [engine.train_step(batch(step, sizes)).item() for step in range(STEPS)]
 
 
+def by_torch(name: str = "gpt", sizes: Mapping[str, Any] = SIZES) -> list[float]:
+    """The losses of the same steps by torch alone, in float32."""
+    net = model(name, sizes).to(here())
+    losses, optimizer = [], torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        loss = net(**{key: x.to(here()) for key, x in batch(step, sizes).items()}).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def apart(a: list[float], b: list[float]) -> float:
-    """The largest relative difference."""
+    """The largest relative difference; infinite where a value is none."""
+    if not all(map(math.isfinite, (*a, *b))):
+        return math.inf
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
@@ -153,6 +172,26 @@ def told(name: str, figure: float, limit: float) -> bool:
 
 
 # ---- one rank
+
+
+def able(name: str) -> bool:
+    """Whether this device can do what one of :data:`ALONE` asks for; said where it cannot."""
+    why = refused(here()) if name == "float8" else None
+    if why is not None:
+        print(f"left out, {name}: {why}", flush=True)
+    return why is None
+
+
+def alone(folder: str) -> bool:
+    """Plans of one rank: the losses of torch in float32."""
+    expected = by_torch()
+
+    def like(name: str) -> bool:
+        losses = followed(ALONE[name], torch.optim.AdamW, compile=name == "compiled")
+        narrow = "precision" in ALONE[name]
+        return told(f"{name}: losses apart", apart(losses, expected), NARROW if narrow else CLOSE)
+
+    return each({name: partial(like, name) for name in ALONE if able(name)})
 
 
 def offload(folder: str) -> bool:
@@ -186,8 +225,10 @@ def waits(folder: str) -> bool:
 
     def without(name: str) -> bool:
         net = model()
-        plan = dict(ALONE[name])
-        engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), plan, max_grad_norm=1.0)
+        plan, compiled = dict(ALONE[name]), name == "compiled"
+        engine = espalier.initialize(
+            net, torch.optim.AdamW(net.parameters()), plan, max_grad_norm=1.0, compile=compiled
+        )
         for step in range(2):
             engine.train_step(batch(step))
         try:
@@ -198,7 +239,7 @@ def waits(folder: str) -> bool:
         print(f"ok   {name}: no wait", flush=True)
         return True
 
-    return each({name: partial(without, name) for name in ALONE})
+    return each({name: partial(without, name) for name in ALONE if able(name)})
 
 
 def sanitizer(folder: str) -> bool:
@@ -220,58 +261,62 @@ def sanitizer(folder: str) -> bool:
 
 def kernels(folder: str) -> bool:
     """Kernels and launches a step beside plain torch, and the peak of memory beside the dry run's."""
-    from torch.profiler import ProfilerActivity, profile
-
-    device = here()
-    data = batch(0, BIG, 4)
+    device, data = here(), batch(0, BIG, 4)
+    expected = counted("torch", plain_step(data))
+    gc.collect()  # torch's would be in our peak
     net = model("gpt2", BIG).to(device, torch.bfloat16)
-    plain, counts = copy.deepcopy(net), {}
-    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
-
-    def by_torch() -> None:
-        plain(**{name: x.to(device) for name, x in data.items()}).loss.backward()
-        theirs.step()
-        theirs.zero_grad()
-
     engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), {})
-    steps: dict[str, Callable[[], Any]] = {"torch": by_torch, "espalier": lambda: engine.train_step(data)}
-    for name, step in steps.items():
-        for _ in range(3):
-            step()
-        torch.accelerator.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-            began = time.perf_counter()
-            step()
-            torch.accelerator.synchronize()
-            took = time.perf_counter() - began
-        ran = [e for e in seen.events() or () if e.device_type == torch.profiler.DeviceType.CUDA]
-        launched = sum(
-            e.name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "hipLaunchKernel"))
-            for e in seen.events() or ()
-        )
-        busy = sum(e.device_time for e in ran) / 1e6 / took
-        counts[name] = len(ran), launched
-        print(
-            f"{name}: {len(ran)} kernels, {launched} launches, busy {busy:.0%} (with the profiler on)",
-            flush=True,
-        )
-    held = told("kernels against plain torch", counts["espalier"][0] / max(counts["torch"][0], 1), LAUNCHES)
-    held &= told("launches against plain torch", counts["espalier"][1] / max(counts["torch"][1], 1), LAUNCHES)
-    restart_peak(engine.mesh.device())
-    held_by_torch = sum(x.nbytes for x in [*plain.parameters(), *plain.buffers()])
-    held_by_torch += sum(x.nbytes for state in theirs.state.values() for x in state.values())
+    numbers, held = counted("espalier", lambda: engine.train_step(data)), True
+    for what, number, of_torch in zip(("kernels", "launches"), numbers, expected, strict=True):
+        if of_torch:
+            held &= told(f"{what} against plain torch", number / of_torch, LAUNCHES)
+        else:  # say the driver lets nobody but root count
+            print(f"MISS {what} against plain torch: the profiler saw none of torch's", flush=True)
+            held = False
+    restart_peak(device)
     engine.train_step(data)
     torch.accelerator.synchronize()
-    found = peak_memory(engine.mesh.device()) - held_by_torch
+    peak = peak_memory(device)
     with torch.device("meta"):
         twin = build("gpt2", dict(BIG)).to(torch.bfloat16)
-    report = espalier.dry_run(
-        twin,
-        {},
-        {name: x.to("meta") for name, x in data.items()},
-        optimizer=torch.optim.AdamW(twin.parameters()),
-    )
-    return told("peak memory against the dry run", found / report.peak_bytes, PEAK) and held
+    optimizer = torch.optim.AdamW(twin.parameters())
+    report = espalier.dry_run(twin, {}, {name: x.to("meta") for name, x in data.items()}, optimizer=optimizer)
+    return told("peak memory against the dry run", peak / report.peak_bytes, PEAK) and held
+
+
+def plain_step(data: Batch) -> Callable[[], None]:
+    """A step of torch alone."""
+    net = model("gpt2", BIG).to(here(), torch.bfloat16)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+
+    def step() -> None:
+        net(**{name: x.to(here()) for name, x in data.items()}).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def counted(name: str, step: Callable[[], object]) -> tuple[int, int]:
+    """The kernels of a step, and the launches, as the profiler sees them."""
+    from torch.profiler import DeviceType, ProfilerActivity, profile
+
+    for _ in range(3):
+        step()
+    torch.accelerator.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        began = time.perf_counter()
+        step()
+        torch.accelerator.synchronize()
+        took = time.perf_counter() - began
+    events = list(seen.events() or ())
+    # annotations span others
+    ran = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    launched = [e for e in events if e.name.startswith(("cudaLaunch", "cuLaunch", "hipLaunch"))]
+    busy = sum(e.time_range.elapsed_us() for e in ran) / 1e6 / took
+    figures = f"{len(ran)} kernels, {len(launched)} launches, busy {busy:.0%}"
+    print(f"{name}: {figures} (with the profiler on)", flush=True)
+    return len(ran), len(launched)
 
 
 # ---- several ranks
@@ -302,19 +347,10 @@ def planned(name: str, plan: Mapping[str, Any]) -> tuple[float, float]:
     """How far the losses of a plan are from those of one rank alone, and how far they may be."""
     net_name = "moe" if "expert" in plan else "gpt"
     sizes = {**SIZES, "tied": "tied" in name}
-    of = torch.optim.AdamW
-    found = followed(plan, of, net_name, sizes)
-    net = model(net_name, sizes).to(here())
-    expected, own = [], of(net.parameters(), lr=1e-3)
-    for step in range(STEPS):
-        loss = net(**{key: x.to(here()) for key, x in batch(step, sizes).items()}).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        own.step()
-        own.zero_grad()
-        expected.append(loss.item())
+    losses = followed(plan, torch.optim.AdamW, net_name, sizes)
     # the balance of experts is over each rank's own tokens
-    return apart(found, expected), NARROW if "bfloat16" in name or net_name == "moe" else CLOSE
+    limit = NARROW if "bfloat16" in name or net_name == "moe" else CLOSE
+    return apart(losses, by_torch(net_name, sizes)), limit
 
 
 def checkpoint(folder: str) -> tuple[float, float]:
@@ -375,12 +411,16 @@ def killed(folder: str) -> bool:
     except LaunchError as error:
         took = time.perf_counter() - began
         print(str(error).splitlines()[0])
+        if error.exit_code != -signal.SIGKILL:
+            print(f"MISS the ranks ended before one was killed: {error}")
+            return False
         return told("seconds until all have ended", took, 120)
     print("MISS the launch ended well, though a rank was killed")
     return False
 
 
 CHECKS: dict[str, Callable[[str], bool]] = {
+    "alone": alone,
     "offload": offload,
     "waits": waits,
     "sanitizer": sanitizer,

@@ -29,12 +29,13 @@ from espalier.layout.layout import D, R
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
 from espalier.tensor import DTensor, plain
+from espalier.tensor.dry_runs import unseen
 from espalier.tensor.fallback import layouts_of, stamped
 from espalier.tensor.loans import await_values, written_mark
 from espalier.tensor.saved import Outer, outer_hooks
 from espalier.tensor.traces import Generators, put_back
 from espalier.texts import similar
-from espalier.torch_private import disable_modes, function_mode_stack, raw
+from espalier.torch_private import function_mode_stack, raw
 from espalier.trees import tensors_in, tree_map
 
 Slot = tuple[dict[str, Any], str, Any]
@@ -567,7 +568,7 @@ class _OnHost:
             if self._dry:
                 self._held = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
                 return
-            with disable_modes():  # it takes none of the device's memory
+            with unseen():  # it takes none of the device's memory
                 self._held = host_buffer_like(x, pin=pins(x.device))
                 # the forward pass goes on meanwhile
                 self._event = copy_by(new_stream(x.device), [(self._held, x)], x.device)

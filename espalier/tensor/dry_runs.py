@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
@@ -110,6 +110,12 @@ class LiveMemory(TorchDispatchMode):
             storage = x.untyped_storage()
         if storage._cdata not in self._live.sizes:
             self.count(x)
+
+
+def unseen() -> AbstractContextManager[object]:
+    """While open, modes don't see operations: of what takes none of the device's memory."""
+    context: AbstractContextManager[object] = disable_modes()
+    return context
 
 
 def _release(live: _Live, key: int) -> None:
@@ -324,7 +330,7 @@ def _made(
         kind, content = x
         return kind(map(undescribed, content)) if kind in (tuple, list) else content
 
-    with disable_modes(), without_torch_functions(), fake:
+    with unseen(), without_torch_functions(), fake:
         args, kwargs = undescribed(described)
         try:
             out = func(*args, **dict(kwargs))

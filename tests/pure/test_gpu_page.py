@@ -37,6 +37,8 @@ def test_sections(gpu: Any, monkeypatch: Any, tmp_path: Path, capsys: Any) -> No
         gpu.Section("missing", "What cannot be", ("-c", ""), 60, {}, "there is one device"),
     ]
     monkeypatch.setattr(gpu, "sections", lambda: sections)
+    monkeypatch.setattr(gpu, "count", lambda: 1)
+    monkeypatch.setattr(gpu, "devices_by_name", lambda: ["one that is quick"])
     page = tmp_path / "page.md"
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--write", str(page)])
     assert gpu.main() == 1
@@ -51,18 +53,61 @@ def test_sections(gpu: Any, monkeypatch: Any, tmp_path: Path, capsys: Any) -> No
         "there is one device |",
     ):
         assert row in written
-    assert "seen" in written and "now" in written
+    assert "seen" in written and "now" in written and "- one that is quick" in written
 
 
 @pytest.mark.skipif(count() > 0, reason="there is a GPU")
-def test_without_a_gpu_the_simulated_part_is_run(gpu: Any, monkeypatch: Any, capsys: Any) -> None:
+@pytest.mark.parametrize("status", [0, 1])
+def test_without_a_gpu_the_simulated_part_is_run(
+    gpu: Any, monkeypatch: Any, capsys: Any, tmp_path: Path, status: int
+) -> None:
+    """And decides how the command ends; what a GPU has told is not written over."""
     (simulated,) = gpu.sections()
     assert simulated.argv[-1] == "tests/sim"
-    monkeypatch.setattr(gpu, "sections", lambda: [simulated._replace(argv=("-c", "print('as on a GPU')"))])
-    monkeypatch.setattr(sys, "argv", ["gpu.py"])
-    assert gpu.main() == 0
+    program = f"print('as on a GPU'); raise SystemExit({status})"
+    monkeypatch.setattr(gpu, "sections", lambda: [simulated._replace(argv=("-c", program))])
+    page = tmp_path / "page.md"
+    page.write_text("of a GPU")
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--write", str(page)])
+    assert gpu.main() == status
     told = capsys.readouterr().out
-    assert "No GPU is visible here" in told and "as on a GPU" in told
+    assert "No GPU is visible here" in told and "as on a GPU" in told and "is not written" in told
+    assert page.read_text() == "of a GPU"
+
+
+class Library:
+    """In place of NCCL's."""
+
+    def ncclGetVersion(self, number: Any) -> None:
+        number._obj.value = 23007
+
+
+@pytest.mark.parametrize(
+    ("devices", "left_out"), [(1, {"plans-2", "plans-4", "killed"}), (2, {"plans-4"}), (4, set())]
+)
+def test_ranks_share_a_device_by_the_nccl_that_is_loaded(
+    gpu: Any, monkeypatch: Any, devices: int, left_out: set[str]
+) -> None:
+    """What was installed later than torch counts, and not what torch was compiled with."""
+
+    def missing(name: str) -> Any:
+        raise OSError(name)
+
+    def without() -> set[str]:
+        return {section.name for section in gpu.sections() if section.needs}
+
+    monkeypatch.setattr(gpu.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(gpu, "count", lambda: devices)
+    monkeypatch.setattr(gpu.torch.cuda.nccl, "version", lambda: (2, 29, 7, "rc"))
+    monkeypatch.setattr(gpu.ctypes, "CDLL", missing)
+    assert gpu.nccl() == (2, 29, 7) and without() == left_out
+    monkeypatch.setattr(gpu.ctypes, "CDLL", lambda name: Library())
+    assert gpu.nccl() == (2, 30, 7) and without() == left_out - (
+        {"killed", "plans-2", "plans-4"} if devices == 1 else set()
+    )
+    assert all(
+        section.env["CUDA_VISIBLE_DEVICES"] == "" for section in gpu.sections() if section.name == "simulated"
+    )
 
 
 def test_the_devices_are_named_by_another_process(gpu: Any, monkeypatch: Any) -> None:
@@ -94,6 +139,8 @@ def breaks_later():
     return broken
 
 makers = {"ddp": broken, "stage 0": breaks_later, "ZeRO-3": lambda: lambda: None}
+for group in gpu.groups("cpu", {}).values():
+    assert {name for pair in group.pairs for name in pair} == set(group.makers)
 steps, failed = gpu.begun(makers)
 assert list(steps) == ["ZeRO-3"], steps
 assert set(failed) == {"ddp", "stage 0"} and set(failed.values()) == {"rank 0: ValueError: no such kernel"}

@@ -18,7 +18,8 @@ from espalier.device import copy_by, host_buffer, is_accelerator, new_stream, pi
 from espalier.parallel.data.disk import Disk, DiskError
 from espalier.parallel.plan import Place
 from espalier.tensor import plain
-from espalier.torch_private import disable_modes, raw
+from espalier.tensor.dry_runs import unseen
+from espalier.torch_private import raw
 
 Tensors = list[torch.Tensor]
 # places off the device where tensors stay as they are: what is written to a stand-in is there at once
@@ -182,7 +183,7 @@ class OffloadStore:
                 shown = item.host
             else:
                 assert self.disk is not None
-                with disable_modes():
+                with unseen():
                     shown = self.disk.mapped(key)
             self.tell_outside(shown)
             item.shown, item.marks = shown, [_mark(t) for t in shown]
@@ -194,7 +195,7 @@ class OffloadStore:
         if item is None or item.host is not None or item.coming is not None or self._changed(item, shown):
             return
         assert self.disk is not None
-        with disable_modes():  # the host's memory, which a CPU computes with when it is taken
+        with unseen():  # the host's memory, which a CPU computes with when it is taken
             buffers = self.disk.empty(key, pin=pins(self.device))
         item.coming = buffers, self.disk.read(key, buffers)
 
@@ -217,7 +218,7 @@ class OffloadStore:
                 if item is not None:
                     item.host = item.coming = None
             elif self._dry:
-                with disable_modes() if on_host else nullcontext():
+                with unseen() if on_host else nullcontext():
                     tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in item.shapes]
                 self.tell_outside(tensors if on_host else [])
                 return tensors
@@ -266,7 +267,7 @@ class OffloadStore:
     def _onto_host(self, item: _Item, tensors: Tensors) -> Tensors:
         host = item.host
         if host is None or [(t.shape, t.dtype) for t in host] != item.shapes:
-            with disable_modes():
+            with unseen():
                 host = [self.empty(t) for t in tensors]
         # of a CPU what is there already is what was brought: it goes when :meth:`settle` says so
         apart = [a for a, b in zip(host, tensors, strict=True) if _place(a) != _place(b)]

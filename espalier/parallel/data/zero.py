@@ -38,8 +38,9 @@ from espalier.parallel.data.unshard import Prefetcher, bring_home, home_of, show
 from espalier.parallel.plan import PLACES, Offload, Plan, Updater
 from espalier.tensor import plain, stamp
 from espalier.tensor.deferred import lay_out_parameters
+from espalier.tensor.dry_runs import unseen
 from espalier.tensor.rules.meta import of_dtensors
-from espalier.torch_private import disable_modes, raw
+from espalier.torch_private import raw
 
 _grad: Any = torch.Tensor.grad
 
@@ -543,7 +544,7 @@ class ZeroState:
             for m, grad in zip(chunk.members, grads, strict=True):
                 if grad is not None and grad.dtype is not dtype:
                     layout = grad._layout
-                    with disable_modes() if on_host else nullcontext():
+                    with unseen() if on_host else nullcontext():
                         other = plain(grad).to(dtype)
                     if on_host and self._store is not None:
                         self._store.tell_outside([other])
