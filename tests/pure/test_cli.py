@@ -106,6 +106,15 @@ def test_train(job, tmp_path):
     assert not list((tmp_path / "runs/job").glob(".*"))
 
 
+def test_slow_products_of_an_accelerator_are_told_at_the_start(job, monkeypatch):
+    monkeypatch.setattr("espalier.train.facts.is_accelerator", lambda device: True)
+    monkeypatch.setattr("espalier.train.facts.names", lambda: ["a quick one"])
+    _, out, _ = call("train", job, "--set", "train.steps=1")
+    assert "float32 products are exact, and slow" in out and 'plan.precision = "bfloat16"' in out
+    _, out, _ = call("train", job, "--set", "train.steps=1", "--set", "plan.precision=bfloat16")
+    assert "float32 products" not in out
+
+
 def test_the_saved_model_loads_into_the_plain_one(job, tmp_path):
     from safetensors.torch import load_file
 

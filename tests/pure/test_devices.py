@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,23 @@ def test_code_that_names_a_kind_of_device_is_seen() -> None:
         *("cudnn", "cuda", "xpu:0", "torch.accelerator.synchronize", "torch.Stream"),
         *("torch.get_device_module", "x.is_cuda", "pin_memory"),
     }
+
+
+def test_what_the_page_names_is_there() -> None:
+    """Each line of docs/devices.md says what shows it."""
+    root = Path(__file__).parents[2]
+    plans = (root / "tests" / "sim" / "test_plans.py").read_text(encoding="utf-8")
+    rows = [line for line in (root / "docs" / "devices.md").read_text().splitlines() if line.startswith("| ")]
+    shown = [row.rpartition(" | ")[2] for row in rows if not row.startswith("| item")]
+    assert len(shown) > 40
+    for row in shown:
+        files = re.findall(r"`((?:pure|ranks|sim)/\w+\.py)`", row)
+        texts = "".join((root / "tests" / name).read_text(encoding="utf-8") for name in files)
+        assert files, row
+        for name in re.findall(r"`(test_\w+?)(?:\.\.\.)?`", row):
+            assert f"def {name}" in texts, name
+        for name in re.findall(r"`([^`]+)`(?=[,)])", row):
+            assert name.startswith("test_") or "/" in name or f'"{name}": (' in plans, name
 
 
 def test_a_cpu_has_no_streams_and_pins_nothing() -> None:

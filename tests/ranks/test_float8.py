@@ -111,6 +111,15 @@ def test_values_that_were_rounded_are_rounded_to_themselves() -> None:
             assert factor.log2().frac() == 0 and factor / other in (1, 2)
 
 
+def test_what_is_no_number_stays_none() -> None:
+    """Else a gradient that overflowed would be taken for one of another size."""
+    for value in (torch.inf, -torch.inf, torch.nan):
+        for i in range(2):
+            operands = [torch.ones(16, 16), torch.ones(16, 16)]
+            operands[i][3, 5] = value
+            assert not float8.product(*operands, (float8.FORWARD, float8.FORWARD)).isfinite().all()
+
+
 def _gathers(rank: int, world: int, more: dict[str, Any]) -> None:
     found, gathered = {}, {}
     for name, zero, precision in (("whole", 2, "float8"), ("cut", 3, "float8"), ("16 bits", 3, "bfloat16")):

@@ -68,14 +68,27 @@ CASES = [
         A(X((7, 2)), ints((4,), 0, 7), 1),
         A(ints((5, 2), 0, 4), X((4, 3)), scale_grad_by_freq=True),
         A(X((4, 3)), ints((5, 2), 0, 4), -1, True),
+        # sparse gradients, of which there are none
+        A(ints((5, 2), 0, 7), X((7, 3), grad=False), sparse=True),
+        A(ints((7, 7), 0, 7), X((7, 7), grad=False), 2, sparse=True),
+        A(X((7, 2), grad=False), ints((4,), 0, 7), 1, sparse=True),
     ),
     case(
         "",
         A(ints((5, 2), 0, 7), X((7, 3))),
         A(ints((4, 3), 0, 6), X((6, 4)), mode="max"),
         A(ints((4, 3), 0, 6), X((6, 4)), mode="sum", per_sample_weights=X((4, 3)), padding_idx=2),
+        A(ints((4, 3), 0, 6), X((6, 4), grad=False), mode="sum", sparse=True),
         also=[torch.nn.functional.embedding_bag],
         most=40,
+    ),
+    case(
+        "",
+        A(X((7, 3), grad=False), ints((6,), 0, 7), ints((2,), 0, 1)),
+        A(X((7, 3), grad=False), ints((6,), 0, 7), ints((2,), 0, 1), False, 0, True),
+        also=[torch.embedding_bag],
+        gathers=True,
+        most=20,
     ),
     case(
         "",
