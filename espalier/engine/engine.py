@@ -74,6 +74,7 @@ from espalier.tensor import DTensor, redistribute
 from espalier.tensor import compile as compile_region
 from espalier.tensor.compiled import Backend
 from espalier.tensor.deferred import share_random_state
+from espalier.tensor.dtensor import layout_of
 from espalier.tensor.observers import user_frame
 from espalier.tensor.traces import run_as_written
 
@@ -925,6 +926,13 @@ class Engine(Surface):
         self.wait_staged()
         with nullcontext() if self._data is None else self._data.precise():
             return state_of(self.module, self.passes.everywhere)
+
+    def whole(self, name: str, x: Any) -> torch.Tensor:
+        """The plain global value of a DTensor on every rank, also of one that lies as that parameter does."""
+        if type(x) is DTensor and layout_of(x).mesh.size() < self.mesh.size():  # in a stage or branch
+            return self.passes.everywhere(name, x)
+        value: torch.Tensor = x.full_tensor()
+        return value
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """The gradients as plain whole tensors (a collective: every rank must call), by parameter.

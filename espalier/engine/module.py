@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 from collections import OrderedDict
@@ -82,9 +81,9 @@ class EngineModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the model as it lies (for averages of weights, targets), which no engine trains.
 
-        Called, it takes global batches and gives what it computes of all rows.
+        Called, it takes global batches and gives what it computes of all rows; in a pipeline without gradients.
         """
-        return copy.deepcopy(self.module, memo)
+        return self.engine.passes.copied(memo)
 
     def no_sync(self) -> Any:
         """See :meth:`espalier.Engine.no_sync`."""

@@ -9,6 +9,7 @@ call back at the end. And ``optimizer.step()`` is the engine's.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import weakref
@@ -244,6 +245,11 @@ class Passes(ABC):
     @abstractmethod
     def output(self, inputs: Any) -> Any:
         """What the model gives for inputs, with plain whole tensors, on every rank."""
+
+    def copied(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the model as it lies, which no engine trains."""
+        model: nn.Module = copy.deepcopy(self.call.module, memo)
+        return model
 
     @abstractmethod
     def outputs(self, inputs: Any, rows: str) -> Any:

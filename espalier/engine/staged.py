@@ -28,7 +28,8 @@ from espalier.engine.passes import (
     Phase,
     plain_output,
 )
-from espalier.engine.staged_output import ModelRun
+from espalier.engine.staged_copy import StagedCopies
+from espalier.engine.staged_output import ModelRun, cloned
 from espalier.faults.watchdog import Watchdog
 from espalier.layout import Layout, gradient_layout
 from espalier.mesh import Mesh
@@ -43,7 +44,7 @@ from espalier.parallel.pipeline.record import leaves
 from espalier.parallel.pipeline.runtime import InferredShapes, Trees
 from espalier.parallel.pipeline.shape_inference import taken_apart
 from espalier.parallel.pipeline.single_rank import DeferredWeightGrads, PutOffDry, SingleRank, as_plain
-from espalier.parallel.pipeline.split import StageProgram
+from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.parallel.schedules.actions import Action
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.dry_runs import Dice, States, draw_again, restore, states
@@ -70,6 +71,7 @@ class Staged(Passes):
         self._weighs = self._is_finished = self._is_known = self._is_of_loop = False
         self.keeps_outputs: bool | None = None  # of training passes, see ModelRun; None: of the first
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
+        self._copies = StagedCopies(self)
 
     # ---- to lay out
 
@@ -126,6 +128,10 @@ class Staged(Passes):
         self.seen.watch_clipping()
         data.gradients.share({id(p) for p, _ in self._shared(data)})
         self._share_values(data)
+        self._copies.lay_out(self.call.module)
+
+    def copied(self, memo: dict[int, Any]) -> nn.Module:
+        return self._copies.made(self.call.module, memo)
 
     @property
     def stages(self) -> Stages:
@@ -212,9 +218,12 @@ class Staged(Passes):
         losses += self._passed(some)
         return self._of_last(averaged(losses))
 
-    def output(self, inputs: Any) -> Any:
+    def output(self, inputs: Any, model: nn.Module | None = None) -> Any:
+        """What the model gives for inputs, or a copy of it: plain, on every rank."""
         data = self._laid_out(self.call.alone(inputs))
         work = Prediction(self._context(data), [inputs], lambda name: None, counts=False)
+        if model is not None:
+            work.take(model)
         schedule = self.stages.schedule(1, only=ActionKind.F)
         self._run(work, schedule)
         self._of_last(torch.zeros((), dtype=torch.float64, device=self.mesh.device()))
@@ -227,8 +236,7 @@ class Staged(Passes):
     def outputs(self, inputs: Any, rows: str) -> Any:
         if torch.is_inference_mode_enabled():  # what is traced is told of writes by versions
             with torch.inference_mode(False), torch.no_grad():
-                inputs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
-                return self.outputs(inputs, rows)
+                return self.outputs(cloned(inputs), rows)
         call = ModelRun(self, detached(inputs), rows)
         return Awaited(call) if torch.is_grad_enabled() else call.value()
 
@@ -462,7 +470,7 @@ class MicroBatches:
         self._inputs = [self._entered(part) for part in self._parts]
         known = [tree_map(_zeros, x) if mesh.is_dry else x for x in self._inputs]
         with of.call.autocast():
-            self._splits = of.stages.split.at_all(known)
+            self._splits: Sequence[Split | Undivided] = of.stages.split.at_all(known)
         shape_inference = of.stages.shape_inference
         self._followed = of.accumulation.followed if counts else None
         of_parts = zip(self._splits, self._inputs, strict=True)
@@ -611,6 +619,10 @@ class Prediction(MicroBatches):
             self.output = whole
         self.tensors = leaves(whole, torch.Tensor)
         return [torch.zeros(())]  # where a loss would be
+
+    def take(self, model: nn.Module) -> None:
+        """Have it of another model of the same modules."""
+        self._splits = [split.on(model) for split in self._splits]
 
     def everywhere(self, source: int) -> Any:
         """The output on all ranks."""

@@ -218,6 +218,11 @@ def _shapes_of(inputs: Any) -> Hashable:
     return tuple((tuple(x.shape), x.dtype) for x in leaves(inputs, torch.Tensor))
 
 
+def cloned(inputs: Any) -> Any:
+    """Inputs that were made in inference mode, for what is told of writes by versions."""
+    return mapped(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
+
+
 def _like(x: Any) -> Any:
     """A tensor of that shape, on ``meta``."""
     if not isinstance(x, torch.Tensor):

@@ -83,12 +83,14 @@ class Surface(ABC):
         return OrderedDict(self.full_state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Keys:
-        """Take over a state dict of plain whole tensors, the same on all ranks (a collective).
+        """Take over a state dict of whole tensors, the same on all ranks, or of DTensors (a collective).
 
         Raises:
             ValueError: it is of another model.
         """
-        state = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in state_dict.items()}
+        state = {
+            name: self.whole(name, x) if hasattr(x, "full_tensor") else x for name, x in state_dict.items()
+        }
         own = self.module.state_dict(keep_vars=True)
         missing = [name for name in own if name not in state]
         unexpected = [name for name in state if name not in own]
@@ -97,6 +99,10 @@ class Surface(ABC):
             state = {name: state[name] if name in state else held[name] for name in own}
         self.load_weights(state)
         return Keys([] if strict else missing, [] if strict else unexpected)
+
+    @abstractmethod
+    def whole(self, name: str, x: Any) -> torch.Tensor:
+        """The plain global value of a DTensor on every rank, also of one that lies as a parameter does."""
 
     @abstractmethod
     def full_state_dict(self) -> dict[str, Any]:

@@ -468,6 +468,10 @@ class Undivided:
         rebuild: tuple[Callable[[Any], tuple[Any, ...]], ...] = (tuple,) * last
         self._agreed = InferredShapes(nothing, nothing, False, rebuild, ((),) * number, {})
 
+    def on(self, model: nn.Module) -> Undivided:
+        """The same of another model."""
+        return Undivided(model, len(self.stages))
+
     def at_all(self, batches: Iterable[Any]) -> list[Undivided]:
         """The same for each batch."""
         return [self for _ in batches]

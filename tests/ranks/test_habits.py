@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -131,7 +132,11 @@ def averages_of_weights(lay: Lay) -> list[Any]:
         average.eval()
         with torch.no_grad():
             out.append(F.cross_entropy(average(x), y).item())
-    return [*out, *model.parameters(), *first.module.parameters(), *later.module.parameters()]
+    for average in (first, copy.deepcopy(later)):
+        model.load_state_dict(average.module.state_dict())
+        out += [x.clone() for x in model.state_dict().values()]
+        out.append(F.cross_entropy(average(x), y).item())
+    return out
 
 
 PROGRAMS = (
@@ -151,14 +156,14 @@ PLANS: tuple[dict[str, Any], ...] = (
 
 
 def numbers(values: list[Any]) -> torch.Tensor:
-    return torch.cat([espalier.full_tensor(torch.as_tensor(v)).detach().flatten() for v in values])
+    return torch.cat([espalier.full_tensor(torch.as_tensor(v)).detach().flatten().double() for v in values])
 
 
 def compared(rank: int, world: int) -> None:
     for program in PROGRAMS:
         torch.manual_seed(0)
         expected = numbers(program(lambda model, *more: (model, *more) if more else model))
-        for plan in PLANS:
+        for plan in (*PLANS, {"pipe": 2}) if program is averages_of_weights else PLANS:
             torch.manual_seed(0)
             given = numbers(
                 program(lambda model, *more, plan=plan: espalier.prepare(model, *more, plan=plan))

@@ -181,6 +181,12 @@ class Split:
         self.dice = divided.dice
         self.segments, self.whole = family.segments, tuple(family.whole.values())
 
+    def on(self, model: nn.Module) -> Split:
+        """The same stages of another model of the same modules, by their names."""
+        other = copy.copy(self)
+        other.stages = tuple(stage.on(model) for stage in self.stages)
+        return other
+
     def at(self, batch: Any) -> Split:
         """The same stages for another batch; traced anew if its shapes, or what is read of it, are new."""
         return self.at_all([batch])[0]
