@@ -81,7 +81,8 @@ class EngineModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the model as it lies (for averages of weights, targets), which no engine trains.
 
-        Called, it takes global batches and gives what it computes of all rows; in a pipeline without gradients.
+        Called, it takes global batches and gives what it computes of all rows (in a pipeline without
+        gradients).
         """
         return self.engine.passes.copied(memo)
 

@@ -1,4 +1,4 @@
-"""Copies of a model that lies in stages (averages of its weights, teachers): they lie and are called as it."""
+"""Copies of a model that lies in stages (averages of its weights, teachers): called through them, too."""
 
 from __future__ import annotations
 
