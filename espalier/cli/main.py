@@ -269,6 +269,45 @@ def plan(
 
 
 @app.command()
+def calibrate(
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "-n", "--ranks", min=1, help="That measure at once; all cores by default.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="The cluster; --cluster here by default.", show_default=False),
+    ] = None,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Measure a busy machine, too.")] = False,
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="On the disk for what plans keep off the device; one in the cache by default.",
+            show_default=False,
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Measure what this machine computes and sends, in a minute, and write it as a cluster for plan."""
+    with one_clear_message(debug):
+        from espalier.files import write_file
+        from espalier.planner.calibrate import calibrate as measured
+        from espalier.planner.calibrate import show
+        from espalier.planner.cluster import here
+
+        path = out or here()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cluster = measured(ranks, show, anyway=anyway, disk=disk)
+        write_file(path, cluster.to_toml().encode())
+        for line in cluster.told():
+            say(Console(), line)
+        say(Console(), f"written: {path}{'' if out else ' (--cluster here)'}")
+
+
+@app.command()
 def compare(
     job: JobFile,
     set_: Set = None,
@@ -313,45 +352,6 @@ def compare(
             draw(trace, {"predicted": timeline, "measured": measured.timeline})
         elif trace is not None:
             say(Console(stderr=True), f"{trace} is not written: the plan has no pipeline.")
-
-
-@app.command()
-def calibrate(
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "-n", "--ranks", min=1, help="That measure at once; all cores by default.", show_default=False
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.toml", help="The cluster; --cluster here by default.", show_default=False),
-    ] = None,
-    anyway: Annotated[bool, typer.Option("--anyway", help="Measure a busy machine, too.")] = False,
-    disk: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="On the disk for what plans keep off the device; one in the cache by default.",
-            show_default=False,
-        ),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Measure what this machine computes and sends, in a minute, and write it as a cluster for plan."""
-    with one_clear_message(debug):
-        from espalier.files import write_file
-        from espalier.planner.calibrate import calibrate as measured
-        from espalier.planner.calibrate import show
-        from espalier.planner.cluster import here
-
-        path = out or here()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        cluster = measured(ranks, show, anyway=anyway, disk=disk)
-        write_file(path, cluster.to_toml().encode())
-        for line in cluster.told():
-            say(Console(), line)
-        say(Console(), f"written: {path}{'' if out else ' (--cluster here)'}")
 
 
 def _numbered(text: str) -> tuple[str, int]:
