@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-core (``torch_dist``), under the names of transformers' models, and back.
+"""Checkpoints of Megatron-core, under the names of transformers' models, and back (as ``torch_dist``).
 
 Such a folder is one of ``torch.distributed.checkpoint``, with ``metadata.json`` and ``common.pt`` beside it.
 What all layers have is one tensor there, with the layer as its first dim; queries, keys and values stand in
@@ -23,7 +23,8 @@ import torch
 
 from espalier.checkpoint.index import FormatError, TensorInfo
 from espalier.checkpoint.megatron_buckets import STATE, Unpacked
-from espalier.checkpoint.megatron_places import LAYERS, Place, Sizes, is_routed, places
+from espalier.checkpoint.megatron_fsdp import Sharded, is_fsdp
+from espalier.checkpoint.megatron_places import LAYERS, Place, Sizes, is_routed, is_trained, places
 from espalier.checkpoint.records import load_records
 from espalier.checkpoint.sources import TensorSource, reading
 from espalier.layout.layout import Box, overlap
@@ -37,7 +38,8 @@ _BACKENDS = {
     "common_backend_version": 1,
 }
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
-MASTERS = ("param", "fp32_param")  # of the distributed optimizer and of the one for 16 bits
+# of the distributed optimizer, of the one for 16 bits, and of Transformer Engine's
+MASTERS = ("param", "fp32_param", "master_param")
 _GROUPED = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")  # by what Megatron makes groups
 _BESIDE = {"params", "step", "bias_correction", "default_config", "max_lr", "min_lr", "pre_wd_mult"}
 _BESIDE |= {"pre_lr_mult", *_GROUPED}
@@ -128,7 +130,9 @@ def in_names_of(source: TensorSource, config: Mapping[str, Any] | None) -> Tenso
         FormatError: the config is missing or unknown, or tensors are there that such a model has not.
     """
     if not is_megatron(source.path):
-        return source
+        if not is_fsdp(source):
+            return source
+        source = Sharded(source, _BESIDE)
     if config is None or "model_type" not in config:
         raise FormatError(
             f"{source.path} is a checkpoint of Megatron's, whose tensors have other names and shapes: give "
@@ -144,16 +148,29 @@ def in_names_of(source: TensorSource, config: Mapping[str, Any] | None) -> Tenso
             listed(f"{source.path} does not hold the weights of this {config['model_type']}:", wrong, 8)
             + "\nGive the config of the model that was saved."
         )
-    source = Unpacked(source, weights, gated=config["model_type"] != "gpt2")
-    kinds = _kinds_of(source, weights)
+    trained = {key for key in weights if is_trained(key)}
+    groups = source.groups() if isinstance(source, Sharded) else None
+    source = Unpacked(source, trained, gated=config["model_type"] != "gpt2")
+    kinds = _kinds_of(source, trained)
     parts: dict[str, list[_Part]] = defaultdict(list)
     for box, there, turned, name, key in ((p.box, p.there, p.turned, p.name, p.key) for p in table):
-        master = next((f"{STATE}{k}.{key}" for k in MASTERS if k in kinds), key)
+        master = next((f"{STATE}{k}.{key}" for k in MASTERS if k in kinds and key in trained), key)
         parts[f"model.{name}"].append(_Part(box, master, there, turned))
-        for kind in (k for k in kinds if k not in MASTERS):
+        for kind in (k for k in kinds if k not in MASTERS and key in trained):
             parts[f"{STATE}{name}.{kind}"].append(_Part(box, f"{STATE}{kind}.{key}", there, turned))
-    shapes = {name: len(parts[f"model.{name}"][0].box.sizes) for name in dict.fromkeys(p.name for p in table)}
-    steps, values = _options(source, shapes) if kinds else ({}, {})
+    keys: dict[str, set[str]] = defaultdict(set)
+    for place in table:
+        if place.key in trained:
+            keys[place.name].add(place.key)
+    if groups is None:
+        dims = {name: len(parts[f"model.{name}"][0].box.sizes) for name in keys}
+        divided = _divided(source, dims) if kinds else []
+    else:
+        divided = [(g.options, g.step, [n for n, of in keys.items() if of <= g.keys]) for g in groups]
+        if kinds and (mixed := keys.keys() - {name for *_, names in divided for name in names}):
+            first = f"{source.path} does not say one group of an optimizer for each of these:"
+            raise FormatError(f"{listed(first, sorted(mixed), 8)}\nSave it again by Megatron as torch_dist.")
+    steps, values = _options(divided) if kinds else ({}, {})
     composed = Composed(source, parts, steps)
     composed.without = source.without
     composed.values, composed.trees = values, frozenset(("model", "optimizer") if kinds else ("model",))
@@ -189,29 +206,43 @@ def _kinds_of(source: TensorSource, weights: Collection[str]) -> list[str]:
     return [kind for kind, keys in holders.items() if len(keys) == len(weights)]
 
 
-def _options(source: TensorSource, dims: Mapping[str, int]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Counts of steps, and what an optimizer keeps beside tensors, as torch's distributed checkpoint has it.
+_Divided = list[tuple[Mapping[str, Any], Any, list[str]]]
+"""Options of each group, its count of steps, and the names of its parameters."""
+
+
+def _options(divided: _Divided) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Counts of steps, and what an optimizer keeps beside tensors, as torch's distributed checkpoint has it."""
+    steps: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
+    for i, (options, step, names) in enumerate(divided):
+        values[f"optimizer.param_groups.{i}.params"] = names
+        values |= {f"optimizer.param_groups.{i}.{k}": x for k, x in options.items() if k not in _BESIDE}
+        if step is not None:
+            steps |= {f"{STATE}{n}.step": torch.tensor(float(step)) for n in names}
+    return steps, values
+
+
+def _divided(source: TensorSource, dims: Mapping[str, int]) -> _Divided:
+    """What groups there are, and which parameters are in which, as Megatron divides them by default.
 
     Args:
         dims: of each weight, how many.
     """
     groups, step = _groups(source)
-    steps: dict[str, torch.Tensor] = {}
-    values: dict[str, Any] = {}
     decays, routed = ({g.get(key) for g in groups} for key in ("wd_mult", "is_expert_parallel"))
-    for i, group in enumerate(groups):
-        names = [
-            name
-            for name, d in dims.items()
-            if (len(decays) == 1 or _decays(name, d) is (group.get("wd_mult", 1.0) != 0))
-            and (len(routed) == 1 or is_routed(name) is bool(group.get("is_expert_parallel")))
-        ]
-        values[f"optimizer.param_groups.{i}.params"] = names
-        values |= {f"optimizer.param_groups.{i}.{k}": x for k, x in group.items() if k not in _BESIDE}
-        count = group.get("step", step)
-        if count is not None:
-            steps |= {f"{STATE}{n}.step": torch.tensor(float(count)) for n in names}
-    return steps, values
+    return [
+        (
+            group,
+            group.get("step", step),
+            [
+                name
+                for name, d in dims.items()
+                if (len(decays) == 1 or _decays(name, d) is (group.get("wd_mult", 1.0) != 0))
+                and (len(routed) == 1 or is_routed(name) is bool(group.get("is_expert_parallel")))
+            ],
+        )
+        for group in groups
+    ]
 
 
 def _groups(source: TensorSource) -> tuple[list[Mapping[str, Any]], Any]:
@@ -264,7 +295,8 @@ def as_megatron(
     weights: Mapping[str, str],
     options: Mapping[str, Any],
 ) -> Outward:
-    """A model under the keys of Megatron's, layers stacked; its optimizer too, where it has options.
+    """A model under the keys of Megatron's, layers stacked, or apart where not all have experts; its
+    optimizer too, where it has options.
 
     Args:
         config: of a model of transformers.
@@ -281,6 +313,9 @@ def as_megatron(
         )
     parts: dict[str, list[_Part]] = defaultdict(list)
     table = [*places(config, stacked=True, every=False)]
+    stacked = _are_alike(table, weights)
+    if not stacked:
+        table = [_as_dense(place, weights) for place in places(config, stacked=False, every=False)]
     if unknown := sorted(set(weights) - {place.name for place in table}):
         raise FormatError(
             listed(f"{source.path} holds what no {config.get('model_type')} has:", unknown, 8)
@@ -307,21 +342,45 @@ def as_megatron(
         common["optimizer"] = {"param_groups": _regrouped(source, options), "state": {"common_step": step}}
     buffer = io.BytesIO()
     torch.save(common, buffer)
-    modules = {key.rpartition(".")[0] for key in parts if key.startswith(LAYERS) and ".linear_" in key}
-    modules |= {f"{LAYERS}self_attention.core_attention"}
-    sizes = Sizes.of(config)
-    shards: dict[str, Any] = {}
-    for module in sorted(modules):
-        routed = ".experts." in module
-        for at in product(range(sizes.layers), range(sizes.experts if routed else 1)):
-            of, n = (at, (sizes.layers, sizes.experts)) if routed else (at[:1], (sizes.layers,))
-            shard = ".".join(map(str, of)) + "_" + ".".join(map(str, n))
-            shards[f"{module}._extra_state/shard_{shard}"] = [None]
     return Outward(
         Composed(source, parts, {}),
-        shards,
+        _extra_states(parts, Sizes.of(config), stacked),
         {COMMON: buffer.getvalue(), METADATA: json.dumps(_BACKENDS).encode()},
     )
+
+
+def _are_alike(table: Iterable[Place], weights: Collection[str]) -> bool:
+    """Whether all layers have the same tensors, as stacks need."""
+    layers: dict[str, set[int]] = defaultdict(set)
+    for place in table:
+        if place.name in weights and place.key.startswith(LAYERS):
+            layers[place.key].add(place.there.offsets[0])
+    return len({frozenset(of) for of in layers.values()}) <= 1
+
+
+def _as_dense(place: Place, weights: Collection[str]) -> Place:
+    """Where the norm before an MLP stands in a layer without experts, among layers with such."""
+    layer, norm, word = place.key.partition("pre_mlp_layernorm.")
+    gate = f"{place.name.removesuffix(f'post_attention_layernorm.{word}')}mlp.gate_proj.weight"
+    if not norm or gate not in weights:
+        return place
+    return place._replace(key=f"{layer}mlp.linear_fc1.layer_norm_{word}")
+
+
+def _extra_states(keys: Iterable[str], sizes: Sizes, stacked: bool) -> dict[str, Any]:
+    """What modules of Transformer Engine ask for beside their tensors: nothing, by name."""
+    modules = {key.rpartition(".")[0] for key in keys if key.startswith(LAYERS) and ".linear_" in key}
+    starts = [LAYERS] if stacked else [f"{LAYERS}{i}." for i in range(sizes.layers)]
+    modules |= {f"{start}self_attention.core_attention" for start in starts}
+    shards: dict[str, Any] = {}
+    for module in sorted(modules):
+        lengths = [sizes.layers] * stacked + [sizes.experts] * (".experts." in module)
+        lengths = lengths or [1]
+        for at in product(*map(range, lengths)):
+            shards[f"{module}._extra_state/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, lengths))}"] = [
+                None
+            ]
+    return shards
 
 
 def _regrouped(source: TensorSource, options: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -37,7 +37,9 @@ class Sizes(NamedTuple):
     """What is to be known of a model: heads of queries, of keys and values, and the lengths of dims.
 
     ``routed`` and ``shared`` are those within an expert, and within the one that all rows go through;
-    ``apart`` is whether each expert has tensors of its own, as in transformers before 5.
+    ``apart`` is whether each expert has tensors of its own, as in transformers before 5. ``latent`` is of
+    attention through smaller spaces (DeepSeek's): the sizes of queries' (0 if they have none), of keys' and
+    values', and of a head's query without positions, its part with them, and its value.
     """
 
     layers: int
@@ -52,6 +54,7 @@ class Sizes(NamedTuple):
     routed: int
     shared: int
     apart: bool
+    latent: tuple[int, int, int, int, int]
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Sizes:
@@ -64,6 +67,7 @@ class Sizes(NamedTuple):
         layers, words = get("num_hidden_layers", "n_layer"), get("vocab_size")
         if hidden is None or heads is None or layers is None or words is None:
             raise FormatError("The config does not say hidden_size, num_attention_heads and the like.")
+        routed = get("moe_intermediate_size", "intermediate_size") or 0
         return Sizes(
             layers,
             hidden,
@@ -73,10 +77,17 @@ class Sizes(NamedTuple):
             get("intermediate_size", "n_inner") or 4 * hidden,
             words,
             get("max_position_embeddings", "n_positions") or 0,
-            get("num_experts", "num_local_experts") or 0,
-            get("moe_intermediate_size", "intermediate_size") or 0,
-            get("shared_expert_intermediate_size") or 0,
+            get("num_experts", "num_local_experts", "n_routed_experts") or 0,
+            routed,
+            get("shared_expert_intermediate_size") or (get("n_shared_experts") or 0) * routed,
             str(config.get("transformers_version", "")).startswith("4."),
+            (
+                get("q_lora_rank") or 0,
+                get("kv_lora_rank") or 0,
+                get("qk_nope_head_dim") or 0,
+                get("qk_rope_head_dim") or 0,
+                get("v_head_dim") or 0,
+            ),
         )
 
 
@@ -115,6 +126,11 @@ def places(config: Mapping[str, Any], *, stacked: bool, every: bool = True) -> I
 def is_routed(name: str) -> bool:
     """Whether a tensor of transformers' is of experts, which an optimizer of Megatron's has apart."""
     return ".experts." in name
+
+
+def is_trained(key: str) -> bool:
+    """Whether a tensor of Megatron's is a parameter, which an optimizer has states of."""
+    return not key.endswith(_BIAS)
 
 
 def _otherwise(place: Place) -> Iterator[Place]:
@@ -190,16 +206,41 @@ def _mlp(s: Sizes, name: str = "mlp.", inner: int = 0, start: str = "mlp.") -> I
     yield from _rows(f"{name}down_proj.bias", f"{start}linear_fc2.bias", rows, None)
 
 
-def _routed(s: Sizes, mixtral: bool = False) -> Iterator[Place]:
+def _latent(s: Sizes) -> Iterator[Place]:
+    """What a layer has but for the MLP, where queries, keys and values come from smaller spaces."""
+    queries, keys, without, turned, value = s.latent
+    each = s.heads * (without + turned)
+    for name, key, n, width in (
+        ("q_proj", "linear_q_proj", each, s.hidden),
+        ("q_a_proj", "linear_q_down_proj", queries, s.hidden),
+        ("q_b_proj", "linear_q_up_proj", each, queries),
+        ("kv_a_proj_with_mqa", "linear_kv_down_proj", keys + turned, s.hidden),
+        ("kv_b_proj", "linear_kv_up_proj", s.heads * (without + value), keys),
+        ("o_proj", "linear_proj", s.hidden, s.heads * value),
+    ):
+        yield from _rows(f"self_attn.{name}.weight", f"self_attention.{key}.weight", [(0, 0, n)], width)
+        yield from _rows(f"self_attn.{name}.bias", f"self_attention.{key}.bias", [(0, 0, n)], None)
+    for word, n in (("q", queries), ("kv", keys)):
+        key = f"self_attention.linear_{word}_up_proj.layer_norm_weight"
+        yield from _rows(f"self_attn.{word}_a_layernorm.weight", key, [(0, 0, n)], None)
+    rows = [(0, 0, s.hidden)]
+    yield from _rows("input_layernorm.weight", "input_layernorm.weight", rows, None)
+    yield from _rows("post_attention_layernorm.weight", f"{_FC1}layer_norm_weight", rows, None)
+
+
+def _routed(
+    s: Sizes, mixtral: bool = False, attention: Any = _attention, shared: str = "mlp.shared_expert."
+) -> Iterator[Place]:
     """A layer with experts, or one without among such."""
-    for place in _gated(s):
+    for place in (*attention(s), *_mlp(s)):
         norm = place.name.startswith("post_attention_layernorm.")
         yield place._replace(key=f"pre_mlp_layernorm.{place.name.rpartition('.')[2]}") if norm else place
     block = "block_sparse_moe." if mixtral and s.apart else "mlp."
     yield from _rows(f"{block}gate.weight", "mlp.router.weight", [(0, 0, s.experts)], s.hidden)
+    yield from _rows(f"{block}gate.e_score_correction_bias", f"mlp{_BIAS}", [(0, 0, s.experts)], None)
     if s.shared:
         yield from _rows("mlp.shared_expert_gate.weight", f"{_SHARED}gate_weight", [(0, 0, 1)], s.hidden)
-        yield from _mlp(s, "mlp.shared_expert.", s.shared, _SHARED)
+        yield from _mlp(s, shared, s.shared, _SHARED)
     for e in range(s.experts):
         for place in _mlp(s, "", s.routed, _EXPERTS):
             word = place.name.removesuffix(".weight")
@@ -257,14 +298,23 @@ _OLDER = {
     for kind in ("weight", "bias")
 }
 _OLDER |= {f"pre_mlp_layernorm.{kind}": (f"{_FC1}layer_norm_{kind}",) for kind in ("weight", "bias")}
+_OLDER |= {
+    f"self_attention.linear_{word}_up_proj.layer_norm_weight": (f"self_attention.{word}_layernorm.weight",)
+    for word in ("q", "kv")
+}
+_OLDER["input_layernorm.weight"] = (f"{_QKV}layer_norm_weight",)
 _EXPERTS, _SHARED = "mlp.experts.experts.", "mlp.shared_experts."
+_BIAS = ".router.expert_bias"  # which a rule moves, no gradient
 _WORDS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # as Mixtral called them
 _OUTSIDE = _around("model.embed_tokens", "model.norm")
 _LLAMA, _MOE = (_OUTSIDE, _gated, "model.layers."), (_OUTSIDE, _routed, "model.layers.")
 _MIXTRAL = (_OUTSIDE, partial(_routed, mixtral=True), "model.layers.")
+_BIASED = partial(_routed, shared="mlp.shared_experts.")
 _KINDS: dict[str, tuple[Any, Any, str]] = {
     "gpt2": (_around("transformer.wte", "transformer.ln_f", "transformer.wpe"), _gpt2, "transformer.h."),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), _MOE),
     "mixtral": _MIXTRAL,
+    "glm4_moe": (_OUTSIDE, _BIASED, "model.layers."),
+    "deepseek_v3": (_OUTSIDE, partial(_BIASED, attention=_latent), "model.layers."),
 }

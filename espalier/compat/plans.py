@@ -52,12 +52,16 @@ def plan_for_world(said: Mapping[str, Any], more: Plan | Mapping[str, Any] | Non
     return Plan(**fields)
 
 
-def tell_of_ranks(owner: str) -> None:
-    """Warn a program without other ranks that leaves devices idle, which torch's wrapper would have used."""
+def tell_of_ranks(told: str) -> None:
+    """Tell a program without other ranks, on a machine with several devices, how all of them are used best.
+
+    Args:
+        told: what it does instead, with ``{devices}``.
+    """
     if world_size() == 1 and (devices := count()) > 1:
         warnings.warn(
-            f"{owner} in one process computes on one of the {devices} devices here, with the same results. "
-            f"Ranks are processes: espalier run -n {devices} SCRIPT.py takes all of them.",
+            f"{told.format(devices=devices)}. "
+            f"Ranks are processes: espalier run -n {devices} SCRIPT.py has one for each.",
             stacklevel=user_frame()[0],
         )
 

@@ -122,20 +122,41 @@ def test_pipe(ranks: Any) -> None:
     ranks(2, added_up)
 
 
-@pytest.mark.parametrize("wrapper", ["DataParallel", "Pipe"])
-def test_one_process_computes_the_same_and_tells_of_idle_devices(
+class OnTwo(nn.DataParallel[nn.Module]):
+    """torch's own where there are two devices, which are the host here."""
+
+    def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0):
+        super().__init__(module)
+        self.device_ids, self.dim = [0, 1] if device_ids is None else device_ids, dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.module(part) for part in x.chunk(len(self.device_ids), self.dim)], self.dim)
+
+
+@pytest.mark.parametrize("wrapper", ["DataParallel", "threads", "Pipe"])
+def test_one_process_computes_the_same_and_tells_of_ranks(
     wrapper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("espalier.compat.plans.count", lambda: 4)
-    plain = net()
-    with pytest.warns(UserWarning, match=rf"{wrapper} in one process(.|\n)*espalier run -n 4"):
-        model = getattr(here, wrapper)(net())
+    """Without several devices, ``device_ids`` has no effect, as torch's own has none; with such, it runs."""
     x, y = batch(0, 0)
+    plain = net()
+    if wrapper == "DataParallel":
+        model: Any = here.DataParallel(net(), device_ids=[0, 1])
+    else:
+        monkeypatch.setattr("espalier.compat.plans.count", lambda: 4)
+        monkeypatch.setattr(nn, "DataParallel", OnTwo)
+        with pytest.warns(UserWarning, match=r"in one process(.|\n)*espalier run -n 4"):
+            model = here.Pipe(net()) if wrapper == "Pipe" else here.DataParallel(net(), None, None, 0)
     for of in (plain, model):
         optimizer = torch.optim.SGD(of.parameters(), lr=0.1)
         F.cross_entropy(of(x), y).backward()
         optimizer.step()
     assert torch.allclose(model(x), plain(x), rtol=0, atol=1e-12)
+    if wrapper == "threads":
+        assert not model.is_made  # the model is as torch's own has it
+        assert list(model.state_dict()) == [f"module.{name}" for name in plain.state_dict()]
+        with pytest.warns(UserWarning, match="a thread for each of 4 devices"):
+            assert here.DataParallel(nn.Identity(), dim=1)(x).equal(x)  # ranks cut rows alone
 
 
 def test_ranks_that_a_program_has_started_meet_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

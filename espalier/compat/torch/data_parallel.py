@@ -47,15 +47,17 @@ class _Prefixed(LateModule):
 class DataParallel(_Prefixed):
     """As ``torch.nn.DataParallel``: whole batches in, whole outputs out, computed by all ranks.
 
-    torch's runs threads in one process; here the ranks are processes: ``espalier run -n 4 script.py``. All of
-    them run the script; torch's random numbers go on as on rank 0, so that all draw the same batches. A plain
-    ``python script.py`` computes the same on one device, and is told of others.
+    Ranks are processes: ``espalier run -n 4 script.py``. All of them run the script; torch's random numbers
+    go on as on rank 0, so that all draw the same batches. A plain ``python script.py`` is one process: there
+    the batch is cut over its devices by torch's own class, which runs a thread for each, if there are several.
 
     Args:
-        device_ids, output_device: no effect: a rank has one device.
-        dim: 0.
+        device_ids, output_device: for a process without ranks, as torch takes them; a rank has one device.
+        dim: along which the batch is cut: 0, or another in a process without ranks and with several devices.
         plan: keys of a :class:`~espalier.Plan`: what else there is to be beside ``data``.
     """
+
+    _threads: nn.DataParallel[nn.Module] | None = None
 
     def __init__(
         self,
@@ -66,14 +68,25 @@ class DataParallel(_Prefixed):
         *,
         plan: Said = None,
     ) -> None:
-        if dim != 0:
-            refuse("DataParallel", [("dim", dim, "rows are cut: expected 0")])
-        tell_of_ranks("DataParallel")
         super().__init__(module, "whole", {}, plan)
+        if world_size() == 1 and plan is None:
+            threads = nn.DataParallel(module, device_ids, output_device, dim)
+            if len(threads.device_ids) > 1:
+                tell_of_ranks("DataParallel runs a thread for each of {devices} devices in one process")
+                self.__dict__["_threads"] = threads  # no module of this one: names are torch's
+        if dim != 0 and self._threads is None:
+            refuse("DataParallel", [("dim", dim, "rows are cut: expected 0")])
         if world_size() > 1:
             torch.set_rng_state(
                 gather_objects(torch.get_rng_state(), Mesh.from_env(plan_for_world({}, plan).axes))[0]
             )
+
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs of the whole batch."""
+        if self._threads is not None and not self.is_made:
+            return self._threads(*args, **kwargs)
+        return super().forward(*args, **kwargs)
 
 
 _HOOKS: Mapping[Callable[..., Any], str | None] = MappingProxyType(
