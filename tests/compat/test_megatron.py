@@ -30,6 +30,28 @@ from tests.compat.megatron_program import EXPERTS, FORMS, SHAPE, WORDS, batch
 
 pytest.importorskip("transformers")
 PROGRAM = Path(__file__).with_name("megatron_program.py")
+MIXED = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
+BIASED = {"norm_topk_prob": True, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1}
+OWN: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"shared_expert_intermediate_size": 24},
+    "qwen3_moe": {"decoder_sparse_step": 2},  # the first layer has no experts
+    "glm4_moe": {**BIASED, "n_routed_experts": EXPERTS["num_moe_experts"], "use_qk_norm": True},
+    "deepseek_v3": {
+        **BIASED,
+        **{"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10},
+        **{"n_routed_experts": EXPERTS["num_moe_experts"], "first_k_dense_replace": 0, "n_shared_experts": 2},
+    },
+}
+LATENT = {
+    "q_a_proj": "linear_q_down_proj.weight",
+    "q_a_layernorm": "linear_q_up_proj.layer_norm_weight",
+    "q_b_proj": "linear_q_up_proj.weight",
+    "kv_a_proj_with_mqa": "linear_kv_down_proj.weight",
+    "kv_a_layernorm": "linear_kv_up_proj.layer_norm_weight",
+    "kv_b_proj": "linear_kv_up_proj.weight",
+    "o_proj": "linear_proj.weight",
+}
+BIAS = "mlp.router.expert_bias"
 MLP, SHARED = {"mlp.": "mlp."}, {"mlp.shared_experts.": "mlp.shared_expert."}
 BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
@@ -48,25 +70,33 @@ def model_of(kind: str, seed: int) -> nn.Module:
         "eos_token_id": 0,
     }
     inner = SHAPE["ffn_hidden_size"]
-    if kind in ("mixtral", "qwen2_moe", "qwen3_moe"):
-        shared = {"shared_expert_intermediate_size": 24} if kind == "qwen2_moe" else {}
-        mixed = {"decoder_sparse_step": 2} if kind == "qwen3_moe" else {}  # the first layer has no experts
-        sizes |= {"num_experts": EXPERTS["num_moe_experts"], "num_experts_per_tok": 2, **shared, **mixed}
-        sizes |= {"moe_intermediate_size": EXPERTS["moe_ffn_hidden_size"], "head_dim": 8}
+    if kind in MIXED:
+        own = {"num_experts": EXPERTS["num_moe_experts"], **OWN.get(kind, {})}
+        if "n_routed_experts" in own:
+            del own["num_experts"]
+        sizes |= {"num_experts_per_tok": 2, **own}
+        sizes |= {"moe_intermediate_size": EXPERTS["moe_ffn_hidden_size"]}
+        sizes |= {"head_dim": 8} if kind != "deepseek_v3" else {}
         sizes["experts_implementation"] = "eager"  # torch has no grouped products of float64
-        sizes |= {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        rope = {"rope_type": "default", "rope_theta": 1e4}
+        rope |= {"partial_rotary_factor": 0.5} if kind == "glm4_moe" else {}
+        sizes |= {"rms_norm_eps": 1e-6, "rope_parameters": rope}
         inner = EXPERTS["moe_ffn_hidden_size"] if kind == "mixtral" else inner
     if kind == "gpt2":
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config = AutoConfig.for_model(kind, n_inner=inner, activation_function="gelu", **dropout, **sizes)
     else:
         sizes |= {"head_dim": 16} if kind == "qwen3" else {}  # not hidden_size / heads
-        config = AutoConfig.for_model(kind, intermediate_size=inner, num_key_value_heads=2, **sizes)
+        groups = 4 if kind == "deepseek_v3" else 2
+        config = AutoConfig.for_model(kind, intermediate_size=inner, num_key_value_heads=groups, **sizes)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     with torch.no_grad():
         for p in model.parameters():  # also of norms and biases, which are 1 and 0
             p += 0.1 * torch.randn_like(p)
+        for name, x in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                x += torch.randn_like(x)
     return model  # type: ignore[no-any-return]
 
 
@@ -121,27 +151,36 @@ def as_theirs(kind: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tens
         }
     else:
         start = "model.layers."
-        split = [stacked(f"self_attn.{x}_proj.weight", start).reshape(n, 2, -1, hidden) for x in "qkv"]
-        made["self_attention.linear_qkv.weight"] = torch.cat(split, dim=2).reshape(n, -1, hidden)
+        if kind == "deepseek_v3":
+            for name, theirs in LATENT.items():
+                made[f"self_attention.{theirs}"] = stacked(f"self_attn.{name}.weight", start)
+            made["input_layernorm.weight"] = stacked("input_layernorm.weight", start)
+        else:
+            split = [stacked(f"self_attn.{x}_proj.weight", start).reshape(n, 2, -1, hidden) for x in "qkv"]
+            made["self_attention.linear_qkv.weight"] = torch.cat(split, dim=2).reshape(n, -1, hidden)
+            made["self_attention.linear_proj.weight"] = stacked("self_attn.o_proj.weight", start)
+            made["self_attention.linear_qkv.layer_norm_weight"] = stacked("input_layernorm.weight", start)
         if kind.startswith("qwen2"):
             split = [stacked(f"self_attn.{x}_proj.bias", start).reshape(n, 2, -1) for x in "qkv"]
             made["self_attention.linear_qkv.bias"] = torch.cat(split, dim=2).flatten(1)
         if kind.startswith("qwen3"):
             for x in "qk":
                 made[f"self_attention.{x}_layernorm.weight"] = stacked(f"self_attn.{x}_norm.weight", start)
-        made["self_attention.linear_proj.weight"] = stacked("self_attn.o_proj.weight", start)
-        if kind in ("mixtral", "qwen2_moe"):
+        if f"{start}0.mlp.gate.e_score_correction_bias" in state:
+            made[BIAS] = stacked("mlp.gate.e_score_correction_bias", start)
+        if kind in ("mixtral", "qwen2_moe", "deepseek_v3"):
             made["mlp.router.weight"] = stacked("mlp.gate.weight", start)
             made["mlp.experts.experts.linear_fc1.weight"] = stacked("mlp.experts.gate_up_proj", start)
             made["mlp.experts.experts.linear_fc2.weight"] = stacked("mlp.experts.down_proj", start)
-        for theirs, ours in {"llama": MLP, "qwen2_moe": SHARED, "mixtral": {}}.get(kind, MLP).items():
+        others = {"qwen2_moe": SHARED, "mixtral": {}}
+        others["deepseek_v3"] = {"mlp.shared_experts.": "mlp.shared_experts."}
+        for theirs, ours in others.get(kind, MLP).items():
             gated = [stacked(f"{ours}{x}_proj.weight", start) for x in ("gate", "up")]
             made[f"{theirs}linear_fc1.weight"] = torch.cat(gated, dim=1)
             made[f"{theirs}linear_fc2.weight"] = stacked(f"{ours}down_proj.weight", start)
         if kind == "qwen2_moe":
             made["mlp.shared_experts.gate_weight"] = stacked("mlp.shared_expert_gate.weight", start)
-        made["self_attention.linear_qkv.layer_norm_weight"] = stacked("input_layernorm.weight", start)
-        norm = "pre_mlp_layernorm." if kind in ("mixtral", "qwen2_moe") else "mlp.linear_fc1.layer_norm_"
+        norm = "pre_mlp_layernorm." if kind in MIXED and kind != "qwen3_moe" else "mlp.linear_fc1.layer_norm_"
         made[f"{norm}weight"] = stacked("post_attention_layernorm.weight", start)
         outside = {
             "embedding.word_embeddings.weight": padded(state["model.embed_tokens.weight"]),
@@ -186,7 +225,7 @@ def trained(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     ("kind", "master"),
     [
         *((kind, master) for kind in ("gpt2", "llama") for master in ("param", "fp32_param", None)),
-        *((kind, "param") for kind in ("mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe")),
+        *((kind, "param") for kind in ("mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "deepseek_v3")),
     ],
 )
 def test_by_the_keys_of_the_format(tmp_path: Path, kind: str, master: str | None) -> None:
@@ -200,8 +239,9 @@ def test_by_the_keys_of_the_format(tmp_path: Path, kind: str, master: str | None
     for key, held in states.items():
         tensors |= {f"optimizer.state.{key}.{at}": x for at, x in as_theirs(kind, held).items()}
     if master is not None:  # weights beside masters are rounded
-        tensors |= {f"optimizer.state.{master}.{at}": x for at, x in as_theirs(kind, state).items()}
-        tensors |= {at: x.bfloat16() for at, x in as_theirs(kind, state).items()}
+        held = {at: x for at, x in as_theirs(kind, state).items() if not at.endswith(BIAS)}
+        tensors |= {f"optimizer.state.{master}.{at}": x for at, x in held.items()}
+        tensors |= {at: x.bfloat16() for at, x in held.items()}
     given = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "lr_mult": 1.0}
     groups = [{**given, "weight_decay": 0.01 * i, "wd_mult": float(i)} for i in (0, 1)]
     said: dict[str, Any] = {"param_groups": groups, "state": {"common_step": torch.tensor(2.0)}}
@@ -236,12 +276,13 @@ def test_by_the_keys_of_the_format(tmp_path: Path, kind: str, master: str | None
     }
     dcp.load(found, checkpoint_id=tmp_path / "back", no_dist=True)
     for key, x in found.items():
-        right = tensors[key if key.startswith("optimizer.") else f"optimizer.state.param.{key}"]
+        apart = key.startswith("optimizer.") or key.endswith(BIAS)
+        right = tensors[key if apart else f"optimizer.state.param.{key}"]
         rows = (slice(0, WORDS),) if "word_embeddings" in key or "output_layer" in key else (...,)
         assert torch.equal(x, right[rows]), key
     assert found.keys() == {key for key in tensors if not key.startswith("optimizer.state.param.")}
     check(tmp_path / "back")
-    assert export(tmp_path / "run", tmp_path / "ours", "espalier", companions=tmp_path / "hub") == len(names)
+    assert export(tmp_path / "run", tmp_path / "ours", "espalier", companions=tmp_path / "hub") == len(state) - (kind == "gpt2")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -478,3 +519,110 @@ def test_training_goes_on(ranks: Any, tmp_path: Path, kind: str) -> None:
         load_into(right, tmp_path / theirs)
         for name, x in found.state_dict().items():
             torch.testing.assert_close(x, right.state_dict()[name], **near)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs Megatron: pip install --no-deps megatron-core"
+)
+def test_fully_sharded(tmp_path: Path) -> None:
+    """Of two ranks that Megatron-FSDP gave pieces of weights and states, in layers with experts, whose router
+    has a bias, and without; and what we write of it has the tensors that Megatron's own stacks have.
+    """
+    program(tmp_path, "glm4_moe", "fsdp")
+    right = torch.load(tmp_path / "right.pt")
+    plain = model_of("glm4_moe", seed=3)
+    load_into(plain, tmp_path / "theirs")
+    with torch.no_grad():
+        logits = plain.eval()(batch(9)[0]).logits
+    torch.testing.assert_close(logits, right["logits"], rtol=1e-5, atol=2e-6)
+
+    found = Foreign(open_any(tmp_path / "iter_0000002"), plain, optimizer_of(plain))
+    names = dict(plain.named_parameters())
+    trees = {"model": {name: found.read(f"model.{name}") for name in plain.state_dict()}}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        trees[kind] = {name: found.read(f"optimizer.state.{name}.{kind}") for name in names}
+    for name, x in right["whole"].items():
+        kind, _, key = name.partition(".")
+        rows = slice(0, WORDS) if "word_embeddings" in key or "output_layer" in key else slice(None)
+        assert torch.equal(of_layer(key, trees[kind]), x[rows]), name
+    for name, p in names.items():
+        assert found.read(f"optimizer.state.{name}.step") == 2
+        group = next(g for g in found.values["optimizer"]["groups"] if name in g["names"])
+        assert group["options"]["weight_decay"] == 0.1 * (p.ndim > 1) and group["options"]["lr"] == 0.01
+    with pytest.raises(FormatError, match="give a folder with the config.json"):
+        export(tmp_path / "iter_0000002", tmp_path / "out")
+
+    plain.config.save_pretrained(tmp_path / "hub")  # type: ignore[operator,union-attr]
+    export(tmp_path / "iter_0000002", tmp_path / "ours", "megatron", companions=tmp_path / "hub")
+    back = Foreign(open_any(tmp_path / "ours"), plain, optimizer_of(plain))
+    assert all(torch.equal(back.read(name), found.read(name)) for name in back.entries)
+    there, ours = (
+        dcp.FileSystemReader(tmp_path / of).read_metadata().state_dict_metadata for of in ("theirs", "ours")
+    )
+    more = {key for key in ours if key.startswith("optimizer.") or ".core_attention." in key}
+    assert set(ours) - more == set(there)
+
+
+def of_layer(key: str, tree: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What Megatron's parameter is, of tensors of transformers' GLM."""
+    outside = {"embedding.word_embeddings": "model.embed_tokens", "output_layer": "lm_head"}
+    outside["decoder.final_layernorm"] = "model.norm"
+    name, _, word = key.rpartition(".")
+    if name in outside:
+        return tree[f"{outside[name]}.{word}"]
+    number, _, rest = key.removeprefix("decoder.layers.").partition(".")
+    layer = f"model.layers.{number}."
+    if rest == "self_attention.linear_qkv.weight":
+        split = [tree[f"{layer}self_attn.{x}_proj.weight"].reshape(2, -1, SHAPE["hidden_size"]) for x in "qkv"]
+        return torch.cat(split, dim=1).flatten(0, 1)
+    if expert := re.fullmatch(r"mlp.experts.local_experts.(\d).linear_fc(\d).weight", rest):
+        kind = "gate_up_proj" if expert[2] == "1" else "down_proj"
+        return tree[f"{layer}mlp.experts.{kind}"][int(expert[1])]
+    if rest.endswith("linear_fc1.weight"):
+        start = layer + rest.removesuffix("linear_fc1.weight")
+        return torch.cat([tree[f"{start}{x}_proj.weight"] for x in ("gate", "up")])
+    names = {
+        "self_attention.linear_proj": "self_attn.o_proj",
+        "self_attention.q_layernorm": "self_attn.q_norm",
+        "self_attention.k_layernorm": "self_attn.k_norm",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+        "mlp.router": "mlp.gate",
+        "linear_fc2": "down_proj",
+    }
+    for theirs, ours in names.items():
+        rest = rest.replace(theirs, ours)
+    return tree[f"{layer}{rest}"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_fully_sharded_by_the_keys_of_the_format(tmp_path: Path) -> None:
+    """Experts of one product each have a tensor in one module; the parts of an interleaved pipeline are told."""
+    model = model_of("mixtral", seed=1)
+    state = dict(model.state_dict())
+    tensors: dict[str, Any] = {"checkpoint_version": 3.0}
+    names = "optimizer.{}.module.module.{}.{}"
+    for key, x in in_layers(as_theirs("mixtral", state)).items():
+        parts = {key: x}
+        if ".experts.experts." in key:
+            start, _, end = key.partition("experts.experts.")
+            parts = {f"{start}experts.{end}{e}": each for e, each in enumerate(x)}
+        for name, each in parts.items():
+            gated = name.rpartition(".")[0].endswith("linear_fc1")
+            halves = {f"{name}_{h}": y for h, y in zip("wv", each.chunk(2), strict=True)} if gated else {name: each}
+            tensors |= {f"model.module.{half}": y for half, y in halves.items()}
+            tensors |= {names.format("state", half, "exp_avg"): 2 * y for half, y in halves.items()}
+            tensors[names.format("param_to_group_meta", name, "lr")] = 0.5
+            tensors[names.format("param_to_group_meta", name, "step")] = 4
+    dcp.save(tensors, checkpoint_id=tmp_path / "run", no_dist=True)
+    other = model_of("mixtral", seed=2)
+    found = Foreign(open_any(tmp_path / "run"), other, torch.optim.SGD(other.parameters(), lr=1.0))
+    for name in dict(other.named_parameters()):
+        assert torch.equal(found.read(f"model.{name}"), state[name]), name
+        assert torch.equal(found.read(f"optimizer.state.{name}.exp_avg"), 2 * state[name]), name
+        assert found.read(f"optimizer.state.{name}.step") == 4
+    assert [group["options"] for group in found.values["optimizer"]["groups"]] == [{"lr": 0.5}]
+    parts = {key.replace("model.", "model0.", 1): x for key, x in tensors.items()}
+    dcp.save(parts, checkpoint_id=tmp_path / "parts", no_dist=True)
+    with pytest.raises(FormatError, match="interleaved pipeline"):
+        load_into(other, tmp_path / "parts")
