@@ -211,7 +211,7 @@ _Divided = list[tuple[Mapping[str, Any], Any, list[str]]]
 
 
 def _options(divided: _Divided) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Counts of steps, and what an optimizer keeps beside tensors, as torch's distributed checkpoint has it."""
+    """Counts of steps, and the options of groups, as torch's distributed checkpoint has them."""
     steps: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
     for i, (options, step, names) in enumerate(divided):

@@ -115,9 +115,9 @@ class Unpacked(TensorSource):
 
     def _take(self, segments: Mapping[str, Mapping[Box, _Segment]], weights: Collection[str]) -> None:
         source = self._source
-        kinds = {match[6] for name in source.entries if (match := _BUCKET.fullmatch(name))}
+        kinds = sorted({match[6] for name in source.entries if (match := _BUCKET.fullmatch(name))})
         any_bucket = next(name for name in source.entries if _BUCKET.fullmatch(name)).rpartition(".")[0]
-        for key in weights:
+        for key in sorted(weights):  # all ranks have them in one order
             shape = source.entries[key].shape
             if sum(math.prod(box.sizes) for box in segments.get(key, ())) != math.prod(shape):
                 raise FormatError(f"{self.path}: the optimizer's buckets hold {key} in part, or not at all")

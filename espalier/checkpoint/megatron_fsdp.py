@@ -1,11 +1,12 @@
 """Checkpoints of Megatron-FSDP (``fsdp_dtensor``), under the keys that ``torch_dist`` has.
 
-Such a folder is one of ``torch.distributed.checkpoint`` and nothing beside it. Weights, which are the ones in
-float32, are called as modules are, ``model.module.decoder.layers.0...``; states are ``optimizer.state.NAME.KIND``,
-and each parameter has the options of its group, ``optimizer.param_to_group_meta.NAME.OPTION``. Where an MLP is
-gated, its gate and up are tensors of their own, and so is each expert.
+Such a folder is one of ``torch.distributed.checkpoint`` and nothing beside it. Weights, which are the ones
+in float32, are called as modules are, ``model.module.decoder.layers.0...``; states are
+``optimizer.state.NAME.KIND``, and each parameter has the options of its group,
+``optimizer.param_to_group_meta.NAME.OPTION``. Where an MLP is gated, its gate and up are tensors of their own,
+and so is each expert.
 
-The names are those of megatron.core 0.16, ``sharded_param_state_fsdp_dtensor`` and ``fsdp_dtensor_checkpoint``.
+The names are those of megatron.core 0.16, its ``fsdp_dtensor_checkpoint``.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class Sharded(TensorSource):
             step = self._steps.get(key, self._steps.get(f"{key}_w"))
             if step is not None:
                 own[_STEP] = self._value(step)
-            groups.setdefault(repr(sorted(own.items())), (set(), own))[0].update((key, f"{key}_w", f"{key}_v"))
+            groups.setdefault(repr(sorted(own.items())), (set(), own))[0].update(
+                (key, f"{key}_w", f"{key}_v")
+            )
         return [
             Group(frozenset(keys), {k: x for k, x in own.items() if k != _STEP}, own.get(_STEP))
             for keys, own in groups.values()

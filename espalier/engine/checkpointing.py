@@ -58,7 +58,9 @@ def tree_of(
             tree[f"model.{name}"] = _lying(x, mesh, steady=isinstance(x, nn.Parameter))
     if optimizer is not None:
         for name, p in module.named_parameters():
-            for key, x in optimizer.state.get(p, {}).items():
+            states = optimizer.state.get(p, {})
+            for key in sorted(states, key=str):  # on other ranks they may have come in another order
+                x = states[key]
                 if isinstance(x, torch.Tensor) and saves(name):
                     tree[f"optimizer.state.{name}.{key}"] = _lying(x, _layout(p).mesh, steady=x.ndim > 0)
     return tree

@@ -38,8 +38,14 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": {**BIASED, "n_routed_experts": EXPERTS["num_moe_experts"], "use_qk_norm": True},
     "deepseek_v3": {
         **BIASED,
-        **{"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10},
-        **{"n_routed_experts": EXPERTS["num_moe_experts"], "first_k_dense_replace": 0, "n_shared_experts": 2},
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 10,
+        "n_routed_experts": EXPERTS["num_moe_experts"],
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
     },
 }
 LATENT = {
@@ -282,7 +288,9 @@ def test_by_the_keys_of_the_format(tmp_path: Path, kind: str, master: str | None
         assert torch.equal(x, right[rows]), key
     assert found.keys() == {key for key in tensors if not key.startswith("optimizer.state.param.")}
     check(tmp_path / "back")
-    assert export(tmp_path / "run", tmp_path / "ours", "espalier", companions=tmp_path / "hub") == len(state) - (kind == "gpt2")
+    assert export(tmp_path / "run", tmp_path / "ours", "espalier", companions=tmp_path / "hub") == len(
+        state
+    ) - (kind == "gpt2")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -573,7 +581,9 @@ def of_layer(key: str, tree: Mapping[str, torch.Tensor]) -> torch.Tensor:
     number, _, rest = key.removeprefix("decoder.layers.").partition(".")
     layer = f"model.layers.{number}."
     if rest == "self_attention.linear_qkv.weight":
-        split = [tree[f"{layer}self_attn.{x}_proj.weight"].reshape(2, -1, SHAPE["hidden_size"]) for x in "qkv"]
+        split = [
+            tree[f"{layer}self_attn.{x}_proj.weight"].reshape(2, -1, SHAPE["hidden_size"]) for x in "qkv"
+        ]
         return torch.cat(split, dim=1).flatten(0, 1)
     if expert := re.fullmatch(r"mlp.experts.local_experts.(\d).linear_fc(\d).weight", rest):
         kind = "gate_up_proj" if expert[2] == "1" else "down_proj"
@@ -597,7 +607,7 @@ def of_layer(key: str, tree: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_fully_sharded_by_the_keys_of_the_format(tmp_path: Path) -> None:
-    """Experts of one product each have a tensor in one module; the parts of an interleaved pipeline are told."""
+    """Experts of one module have a tensor each; the parts of an interleaved pipeline are told."""
     model = model_of("mixtral", seed=1)
     state = dict(model.state_dict())
     tensors: dict[str, Any] = {"checkpoint_version": 3.0}
@@ -609,7 +619,11 @@ def test_fully_sharded_by_the_keys_of_the_format(tmp_path: Path) -> None:
             parts = {f"{start}experts.{end}{e}": each for e, each in enumerate(x)}
         for name, each in parts.items():
             gated = name.rpartition(".")[0].endswith("linear_fc1")
-            halves = {f"{name}_{h}": y for h, y in zip("wv", each.chunk(2), strict=True)} if gated else {name: each}
+            halves = (
+                {f"{name}_{h}": y for h, y in zip("wv", each.chunk(2), strict=True)}
+                if gated
+                else {name: each}
+            )
             tensors |= {f"model.module.{half}": y for half, y in halves.items()}
             tensors |= {names.format("state", half, "exp_avg"): 2 * y for half, y in halves.items()}
             tensors[names.format("param_to_group_meta", name, "lr")] = 0.5

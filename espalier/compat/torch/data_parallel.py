@@ -48,8 +48,8 @@ class DataParallel(_Prefixed):
     """As ``torch.nn.DataParallel``: whole batches in, whole outputs out, computed by all ranks.
 
     Ranks are processes: ``espalier run -n 4 script.py``. All of them run the script; torch's random numbers
-    go on as on rank 0, so that all draw the same batches. A plain ``python script.py`` is one process: there
-    the batch is cut over its devices by torch's own class, which runs a thread for each, if there are several.
+    go on as on rank 0, so that all draw the same batches. A plain ``python script.py`` is one process: if
+    it has several devices, torch's own class cuts the batch over them, with a thread for each.
 
     Args:
         device_ids, output_device: for a process without ranks, as torch takes them; a rank has one device.
@@ -80,7 +80,6 @@ class DataParallel(_Prefixed):
             torch.set_rng_state(
                 gather_objects(torch.get_rng_state(), Mesh.from_env(plan_for_world({}, plan).axes))[0]
             )
-
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs of the whole batch."""

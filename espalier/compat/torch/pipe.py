@@ -44,7 +44,9 @@ class Pipe(LateModule):
             refuse("Pipe", [("deferred_batch_norm", True, reason)])
         if checkpoint not in ("always", "except_last", "never"):
             refuse("Pipe", [("checkpoint", checkpoint, "expected always, except_last or never")])
-        tell_of_ranks("Pipe in one process computes on one of the {devices} devices here, with the same results")
+        tell_of_ranks(
+            "Pipe in one process computes on one of the {devices} devices here, with the same results"
+        )
         ranks, said = world_size(), {}
         if ranks > 1:
             names = [name for name, _ in module.named_children()]
