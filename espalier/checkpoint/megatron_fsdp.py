@@ -3,8 +3,8 @@
 Such a folder is one of ``torch.distributed.checkpoint`` and nothing beside it. Weights, which are the ones
 in float32, are called as modules are, ``model.module.decoder.layers.0...``; states are
 ``optimizer.state.NAME.KIND``, and each parameter has the options of its group,
-``optimizer.param_to_group_meta.NAME.OPTION``. Where an MLP is gated, its gate and up are tensors of their own,
-and so is each expert.
+``optimizer.param_to_group_meta.NAME.OPTION``. Where an MLP is gated, its gate and up are tensors of their
+own, and so is each expert.
 
 The names are those of megatron.core 0.16, its ``fsdp_dtensor_checkpoint``.
 """
