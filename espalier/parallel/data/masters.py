@@ -35,10 +35,14 @@ def follow(chunks: Sequence[Chunk]) -> None:
     with raw():
         for chunk in chunks:
             for m, master in zip(chunk.members, chunk.masters, strict=True):
-                changed = m.is_written or m.seen != written_mark(m.p) or is_handed_out(m.p)
-                if changed and not chunk.lent:
+                if is_changed(m) and not chunk.lent:
                     merge(master, _part_here(m))
                     m.is_written = False
+
+
+def is_changed(m: ShardedParam) -> bool:
+    """Whether others may have written to a parameter since :func:`remember`."""
+    return m.is_written or m.seen != written_mark(m.p) or is_handed_out(m.p)
 
 
 def write(chunk: Chunk, store: OffloadStore | None = None) -> None:
@@ -62,7 +66,7 @@ def write(chunk: Chunk, store: OffloadStore | None = None) -> None:
 
 
 def remember(chunks: Sequence[Chunk]) -> None:
-    """Parameters hold what their masters say: a change from now on is by others."""
+    """Parameters hold what their masters, or the host's copies, say: a change from now on is by others."""
     with raw():
         for m in (m for chunk in chunks for m in chunk.members):
             m.seen = written_mark(m.p)

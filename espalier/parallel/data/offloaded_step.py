@@ -19,6 +19,7 @@ from espalier.comm.control import agree
 from espalier.device import host_threads, is_accelerator, reached, wait_for
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.parallel.data import masters
 from espalier.parallel.data.chunks import Appearance, Chunk, shown
 from espalier.parallel.data.residency import DiskError, OffloadStore
 from espalier.parallel.data.sharing import UpdateShares
@@ -86,6 +87,13 @@ class OffloadedChunk:
                     states[state.p][state.name] = laid
 
 
+class _Copies(NamedTuple):
+    """What the host made of a chunk's parameters, in its memory, and when the device has it."""
+
+    tensors: list[torch.Tensor]
+    sent: torch.Event | None
+
+
 class OffloadedStep:
     """Updates the chunks of which something is off the device.
 
@@ -112,6 +120,24 @@ class OffloadedStep:
         self.shares = UpdateShares(updater, mesh)
         self.away = [OffloadedChunk(chunk) for chunk in chunks]
         self.store, self._mesh, self._turns, self._fetch = store, mesh, turns, fetch
+        # by chunk: they need not come again while nobody else writes to the parameters
+        self._copies: dict[Chunk, _Copies] = {}
+        self._just_made: list[Chunk] = []
+
+    def has_copies(self, chunk: Chunk) -> bool:
+        """Whether the host has a chunk's parameters from its last update."""
+        return chunk in self._copies
+
+    def follow(self) -> None:
+        """Let go of copies of what others have written to."""
+        with raw():
+            for chunk in [c for c in self._copies if any(map(masters.is_changed, c.members))]:
+                del self._copies[chunk]
+
+    def remember(self) -> None:
+        """What the host has just updated is everywhere: a change from now on is by others."""
+        masters.remember(self._just_made)
+        self._just_made.clear()
 
     def reserve(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the space for all states, before there are any (a collective, if any are on disk).
@@ -227,6 +253,8 @@ class OffloadedStep:
                 for one in of[i + 1 if i else 0 : i + 2] if ahead else ():
                     if one in by_host and self._fetch is not None:
                         self._fetch(one.chunk, ready)
+                if not there:
+                    self._copies.pop(a.chunk, None)
                 with self._turns(a.chunk, there):
                     if there and is_accelerator(self.store.device):
                         self._visit_on_host(a.chunk, states, visit)
@@ -250,11 +278,13 @@ class OffloadedStep:
 
     def _visit_on_host(self, chunk: Chunk, states: OptimizerStates, visit: Callable[[Chunk], None]) -> None:
         """A turn with copies of parameters and gradients in the host's memory."""
+        known = self._copies.pop(chunk, _Copies([], None))
         with raw(), torch.no_grad():
             here = [plain(m.p.detach()) for m in chunk.members]
             grads = [_grad.__get__(m.p) for m in chunk.members]
-            host = self.store.to_host([*here, *(plain(g) for g in grads if g is not None)])
-            copies, on_host = iter(host[len(here) :]), host[: len(here)]
+            wanted = [] if known.tensors else here
+            host = self.store.to_host([*wanted, *(plain(g) for g in grads if g is not None)], known.sent)
+            copies, on_host = iter(host[len(wanted) :]), known.tensors or host[: len(here)]
             for m in chunk.members:
                 _grad.__set__(m.p, None)
                 for name, state in states.get(m.p, {}).items():
@@ -265,7 +295,11 @@ class OffloadedStep:
             with host_threads():
                 visit(chunk)
             with raw(), torch.no_grad():
-                wait_for(self.store.copy(here, on_host), self.store.device)
+                sent = self.store.copy(here, on_host)
+                wait_for(sent, self.store.device)
+        if all(is_accelerator(t.device) for t in here):
+            self._copies[chunk] = _Copies(on_host, sent)
+            self._just_made.append(chunk)
 
     def leave(self, states: OptimizerStates, a: OffloadedChunk) -> None:
         """Start to take a chunk's states away."""

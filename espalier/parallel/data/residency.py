@@ -295,8 +295,8 @@ class OffloadStore:
         """Nobody will ask for what was fetched."""
         self._fetched.clear()
 
-    def to_host(self, tensors: Sequence[torch.Tensor]) -> Tensors:
-        """Tensors in the host's memory, when they are there."""
+    def to_host(self, tensors: Sequence[torch.Tensor], also: torch.Event | None = None) -> Tensors:
+        """Tensors in the host's memory, when they are there, and when another copy is done."""
         known = [self._fetched.pop(_place(t), None) for t in tensors]
         fetched = [f if f is not None and f.serves(t) else None for f, t in zip(known, tensors, strict=True)]
         out, pairs = [], []
@@ -304,7 +304,7 @@ class OffloadStore:
             out.append(f.copy if f is not None else t if t.device.type == "cpu" else self.empty(t))
             if f is None:
                 pairs.append((out[-1], t))
-        events = [f.event for f in fetched if f is not None]
+        events = [also, *(f.event for f in fetched if f is not None)]
         if pairs:
             events.append(self.copy([into for into, _ in pairs], [t for _, t in pairs]))
         for event in {id(event): event for event in events if event is not None}.values():

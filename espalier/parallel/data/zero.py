@@ -532,6 +532,8 @@ class ZeroState:
             self.prefetcher.begin()
         self._thaw()
         masters.follow(self._mastered)
+        if self.offloaded_step is not None:
+            self.offloaded_step.follow()
 
     def _take_gradients(self, chunk: Chunk, on_host: bool = False) -> list[torch.Tensor | None]:
         """The gradients of a chunk's members, off them, as the optimizer needs them, maybe on the host."""
@@ -574,7 +576,9 @@ class ZeroState:
         if not chunk.copied and not chunk.lent:
             with raw(), torch.no_grad():
                 grads = [gradient_of(m.p) for m in chunk.members]
-                here = chunk.updated().tensors if chunk.master is None and chunk.home is None else []
+                is_there = self.offloaded_step is not None and self.offloaded_step.has_copies(chunk)
+                wanted = chunk.master is None and chunk.home is None and not is_there
+                here = chunk.updated().tensors if wanted else []
                 self._store.fetch([*here, *(plain(grad) for grad in grads if grad is not None)], ready)
 
     def _exchange(self) -> None:
@@ -586,6 +590,8 @@ class ZeroState:
             with raw():
                 self.exchange.gather(self.chunks)
         masters.remember(self._mastered)
+        if self.offloaded_step is not None:
+            self.offloaded_step.remember()
 
 
 def _own(axes: tuple[int, ...], full: Layout, mesh: Mesh) -> tuple[tuple[int, ...], ShardGroup]:
