@@ -65,9 +65,10 @@ def agree(error: Exception | None, mesh: Mesh, axes: Iterable[int]) -> None:
 
 def _speaks_on(mesh: Mesh) -> torch.device:
     """Where words lie that ranks exchange: on the host, which reads them, if its tensors travel too."""
-    if mesh.is_dry or (is_accelerator(mesh.device_type) and backend_of("cpu") is None):
-        return mesh.device() if is_accelerator(mesh.device_type) else torch.device("cpu")
-    return torch.device("cpu")
+    if not is_accelerator(mesh.device_type):
+        return torch.device("cpu")
+    travels = not mesh.is_dry and (mesh.size() == 1 or backend_of("cpu") is not None)
+    return torch.device("cpu") if travels else mesh.device()
 
 
 def any_says(flag: bool, mesh: Mesh) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from espalier import Mesh, device
-from espalier.comm import Work
+from espalier.comm import Work, control
 from espalier.engine import engine
 from espalier.mesh import mesh, process
 from espalier.tensor.rules import ring
@@ -142,6 +142,13 @@ def test_gloo_does_not_carry_what_lies_on_a_device(monkeypatch: pytest.MonkeyPat
     mesh._check_backends([None], "cuda")
     with pytest.raises(ValueError, match="tensors of 'cuda' by gloo"):
         mesh._check_backends([None, group], "cuda")
+
+
+def test_one_process_without_a_world_asks_nobody(gpus: Any) -> None:
+    """As a script that is started without torchrun does, where a budget is looked at."""
+    gpus(1)
+    assert not dist.is_initialized()
+    assert control.numbers_of_all([3, 4], Mesh.single(("data",), "cuda")) == [[3, 4]]
 
 
 def test_a_model_stays_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

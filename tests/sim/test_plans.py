@@ -60,6 +60,9 @@ ON_DISK = {**dict.fromkeys(AWAY, "disk"), "directory": ""}
 LOW = {"precision": "bfloat16"}
 ASYNCHRONOUS = {"sequence_parallel": True, "async_tensor_parallel": True}
 
+WORD = 4
+"""Bytes of the message by which two ranks meet."""
+
 STEP = "tensor/guard.py:_stepping"
 """What runs within ``optimizer.step()``."""
 
@@ -273,11 +276,11 @@ def pipelined(shared: Shared, rank: int, world: int, more: dict[str, Any]) -> tu
         seen += "u" if params[0].is_cpu else ""
         return kernel(params, *args, **kwargs)
 
-    def watched_to_host(store: OffloadStore, tensors: Any) -> Any:
+    def watched_to_host(store: OffloadStore, tensors: Any, also: Any = None) -> Any:
         nonlocal inside
         inside = True
         try:
-            return to_host(store, tensors)
+            return to_host(store, tensors, also)
         finally:
             inside = False
 
@@ -335,7 +338,8 @@ def messages(shared: Shared, rank: int, world: int) -> tuple[int, int, int]:
     waited = {call.number: i for i, call in enumerate(calls) if isinstance(call, Waited)}
     # but those of tied weights, which go in batches
     alone = [(i, call) for i, call in enumerate(calls) if isinstance(call, Asked) and call.batch is None]
-    receives = [(i, call.number) for i, call in alone if call.kind == "recv"]
+    # and the words by which ranks meet, once a world
+    receives = [(i, call.number) for i, call in alone if call.kind == "recv" and call.bytes > WORD]
     # the last computation that begins till it is waited for is that which wants it
     early = sum(sum(i < at <= waited[number] for at in begun) > 1 for i, number in receives)
     return len(receives), early, held

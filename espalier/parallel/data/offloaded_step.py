@@ -129,10 +129,12 @@ class OffloadedStep:
         return chunk in self._copies
 
     def follow(self) -> None:
-        """Let go of copies of what others have written to."""
+        """Let go of copies of what others have written to, or the device updates: its kernels tell nobody."""
         with raw():
-            for chunk in [c for c in self._copies if any(map(masters.is_changed, c.members))]:
-                del self._copies[chunk]
+            for chunk in list(self._copies):
+                stays = chunk.places.get("states") == "host"
+                if not stays or any(map(masters.is_changed, chunk.members)):
+                    del self._copies[chunk]
 
     def remember(self) -> None:
         """What the host has just updated is everywhere: a change from now on is by others."""
