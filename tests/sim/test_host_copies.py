@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ def brought(shared: Shared, rank: int, world: int, plan: dict[str, Any]) -> tupl
 
     def watched_each(step: OffloadedStep, *given: Any, **more: Any) -> None:
         bytes_down.append(0)
-        held[:] = [sum(m.updated.local_shape.numel() * 4 for a in step.away for m in a.chunk.members)]
+        held[:] = [sum(math.prod(m.updated.local_shape) * 4 for a in step.away for m in a.chunk.members)]
         each(step, *given, **more)
 
     with pytest.MonkeyPatch.context() as patch:
