@@ -94,6 +94,9 @@ except (ImportError, AttributeError) as missing:
         "with torch 2.11 to 2.13: install one of these, or tell us."
     ) from missing
 
+# where torch's dispatch modes stand that only look on
+ONLOOKERS = frozenset({"torch.utils.flop_counter", "torch.distributed._tools.mem_tracker"})
+
 # ---- what can be done without
 
 _dispatching = importlib.import_module("torch.utils._python_dispatch")

@@ -94,7 +94,7 @@ def all_reduce_(
     n = mesh.shape[axis]
     if n == 1:
         return Work()
-    if traced(mesh) and type(x) is not torch.Tensor:  # traced, and not only watched
+    if traced(mesh) and type(x) is not torch.Tensor:
         x.copy_(all_reduce(x, mesh, axis, op))
         return Work()
     if mesh.ledgers:

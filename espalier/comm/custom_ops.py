@@ -21,15 +21,33 @@ from torch.overrides import handle_torch_function
 
 from espalier.mesh import Mesh
 from espalier.torch_private import (
+    ONLOOKERS,
     DefaultDevice,
+    dispatch_mode_stack,
     dispatch_modes,
     function_mode_stack,
     function_modes,
     keep_order,
 )
 
-# how many dispatch modes (they trace programs) are on
-tracers: Callable[[], int] = dispatch_modes
+# how many dispatch modes are on
+observers: Callable[[], int] = dispatch_modes
+
+
+def tracers() -> int:
+    """How many dispatch modes are on that may trace a program, or keep what operations give.
+
+    Not those that only look on, which say so by an attribute ``looks_on``, and torch's own counters: what is
+    done must not hang on who counts it.
+    """
+    modes = dispatch_modes()
+    if modes:
+        modes = sum(not _looks_on(type(mode)) for mode in dispatch_mode_stack())  # type: ignore[no-untyped-call]
+    return modes
+
+
+def _looks_on(kind: type) -> bool:
+    return getattr(kind, "looks_on", False) or kind.__module__ in ONLOOKERS
 
 
 def recorders() -> int:
@@ -59,6 +77,11 @@ def symbolic() -> bool:
     return bool(tracers()) or recording()
 
 
+def observed() -> bool:
+    """Whether a program is being recorded, or anyone sees its operations: they must be there to be seen."""
+    return bool(observers()) or recording()
+
+
 _meshes: weakref.WeakValueDictionary[str, Mesh] = weakref.WeakValueDictionary()
 _words: weakref.WeakKeyDictionary[Mesh, str] = weakref.WeakKeyDictionary()
 
@@ -70,7 +93,8 @@ def collective(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     def entered(x: torch.Tensor, mesh: Mesh, axis: int, *constants: Any) -> Any:
         if recorders():
             return handle_torch_function(entered, (), x, mesh, axis, *constants)
-        if traced(mesh) and mesh.shape[axis] > 1:
+        # who only looks on sees one operation, too
+        if observers() and not mesh.is_dry and mesh.shape[axis] > 1:
             plain = tuple(tuple(c) if isinstance(c, torch.Size) else c for c in constants)
             return _operator(function)(x, _word(mesh), axis, repr(plain))
         return function(x, mesh, axis, *constants)

@@ -145,6 +145,8 @@ class _Computed(TorchDispatchMode):
         seconds: of them all.
     """
 
+    looks_on = True
+
     def __init__(self, clock: Waits) -> None:
         super().__init__()
         self.seconds, self._clock = 0.0, clock

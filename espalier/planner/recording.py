@@ -158,6 +158,8 @@ def record(engine: Engine, batch: Any, *, steps: bool = False, recalled: Recalle
 class _Recorder(TorchDispatchMode):
     """Notes operations and collectives while it is open."""
 
+    looks_on = True
+
     def __init__(self) -> None:
         super().__init__()
         self.phase, self.seen = "forward", 0

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from espalier.blocks import HOOKS
-from espalier.comm.custom_ops import symbolic
+from espalier.comm.custom_ops import observed
 from espalier.comm.redistribute import redistribute_by
 from espalier.device import autocast_types
 from espalier.layout import Layout
@@ -416,7 +416,7 @@ class _Region:
         self.__doc__ = owner.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if symbolic() or any(watcher.inside for watcher in watchers()):
+        if observed() or any(watcher.inside for watcher in watchers()):
             return self._call(*args, **kwargs)
         leaves, form = flatten((args, kwargs))
         key = (_state(), *map(_kind, leaves), _repeats(leaves), form)

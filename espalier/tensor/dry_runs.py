@@ -58,6 +58,8 @@ class LiveMemory(TorchDispatchMode):
         resized: storages whose owners change their sizes; these are read after every operation.
     """
 
+    looks_on = True
+
     def __init__(self, resized: Iterable[torch.UntypedStorage] = ()) -> None:
         super().__init__()
         self.phase = ""
@@ -357,6 +359,8 @@ class Recalled(TorchDispatchMode):
     Attributes:
         flops: floating-point operations, as torch's own counter has them, which takes operations apart.
     """
+
+    looks_on = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from espalier.comm.custom_ops import symbolic
+from espalier.comm.custom_ops import observed
 from espalier.device import has_triton, on_device_of
 from espalier.layout import Layout, local_box
 from espalier.tensor.random import Key, addends
@@ -29,7 +29,7 @@ _TILE = 16  # the least side of a product of tiles
 
 def serve(x: torch.Tensor) -> bool:
     """Whether kernels of our own may take a tensor now."""
-    return has_triton(x.device) and type(x) is not FakeTensor and not symbolic() and open_transform() is None
+    return has_triton(x.device) and type(x) is not FakeTensor and not observed() and open_transform() is None
 
 
 def _kernels() -> Any:
