@@ -238,7 +238,7 @@ def plan(
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write its pipeline's step as a trace, for Perfetto.", show_default=False
+            metavar="FILE", help="Write its step as a trace, for Perfetto.", show_default=False
         ),
     ] = None,
     debug: Debug = False,
@@ -250,7 +250,6 @@ def plan(
     with one_clear_message(debug):
         import json
 
-        from espalier.parallel.schedules.simulate import trace as as_trace
         from espalier.train.foresight import foresee
         from espalier.train.job import Job
 
@@ -260,10 +259,8 @@ def plan(
             json_.write_text(json.dumps(foreseen.table, indent=1) + "\n", "utf-8")
         if html is not None and foreseen.fits:
             html.write_text(foreseen.page(), "utf-8")
-        if trace is not None and foreseen.timeline is not None:
-            trace.write_text(json.dumps(as_trace({"predicted": foreseen.timeline})), "utf-8")
-        elif trace is not None and foreseen.fits:
-            say(Console(stderr=True), f"{trace} is not written: the best plan has no pipeline.")
+        if trace is not None and foreseen.fits:
+            trace.write_text(json.dumps(foreseen.trace()), "utf-8")
         if not foreseen.fits:
             raise typer.Exit(1)
 

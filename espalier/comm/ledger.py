@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -53,6 +53,14 @@ class Observer(Protocol):
 
     def saw(self, event: Collective) -> None:
         """A collective is about to start; an error raised here keeps it from starting."""
+
+
+@runtime_checkable
+class Waiting(Protocol):
+    """An observer that is told of a dry mesh when the program waits for what is passed on, too."""
+
+    def waits(self, axis: str) -> None:
+        """For the oldest message along the axis that has begun and was not waited for."""
 
 
 class Entry(NamedTuple):

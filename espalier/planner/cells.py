@@ -43,8 +43,8 @@ class Cell:
     """What changes the local shapes.
 
     Attributes:
-        tensor, tensor_mode, depth, sequence_parallel, context, context_kind, recompute, precision, expert: as
-            of a plan.
+        tensor, tensor_mode, depth, sequence_parallel, async_tensor_parallel, context, context_kind, recompute,
+            precision, expert: as of a plan.
         rows: of a micro-batch on a rank.
     """
 
@@ -58,6 +58,7 @@ class Cell:
     depth: int = 1
     expert: int = 1
     context_kind: str = "auto"
+    async_tensor_parallel: bool = False
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -90,6 +91,26 @@ class Costs(NamedTuple):
     transient: int
     waiting: float = 0.0
     block_experts: float = 0.0
+
+
+class Order(NamedTuple):
+    """What is done in a phase, in order: before the blocks, in each of them, and after them."""
+
+    before: tuple[Event, ...]
+    block: tuple[Event, ...] = ()
+    after: tuple[Event, ...] = ()
+
+    @staticmethod
+    def of(less: Sequence[Event], more: Sequence[Event], depth: int) -> Order:
+        """Of what so many blocks do, and one more; all as one where no block stands out."""
+        longer = len(more) - len(less)
+        pairs = enumerate(zip(reversed(less), reversed(more), strict=False))
+        alike = next((i for i, (a, b) in pairs if a != b), len(less))  # from the end on
+        start = len(less) - alike
+        block, after = tuple(more[start : start + longer]), tuple(more[start + longer * (depth + 1) :])
+        if longer <= 0 or (*less[:start], *block * depth, *after) != tuple(less):
+            return Order(tuple(less))
+        return Order(tuple(less[:start]), block, after)
 
 
 class Update(NamedTuple):
@@ -291,6 +312,15 @@ class Recorder:
             raise costs
         return costs
 
+    def order(self, cell: Cell) -> dict[str, Order]:
+        """What a micro-batch does in a cell whose costs are known, in order, by phase."""
+        runs = self._both(cell)
+        by_phase: dict[str, Order] = {}
+        for phase in ("forward", "backward"):
+            events = [[event for of, event in run.events if of == phase] for run in runs]
+            by_phase[phase] = Order.of(events[0], events[-1], self._depths()[0])
+        return by_phase
+
     def whole(self, cell: Cell) -> dict[str, Counter[Event]]:
         """All that a step of the whole model does on one rank, its update too, by phase.
 
@@ -302,10 +332,7 @@ class Recorder:
         return self._kept(_Wanted(f"whole {asdict(cell)}", plan, cell.rows, depth, True)).counts()
 
     def _of(self, cell: Cell) -> Costs:
-        try:
-            whole = [self._at(cell, depth) for depth in self._depths()]
-        except NotAlike:
-            whole = [self._run(cell, depth) for depth in self._depths()]
+        whole = self._both(cell)
         shallow_run, deep = whole[0], whole[-1]
         if not self.blocks:
             kept = shallow_run.kept
@@ -342,6 +369,13 @@ class Recorder:
 
     def _depths(self) -> tuple[int, ...]:
         return (_SHALLOW, _SHALLOW + 1) if self.blocks else (0,)
+
+    def _both(self, cell: Cell) -> list[Recording]:
+        """Its recordings, of fewer rows where that is known to be the same."""
+        try:
+            return [self._at(cell, depth) for depth in self._depths()]
+        except NotAlike:
+            return [self._run(cell, depth) for depth in self._depths()]
 
     def _at(self, cell: Cell, depth: int) -> Recording:
         few = self._recorded(cell)

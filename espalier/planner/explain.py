@@ -12,6 +12,7 @@ from espalier.parallel.schedules import Timeline
 from espalier.parallel.schedules.simulate import terminal
 from espalier.planner.cluster import Cluster
 from espalier.planner.compose import Totals
+from espalier.planner.events import Step, drawn
 from espalier.planner.prediction import Found, Prediction, plan_table
 from espalier.texts import in_columns
 
@@ -33,11 +34,12 @@ _NEXT = (
     "zero",
     "recompute",
     "sequence_parallel",
+    "async_tensor_parallel",
     "schedule",
     "offload",
 )
 _UNSEARCHED = (
-    "branches, other orders of the axes, shares of what is off the device, recompute_inputs, async TP"
+    "branches, other orders of the axes, shares of what is off the device, recompute_inputs"
 )
 _PLACES = {"host": "the host's memory", "disk": "disk"}
 
@@ -110,8 +112,9 @@ def report(
     checked: Sequence[Checked] = (),
     changes: Sequence[str] = (),
     timeline: Timeline | None = None,
+    step: Step | None = None,
 ) -> str:
-    """All of it, as text; with the step of the best one's pipeline."""
+    """All of it, as text; with the step of the best one, and of its pipeline."""
     lines = []
     if result.best:
         first = result.best[0]
@@ -122,13 +125,15 @@ def report(
             (f"  {name}", f"{x:.4g} s", f"{x / first.seconds:.1%}", cluster.weakest(constants(name)))
             for name, x in shares
         ]
+        rows += [(f"  ({name}, beside the program)", f"{x:.4g} s", "", "") for name, x in first.beside.items()]
         lines += [*in_columns(rows, "<>><"), "", "memory of its fullest rank, 10^9 bytes:"]
         lines += in_columns([(f"  {k}", f"{n / 1e9:.2f}") for k, n in first.memory.items()], "<>")
         lines += off_the_device(first, cluster)
         if timeline is not None and len(timeline.spans) <= _SHOWN:
             of = f"{timeline.schedule.micro_batches} of {first.plan.accumulate} micro-batches"
-            drawn = terminal(timeline, _WIDE, colours=False)
-            lines += ["", f"its pipeline's step, {of}:", *(f"  {line.plain.rstrip()}" for line in drawn)]
+            rows_of = terminal(timeline, _WIDE, colours=False)
+            lines += ["", f"its pipeline's step, {of}:", *(f"  {line.plain.rstrip()}" for line in rows_of)]
+        lines += _step(first, step) if step is not None else []
     else:
         lines += ["Nothing fits.", "", *_table([x for x in (result.least, *result.plain) if x], result)]
     if checked:
@@ -142,6 +147,12 @@ def report(
     if result.best:
         lines += ["", to_toml(plan_table(result.best[0].plan))]
     return "\n".join(lines)
+
+
+def _step(first: Prediction, step: Step) -> list[str]:
+    of = f"{step.micro_batches} of {first.plan.accumulate} micro-batches"
+    at = " of the first stage" if first.plan.pipe > 1 else ""
+    return ["", f"what a rank{at} does when, {of}:", *(f"  {line}" for line in drawn(step.ranks[0], step.seconds, _WIDE))]
 
 
 def _checked(x: Checked) -> tuple[str, str, str, str]:

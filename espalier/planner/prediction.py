@@ -31,6 +31,8 @@ class Prediction:
         fits: whether the cluster's devices have so much memory, and its hosts and disks room for the rest.
         error: by how much the seconds may be off, as a share.
         stage_seconds: of each stage, forward and backward of a micro-batch.
+        data: of what is sent along the data axis, the seconds in all and those that are waited for: of
+            ``"sums"``, with which ZeRO-3's gathers are, and of ``"gathers"`` after the update.
     """
 
     plan: Plan
@@ -45,6 +47,7 @@ class Prediction:
     by_rank: tuple[Mapping[str, float], ...] = ()
     beside: Mapping[str, float] = field(default_factory=dict)
     away: Mapping[str, float] = field(default_factory=dict)
+    data: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def bytes(self) -> float:

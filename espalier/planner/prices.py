@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from espalier.planner.cluster import Cluster, Level
 from espalier.planner.curves import Grid, between
@@ -17,6 +17,7 @@ _EIGHT = "float8"  # of which no rates are known: priced as bfloat16
 _FORWARD, _BACKWARD = 11, 14  # bytes a score that attention written out reads and writes
 _LATE = 0.3  # of what the host takes longer than the device for single operations is waited for
 VIEW = 0.25  # of the host's time for an operation is a view's
+HIDDEN = 0.9  # of the computation behind which what is sent can hide
 _LIKE = {"broadcast": "send", "reduce": "send", "scatter": "send", "receive": "", "pass_on": "send"}
 _PROLOGUE = 64  # columns of the contracted dim that filling a pipeline of loads takes
 
@@ -28,14 +29,16 @@ class Spent:
     Attributes:
         compute: of the device.
         host: that the host takes to start it all.
-        sent: of collectives, by axis.
+        sent: of collectives that are waited for, by axis.
         idle: in which the device has nothing to do for want of the host.
+        hidden: of messages that go on while the program computes, by axis.
     """
 
     compute: float = 0.0
     host: float = 0.0
     sent: Mapping[str, float] = field(default_factory=dict)
     idle: float = 0.0
+    hidden: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def alone(self) -> float:
@@ -44,14 +47,17 @@ class Spent:
 
     def plus(self, other: Spent, times: float = 1.0) -> Spent:
         """With the other's, so many times."""
-        axes = dict.fromkeys((*self.sent, *other.sent))
-        sent = {a: self.sent.get(a, 0.0) + times * other.sent.get(a, 0.0) for a in axes}
+        sent, hidden = (_sum(*both, times) for both in ((self.sent, other.sent), (self.hidden, other.hidden)))
         compute, host = self.compute + times * other.compute, self.host + times * other.host
-        return Spent(compute, host, sent, self.idle + times * other.idle)
+        return Spent(compute, host, sent, self.idle + times * other.idle, hidden)
 
     def under(self, host: float, compute: float) -> Spent:
         """The same where the host and the device take so many times as long."""
-        return Spent(self.compute * compute, self.host * host, self.sent, self.idle * host)
+        return replace(self, compute=self.compute * compute, host=self.host * host, idle=self.idle * host)
+
+
+def _sum(a: Mapping[str, float], b: Mapping[str, float], times: float) -> dict[str, float]:
+    return {key: a.get(key, 0.0) + times * b.get(key, 0.0) for key in dict.fromkeys((*a, *b))}
 
 
 class Prices:
@@ -145,12 +151,9 @@ class Prices:
 
     def sent(self, op: str, axis: str, sent: float, calls: float = 1.0) -> float:
         """Seconds of so many calls that send so many bytes in all along an axis, alone on the links."""
-        names = list(self.axes)
-        n = self.axes.get(axis, 1) if axis in self.axes else math.prod(self.axes.values())
+        level, n, inside = self._level(axis)
         if n == 1 or not calls:
             return 0.0
-        stride = math.prod(self.axes[x] for x in names[names.index(axis) + 1 :]) if axis in names else 1
-        level, inside = self.cluster.span(n, stride)
         if measured := self._measured(level, op, n, sent / calls):
             return calls * measured
         bandwidth = level.bandwidth_gbs * level.efficiency * 1e9
@@ -159,8 +162,24 @@ class Prices:
         if inside > 1 and inner:
             within = inner[-1]
             bandwidth = min(bandwidth * inside, within.bandwidth_gbs * within.efficiency * 1e9)
-        rounds = {"all_reduce": 2, "send": 1, "receive": 0}.get(op, 1) * math.ceil(math.log2(n))
+        rounds = {"all_reduce": 2, "send": 1, "receive": 0, "pass_on": 0}.get(op, 1) * math.ceil(math.log2(n))
         return calls * max(rounds, 1) * level.latency_us * 1e-6 + sent / bandwidth
+
+    def hidden(self, event: Sent) -> float:
+        """Seconds of a message in which the program computes; none where the ranks' cores carry it, too."""
+        if not event.under or self.cluster.device.waits:
+            return 0.0
+        meanwhile = sum(self.op(op) / messages for op, messages in event.under)
+        takes = self.sent(event.op, event.axis, event.bytes)
+        return self._level(event.axis)[0].beside * min(takes, HIDDEN * meanwhile)
+
+    def _level(self, axis: str) -> tuple[Level, int, int]:
+        """The outermost links that an axis crosses; its ranks, and those of them inside."""
+        names = list(self.axes)
+        n = self.axes.get(axis, 1) if axis in self.axes else math.prod(self.axes.values())
+        stride = math.prod(self.axes[x] for x in names[names.index(axis) + 1 :]) if axis in names else 1
+        level, inside = self.cluster.span(n, stride)
+        return level, n, inside
 
     @staticmethod
     def _measured(level: Level, op: str, ranks: int, sent: float) -> float | None:
@@ -171,21 +190,28 @@ class Prices:
         near = min((row[0] for row in rows), key=lambda n: abs(math.log(n / ranks)))
         return between([(size, took) for n, size, took in rows if n == near], sent) * 1e-6
 
+    def issue(self, phase: str) -> float:
+        """Seconds of the host for an operation of a phase."""
+        device = self.cluster.device
+        backward = device.backward_us_per_op if phase == "backward" else None
+        return (device.host_us_per_op if backward is None else backward) * 1e-6
+
     def of(self, counts: Counts, phase: str) -> Spent:
         """All that is counted in a phase.
 
         A host that runs ahead is waited for where it takes longer in all, and, for it cannot be ahead by any
         number of operations, in part where it takes longer for one.
         """
-        device = self.cluster.device
-        backward = device.backward_us_per_op if phase == "backward" else None
-        each = (device.host_us_per_op if backward is None else backward) * 1e-6
+        device, each = self.cluster.device, self.issue(phase)
         compute = host = late = 0.0
         sent: dict[str, float] = {}
+        beside: dict[str, float] = {}
         for event, n in counts.get(phase, {}).items():
             if isinstance(event, Sent):
-                took = self.sent(event.op, event.axis, event.bytes * n, n)
-                sent[event.axis] = sent.get(event.axis, 0.0) + took
+                took, hides = self.sent(event.op, event.axis, event.bytes * n, n), n * self.hidden(event)
+                sent[event.axis] = sent.get(event.axis, 0.0) + took - hides
+                if hides:
+                    beside[event.axis] = beside.get(event.axis, 0.0) + hides
                 host += n * each
             else:
                 takes, starts = self.op(event), each * (VIEW if event.kind == "view" else 1.0)
@@ -193,4 +219,4 @@ class Prices:
                 host += n * starts
                 late += n * max(0.0, starts - takes)
         idle = host if device.waits else _LATE * late + (1 - _LATE) * max(0.0, host - compute)
-        return Spent(compute, host, sent, idle)
+        return Spent(compute, host, sent, idle, beside)

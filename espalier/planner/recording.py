@@ -46,12 +46,27 @@ class Op(NamedTuple):
     moved: int
 
 
+class Under(NamedTuple):
+    """An operation that is done while messages are on their way, and how many these are."""
+
+    op: Op
+    messages: int
+
+
 class Sent(NamedTuple):
-    """A collective: its operation, the axis, and the bytes that this rank sends."""
+    """A collective.
+
+    Attributes:
+        op: its operation.
+        axis: along which.
+        bytes: that this rank sends.
+        under: of a message that is passed on, what the program does until it waits for it.
+    """
 
     op: str
     axis: str
     bytes: int
+    under: tuple[Under, ...] = ()
 
 
 Event = Op | Sent
@@ -91,7 +106,11 @@ class Recording:
         rows = [[phase, known[event]] for phase, event in self.events]
         carried = [[*key, n] for key, n in self.carried.items()]
         numbers = [self.parameters, self.held, self.kept, self.peak, carried]
-        return [[list(event) for event in known], rows, *numbers]
+        events = [
+            [*event[:-1], [[list(op), n] for op, n in event.under]] if isinstance(event, Sent) else list(event)
+            for event in known
+        ]
+        return [events, rows, *numbers]
 
     @staticmethod
     def from_list(table: Sequence[Any]) -> Recording:
@@ -99,14 +118,19 @@ class Recording:
         known: list[Event] = []
         for row in table[0]:
             if len(row) == len(Sent._fields):
-                known.append(Sent(*row))
+                *fields, under = row
+                known.append(Sent(*fields, tuple(Under(_op_of(op), n) for op, n in under)))
             else:
-                name, kind, sizes, dtype, flops, moved = row
-                known.append(Op(name, kind, tuple(sizes), dtype, flops, moved))
+                known.append(_op_of(row))
         carried = {(phase, kind, way): n for phase, kind, way, n in table[6]}
         events = tuple((phase, known[i]) for phase, i in table[1])
         parameters, held, kept, peak = table[2:6]
         return Recording(events, parameters, held, kept, peak, carried)
+
+
+def _op_of(row: Sequence[Any]) -> Op:
+    name, kind, sizes, dtype, flops, moved = row
+    return Op(name, kind, tuple(sizes), dtype, flops, moved)
 
 
 def record(engine: Engine, batch: Any, *, steps: bool = False, recalled: Recalled | None = None) -> Recording:
@@ -164,13 +188,24 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.phase, self.seen = "forward", 0
         self.events: list[tuple[str, Event]] = []
+        # where messages that are on their way stand among these, and what is done meanwhile
+        self._under_way: dict[int, list[Under]] = {}
         self._count = FlopCounterMode(display=False, custom_mapping=UNCOUNTED).flop_registry
         self._views: dict[Any, bool] = {}
 
     def saw(self, event: Collective) -> None:
         """A collective is about to start."""
         self.seen += 1
+        if event.op == "pass_on":
+            self._under_way[len(self.events)] = []
         self.events.append((self.phase, Sent(event.op, event.where, event.sent)))
+
+    def waits(self, axis: str) -> None:
+        """The program waits for the oldest message along an axis."""
+        place = next(place for place in self._under_way if self.events[place][1][1] == axis)
+        phase, event = self.events[place]
+        assert isinstance(event, Sent)
+        self.events[place] = phase, event._replace(under=tuple(self._under_way.pop(place)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -179,7 +214,11 @@ class _Recorder(TorchDispatchMode):
             packet = func.overloadpacket
             name = packet.__name__
             if name not in _FREE:
-                self.events.append((self.phase, self._op(func, packet, name, args, kwargs, out)))
+                op = self._op(func, packet, name, args, kwargs, out)
+                self.events.append((self.phase, op))
+                if op.kind != "view":
+                    for meanwhile in self._under_way.values():
+                        meanwhile.append(Under(op, len(self._under_way)))
         return out
 
     def _op(self, func: Any, packet: Any, name: str, args: Any, kwargs: Any, out: Any) -> Op:
@@ -244,6 +283,10 @@ def grown(less: Recording, more: Recording, rows: int, of: tuple[int, int] = (1,
     def line(a: int, b: int) -> int:
         return a + (b - a) * (rows - of[0]) // (of[1] - of[0])
 
+    def between(a: Op, b: Op) -> Op:
+        sizes = tuple(map(line, a.sizes, b.sizes))
+        return a._replace(sizes=sizes, flops=line(a.flops, b.flops), moved=line(a.moved, b.moved))
+
     known: dict[tuple[Event, Event], Event] = {}
     events = []
     if len(less.events) != len(more.events):
@@ -254,11 +297,14 @@ def grown(less: Recording, more: Recording, rows: int, of: tuple[int, int] = (1,
             if a[0] != b[0] or a[1] != b[1] or len(a) != len(b):
                 raise NotAlike
             if isinstance(a, Op) and isinstance(b, Op):
-                sizes = tuple(map(line, a.sizes, b.sizes))
-                event = a._replace(sizes=sizes, flops=line(a.flops, b.flops), moved=line(a.moved, b.moved))
+                event = between(a, b)
             else:
                 assert isinstance(a, Sent) and isinstance(b, Sent)
-                event = a._replace(bytes=line(a.bytes, b.bytes))
+                if len(a.under) != len(b.under):
+                    raise NotAlike
+                pairs = zip(a.under, b.under, strict=True)
+                under = tuple(Under(between(x.op, y.op), x.messages) for x, y in pairs)
+                event = Sent(a.op, a.axis, line(a.bytes, b.bytes), under)
             known[a, b] = event
         events.append((phase, event))
     held, kept, peak = (line(getattr(less, x), getattr(more, x)) for x in ("held", "kept", "peak"))

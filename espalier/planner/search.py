@@ -20,15 +20,15 @@ from espalier.planner.away import NOTHING, carried, share_here, ways
 from espalier.planner.cells import Away, Cell, Costs, Recorder, Refused, Update
 from espalier.planner.cluster import Cluster
 from espalier.planner.compose import pipe_rank
+from espalier.planner.events import Step, step_of
 from espalier.planner.memory import memory_by_rank
 from espalier.planner.prediction import DIVIDED, Found, Prediction, kinds_of, plan_table
-from espalier.planner.prices import Prices, Spent
+from espalier.planner.prices import HIDDEN, Prices, Spent
 from espalier.planner.recording import Sent
 from espalier.trees import leaves
 
 _TIMELINES = 10  # of the best are simulated, schedule by schedule
-_CLOSER = 4  # of the best that divide experts are tried with them on fewer ranks
-_HIDDEN = 0.9  # of the computation behind which the data axis can hide what it sends
+_CLOSER = 4  # kinds of the best that are tried otherwise: with experts on fewer ranks, asynchronously
 _ZEROS = (0, 1, 2, 3)
 _RECOMPUTES = ("none", "selective", "full")
 _GRIDS: tuple[tuple[Mode, int, int], ...] = (("2d", 1, 4), ("2.5d", 2, 8), ("3d", 1, 8))
@@ -302,7 +302,8 @@ class Search:
         mode = (plan.tensor_mode, plan.depth) if plan.tensor > 1 else ("1d", 1)
         kind = plan.context_kind if plan.context > 1 else "auto"
         shapes = plan.tensor, sequence, plan.context
-        return Cell(*shapes, recompute, self._precision, rows, *mode, plan.expert, kind)
+        asynchronous = bool(plan.async_tensor_parallel and plan.tensor > 1)
+        return Cell(*shapes, recompute, self._precision, rows, *mode, plan.expert, kind, asynchronous)
 
     def _whole(
         self,
@@ -335,14 +336,16 @@ class Search:
         sent, seconds, calls, cut = self._summed(plan, size, of_experts, prices, update)
         backward = sum(b for i, (_, b) in enumerate(took) if rank_of[i] == busiest)
         passes = m * each[busiest], each[busiest] - backward, backward
-        exposed, hidden = self._exposed(plan, seconds, calls, *passes)
+        along = self._exposed(plan, seconds, calls, *passes)
+        exposed = sum(waited for _, waited in along.values())
+        hidden = sum(n for n, _ in along.values()) - exposed
         updated = self._updated(prices, update, size, cut, plan.zero)
         moved = NOTHING
         if plan.offload.away:
             away = self._away(plan)
             if away is None:
                 return None
-            behind = _HIDDEN * m * each[busiest]
+            behind = HIDDEN * m * each[busiest]
             given = {"size": size, "ranks": cut, "moved": update.moved, "behind": behind, "updated": updated}
             moved = carried(plan, away, prices, **given, has_kernel=self._has_kernel)
             updated *= moved.update
@@ -352,7 +355,12 @@ class Search:
                 prices.of({"": update.work_once}, "").alone + m * prices.of({"": update.work_each}, "").alone
             )
             exposed += copied * size / update.size
-        terms = _terms((stage for rank, stage in zip(rank_of, spent, strict=True) if rank == busiest), m)
+        own = [stage for rank, stage in zip(rank_of, spent, strict=True) if rank == busiest]
+        terms = _terms(own, m)
+        beside = {"data": hidden, "offload": moved.hidden}
+        for x in (phase for stage in own for phase in (stage.forward, stage.backward)):
+            for axis, n in x.hidden.items():
+                beside[axis] = beside.get(axis, 0.0) + m * n
         terms["bubble"] = max(0.0, pipeline - m * each[busiest])
         terms["data"] = exposed
         terms["update"] = updated
@@ -377,8 +385,9 @@ class Search:
             self._error(shown, total),
             took,
             by_rank,
-            {key: x for key, x in (("data", hidden), ("offload", moved.hidden)) if x > 0},
+            {key: x for key, x in beside.items() if x > 0},
             moved.rests,
+            along,
         )
 
     def _exposed(
@@ -389,21 +398,22 @@ class Search:
         all_passes: float,
         forward: float,
         backward: float,
-    ) -> tuple[float, float]:
-        """Of the seconds along the data axis, those that are waited for, and those that passes hide.
+    ) -> dict[str, tuple[float, float]]:
+        """The seconds along the data axis, and those of them that are waited for, as passes don't hide them.
 
         Args:
             all_passes: of a step; the others are of one micro-batch.
         """
-        behind = _HIDDEN * (all_passes if plan.zero == 3 else backward)
+        behind = HIDDEN * (all_passes if plan.zero == 3 else backward)
         early = sum(n for op, n in seconds.items() if plan.zero == 3 or op != "all_gather")
         late = 0.0 if plan.zero == 3 else seconds.get("all_gather", 0.0)
         beside = self.cluster.span(max(plan.data * plan.context, 1), plan.tensor)[0].beside
         # what was updated comes under the next forward pass, but on CPUs; the first of it is waited for
-        ahead = 0.0 if self.cluster.device.waits or not plan.zero else _HIDDEN * forward
-        parts = (early, behind), (late, ahead)
-        exposed = sum(max(n - beside * min(n, under), n / calls) for n, under in parts)
-        return exposed, early + late - exposed
+        ahead = 0.0 if self.cluster.device.waits or not plan.zero else HIDDEN * forward
+        parts = {"sums": (early, behind), "gathers": (late, ahead)}
+        return {
+            name: (n, max(n - beside * min(n, under), n / calls)) for name, (n, under) in parts.items() if n
+        }
 
     def _holds(self, device: float, away: Mapping[str, float]) -> bool:
         """Whether so much fits, on the device and off it; a CPU's memory is its host's."""
@@ -503,8 +513,11 @@ class Search:
         Returns:
             None where the plan has no pipeline, or there is no such schedule.
         """
+        return self._actions(found, micro_batches) if found.plan.pipe > 1 else None
+
+    def _actions(self, found: Prediction, micro_batches: int) -> Timeline | None:
         plan = found.plan
-        schedule = self._schedule(plan, micro_batches) if plan.pipe > 1 else None
+        schedule = self._schedule(plan, micro_batches)
         if schedule is None:
             return None
         split = plan.schedule in DIVIDED
@@ -513,6 +526,22 @@ class Search:
         weights = [b / 2 if split else 0.0 for _, b in found.stage_seconds]
         level, _ = self.cluster.span(plan.pipe, plan.world_size // plan.pipe)
         return simulate(schedule, Times(forward, inputs, weights, latency=level.latency_us * 1e-6))
+
+    def step(self, found: Prediction, micro_batches: int) -> Step | None:
+        """A step, event by event.
+
+        Args:
+            micro_batches: that it has, whatever the plan's are.
+
+        Returns:
+            None where there is no such schedule.
+        """
+        timeline = self._actions(found, micro_batches)
+        if timeline is None:
+            return None
+        layers = self._layers_of(found.plan, found.plan.pipe * found.plan.stages_per_rank)
+        order = self._recorder.order(self._cell(found.plan, found.rows))
+        return step_of(found, timeline, layers, order, self._priced(found.plan))
 
     def simulated(self, found: Prediction) -> Prediction:
         """The same with its pipeline's time from the schedule itself, done action by action."""
@@ -604,6 +633,7 @@ class Search:
                 f"No plan uses {self.ranks} ranks for a batch of {self._batch} rows with what is fixed"
                 f"{': ' + why if why else ''}. Change --ranks, the batch, or --fix."
             )
+        scored += self._asynchronous(scored)
         scored += self._fewer_experts_apart(scored)
         scored += self._offloaded(scored)
         fit = sorted((x for x in scored if x.fits), key=lambda x: x.seconds)
@@ -621,6 +651,27 @@ class Search:
             self.refused,
             frozenset(self._fixed),
         )
+
+    def _asynchronous(self, scored: Sequence[Prediction]) -> list[Prediction]:
+        """Plans whose tensor ranks multiply while sequences travel, where that may be the best, or nearly.
+
+        All that it can save is what is waited for along the tensor axis.
+        """
+        if "async_tensor_parallel" in self._fixed:
+            return []
+        fit = [x for x in scored if x.fits]
+        best = min((x.seconds for x in fit), default=math.inf)
+        able = [x for x in fit if x.plan.sequence_parallel and x.plan.tensor > 1 and x.plan.context == 1]
+        able = [x for x in able if x.seconds - x.terms.get("tensor", 0.0) < best]
+        by_cell: dict[Cell, list[Prediction]] = {}
+        for x in sorted(able, key=lambda x: x.seconds):
+            by_cell.setdefault(self._cell(x.plan, x.rows), []).append(x)
+        cells = list(by_cell)[:_CLOSER]
+        self._recorder.ahead([replace(c, async_tensor_parallel=True) for c in cells], (), self._precision)
+        found = []
+        for x in (x for cell in cells for x in by_cell[cell][:_TIMELINES]):
+            found.append(self.score(x.plan.model_copy(update={"async_tensor_parallel": True}), x.rows))
+        return [x for x in found if x is not None]
 
     def _fewer_experts_apart(self, scored: Sequence[Prediction]) -> list[Prediction]:
         """The best of those that divide experts among as many ranks as can be, with fewer such ranks."""
@@ -721,6 +772,7 @@ _SEARCHED = (
     "expert",
     "accumulate",
     "sequence_parallel",
+    "async_tensor_parallel",
     "recompute",
     "zero",
     "schedule",

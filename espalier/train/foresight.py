@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from espalier.parallel.schedules import Timeline
+from espalier.parallel.schedules.simulate import trace as as_trace
 from espalier.planner import Cluster, Found, Recorder, Search
+from espalier.planner.events import Step
 from espalier.planner.explain import Checked, report, to_dict
 from espalier.planner.prediction import plan_table
 from espalier.planner.whole import check, checked, chosen, more_ranks, recordings, sensitivity, too_large
@@ -28,6 +30,7 @@ class Foresight:
         of: the job's name.
         checked: the best ones' dry runs.
         changes: lines on what would change the choice.
+        step: that of the best one, event by event, of as many micro-batches.
     """
 
     result: Found
@@ -37,6 +40,7 @@ class Foresight:
     of: str = ""
     checked: Sequence[Checked] = ()
     changes: Sequence[str] = ()
+    step: Step | None = None
 
     @property
     def fits(self) -> bool:
@@ -45,7 +49,13 @@ class Foresight:
 
     def page(self) -> str:
         """All of it, as an HTML page, where something fits."""
-        return plan_page(self.of, self.result, self.checked, self.changes, self.timeline)
+        return plan_page(self.of, self.result, self.checked, self.changes, self.timeline, self.step)
+
+    def trace(self) -> dict[str, Any]:
+        """The step of the best one, as Perfetto opens it."""
+        pipeline = {} if self.timeline is None else {"predicted": self.timeline}
+        table = as_trace(pipeline)
+        return {**table, "traceEvents": [*table["traceEvents"], *(self.step.trace(len(pipeline)) if self.step else ())]}
 
 
 def foresee(
@@ -88,9 +98,10 @@ def foresee(
             text += f" With {enough} ranks something fits."
         return Foresight(searched, text, to_dict(searched, dry))
     changes, best = sensitivity(search, searched), searched.best[0]
-    timeline = search.timeline(best, min(best.plan.accumulate, 3 * best.plan.pipe))
-    text = report(searched, dry, changes, timeline)
-    return Foresight(searched, text, to_dict(searched, dry), timeline, job.name, dry, changes)
+    few = min(best.plan.accumulate, 3 * best.plan.pipe)
+    timeline, step = search.timeline(best, few), search.step(best, few)
+    text = report(searched, dry, changes, timeline, step)
+    return Foresight(searched, text, to_dict(searched, dry), timeline, job.name, dry, changes, step)
 
 
 def predicted(job: Job, cluster: str) -> tuple[Checked, Timeline | None]:

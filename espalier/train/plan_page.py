@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from espalier.parallel.schedules import Timeline
 from espalier.planner import Found
 from espalier.planner.compare import Comparison, off_by
+from espalier.planner.events import Happening, Step, lanes
 from espalier.planner.explain import Checked, origins, to_toml, why_not, words
 from espalier.planner.prediction import Prediction, plan_table
 from espalier.train.metrics import readable_bytes
@@ -36,6 +37,7 @@ def plan_page(
     checked: Sequence[Checked] = (),
     changes: Sequence[str] = (),
     timeline: Timeline | None = None,
+    step: Step | None = None,
 ) -> str:
     """The page.
 
@@ -45,6 +47,7 @@ def plan_page(
         checked: the best ones' dry runs.
         changes: lines on what would change the choice.
         timeline: of the best one's pipeline, if it has one, maybe of fewer micro-batches than its own.
+        step: that of the best one, event by event, of as many.
     """
     first = searched.best[0]
     cluster = searched.cluster
@@ -64,6 +67,7 @@ def plan_page(
         _section("ranks", "Memory along the pipeline", _ranks(first)) if len(first.by_rank) > 1 else "",
         _section("pareto", "Time against memory", _pareto(searched)),
         _section("pipeline", "The pipeline's step", _pipeline(first, timeline)) if timeline else "",
+        _section("step", "A step, event by event", _step(first, step)) if step else "",
         _section("why", "Why not another", _list(why_not(searched))),
         _section("changes", "What would change it", _list(changes)) if changes else "",
         _section("dry", "Run dry", _dry(checked)) if checked else "",
@@ -410,3 +414,51 @@ def _pipeline(first: Prediction, timeline: Timeline) -> str:
         f'<svg viewBox="0 0 {_WIDTH} {height}" width="100%" role="img" aria-label="{_text(label)}">'
         f'{"".join(marks)}</svg><ul class="keys">{keys}</ul>'
     )
+
+
+def _step(first: Prediction, step: Step) -> str:
+    """The lanes of the ranks along the pipe axis, and of one block."""
+    whole = first.plan.accumulate
+    part = f" {step.micro_batches} of its {whole} micro-batches." if step.micro_batches < whole else ""
+    shown = step.ranks if len(step.ranks) <= SHOWN else (step.ranks[0], step.ranks[-1])
+    ranks = range(len(step.ranks)) if len(step.ranks) <= SHOWN else (0, len(step.ranks) - 1)
+    body = [
+        f'<p class="note">When the device computes, its host issues operations, and each axis is in use.{part}</p>',
+        _lanes({f"rank {i} " if len(shown) > 1 else "": row for i, row in zip(ranks, shown, strict=True)}, step.seconds),
+    ]
+    if step.block and len(step.block) <= DOTS:
+        end = max(x.end for x in step.block)
+        body.append('<p class="note">Forward and backward of one block, operation by operation.</p>')
+        body.append(_lanes({"": step.block}, end))
+    return "".join(body)
+
+
+def _lanes(ranks: Mapping[str, Sequence[Happening]], seconds: float) -> str:
+    line, left = 19, 118
+    marks: list[str] = []
+    scale, top = (_WIDTH - left) / (seconds or 1.0), 2
+    for name, row in ranks.items():
+        for lane in lanes(row):
+            marks.append(f'<text x="0" y="{top + 11}">{_text(name + lane)}</text>')
+            marks.append(
+                f'<rect class="idle" x="{left}" y="{top}" width="{_WIDTH - left}" height="{line - 5}"/>'
+            )
+            for x in row:
+                if x.lane == lane:
+                    marks.append(
+                        f'<rect class="c{_colour(x)} fill" x="{left + x.start * scale:.2f}" y="{top}" '
+                        f'width="{max(0.5, (x.end - x.start) * scale):.2f}" height="{line - 5}">'
+                        f"<title>{_text(x.name)}: {_seconds(x.end - x.start)}</title></rect>"
+                    )
+            top += line
+    marks.append(f'<text x="{left}" y="{top + 12}">0</text>')
+    marks.append(f'<text x="{_WIDTH}" y="{top + 12}" text-anchor="end">{_seconds(seconds)}</text>')
+    label = f"timeline of {', '.join(dict.fromkeys(x.lane for row in ranks.values() for x in row))}"
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {top + 16}" width="100%" role="img" aria-label="{_text(label)}">'
+        f"{''.join(marks)}</svg>"
+    )
+
+
+def _colour(x: Happening) -> int:
+    return _TERMS["update"] if x.name == "update" else _TERMS.get(x.lane, 4)

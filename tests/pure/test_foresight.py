@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from espalier.parallel.schedules import Costs, generate, live, simulate
 from espalier.planner import Cluster, Recorder, Search
 from espalier.planner.cells import Cell
 from espalier.planner.compare import Comparison, Measured
+from espalier.planner.events import drawn, lanes
 from espalier.planner.explain import report, to_dict, to_toml, why_not, words
 from espalier.planner.prediction import plan_table
 from espalier.planner.prices import Prices
@@ -175,9 +177,12 @@ def test_all_of_it_as_a_page(search: Search, browser: Any, tmp_path: Path) -> No
     piped = next(x for x in found.best if x.plan.pipe > 1 and x.plan.stages_per_rank > 1)
     timeline = search.timeline(piped, 4)
     assert timeline is not None and search.timeline(replace(piped, plan=Plan(data=8)), 4) is None
+    step = search.step(piped, 4)
+    assert step is not None
     found = replace(found, best=[piped, first])
     page = tmp_path / "plan.html"
-    page.write_text(plan_page("<b>mine", found, changes=["links: <none>"], timeline=timeline), "utf-8")
+    given = {"changes": ["links: <none>"], "timeline": timeline, "step": step}
+    page.write_text(plan_page("<b>mine", found, **given), "utf-8")
     opened(browser, page)
     assert all_of(browser, "h1")[0].text == "Plan for <b>mine", "what is given is text"
     assert all_of(browser, "#changes li")[0].text == "links: <none>"
@@ -186,6 +191,7 @@ def test_all_of_it_as_a_page(search: Search, browser: Any, tmp_path: Path) -> No
         any(x is first for x in found.plain)
     )
     assert len(all_of(browser, "#pipeline svg[role=img] title")) == sum(map(len, timeline.spans))
+    assert len(all_of(browser, "#step svg[role=img] title")) == sum(map(len, (*step.ranks, step.block)))
     assert len(all_of(browser, "#ranks tbody tr")) == piped.plan.pipe == len(piped.by_rank)
     edge = front(found)
     assert len(all_of(browser, "#pareto circle title")) == len(edge) >= 1
@@ -215,6 +221,72 @@ def right_in_both_themes(browser: Any) -> None:
         browser.execute_script(f"document.documentElement.dataset.theme = '{theme}'")
         assert violations(browser) == [], theme
     assert browser.get_log("browser") == []
+
+
+def test_messages_under_products_cost_what_products_leave_of_them() -> None:
+    with torch.device("meta"):
+        net = GPT(GPTConfig(vocab_size=512, max_positions=2048, layers=4, hidden=8192, heads=64))
+        x = torch.empty(8, 2048, dtype=torch.int64)
+    recorder = Recorder(net, torch.optim.AdamW(net.parameters()), {"input_ids": x, "labels": x}, {})
+    fixed = {"tensor": 8, "recompute": "none"}
+    search = Search(recorder, H100, Plan(precision="bfloat16"), ranks=8, fixed=fixed)
+    table = {"tensor": 8, "sequence_parallel": True, "precision": "bfloat16"}
+    waits, goes_on = (search.of(Plan(**table, async_tensor_parallel=x)) for x in (False, True))
+    assert goes_on.sent["tensor"] == pytest.approx(waits.sent["tensor"], rel=1e-3)
+    assert 0 < goes_on.terms["tensor"] < waits.terms["tensor"] / 2
+    assert "tensor" not in waits.beside and goes_on.beside["tensor"] > waits.terms["tensor"] / 2
+    found = search.run()
+    first = found.best[0]
+    assert first.plan.async_tensor_parallel and any(x.plan == goes_on.plan for x in found.best)
+    text = report(found)
+    assert "asynchronous" in text and "(tensor, beside the program)" in text
+    assert "async_tensor_parallel False: +" in text, "why not without"
+    # where the cores that multiply carry the messages nothing is hidden, and pieces are no faster
+    cpu = H100.model_copy(update={"device": H100.device.model_copy(update={"waits": True})})
+    slow = search.again(cluster=cpu)
+    waits, goes_on = (slow.of(Plan(**table, async_tensor_parallel=x)) for x in (False, True))
+    assert not goes_on.beside and goes_on.seconds >= waits.seconds
+    assert not slow.run().best[0].plan.async_tensor_parallel
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"data": 4, "tensor": 2, "zero": 1, "accumulate": 2},
+        {"data": 8, "zero": 3},
+        {"pipe": 4, "data": 2, "accumulate": 4},
+        {"pipe": 2, "tensor": 4, "accumulate": 4, "schedule": "zb-h1", "sequence_parallel": True},
+    ],
+    ids=str,
+)
+def test_events_add_up_to_the_predicted_step(search: Search, table: dict[str, Any]) -> None:
+    found = search.of(Plan(**table, precision="bfloat16"))
+    step = search.step(found, found.plan.accumulate)
+    assert step is not None and len(step.ranks) == found.plan.pipe
+    assert math.isclose(step.seconds, found.seconds)
+    for row in step.ranks:
+        names = lanes(row)
+        assert names[:2] == ["compute", "host"] and {"data", "tensor"} & {*table} <= {*names}
+        for lane in names:
+            spans = sorted((x for x in row if x.lane == lane), key=lambda x: x.start)
+            assert 0 <= spans[0].start and max(x.end for x in spans) <= step.seconds * (1 + 1e-9)
+            if lane != "data":  # gathers of the step before may be under way when sums begin
+                assert all(a.end <= b.start * (1 + 1e-9) + 1e-12 for a, b in pairwise(spans)), lane
+        assert sum(x.end - x.start for x in row if x.name == "update") == pytest.approx(found.terms["update"])
+    # of a block, each operation and each message: as recorded, but views, which the device does not see
+    costs = search._recorder.costs(search._cell(found.plan, found.rows))
+    counted = Counter(x.name for x in step.block if x.lane not in ("compute", "host"))
+    recorded: Counter[str] = Counter()
+    for events in costs.block.values():
+        recorded.update({event.op: n for event, n in events.items() if isinstance(event, Sent)})
+    assert counted == recorded
+    products = [x for x in step.block if x.lane == "compute" and x.name in ("mm", "addmm")]
+    assert len(products) == sum(
+        n for events in costs.block.values() for event, n in events.items() if event[0] in ("mm", "addmm")
+    )
+    assert len(drawn(step.ranks[0], step.seconds, 80)) == len(lanes(step.ranks[0]))
+    shown = {event["name"] for event in step.trace() if event["ph"] == "X"}
+    assert {x.name for row in step.ranks for x in row} <= shown
 
 
 def test_slower_parts_never_make_it_faster(search: Search) -> None:
@@ -308,18 +380,19 @@ def test_the_command_and_a_job_that_asks(tmp_path: Path, monkeypatch: pytest.Mon
     assert "[plan]\ndata = 4" in done.output
     assert json.loads((tmp_path / "f.json").read_text("utf-8"))["best"][0]["plan"]["data"] == 4
     assert "<title>Plan for job · espalier" in (tmp_path / "f.html").read_text("utf-8")
-    assert "t.json is not written: the best plan has no pipeline" in done.output
+    assert "what a rank does when, 1 of 1 micro-batches" in done.output
+    events = json.loads((tmp_path / "t.json").read_text("utf-8"))["traceEvents"]
+    named = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert named[:4] == ["rank 0", "compute", "host", "data"]
     assert CliRunner().invoke(app, [*call, "--memory", "1e-6"]).exit_code == 1
     call[call.index("pipe=1")] = "pipe=2"
     done = CliRunner().invoke(app, call)
     assert done.exit_code == 0 and re.search(r"its pipeline's step, \d of \d micro-batches", done.output)
     assert "pipe other than" not in done.output, "what is fixed has no others"
     events = json.loads((tmp_path / "t.json").read_text("utf-8"))["traceEvents"]
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {
-        "predicted",
-        "rank 0",
-        "rank 1",
-    }
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert list(processes.values())[:3] == ["predicted", "rank 0", "rank 1"]
+    assert {event["pid"] for event in events} == {*processes}
 
     from espalier.train.foresight import planned
     from espalier.train.job import Job, JobError
