@@ -94,23 +94,34 @@ class Costs(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What is done in a phase, in order: before the blocks, in each of them, and after them."""
+    """What is done in a phase, in order.
+
+    Attributes:
+        before, block, after: before the blocks, in each of them, and after them.
+        more: blocks that are in ``after``: the last ones may be unlike the others.
+    """
 
     before: tuple[Event, ...]
     block: tuple[Event, ...] = ()
     after: tuple[Event, ...] = ()
+    more: int = 0
 
     @staticmethod
     def of(less: Sequence[Event], more: Sequence[Event], depth: int) -> Order:
-        """Of what so many blocks do, and one more; all as one where no block stands out."""
-        longer = len(more) - len(less)
-        pairs = enumerate(zip(reversed(less), reversed(more), strict=False))
-        alike = next((i for i, (a, b) in pairs if a != b), len(less))  # from the end on
-        start = len(less) - alike
-        block, after = tuple(more[start : start + longer]), tuple(more[start + longer * (depth + 1) :])
-        if longer <= 0 or (*less[:start], *block * depth, *after) != tuple(less):
-            return Order(tuple(less))
-        return Order(tuple(less[:start]), block, after)
+        """Of what so many blocks do, and one more; all as one where no block stands out.
+
+        Some of what a block adds may stand apart from it: small gradients of all blocks are summed together.
+        """
+        few, many = ([event[:2] for event in events] for events in (less, more))
+        longer = len(many) - len(few)
+        for n in range(longer, longer * 3 // 4, -1):
+            alike = "".join("=" if a == b else " " for a, b in zip(many, many[n:], strict=False))
+            for known in range(depth, 0, -1):
+                start = alike.find("=" * (n * known))
+                if start >= 0:
+                    block, end = tuple(more[start : start + n]), start + n * (known + 1)
+                    return Order(tuple(more[:start]), block, tuple(more[end:]), depth - known)
+        return Order(tuple(less))
 
 
 class Update(NamedTuple):

@@ -191,8 +191,8 @@ def _of(action: _Action, layers: Sequence[int], order: Mapping[str, Order]) -> l
     at_front, at_end = action.stage == 0, action.stage == len(layers) - 1
     if _PHASE[action.kind] == "backward":
         at_front, at_end = at_end, at_front
-    events = [*(of.before if at_front else ()), *of.block * layers[action.stage]]
-    return [*events, *(of.after if at_end else ())]
+    blocks = layers[action.stage] - (of.more if at_end else 0)
+    return [*(of.before if at_front else ()), *of.block * blocks, *(of.after if at_end else ())]
 
 
 def _around(found: Prediction, passes: Sequence[Happening], end: float) -> list[Happening]:

@@ -315,7 +315,7 @@ def added(shallow: Counts, deep: Counts, times: int = 1) -> dict[str, Counter[Ev
     """What is done more than ``times`` the shallow counts say, by phase.
 
     What stands once for all blocks (small gradients summed together) is another event in a deeper model: of
-    such ones the sizes are taken apart.
+    such ones, which only one of the two has, the sizes are taken apart.
 
     Raises:
         NotAlike: there is less of it.
@@ -334,7 +334,7 @@ def _more(less: Mapping[Event, int], more: Mapping[Event, int], times: int) -> C
     events: Counter[Event] = Counter()
     sums: dict[tuple[str, str], list[int]] = {}
     for event, n in counts.items():
-        if event[:2] not in changed:
+        if event[:2] not in changed or (n >= 0 and event in less):
             if n:
                 events[event] = n
             continue
