@@ -114,14 +114,22 @@ class Summing:
         narrow = len(rows) > 1 and rows[0].element_size() == 2
         wide = torch.float32 if narrow else rows[0].dtype
         if not add and len(rows) > 1 and out.dtype == rows[0].dtype == wide:
+            # what is added later may lie where the sum is to go
+            later = [row.clone() if _is_same(row, out) else row for row in rows[2:]]
             torch.add(rows[0], rows[1], out=out)
-            for row in rows[2:]:
+            for row in later:
                 out.add_(row)
             return
         total = rows[0].to(wide)
         for i, row in enumerate(rows[1:]):
             total = total + row if i == 0 else total.add_(row)
         (out.add_ if add else out.copy_)(total)
+
+
+def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two rows of equal length are the same memory."""
+    is_shared = x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    return is_shared and x.storage_offset() == y.storage_offset()
 
 
 class Backend(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,7 +84,11 @@ class Dry(Backend):
     def all_gather(
         self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, size: int, *, beside: bool
     ) -> Work[torch.Tensor]:
-        return Work.done(_gathered(x, [*x.shape[:dim], size, *x.shape[dim + 1 :]], dim))
+        shape = [*x.shape[:dim], size, *x.shape[dim + 1 :]]
+        if math.prod(x.shape[:dim]) == 1:
+            return Work.done(_gathered(x, shape, dim))
+        # pieces that don't lie one behind the other are put together when they are there
+        return Work(rest=lambda: _gathered(x, shape, dim))
 
     def reduce_scatter(self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:
         return _piece(x, mesh, axis, dim, x.shape)
@@ -132,14 +137,13 @@ class Dry(Backend):
         return Work()
 
     def sum_rows(self, rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
-        # what gloo takes; NCCL takes one row
+        # what ranks of one host take, who read others' rows where these lie; NCCL takes one row
+        here = mesh.coordinate[axis]
         if len(rows) == 2:
             got = torch.empty_like(rows[0])
-            return Summing(
-                (rows[0], got) if mesh.coordinate[axis] == 0 else (got, rows[1]), Work(), place=got
-            )
-        # two rows stand for all: the memory is the same however many are added up, and the time is not spent
-        return Summing(torch.empty_like(rows)[:2].unbind(0), Work(), rows)
+            return Summing((rows[0], got) if here == 0 else (got, rows[1]), Work(), place=got)
+        # two rows stand for others': the memory is the same however many are added up, and time is not spent
+        return Summing((rows[0], rows[1], *([rows[here]] if here > 1 else ())), Work(), rows)
 
 
 def _piece(x: torch.Tensor, mesh: Mesh, axis: int, dim: int, shape: Sequence[int]) -> torch.Tensor:

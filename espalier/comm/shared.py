@@ -205,8 +205,7 @@ class Shared(Gloo):
     def sum_rows(self, rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
         for i in self._others:
             self.post(rows[i], [i], _SUM)
-        # of more than two it is not the first that is added, and may lie where the sum is to go
-        own = rows[self._here] if self._here < 2 else rows[self._here].clone()
+        own = rows[self._here]
         return _Sum(self._from_all(own, _SUM, [own.shape] * len(rows)), rows)
 
 

@@ -170,7 +170,8 @@ def trains(rank: int, world: int, draw: Draw, folder: Path) -> str:
         engine.train_step(batch(draw.rows))
     carried = engine.carried() - before
     if rank == world - 1 and draw.kind != "moe":  # where tokens go to experts a dry run cannot know
-        twin = draw.model().to("meta")
+        with torch.device("meta"):  # not taken there, which would untie what is tied
+            twin = draw.model()
         data = {k: torch.empty_like(v, device="meta") for k, v in batch(draw.rows).items()}
         given |= {"optimizer": draw.optimizer_of(twin), "coordinate": engine.mesh.coordinate}
         told = espalier.dry_run(twin, plan, data, **given)

@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from espalier import Mesh, Replicate, Shard, distribute_tensor
+from espalier.tensor.dry_runs import LiveMemory
 
 R = Replicate()
 S = Shard
@@ -165,3 +168,21 @@ def recomputed(rank: int, world: int) -> None:
 
 def test_checkpointing_stops_as_ever(ranks: Any) -> None:
     ranks(2, recomputed, timeout=120)
+
+
+def looked_on(rank: int, world: int) -> None:
+    mesh = Mesh.from_env({"axis": world})
+    rows = distribute_tensor(x(), mesh, [R])
+    for mode in (nullcontext(), LiveMemory(), FlopCounterMode(display=False)):
+        left, right = torch.ones(4, 8, requires_grad=True), torch.ones(8, 4)
+        with mode:
+            total = distribute_tensor(left, mesh, [S(1)]) @ distribute_tensor(right, mesh, [S(0)])
+            assert total.relu().sum().item() == 128
+            assert total.placements == (R,), f"{mode}: addends were copied"
+            met = met_by(torch.gather, [rows, 0, distribute_tensor(bad(3, 8), mesh, [S(0)])])
+        assert met is not None, f"{mode}: the rank with the index fails alone"
+
+
+def test_who_only_looks_on_changes_nothing(ranks: Any) -> None:
+    """Sums are made in place, and failure is agreed on, while memory or operations are counted."""
+    ranks(2, looked_on)
