@@ -237,9 +237,7 @@ def plan(
     html: Page = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Write its step as a trace, for Perfetto.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Write its step as a trace, for Perfetto.", show_default=False),
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -42,7 +42,7 @@ def tracers() -> int:
     """
     modes = dispatch_modes()
     if modes:
-        modes = sum(not _looks_on(type(mode)) for mode in dispatch_mode_stack())  # type: ignore[no-untyped-call]
+        modes = sum(not _looks_on(type(mode)) for mode in dispatch_mode_stack())
     return modes
 
 

@@ -43,8 +43,8 @@ class Cell:
     """What changes the local shapes.
 
     Attributes:
-        tensor, tensor_mode, depth, sequence_parallel, async_tensor_parallel, context, context_kind, recompute,
-            precision, expert: as of a plan.
+        tensor, tensor_mode, depth, sequence_parallel, async_tensor_parallel, context, context_kind,
+            recompute, precision, expert: as of a plan.
         rows: of a micro-batch on a rank.
     """
 
@@ -91,6 +91,16 @@ class Costs(NamedTuple):
     transient: int
     waiting: float = 0.0
     block_experts: float = 0.0
+
+    def sent(self, micro_batches: int, layers: int) -> dict[str, float]:
+        """Bytes that passes through so many blocks and the rest send, by axis."""
+        by_axis: dict[str, float] = {}
+        for counts, times in ((self.block, micro_batches * layers), (self.rest, micro_batches)):
+            for events in counts.values():
+                for event, n in events.items():
+                    if isinstance(event, Sent):
+                        by_axis[event.axis] = by_axis.get(event.axis, 0.0) + float(times * n * event.bytes)
+        return by_axis
 
 
 class Order(NamedTuple):

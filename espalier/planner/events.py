@@ -83,8 +83,8 @@ def lanes(row: Iterable[Happening]) -> list[str]:
 def played(events: Sequence[Event], prices: Prices, phase: str) -> list[Happening]:
     """When the events of a phase take place, from 0 on, if nothing was before them.
 
-    The host issues one after the other; the device does what was issued, and waits for messages, but for those
-    that are passed on: for these it waits after what the program does under them.
+    The host issues one after the other; the device does what was issued, and waits for messages, but for
+    those that are passed on: for these it waits after what the program does under them.
     """
     each, waits = prices.issue(phase), prices.cluster.device.waits
     happened: list[Happening] = []
@@ -230,7 +230,9 @@ def _spread(lane: str, name: str, passes: Sequence[Happening], seconds: float) -
     """So many seconds under what is computed, evenly."""
     under = [x for x in passes if x.lane == COMPUTE]
     share = seconds / (sum(x.end - x.start for x in under) or 1.0)
-    return [Happening(lane, name, x.start, x.start + share * (x.end - x.start)) for x in under] if share else []
+    return (
+        [Happening(lane, name, x.start, x.start + share * (x.end - x.start)) for x in under] if share else []
+    )
 
 
 # ---- as text

@@ -38,9 +38,7 @@ _NEXT = (
     "schedule",
     "offload",
 )
-_UNSEARCHED = (
-    "branches, other orders of the axes, shares of what is off the device, recompute_inputs"
-)
+_UNSEARCHED = "branches, other orders of the axes, shares of what is off the device, recompute_inputs"
 _PLACES = {"host": "the host's memory", "disk": "disk"}
 
 
@@ -121,11 +119,13 @@ def report(
         lines += [*_table([*result.best[:_SHOWN], *result.plain], result), "", "time of the first:"]
         shares = sorted(first.terms.items(), key=lambda x: -x[1])
         cluster = result.cluster
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (f"  {name}", f"{x:.4g} s", f"{x / first.seconds:.1%}", cluster.weakest(constants(name)))
             for name, x in shares
         ]
-        rows += [(f"  ({name}, beside the program)", f"{x:.4g} s", "", "") for name, x in first.beside.items()]
+        rows += [
+            (f"  ({name}, beside the program)", f"{x:.4g} s", "", "") for name, x in first.beside.items()
+        ]
         lines += [*in_columns(rows, "<>><"), "", "memory of its fullest rank, 10^9 bytes:"]
         lines += in_columns([(f"  {k}", f"{n / 1e9:.2f}") for k, n in first.memory.items()], "<>")
         lines += off_the_device(first, cluster)
@@ -152,7 +152,11 @@ def report(
 def _step(first: Prediction, step: Step) -> list[str]:
     of = f"{step.micro_batches} of {first.plan.accumulate} micro-batches"
     at = " of the first stage" if first.plan.pipe > 1 else ""
-    return ["", f"what a rank{at} does when, {of}:", *(f"  {line}" for line in drawn(step.ranks[0], step.seconds, _WIDE))]
+    return [
+        "",
+        f"what a rank{at} does when, {of}:",
+        *(f"  {line}" for line in drawn(step.ranks[0], step.seconds, _WIDE)),
+    ]
 
 
 def _checked(x: Checked) -> tuple[str, str, str, str]:

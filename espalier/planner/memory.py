@@ -81,5 +81,5 @@ def _sending(plan: Plan, costs: Costs, size: float, ranks: float, kept: float) -
 
 
 def _rows(ranks: float) -> float:
-    """What is sent and what comes of a chunk, in chunks: of more than a pair it is read where it lies."""
-    return 0.0 if ranks <= 1 else 1.5 if ranks <= 2 else 1.0
+    """What is sent of a chunk, and this rank's part of the sum, in chunks: others' are read in place."""
+    return 0.0 if ranks <= 1 else 1.0 + 1.0 / ranks

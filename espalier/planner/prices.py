@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from espalier.planner.cluster import Cluster, Level
 from espalier.planner.curves import Grid, between
@@ -58,6 +59,29 @@ class Spent:
 
 def _sum(a: Mapping[str, float], b: Mapping[str, float], times: float) -> dict[str, float]:
     return {key: a.get(key, 0.0) + times * b.get(key, 0.0) for key in dict.fromkeys((*a, *b))}
+
+
+class Stage(NamedTuple):
+    """What a stage spends on a micro-batch, and the seconds of both phases."""
+
+    forward: Spent
+    backward: Spent
+    took: tuple[float, float]
+
+    @staticmethod
+    def of(forward: Spent, backward: Spent) -> Stage:
+        """Of what both phases spend."""
+        return Stage(forward, backward, (forward.alone, backward.alone))
+
+
+def spent_on(stages: Iterable[Stage], micro_batches: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds that a rank's stages spend on a step by term, but for the bubble; and what hides under them."""
+    terms, hidden = {"compute": 0.0, "host": 0.0}, dict[str, float]()
+    for x in (phase for stage in stages for phase in (stage.forward, stage.backward)):
+        terms["compute"] += micro_batches * x.compute
+        terms["host"] += micro_batches * x.idle
+        terms, hidden = _sum(terms, x.sent, micro_batches), _sum(hidden, x.hidden, micro_batches)
+    return terms, hidden
 
 
 class Prices:

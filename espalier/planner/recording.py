@@ -107,7 +107,9 @@ class Recording:
         carried = [[*key, n] for key, n in self.carried.items()]
         numbers = [self.parameters, self.held, self.kept, self.peak, carried]
         events = [
-            [*event[:-1], [[list(op), n] for op, n in event.under]] if isinstance(event, Sent) else list(event)
+            [*event[:-1], [[list(op), n] for op, n in event.under]]
+            if isinstance(event, Sent)
+            else list(event)
             for event in known
         ]
         return [events, rows, *numbers]
@@ -118,8 +120,8 @@ class Recording:
         known: list[Event] = []
         for row in table[0]:
             if len(row) == len(Sent._fields):
-                *fields, under = row
-                known.append(Sent(*fields, tuple(Under(_op_of(op), n) for op, n in under)))
+                name, axis, size, under = row
+                known.append(Sent(name, axis, size, tuple(Under(_op_of(op), n) for op, n in under)))
             else:
                 known.append(_op_of(row))
         carried = {(phase, kind, way): n for phase, kind, way, n in table[6]}

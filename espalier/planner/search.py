@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,9 +22,8 @@ from espalier.planner.cluster import Cluster
 from espalier.planner.compose import pipe_rank
 from espalier.planner.events import Step, step_of
 from espalier.planner.memory import memory_by_rank
-from espalier.planner.prediction import DIVIDED, Found, Prediction, kinds_of, plan_table
-from espalier.planner.prices import HIDDEN, Prices, Spent
-from espalier.planner.recording import Sent
+from espalier.planner.prediction import DIVIDED, SEARCHED, UNPRICED, Found, Prediction, kinds_of, plan_table
+from espalier.planner.prices import HIDDEN, Prices, Spent, Stage, spent_on
 from espalier.trees import leaves
 
 _TIMELINES = 10  # of the best are simulated, schedule by schedule
@@ -33,19 +32,6 @@ _ZEROS = (0, 1, 2, 3)
 _RECOMPUTES = ("none", "selective", "full")
 _GRIDS: tuple[tuple[Mode, int, int], ...] = (("2d", 1, 4), ("2.5d", 2, 8), ("3d", 1, 8))
 """Modes beside 1D that are searched: how deep, and on how many ranks, which is the least of each."""
-
-
-class _Stage(NamedTuple):
-    """What a stage spends on a micro-batch, and the seconds of both phases."""
-
-    forward: Spent
-    backward: Spent
-    took: tuple[float, float]
-
-    @staticmethod
-    def of(forward: Spent, backward: Spent) -> _Stage:
-        """Of what both phases spend."""
-        return _Stage(forward, backward, (forward.alone, backward.alone))
 
 
 class Search:
@@ -80,7 +66,7 @@ class Search:
         self._fixed, self.limit = dict(fixed or {}), memory * cluster.memory_bytes  # bytes of a rank
         unknown = [key for key in self._fixed if key not in Plan.model_fields]
         if unknown:
-            known = ", ".join(_SEARCHED)
+            known = ", ".join(SEARCHED)
             raise ValueError(f"--fix {unknown[0]}: a plan has no such key; searched are {known}")
         sizes = {x.shape[0] for x in leaves(recorder.batch, torch.Tensor) if x.ndim}
         if len(sizes) != 1:
@@ -95,7 +81,7 @@ class Search:
         self._has_kernel = has_host_kernel(recorder.optimizer)
         self._precision = base.precision.compute
         self._schedules: dict[tuple[Any, ...], Schedule | None] = {}
-        self._stages: dict[Any, _Stage] = {}
+        self._stages: dict[Any, Stage] = {}
         self._spreads = {
             "compute": max(cluster.source(f"device.{x}").spread for x in ("tflops", "ceiling")),
             "host": cluster.source("device.host_us_per_op").spread,
@@ -137,7 +123,7 @@ class Search:
             return
         replicas = self._replicas(tensor, context, pipe, data)
         base = plan_table(self._base)
-        for key in (*_SEARCHED, "cuts"):
+        for key in (*SEARCHED, "cuts"):
             if key != "offload":  # the base's holds for all
                 base.pop(key, None)
         for schedule, virtual in self._schedules_of(pipe):
@@ -257,7 +243,7 @@ class Search:
             ValueError: it has what is not priced, or the engine does not run it; says what.
         """
         table = plan_table(plan)
-        unpriced = [key for key in _UNPRICED if key in table]
+        unpriced = [key for key in UNPRICED if key in table]
         if unpriced:
             raise ValueError(f"plan.{unpriced[0]} = {table[unpriced[0]]}: the planner does not price it yet.")
         rows, left = divmod(self._batch, plan.data * plan.replicate * plan.accumulate)
@@ -292,9 +278,7 @@ class Search:
         spent[-1] = self._stage(prices, cell, costs, layers[-1], True)
         if shares := [x for kind in kinds_of(plan) if (x := self.cluster.device.kinds.get(kind))]:
             host, compute = (math.prod(x) for x in zip(*shares, strict=True))
-            spent = [
-                _Stage.of(x.forward.under(host, compute), x.backward.under(host, compute)) for x in spent
-            ]
+            spent = [Stage.of(x.forward.under(host, compute), x.backward.under(host, compute)) for x in spent]
         return self._whole(plan, rows, costs, update, prices, layers, spent)
 
     def _cell(self, plan: Plan, rows: int) -> Cell:
@@ -313,7 +297,7 @@ class Search:
         update: Update,
         prices: Prices,
         layers: Sequence[int],
-        spent: Sequence[_Stage],
+        spent: Sequence[Stage],
     ) -> Prediction | None:
         p, m, ranks = plan.pipe, plan.accumulate, plan.data * plan.context
         took = tuple(stage.took for stage in spent)
@@ -356,11 +340,7 @@ class Search:
             )
             exposed += copied * size / update.size
         own = [stage for rank, stage in zip(rank_of, spent, strict=True) if rank == busiest]
-        terms = _terms(own, m)
-        beside = {"data": hidden, "offload": moved.hidden}
-        for x in (phase for stage in own for phase in (stage.forward, stage.backward)):
-            for axis, n in x.hidden.items():
-                beside[axis] = beside.get(axis, 0.0) + m * n
+        terms, under = spent_on(own, m)
         terms["bubble"] = max(0.0, pipeline - m * each[busiest])
         terms["data"] = exposed
         terms["update"] = updated
@@ -371,7 +351,7 @@ class Search:
         total = pipeline + exposed + updated + moved.waited
         among = {"replicate": sent.pop("replicate")} if plan.replicate > 1 else {}
         bytes_sent = {"data": sum(sent.values()), **among, **moved.sent}
-        for axis, more in _sent(costs, m, max(layers)).items():
+        for axis, more in costs.sent(m, max(layers)).items():
             bytes_sent[axis] = bytes_sent.get(axis, 0.0) + more
         shown = {key: n for key, n in terms.items() if n}
         return Prediction(
@@ -385,7 +365,7 @@ class Search:
             self._error(shown, total),
             took,
             by_rank,
-            {key: x for key, x in beside.items() if x > 0},
+            {key: x for key, x in {**under, "data": hidden, "offload": moved.hidden}.items() if x > 0},
             moved.rests,
             along,
         )
@@ -581,7 +561,7 @@ class Search:
             self._prices[key] = Prices(self.cluster, plan.axes)
         return self._prices[key]
 
-    def _stage(self, prices: Prices, cell: Cell, costs: Costs, blocks: int, last: bool) -> _Stage:
+    def _stage(self, prices: Prices, cell: Cell, costs: Costs, blocks: int, last: bool) -> Stage:
         inner = tuple((n, x) for n, x in prices.axes.items() if n not in ("data", "pipe"))
         key = cell, blocks, last, inner
         if key not in self._stages:
@@ -595,7 +575,7 @@ class Search:
                 block, rest = (self._spent[cell, part, phase, inner] for part in names)
                 both.append(Spent().plus(block, blocks).plus(rest, float(last)))
             forward, backward = both
-            self._stages[key] = _Stage.of(forward, backward)
+            self._stages[key] = Stage.of(forward, backward)
         return self._stages[key]
 
     def _update(self, zero: int) -> Update | None:
@@ -626,7 +606,7 @@ class Search:
         candidates = list(self.candidates())
         cells = dict.fromkeys(self._cell(plan, rows) for plan, rows in candidates)
         self._recorder.ahead(cells, {plan.zero for plan, _ in candidates}, self._precision)
-        scored = [x for plan, rows in candidates if (x := self.score(plan, rows)) is not None]
+        scored = self._scored(candidates)
         if not scored:
             why = "; ".join(f"{key}: {reason}" for key, reason in list(self.refused.items())[:4])
             raise ValueError(
@@ -668,10 +648,13 @@ class Search:
             by_cell.setdefault(self._cell(x.plan, x.rows), []).append(x)
         cells = list(by_cell)[:_CLOSER]
         self._recorder.ahead([replace(c, async_tensor_parallel=True) for c in cells], (), self._precision)
-        found = []
-        for x in (x for cell in cells for x in by_cell[cell][:_TIMELINES]):
-            found.append(self.score(x.plan.model_copy(update={"async_tensor_parallel": True}), x.rows))
-        return [x for x in found if x is not None]
+        tried = (x for cell in cells for x in by_cell[cell][:_TIMELINES])
+        return self._scored(
+            (x.plan.model_copy(update={"async_tensor_parallel": True}), x.rows) for x in tried
+        )
+
+    def _scored(self, plans: Iterable[tuple[Plan, int]]) -> list[Prediction]:
+        return [x for plan, rows in plans if (x := self.score(plan, rows)) is not None]
 
     def _fewer_experts_apart(self, scored: Sequence[Prediction]) -> list[Prediction]:
         """The best of those that divide experts among as many ranks as can be, with fewer such ranks."""
@@ -679,11 +662,8 @@ class Search:
         by_cell: dict[Cell, Prediction] = {}
         for x in sorted(apart, key=lambda x: x.seconds):
             by_cell.setdefault(self._cell(x.plan, x.rows), x)
-        found = []
-        for x in list(by_cell.values())[:_CLOSER]:
-            for n in _divisors(x.plan.expert)[1:-1]:
-                found.append(self.score(x.plan.model_copy(update={"expert": n}), x.rows))
-        return [x for x in found if x is not None]
+        tried = ((x, n) for x in list(by_cell.values())[:_CLOSER] for n in _divisors(x.plan.expert)[1:-1])
+        return self._scored((x.plan.model_copy(update={"expert": n}), x.rows) for x, n in tried)
 
     def _offloaded(self, scored: Sequence[Prediction]) -> list[Prediction]:
         """What fits with something off the device and would be the best, and what the best would take so.
@@ -736,49 +716,7 @@ class Search:
         return min(plain, key=lambda x: x.bytes, default=None)
 
 
-def _terms(stages: Iterable[_Stage], micro_batches: int) -> dict[str, float]:
-    """What a rank's stages spend on a step, but for what is waited for."""
-    terms = {"compute": 0.0, "host": 0.0}
-    for stage in stages:
-        for x in (stage.forward, stage.backward):
-            terms["compute"] += micro_batches * x.compute
-            terms["host"] += micro_batches * x.idle
-            for axis, waited in x.sent.items():
-                terms[axis] = terms.get(axis, 0.0) + micro_batches * waited
-    return terms
-
-
-def _sent(costs: Costs, micro_batches: int, layers: int) -> dict[str, float]:
-    """Bytes that passes through so many blocks and the rest send, by axis."""
-    by_axis: dict[str, float] = {}
-    for counts, times in ((costs.block, micro_batches * layers), (costs.rest, micro_batches)):
-        for events in counts.values():
-            for event, n in events.items():
-                if isinstance(event, Sent):
-                    by_axis[event.axis] = by_axis.get(event.axis, 0.0) + float(times * n * event.bytes)
-    return by_axis
-
-
 _PHASES = ("forward", "backward")
-_UNPRICED = ("branch",)
-_SEARCHED = (
-    "tensor",
-    "tensor_mode",
-    "depth",
-    "context",
-    "pipe",
-    "data",
-    "replicate",
-    "expert",
-    "accumulate",
-    "sequence_parallel",
-    "async_tensor_parallel",
-    "recompute",
-    "zero",
-    "schedule",
-    "stages_per_rank",
-    "offload",
-)
 
 
 def _powers(most: int) -> list[int]:

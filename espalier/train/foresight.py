@@ -55,7 +55,10 @@ class Foresight:
         """The step of the best one, as Perfetto opens it."""
         pipeline = {} if self.timeline is None else {"predicted": self.timeline}
         table = as_trace(pipeline)
-        return {**table, "traceEvents": [*table["traceEvents"], *(self.step.trace(len(pipeline)) if self.step else ())]}
+        return {
+            **table,
+            "traceEvents": [*table["traceEvents"], *(self.step.trace(len(pipeline)) if self.step else ())],
+        }
 
 
 def foresee(

@@ -422,9 +422,13 @@ def _step(first: Prediction, step: Step) -> str:
     part = f" {step.micro_batches} of its {whole} micro-batches." if step.micro_batches < whole else ""
     shown = step.ranks if len(step.ranks) <= SHOWN else (step.ranks[0], step.ranks[-1])
     ranks = range(len(step.ranks)) if len(step.ranks) <= SHOWN else (0, len(step.ranks) - 1)
+    note = f"When the device computes, its host issues operations, and each axis is in use.{part}"
     body = [
-        f'<p class="note">When the device computes, its host issues operations, and each axis is in use.{part}</p>',
-        _lanes({f"rank {i} " if len(shown) > 1 else "": row for i, row in zip(ranks, shown, strict=True)}, step.seconds),
+        f'<p class="note">{note}</p>',
+        _lanes(
+            {f"rank {i} " if len(shown) > 1 else "": row for i, row in zip(ranks, shown, strict=True)},
+            step.seconds,
+        ),
     ]
     if step.block and len(step.block) <= DOTS:
         end = max(x.end for x in step.block)

@@ -270,7 +270,7 @@ def test_events_add_up_to_the_predicted_step(search: Search, table: dict[str, An
         assert names[:2] == ["compute", "host"] and {"data", "tensor"} & {*table} <= {*names}
         for lane in names:
             spans = sorted((x for x in row if x.lane == lane), key=lambda x: x.start)
-            assert 0 <= spans[0].start and max(x.end for x in spans) <= step.seconds * (1 + 1e-9)
+            assert spans[0].start >= 0 and max(x.end for x in spans) <= step.seconds * (1 + 1e-9)
             if lane != "data":  # gathers of the step before may be under way when sums begin
                 assert all(a.end <= b.start * (1 + 1e-9) + 1e-12 for a, b in pairwise(spans)), lane
         assert sum(x.end - x.start for x in row if x.name == "update") == pytest.approx(found.terms["update"])
