@@ -298,26 +298,44 @@ def scheduled(rank: int, world: int) -> None:
     """Each of torch's schedules by its name: the model alone."""
     right = net()
     plain = torch.optim.SGD(right.parameters(), lr=0.1)
-    expected = []
+    expected, outputs = [], []
     for step in range(3):
         x, y = batch(step, 0)
-        loss = F.cross_entropy(right(x), y)
-        loss.backward()
-        expected.append(loss.item())
+        output = right(x)
+        losses = [F.cross_entropy(*part) for part in zip(output.chunk(4), y.chunk(4), strict=True)]
+        torch.stack(losses).mean().backward()
+        expected.append(torch.stack(losses).detach())
+        outputs.append(output.detach())
         plain.step()
         plain.zero_grad()
     for name, each in SCHEDULES.items():
         layers = nn.Sequential(*(part for layer in net() for part in (layer, nn.Identity())))
-        stages = [pipelining.PipelineStage(layers, rank + i * world, each * world) for i in range(each)]
+        places = [rank, 2 * world - 1 - rank] if name == "ZBVZeroBubble" else range(rank, each * world, world)
+        stages = [pipelining.PipelineStage(layers, i, each * world) for i in places]
         made = pipelining.get_schedule_class(name)(stages if each > 1 else stages[0], 4, F.cross_entropy)
         optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
         for step in range(3):
             x, y = batch(step, 0)
-            losses: list[Any] = []
-            made.step(*((x,) if rank == 0 else ()), target=y if rank == world - 1 else None, losses=losses)
+            losses, given = [], (x,) if rank == 0 else ()
+            target = y if rank == world - 1 else None
+            more = {"return_outputs": False} if step == 2 else {"loss_kwargs": {"reduction": "mean"}}
+            output = made.step(*given, target=target, losses=losses, **more)
             optimizer.step()
             optimizer.zero_grad()
-            assert abs(float(losses[0]) - expected[step]) < 1e-12, (name, step)
+            is_last = output is not None
+            told = torch.stack(losses)
+            here_right = expected[step] if is_last or step == 2 else expected[step].mean().expand(4)
+            if step == 2:
+                told, here_right = told.mean(), here_right.mean()
+            torch.testing.assert_close(told, here_right, rtol=0, atol=1e-12, msg=f"{name} {step}")
+            assert is_last == (step < 2 and rank == (0 if name == "ZBVZeroBubble" else world - 1)), name
+            if is_last:
+                torch.testing.assert_close(output, outputs[step], rtol=0, atol=1e-12, msg=f"{name} {step}")
+        x, _ = batch(7, 0)
+        output = made.eval(*((x,) if rank == 0 else ()))
+        assert (output is not None) == any(stage.is_last for stage in stages), name
+        if output is not None:
+            torch.testing.assert_close(output, right(x).detach(), rtol=0, atol=1e-12)
 
 
 SCHEDULES = {
@@ -363,6 +381,9 @@ def test_what_cannot_be_done_is_refused_in_words() -> None:
         pipelining.ScheduleDualPipeV(None, 4)
     with pytest.raises(ValueError, match="split_spec="):
         pipelining.pipe_split()
+    pipe = pipelining.pipeline(net(), split_spec={"2": pipelining.SplitPoint.BEGINNING})
+    stage = pipelining.build_stage(pipe.get_stage_module(1), 1, pipe.info())
+    assert stage.is_last and stage.cuts == ("2",)
     stage = pipelining.PipelineStage(net(), 0, 2)
     with pytest.raises(ValueError, match="expected True"):
         pipelining.ScheduleGPipe(stage, 4, scale_grads=False)

@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining import SplitPoint
+from torch.distributed.pipelining.microbatch import merge_chunks
 
 from espalier.comm.control import gather_objects
 from espalier.compat.plans import plan_for_world, refuse
 from espalier.compat.torch.data_parallel import Said
 from espalier.engine import Engine, initialize
 from espalier.engine.module import optimizer_of
+from espalier.engine.passes import plain_output
 from espalier.parallel.schedules import Schedule
 from espalier.parallel.schedules.torchs import interleaved_zero_bubble, looped_bfs
+from espalier.tensor import full_tensor
+from espalier.trees import tree_map
 
 
 class PipelineStage:
@@ -75,7 +79,23 @@ class Pipe:
 
     def build_stage(self, stage_index: int, device: Any = None, group: Any = None) -> PipelineStage:
         """A stage of it."""
-        return PipelineStage(self.module, stage_index, self.num_stages, device, group=group, cuts=self.cuts)
+        return build_stage(self.module, stage_index, self, device, group)
+
+    def get_stage_module(self, stage_idx: int) -> nn.Module:
+        """The model: each rank holds all of it until it is laid out."""
+        return self.module
+
+    def info(self) -> Pipe:
+        """What :func:`build_stage` asks for: itself."""
+        return self
+
+
+def build_stage(
+    stage_module: nn.Module, stage_index: int, pipe_info: Pipe, device: Any = None, group: Any = None
+) -> PipelineStage:
+    """A stage of what :func:`pipeline` gave: of its ``get_stage_module(...)`` and ``info()``."""
+    stages, cuts = pipe_info.num_stages, pipe_info.cuts
+    return PipelineStage(stage_module, stage_index, stages, device, group=group, cuts=cuts)
 
 
 def pipeline(
@@ -162,6 +182,8 @@ class _Schedule:
         if each > 1:
             self._said["stages_per_rank"] = each
         self._made: Engine | None = None
+        self._kept: list[tuple[Any, torch.Tensor]] = []  # output and loss of micro-batches, in the last stage
+        self._loss_options: Mapping[str, Any] = {}
 
     @property
     def engine(self) -> Engine:
@@ -169,18 +191,41 @@ class _Schedule:
         if self._made is None:
             model = self._stages[0].submod
             plan = plan_for_world(self._said, self._plan)
-            self._made = initialize(model, optimizer_of(model), plan, loss_fn=self._loss_fn)
+            loss_fn = None if self._loss_fn is None else self._kept_loss
+            self._made = initialize(model, optimizer_of(model), plan, loss_fn=loss_fn)
         return self._made
 
-    def step(self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any) -> Any:
-        """Forward and backward of a batch; without a loss function the output.
+    def _kept_loss(self, output: Any, target: Any) -> torch.Tensor:
+        """The program's loss of a micro-batch, of which it may ask for what it was made of."""
+        assert self._loss_fn is not None
+        loss = self._loss_fn(output, target, **self._loss_options)
+        detached = tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output)
+        self._kept.append((detached, loss.detach()))
+        return loss
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward and backward of a batch; without a loss function, or without a target in :meth:`eval`, forward.
 
         Args:
             args, kwargs: inputs, from the first stage's rank; others may leave them out.
             target: from the last stage's rank.
-            losses: takes the loss of the batch.
+            losses: takes the loss of each micro-batch; where the last stage is not, their mean as often.
+            return_outputs: whether the rank of the last stage is given the output, of the whole batch.
+            loss_kwargs: more arguments of the loss function, from the last stage's rank.
+
+        Returns:
+            the output, on the last stage's rank; else None.
         """
         engine = self.engine
+        self._kept, self._loss_options = [], dict(loss_kwargs or {})
         has_inputs = bool(args or kwargs)
         said = gather_objects(
             ((args, kwargs) if has_inputs and engine.mesh.rank == 0 else None, None if has_inputs else target)
@@ -192,8 +237,10 @@ class _Schedule:
             args, kwargs = next(x[0] for x in said if x[0] is not None)
             target = next((x[1] for x in reversed(said) if x[1] is not None), target)
         inputs = kwargs or (args[0] if len(args) == 1 else args)
-        if self._loss_fn is None:
-            return engine.predict(inputs)
+        is_last = any(stage.is_last for stage in self._stages)
+        if self._loss_fn is None or (target is None and not torch.is_grad_enabled()):
+            output = engine.predict(inputs)
+            return output if is_last and return_outputs else None
         if not torch.is_grad_enabled():
             loss = engine.evaluate(engine.cut((inputs, target)))
         else:
@@ -201,9 +248,13 @@ class _Schedule:
             engine.finish_gradients()
             assert engine.loss is not None
             loss = engine.loss
+        n = engine.plan.accumulate
+        kept, self._kept = self._kept[-n:], []  # before them may stand what the model was split by
         if losses is not None:
-            losses[:] = [loss]
-        return None
+            losses[:] = [full_tensor(x) for _, x in kept] if len(kept) == n else [loss] * n
+        if not return_outputs or len(kept) != n:
+            return None
+        return merge_chunks([plain_output(x) for x, _ in kept], None)
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
         """:meth:`step` without gradients."""
@@ -343,6 +394,7 @@ __all__ = [
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
     "SplitPoint",
+    "build_stage",
     "get_schedule_class",
     "pipe_split",
     "pipeline",
