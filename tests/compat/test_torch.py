@@ -18,8 +18,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks as fsdp_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import (
+    CPUOffload,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OptimStateKeyType,
+    ShardingStrategy,
+    StateDictType,
+)
 
 import espalier
 from espalier.compat import torch as here
@@ -271,6 +279,16 @@ def strategies(rank: int, world: int, plan: dict[str, int]) -> None:
     after = here.FullyShardedDataParallel.optim_state_dict(fsdp, optimizer)["state"]
     grads = (after["0.weight"]["exp_avg"] - 0.9 * before["0.weight"]) / 0.1
     assert 0 < grads.abs().max() < 1
+    FSDP = here.FullyShardedDataParallel
+    whole = FSDP.full_optim_state_dict(fsdp, optimizer)
+    assert bool(whole) == (dist.get_rank() == 0)
+    numbered = FSDP.scatter_full_optim_state_dict(whole or None, fsdp, optim=optimizer)
+    assert torch.equal(numbered["state"][0]["exp_avg"], after["0.weight"]["exp_avg"])
+    named = FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_NAME, fsdp, optim=optimizer)
+    assert list(named["state"]) == list(after)
+    again = FSDP.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, fsdp)
+    assert again["param_groups"][0]["params"] == [0, 1, 2, 3] and list(again["state"]) == [0, 1, 2, 3]
+    assert FSDP.get_state_dict_type(fsdp).kind is StateDictType.FULL_STATE_DICT
     fsdp.load_state_dict(held)
     assert all(torch.equal(x, held[name]) for name, x in fsdp.state_dict().items())
 
@@ -289,6 +307,19 @@ def hooked(rank: int, world: int) -> None:
     model = here.FullyShardedDataParallel(net().float(), mixed_precision=half)
     assert model(x.float()).dtype == torch.bfloat16
     assert model.engine.plan.precision.reduce == "float32" and model.engine.plan.zero == 3
+    model = here.FullyShardedDataParallel(net().float())
+    model.register_comm_hook(None, fsdp_hooks.fp16_compress_hook)
+    assert model.engine.plan.precision.reduce == "float16"
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = here.fully_shard(net().float(), mp_policy=policy)
+    model.set_reshard_after_forward(False)
+    model.set_requires_all_reduce(False)
+    model.set_gradient_divide_factor(2)
+    assert model(x.float()).dtype == torch.float32 and model.engine.plan.zero == 2
+    with pytest.raises(ValueError, match="gradients are the mean of 2 ranks: multiply the loss"):
+        model.set_gradient_divide_factor(1.0)
+    with pytest.raises(ValueError, match="leave it out"):
+        model.set_custom_all_gather(model)
 
 
 def powerSGD_hook(state: Any, bucket: Any) -> Any: ...
@@ -368,8 +399,6 @@ def test_what_cannot_be_done_is_refused_in_words() -> None:
         FSDP(net(), ignored_modules=[net()], param_init_fn=print)
     with pytest.raises(ValueError, match="flat"):
         FSDP.set_state_dict_type(FSDP(net()), StateDictType.LOCAL_STATE_DICT)
-    with pytest.raises(ValueError, match="output_dtype"):
-        here.fully_shard(net(), mp_policy=here.fsdp.MixedPrecisionPolicy(output_dtype=torch.float32))
     with pytest.raises(ValueError, match="deferred_batch_norm"):
         here.Pipe(net(), deferred_batch_norm=True)
     with pytest.raises(ValueError, match=r"nothing behind it(.|\n)*no such module"):

@@ -55,6 +55,23 @@ def test_arguments(ours: Any) -> None:
     assert [n for n in unsaid if n not in ("module", "params", "submodule")] == []
 
 
+@pytest.mark.parametrize("name", ["FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"])
+def test_methods(name: str) -> None:
+    """Each public one is here, with the same arguments in the same order."""
+    theirs = getattr(fsdp, name, None) or getattr(parallel, name)
+    ours = getattr(here.fsdp, name, None) or getattr(here, name)
+    inner = {"scatter", "gather", "to_kwargs", "main_hook", "post_hook", "create", "broadcast_buffers"}
+    inner |= {"join_hook", "join_device", "join_process_group", "summon_full_params", "forward"}
+    for method in vars(theirs):
+        if method.startswith("_") or method in inner or not callable(getattr(theirs, method)):
+            continue
+        own = inspect.getattr_static(ours, method, None)
+        assert own is not None, method
+        takes = [*inspect.signature(getattr(ours, method)).parameters.values()]
+        if not any(p.kind is p.VAR_POSITIONAL for p in takes):
+            assert [p.name for p in takes] == [*inspect.signature(getattr(theirs, method)).parameters], method
+
+
 def test_what_is_refused() -> None:
     """In words."""
     with pytest.raises(ValueError, match="dw_builder"):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from espalier.comm.control import gather_objects
 from espalier.compat.plans import LateModule, plan_for_world, precision_of, refuse, tell_of_ranks, world_size
@@ -88,11 +87,13 @@ class DataParallel(_Prefixed):
         return super().forward(*args, **kwargs)
 
 
-_HOOKS: Mapping[Callable[..., Any], str | None] = MappingProxyType(
+# torch's stock hooks, of DDP and of FSDP
+_HOOKS: Mapping[str, str | None] = MappingProxyType(
     {
-        default_hooks.allreduce_hook: None,
-        default_hooks.fp16_compress_hook: "float16",
-        default_hooks.bf16_compress_hook: "bfloat16",
+        "allreduce_hook": None,
+        "fp16_compress_hook": "float16",
+        "bf16_compress_hook": "bfloat16",
+        "reduce_scatter_hook": None,
     }
 )
 
@@ -168,15 +169,14 @@ class DistributedDataParallel(_Prefixed):
         Raises:
             MistakeError: it is another, or the model was called already.
         """
-        name = getattr(hook, "__name__", repr(hook))
-        if hook not in _HOOKS:
-            known = ", ".join(x.__name__ for x in _HOOKS)
-            reason = f"gradients are summed by the engine: expected {known}, each of which is a dtype"
-            refuse("DistributedDataParallel", [("hook", name, reason)])
-        if self.is_made:
-            refuse("DistributedDataParallel", [("hook", name, "register it before the first call")])
-        if (dtype := _HOOKS[hook]) is not None:
-            self.said["precision"] = {**self.said.get("precision", {}), "reduce": dtype}
+        take_hook(self, hook)
+
+    def will_sync_module_buffers(self) -> bool:
+        """It need not: buffers are in step."""
+        return False
+
+    def _set_static_graph(self) -> None:
+        """No effect: unused parameters are seen."""
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: ranks call the model equally often.
@@ -189,6 +189,24 @@ class DistributedDataParallel(_Prefixed):
             "DistributedSampler gives every rank as many batches; engine.local_batch(None) stands for none"
         )
         refuse("DistributedDataParallel", [("join", "()", reason)])
+
+
+def take_hook(module: LateModule, hook: Callable[..., Any]) -> None:
+    """Let gradients travel in the dtype that one of torch's stock hooks stands for.
+
+    Raises:
+        MistakeError: it is another, or the model was called already.
+    """
+    owner, name = type(module).__name__, getattr(hook, "__name__", repr(hook))
+    is_torchs = getattr(hook, "__module__", "").startswith("torch.distributed.algorithms.")
+    if not is_torchs or name not in _HOOKS:
+        known = ", ".join(_HOOKS)
+        reason = f"gradients are summed by the engine: expected torch's {known}, each of which is a dtype"
+        refuse(owner, [("hook", name, reason)])
+    if module.is_made:
+        refuse(owner, [("hook", name, "register it before the first call")])
+    if (dtype := _HOOKS[name]) is not None:
+        module.said["precision"] = {**module.said.get("precision", {}), "reduce": dtype}
 
 
 def of_group(group: Any) -> list[tuple[str, Any, str] | None]:

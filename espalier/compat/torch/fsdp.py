@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
@@ -32,10 +34,11 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from espalier.compat.plans import LateModule, precision_of, refuse, world_size
-from espalier.compat.torch.data_parallel import Said, of_group, whole_states
+from espalier.compat.torch.data_parallel import Said, of_group, take_hook, whole_states
 from espalier.engine import Engine
 from espalier.engine.module import optimizer_of
 from espalier.engine.surface import bound
+from espalier.trees import tree_map
 
 _STAGES: Mapping[ShardingStrategy, int] = {
     ShardingStrategy.FULL_SHARD: 3,
@@ -229,7 +232,101 @@ class FullyShardedDataParallel(LateModule):
             return wrapped._as_said(state, wrapped._kind.optimizer_config)
         return state
 
-    full_optim_state_dict = optim_state_dict
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> _Kind:
+        """How state dicts are given: ``state_dict_type`` and the two configurations."""
+        return next((m._kind for m in FullyShardedDataParallel.fsdp_modules(module)), _Kind())
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """In which dtype gradients travel: see :meth:`DistributedDataParallel.register_comm_hook`."""
+        take_hook(self, hook)
+
+    # ---- what there was before optim_state_dict
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """:meth:`optim_state_dict`, on rank 0 alone unless said otherwise (a collective)."""
+        state = FullyShardedDataParallel.optim_state_dict(model, optim)
+        return {} if rank0_only and state and dist.is_initialized() and dist.get_rank() else state
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: Any = None
+    ) -> dict[str, Any]:
+        """:meth:`optim_state_dict`."""
+        return FullyShardedDataParallel.optim_state_dict(model, optim)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: Mapping[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """:meth:`optim_state_dict_to_load`, of what all ranks have.
+
+        Raises:
+            MistakeError: there is no ``optim``.
+        """
+        if optim is None:
+            refuse("FullyShardedDataParallel", [("optim", None, "expected the optimizer, by its name")])
+        assert optim is not None
+        return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, full_optim_state_dict)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """:meth:`optim_state_dict_to_load`."""
+        return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: Mapping[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """:meth:`shard_full_optim_state_dict`, of what rank 0 has (a collective)."""
+        said = [full_optim_state_dict]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast_object_list(said, src=0)
+        whole = said[0] or {"state": {}, "param_groups": []}
+        return FullyShardedDataParallel.shard_full_optim_state_dict(whole, model, optim=optim)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: Mapping[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """States by the numbers of parameters as states by their names, or the other way round."""
+        held = (
+            list(model.parameters())
+            if optim is None
+            else [p for of in optim.param_groups for p in of["params"]]
+        )
+        names = {id(p): name for name, p in model.named_parameters()}
+        words = [names[id(p)] for p in held]
+        of: dict[Any, Any] = dict(enumerate(words))
+        if optim_state_key_type is OptimStateKeyType.PARAM_ID:
+            of = {name: i for i, name in of.items()}
+        return {
+            "state": {of.get(key, key): x for key, x in optim_state_dict["state"].items()},
+            "param_groups": [
+                {**group, "params": [of.get(key, key) for key in group["params"]]}
+                for group in optim_state_dict["param_groups"]
+            ],
+        }
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -302,6 +399,55 @@ class FSDPModule:
     def reshard(self) -> None:
         """No effect: parameters go after their last use."""
 
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are cut again after the forward pass, until the first call; the results are the
+        same."""
+        self._fully.said["zero"] = 3 if reshard_after_forward else 2
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Refused, but for the number of ranks: gradients are the mean over them.
+
+        Raises:
+            MistakeError: it is another.
+        """
+        if factor != world_size():
+            reason = (
+                f"gradients are the mean of {world_size()} ranks: multiply the loss by what is to be more"
+            )
+            refuse("fully_shard", [("gradient_divide_factor", factor, reason)])
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def set_all_reduce_hook(self, hook: Callable[..., Any], *, stream: Any = None) -> None:
+        """Refused: gradients are summed by the engine.
+
+        Raises:
+            MistakeError: always.
+        """
+        reason = "gradients are summed by the engine: change p.grad before optimizer.step()"
+        refuse("fully_shard", [("all_reduce_hook", getattr(hook, "__name__", "..."), reason)])
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Refused: messages are the engine's.
+
+        Raises:
+            MistakeError: always.
+        """
+        refuse("fully_shard", [("custom communication", type(comm).__name__, "leave it out")])
+
+    set_custom_reduce_scatter = set_custom_all_gather
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """No effect: sums over copies add up to the same, whenever they are made."""
+
+    def _fsdp_chooses(self, *args: Any, **kwargs: Any) -> None:
+        """No effect: how and when messages go is chosen by the engine."""
+
+    reset_iter_state = set_post_optim_event = set_force_sum_reduction_for_comms = _fsdp_chooses
+    set_reduce_scatter_unused_params = set_reduce_scatter_max_input_buffers = _fsdp_chooses
+    set_separate_reduce_scatter_group = set_unshard_in_backward = set_symm_mem_for_comm = _fsdp_chooses
+    set_allocate_memory_from_process_group_for_comm = _fsdp_chooses
+
     @property
     def engine(self) -> Engine:
         """The engine that trains the model."""
@@ -311,14 +457,14 @@ class FSDPModule:
 class _Fully:
     """What was said of a module, and its engine once it is called as the outermost one."""
 
-    def __init__(self, said: dict[str, Any], plan: Said) -> None:
-        self.is_inside, self.syncs = False, True
-        self._said, self._plan = said, plan
+    def __init__(self, said: dict[str, Any], plan: Said, output: torch.dtype | None) -> None:
+        self.is_inside, self.syncs, self._output = False, True, output
+        self.said, self._plan = said, plan
         self._made: LateModule | None = None
 
     def engine(self, module: Any) -> Engine:
         if self._made is None:
-            self._made = LateModule(module, "own", self._said, self._plan)
+            self._made = LateModule(module, "own", self.said, self._plan)
             self._inside(module, True)
             try:
                 _ = self._made.engine
@@ -334,9 +480,13 @@ class _Fully:
         engine.passes.one_by_one("a call of a fully sharded module").is_syncing = self.syncs
         self._inside(module, True)
         try:
-            return engine.outputs(bound(module, args, kwargs), "own")
+            outputs = engine.outputs(bound(module, args, kwargs), "own")
         finally:
             self._inside(module, False)
+        return outputs if self._output is None else tree_map(self._cast, outputs)
+
+    def _cast(self, x: Any) -> Any:
+        return x.to(self._output) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
     def _inside(self, module: Any, is_inside: bool) -> None:
         for part in module.modules():
@@ -365,7 +515,7 @@ def fully_shard(
         module: a module, or a list of them.
         mesh: of one axis, or of two: copies, pieces.
         reshard_after_forward: False keeps parameters gathered between forward and backward (``zero=2``).
-        mp_policy: ``Plan(precision=...)``; outputs are cast to ``output_dtype`` by the program.
+        mp_policy: ``Plan(precision=...)``; outputs of the module that is called are cast to ``output_dtype``.
         offload_policy: ``Plan(offload=...)``.
         plan: keys of a :class:`~espalier.Plan`: what else there is to be beside ``data``.
     """
@@ -376,9 +526,6 @@ def fully_shard(
         if ignored_params
         else None,
         ("dp_mesh_dims", "...", "axes are said by plan = {...}") if dp_mesh_dims is not None else None,
-        ("mp_policy.output_dtype", mp_policy.output_dtype, "cast the output: model(x).to(dtype)")
-        if mp_policy.output_dtype is not None
-        else None,
     ]
     refuse("fully_shard", [x for x in mistakes if x is not None])
     said = sharding_of(reshard_after_forward is not False, offload_policy, mesh)
@@ -387,7 +534,7 @@ def fully_shard(
     for one in module if isinstance(module, list | tuple) else [module]:
         kind = type(one)
         one.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-        one._fully = _Fully(said, plan)
+        one._fully = _Fully(said, plan, mp_policy.output_dtype)
     return module
 
 

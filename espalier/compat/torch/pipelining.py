@@ -212,7 +212,7 @@ class _Schedule:
         loss_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Forward and backward of a batch; without a loss function, or without a target in :meth:`eval`, forward.
+        """Forward and backward of a batch; forward alone without a loss function, or in :meth:`eval`.
 
         Args:
             args, kwargs: inputs, from the first stage's rank; others may leave them out.
