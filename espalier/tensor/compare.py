@@ -525,16 +525,18 @@ def compared(
     if mesh.is_dry or node is None:
         return out
     part = mesh if len(names) == mesh.ndim else mesh[names]
-    form = f"{layout!r} {out.dtype}".replace("torch.", "")
-    words = [
-        f"{type(p).__name__}({p.dim if isinstance(p, Shard) else ''})"
-        for p in gradient_layout(layout).placements
-    ]
-    taken = tuple(zip(mesh.names, words, strict=True))
+    dtype = out.dtype
 
     def note(grads: tuple[torch.Tensor | None, ...]) -> None:
-        if grads[0] is not None:
-            note_gradient(grads[0], part, 0, call, where, form, taken)
+        if grads[0] is None:
+            return
+        form = f"{layout!r} {dtype}".replace("torch.", "")
+        words = [
+            f"{type(p).__name__}({p.dim if isinstance(p, Shard) else ''})"
+            for p in gradient_layout(layout).placements
+        ]
+        taken = tuple(zip(mesh.names, words, strict=True))
+        note_gradient(grads[0], part, 0, call, where, form, taken)
 
     node.register_prehook(note)
     return out
