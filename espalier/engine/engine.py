@@ -927,7 +927,7 @@ class Engine(Surface):
         with nullcontext() if self._data is None else self._data.precise():
             return state_of(self.module, self.passes.everywhere)
 
-    def whole(self, name: str, x: Any) -> torch.Tensor:
+    def _whole(self, name: str, x: Any) -> torch.Tensor:
         """The plain global value of a DTensor on every rank, also of one that lies as that parameter does."""
         if type(x) is DTensor and layout_of(x).mesh.size() < self.mesh.size():  # in a stage or branch
             return self.passes.everywhere(name, x)

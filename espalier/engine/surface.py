@@ -89,7 +89,7 @@ class Surface(ABC):
             ValueError: it is of another model.
         """
         state = {
-            name: self.whole(name, x) if hasattr(x, "full_tensor") else x for name, x in state_dict.items()
+            name: self._whole(name, x) if hasattr(x, "full_tensor") else x for name, x in state_dict.items()
         }
         own = self.module.state_dict(keep_vars=True)
         missing = [name for name in own if name not in state]
@@ -101,7 +101,7 @@ class Surface(ABC):
         return Keys([] if strict else missing, [] if strict else unexpected)
 
     @abstractmethod
-    def whole(self, name: str, x: Any) -> torch.Tensor:
+    def _whole(self, name: str, x: Any) -> torch.Tensor:
         """The plain global value of a DTensor on every rank, also of one that lies as a parameter does."""
 
     @abstractmethod

@@ -420,13 +420,13 @@ def _step(first: Prediction, step: Step) -> str:
     """The lanes of the ranks along the pipe axis, and of one block."""
     whole = first.plan.accumulate
     part = f" {step.micro_batches} of its {whole} micro-batches." if step.micro_batches < whole else ""
-    shown = step.ranks if len(step.ranks) <= SHOWN else (step.ranks[0], step.ranks[-1])
-    ranks = range(len(step.ranks)) if len(step.ranks) <= SHOWN else (0, len(step.ranks) - 1)
+    n = len(step.ranks)
+    shown = range(n) if n <= SHOWN else (0, n - 1)
     note = f"When the device computes, its host issues operations, and each axis is in use.{part}"
     body = [
         f'<p class="note">{note}</p>',
         _lanes(
-            {f"rank {i} " if len(shown) > 1 else "": row for i, row in zip(ranks, shown, strict=True)},
+            {f"rank {i} " if n > 1 else "": step.ranks[i] for i in shown},
             step.seconds,
         ),
     ]

@@ -142,7 +142,24 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01)
 
 
-class Distributed:
+class Summed:
+    """A model of Megatron's that sums its gradients, and its optimizer."""
+
+    model: Any
+    optimizer: Any
+
+    def step(self) -> None:
+        """Sum, and update."""
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Also what has been summed."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+
+class Distributed(Summed):
     """Megatron's distributed optimizer, around a model whose gradients it sums in buckets."""
 
     def __init__(self, model: Any) -> None:
@@ -155,16 +172,6 @@ class Distributed:
         self.optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **options), [self.model])
         for group in self.optimizer.param_groups:  # as Megatron's schedule does at each step
             group["weight_decay"] *= group["wd_mult"]
-
-    def step(self) -> None:
-        """Sum, and update."""
-        self.model.finish_grad_sync()
-        self.optimizer.step()
-
-    def zero_grad(self) -> None:
-        """Also what has been summed."""
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
 
     def sharded(self, form: str) -> Any:
         """Its states."""
@@ -185,7 +192,7 @@ class Stream:
         return Stream()
 
 
-class FullySharded:
+class FullySharded(Summed):
     """Megatron-FSDP around a model in bfloat16, with its weights in float32, and its optimizer."""
 
     def __init__(self, model: Any) -> None:
@@ -220,16 +227,6 @@ class FullySharded:
         for group in self.optimizer.param_groups:
             group["weight_decay"] *= group["wd_mult"]
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[method-assign,assignment,return-value]
-
-    def step(self) -> None:
-        """Sum, and update."""
-        self.model.finish_grad_sync()
-        self.optimizer.step()
-
-    def zero_grad(self) -> None:
-        """Also what has been summed."""
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
 
     def save(self, folder: str) -> dict[str, torch.Tensor]:
         """As Megatron's training does; gives weights and states, whole, by Megatron's names.
