@@ -42,7 +42,8 @@ def digest(engine: espalier.Engine) -> int:
     assert engine.optimizer is not None
     tensors = list(engine.full_state_dict().values())
     for p in engine.module.parameters():
-        tensors += [espalier.full_tensor(x) for x in engine.optimizer.state[p].values()]
+        states = engine.optimizer.state[p]
+        tensors += [espalier.full_tensor(states[key]) for key in sorted(states)]  # in any order
     return zlib.crc32(b"".join(x.detach().contiguous().view(-1).numpy().tobytes() for x in tensors))
 
 
