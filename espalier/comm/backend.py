@@ -54,12 +54,14 @@ class Work(Generic[T]):
     """What is under way; :meth:`wait` ends it, does here what is left to do, and gives the result.
 
     Args:
-        works: of c10d, to wait for.
+        works: of c10d, to wait for; None for what is on the current stream, as NCCL gives where nothing was
+            to go on beside it.
         rest: what is left to do then; it gives the result.
     """
 
     def __init__(self, works: Sequence[Any] = (), rest: Callable[[], T] | None = None) -> None:
-        self._works, self._rest = works, rest
+        self._works = [work for work in works if work is not None]
+        self._rest = rest
         self._result: Any = None
 
     @classmethod
@@ -78,7 +80,7 @@ class Work(Generic[T]):
         """The result, when it is in place (on accelerators: when the stream may use it); again, the same."""
         for work in self._works:
             work.wait()
-        self._works = ()
+        self._works.clear()
         if self._rest is not None:
             self._result, self._rest = self._rest(), None
         return self._result  # type: ignore[no-any-return]
@@ -249,8 +251,7 @@ class C10d(Backend):
     def sum_whole(self, x: torch.Tensor, mesh: Mesh, axis: int, *, beside: bool) -> Work[Any]:
         if axis >= 0:
             return all_reduced(x, "sum", mesh, axis, beside)
-        work = dist.all_reduce(x, group=mesh.whole_group(), async_op=beside)
-        return Work(() if work is None else (work,))
+        return Work((dist.all_reduce(x, group=mesh.whole_group(), async_op=beside),))
 
     def broadcast(self, x: torch.Tensor, mesh: Mesh, axis: int, source: int) -> Work[Any]:
         return Work((sent_from(x, mesh, axis, source),)) if x.numel() else Work()

@@ -42,7 +42,7 @@ class Nccl(C10d):
                 [p.narrow(dim, 0, chunk_bounds(size, n, i)[1]) for i, p in enumerate(parts)], dim
             )
 
-        return Work(() if work is None else (work,), together)
+        return Work((work,), together)
 
     def reduce_scatter(self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int) -> torch.Tensor:
         n, size, order = mesh.shape[axis], x.shape[dim], mesh.order(axis)

@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,7 +94,8 @@ def launch(
     With ``hosts`` they are one machine's ranks of several, each of which calls this; all meet at the first.
     Whom a machine waits for is told after seconds.
 
-    The ``signals``, if they come, are handed on to the ranks, which have ``grace`` seconds to end.
+    The ``signals``, if they come, are handed on to the ranks, which have ``grace`` seconds to end (30 where
+    torch's agent lets nobody choose, as in 2.11).
 
     Raises ``LaunchError`` as soon as a rank fails, with the last lines of standard error of the one to blame;
     all others are stopped then, and what else they wrote is kept: in ``logs``, or a folder that the message
@@ -117,7 +119,7 @@ def launch(
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         # SIGINT is left to Python: it stops the ranks with SIGTERM, which spares us their tracebacks.
         signals_to_handle=",".join(filter(_is_heard, {*signals, "SIGHUP", "SIGQUIT"})),
-        shutdown_timeout=grace,
+        **_grace(LaunchConfig, grace),
     )
     stopped: int | None = None
     kept: list[Path] = []
@@ -163,6 +165,12 @@ def _is_heard(name: str) -> bool:
     """Whether this process does not ignore a signal, as under `nohup`: the agent would end on it then."""
     number = getattr(signal, name, None)
     return number is None or signal.getsignal(number) is not signal.SIG_IGN
+
+
+def _grace(config: type, seconds: int) -> dict[str, int]:
+    """How long ranks have to end, as torch's elastic agent takes it; torch 2.11's takes nothing."""
+    known = {field.name for field in fields(config)}
+    return {"shutdown_timeout": seconds} if "shutdown_timeout" in known else {}
 
 
 def _rendezvous(hosts: Hosts | None, name: str, port: int | None) -> dict[str, Any]:
