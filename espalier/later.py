@@ -26,13 +26,15 @@ def on_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: its ``__name__``.
-        homes: modules of the package to the names, apart by spaces, that they have.
+        homes: modules of the package to the names, apart by spaces, that they have; ``""`` to its modules.
     """
     of = {name: module for module, names in homes.items() for name in names.split()}
 
     def getter(name: str) -> Any:
         if name not in of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{of[name]}"), name)
+        with importing():
+            module = import_module(f"{package}.{of[name] or name}")
+        return getattr(module, name) if of[name] else module
 
     return getter

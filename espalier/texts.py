@@ -117,6 +117,16 @@ class MistakeError(ValueError):
         return type(self), (self.owner, self.mistakes, self.overridden)
 
 
+def refuse(owner: str, mistakes: Iterable[tuple[str, Any, str]]) -> None:
+    """Tell all that an interface takes and that cannot be done.
+
+    Raises:
+        MistakeError: there is something.
+    """
+    if listed := list(mistakes):
+        raise MistakeError(owner, listed)
+
+
 def unknown_key(key: str, value: Any, known: Iterable[str]) -> Mistake:
     """The mistake of a dotted ``key`` whose last part is not among ``known``."""
     names = list(known)

@@ -21,13 +21,14 @@ from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, conve
 from torch import nn
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import NO_SCALER, Readers, plan_for_world, precision_of, refuse
+from espalier.compat.plans import NO_SCALER, Readers, plan_for_world, precision_of
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.compat.torch.fsdp import sharding_of
 from espalier.engine import EngineModule, initialize
 from espalier.engine.awaited import Awaited
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
+from espalier.texts import refuse
 
 _LOW: Mapping[str, str] = MappingProxyType({"bf16": "bfloat16", "fp16": "float16"})
 _HOOKS: Mapping[str, str] = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})

@@ -20,13 +20,14 @@ from lightning_fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import NO_SCALER, Readers, plan_for_world, refuse
+from espalier.compat.plans import NO_SCALER, Readers, plan_for_world
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.engine.awaited import Awaited
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor.deferred import deferred
+from espalier.texts import refuse
 
 _LOW: Mapping[str, str] = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
 _LAUNCHED = ("RANK", "WORLD_SIZE")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.plan import known_as
 from espalier.tensor.observers import user_frame
-from espalier.texts import MistakeError
 
 # why trainers that scale losses by themselves have no pipelines in float16, and who has
 NO_SCALER = (
@@ -90,16 +89,6 @@ class Readers:
     def one_of_each(self, total: torch.Tensor) -> torch.Tensor:
         """A sum over all ranks, as one in which each batch counts once."""
         return total / self.among if total.is_floating_point() else total // self.among
-
-
-def refuse(owner: str, mistakes: Iterable[tuple[str, Any, str]]) -> None:
-    """Tell all that an interface takes and that cannot be done.
-
-    Raises:
-        MistakeError: there is something.
-    """
-    if listed := list(mistakes):
-        raise MistakeError(owner, listed)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -24,13 +24,14 @@ from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import NO_SCALER, plan_for_world, refuse, world_size
+from espalier.compat.plans import NO_SCALER, plan_for_world, world_size
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.engine.awaited import Awaited
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.planner import Cluster, auto, shipped
+from espalier.texts import refuse
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
 _THEIRS = ("deepspeed", "fsdp", "parallelism_config")

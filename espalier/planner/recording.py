@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch.utils.flop_counter import FlopCounterMode
-
 from espalier.comm import Collective, ledger
 from espalier.engine.engine import Engine
 from espalier.engine.report import local_bytes
-from espalier.tensor.dry_runs import UNCOUNTED, Recalled
+from espalier.tensor.dry_runs import Recalled, flop_counts
 from espalier.torch_private import TorchDispatchMode, raw
 from espalier.trees import tensors_in
 
@@ -192,7 +190,7 @@ class _Recorder(TorchDispatchMode):
         self.events: list[tuple[str, Event]] = []
         # where messages that are on their way stand among these, and what is done meanwhile
         self._under_way: dict[int, list[Under]] = {}
-        self._count = FlopCounterMode(display=False, custom_mapping=UNCOUNTED).flop_registry
+        self._count = flop_counts()
         self._views: dict[Any, bool] = {}
 
     def saw(self, event: Collective) -> None:

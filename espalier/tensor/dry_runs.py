@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.library import Library, fallthrough_kernel
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from espalier.comm.control import gather_objects
 from espalier.comm.dry import know, values_of, without_data
@@ -127,11 +126,16 @@ def _release(live: _Live, key: int) -> None:
 # ---- what calls cost: floating-point operations and bytes, from shapes alone
 
 
+# torch's counter brings Triton, whose import takes a tenth of a second: not before something is counted
 def _forward_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    from torch.utils.flop_counter import sdpa_flop_count
+
     return int(sdpa_flop_count(q, k, v))
 
 
 def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    from torch.utils.flop_counter import sdpa_backward_flop_count
+
     return int(sdpa_backward_flop_count(grad, q, k, v))
 
 
@@ -197,7 +201,7 @@ class CostMode(TorchDispatchMode):
         super().__init__()
         self.total, self.random = OpCost(), False
         self._nested = False
-        self._counts = _counts()
+        self._counts = flop_counts()
 
     def begin(self) -> None:
         """A call begins."""
@@ -338,14 +342,16 @@ def _made(
             out = func(*args, **dict(kwargs))
         except Exception:
             return None  # who asks for it is told why
-        count = _counts().get(func.overloadpacket)
+        count = flop_counts().get(func.overloadpacket)
         flops = 0 if count is None else int(count(*args, **dict(kwargs), out_val=out))
         return _as_view(out, inputs[0], flops) if _is_view(func) else _as_made(out, inputs, flops)
 
 
 @cache
-def _counts() -> Mapping[Any, Callable[..., Any]]:
+def flop_counts() -> Mapping[Any, Callable[..., Any]]:
     """What counts the FLOPs of operations."""
+    from torch.utils.flop_counter import FlopCounterMode
+
     return FlopCounterMode(display=False, custom_mapping=UNCOUNTED).flop_registry
 
 
@@ -365,7 +371,7 @@ class Recalled(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
-        self._counts = _counts()
+        self._counts = flop_counts()
         self._ways: dict[Any, tuple[Callable[..., Any], bool, bool]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

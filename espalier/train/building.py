@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.flop_counter import FlopCounterMode
 
 from espalier.checkpoint import open_any
 from espalier.checkpoint.foreign import Foreign
@@ -97,6 +96,8 @@ def step_flops(job: Job) -> int | None:
 
     Counted on one row without content. None where the model does not run so.
     """
+    from torch.utils.flop_counter import FlopCounterMode
+
     row = {name: x[:1] for name, x in batch_on_meta(job).items()}
     counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
     try:

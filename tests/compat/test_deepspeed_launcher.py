@@ -38,7 +38,8 @@ def test_what_is_done_otherwise_is_told_at_once() -> None:
 def test_a_program_is_started_as_by_deepspeed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import argparse, os, pathlib\n"
+        "import argparse, os, pathlib, sys\n"
+        "assert 'espalier.engine' not in sys.modules, 'what the program does not ask for takes a second'\n"
         "from beside import FOLDER\n"
         "parser = argparse.ArgumentParser()\n"
         "parser.add_argument('--local_rank', type=int, required=True)\n"

@@ -4,14 +4,43 @@ The configuration becomes a plan, an optimizer and a schedule (``config``, ``key
 engine under DeepSpeed's names (``engine``). docs/deepspeed.md says what maps to what.
 """
 
-import argparse
+from __future__ import annotations
 
-from espalier.compat.deepspeed import accelerator, checkpointing, comm, moe, ops, pipe, runtime, utils, zero
-from espalier.compat.deepspeed.config import Config, read
-from espalier.compat.deepspeed.engine import DeepSpeedEngine, init_distributed
-from espalier.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from espalier.compat.deepspeed.pipe_engine import PipelineEngine
-from espalier.compat.deepspeed.starting import initialize
+from typing import TYPE_CHECKING
+
+from espalier.later import on_use
+
+if TYPE_CHECKING:
+    import argparse
+
+    from espalier.compat.deepspeed import (
+        accelerator,
+        checkpointing,
+        comm,
+        moe,
+        ops,
+        pipe,
+        runtime,
+        utils,
+        zero,
+    )
+    from espalier.compat.deepspeed.config import Config, read
+    from espalier.compat.deepspeed.engine import DeepSpeedEngine, init_distributed
+    from espalier.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from espalier.compat.deepspeed.pipe_engine import PipelineEngine
+    from espalier.compat.deepspeed.starting import initialize
+else:  # what starts the ranks needs none of it
+    __getattr__ = on_use(
+        __name__,
+        {
+            "": "accelerator checkpointing comm moe ops pipe runtime utils zero",
+            "config": "Config read",
+            "engine": "DeepSpeedEngine init_distributed",
+            "pipe": "LayerSpec PipelineModule TiedLayerSpec",
+            "pipe_engine": "PipelineEngine",
+            "starting": "initialize",
+        },
+    )
 
 __version__ = "0.19.0"  # whose interface this is
 

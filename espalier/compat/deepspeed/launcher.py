@@ -15,10 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from espalier.compat.plans import refuse
 from espalier.device import count
 from espalier.mesh.hosts import PORT, Hosts, find_hosts
 from espalier.mesh.launch import LaunchError, launch
+from espalier.texts import refuse
 
 _EACH = "start it on each machine, with --num_nodes N --node_rank K --master_addr HOST"
 _DEVICES = "all devices of a machine are taken in their order: hide others by its own variable, --num_gpus N"

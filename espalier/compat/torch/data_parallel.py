@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import LateModule, plan_for_world, precision_of, refuse, tell_of_ranks, world_size
+from espalier.compat.plans import LateModule, plan_for_world, precision_of, tell_of_ranks, world_size
 from espalier.engine.checkpointing import apart
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor
+from espalier.texts import refuse
 
 Said = Plan | Mapping[str, Any] | None
 

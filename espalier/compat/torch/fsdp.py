@@ -33,11 +33,12 @@ from torch.distributed.fsdp.wrap import (
     wrap,
 )
 
-from espalier.compat.plans import LateModule, precision_of, refuse, world_size
+from espalier.compat.plans import LateModule, precision_of, world_size
 from espalier.compat.torch.data_parallel import Said, of_group, take_hook, whole_states
 from espalier.engine import Engine
 from espalier.engine.module import optimizer_of
 from espalier.engine.surface import bound
+from espalier.texts import refuse
 from espalier.trees import tree_map
 
 _STAGES: Mapping[ShardingStrategy, int] = {

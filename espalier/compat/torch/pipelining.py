@@ -11,7 +11,7 @@ from torch.distributed.pipelining import SplitPoint
 from torch.distributed.pipelining.microbatch import merge_chunks
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import plan_for_world, refuse
+from espalier.compat.plans import plan_for_world
 from espalier.compat.torch.data_parallel import Said
 from espalier.engine import Engine, initialize
 from espalier.engine.module import optimizer_of
@@ -19,6 +19,7 @@ from espalier.engine.passes import plain_output
 from espalier.parallel.schedules import Schedule
 from espalier.parallel.schedules.torchs import interleaved_zero_bubble, looped_bfs
 from espalier.tensor import full_tensor
+from espalier.texts import refuse
 from espalier.trees import tree_map
 
 

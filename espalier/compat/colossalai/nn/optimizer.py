@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from espalier.compat.plans import refuse
+from espalier.texts import refuse
 
 _TAKEN: Final = ("betas", "eps", "weight_decay", "amsgrad")
 # where states lie is the plan's, and what is printed nobody's

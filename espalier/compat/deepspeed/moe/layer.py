@@ -7,7 +7,7 @@ from torch import nn
 
 from espalier.compat.deepspeed.moe.experts import Experts
 from espalier.compat.deepspeed.moe.gate import Routing, TopKGate
-from espalier.compat.plans import refuse
+from espalier.texts import refuse
 
 _POLICIES = (None, "None", "Jitter", "RSample")
 
