@@ -127,7 +127,9 @@ def sum_here(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> None:
         if mesh.ledgers or x.is_cpu or mesh.is_dry or tracers() or not x.is_floating_point():
             all_reduce_(x, mesh, axis).wait()
         else:
-            mesh.backend(axis, x.device).allreduce([x], _SUM).wait()
+            work = mesh.backend(axis, x.device).allreduce([x], _SUM)
+            if work is not None:  # None of NCCL: the sum is on the current stream
+                work.wait()
 
 
 @collective

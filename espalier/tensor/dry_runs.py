@@ -130,13 +130,18 @@ def _release(live: _Live, key: int) -> None:
 def _forward_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     from torch.utils.flop_counter import sdpa_flop_count
 
-    return int(sdpa_flop_count(q, k, v))
+    return int(sdpa_flop_count(q, _as_many_heads(q, k), _as_many_heads(q, v)))
 
 
 def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     from torch.utils.flop_counter import sdpa_backward_flop_count
 
-    return int(sdpa_backward_flop_count(grad, q, k, v))
+    return int(sdpa_backward_flop_count(grad, q, _as_many_heads(q, k), _as_many_heads(q, v)))
+
+
+def _as_many_heads(q: Sequence[int], x: Sequence[int]) -> tuple[int, ...]:
+    """The shape of keys or values that groups of queries share, one for each: torch 2.11 counts no others."""
+    return (x[0], q[1], *x[2:])
 
 
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
@@ -160,12 +165,16 @@ def _grouped_product(
 
 
 # what torch's counter does not know: attention's kernel of the CPU, which dry runs use (see
-# ``tensor.rules.ring``), and experts' products
-UNCOUNTED = {
+# ``tensor.rules.ring``), grouped queries (in torch 2.11), and experts' products
+UNCOUNTED: dict[Any, Callable[..., int]] = {
     torch.ops.aten._grouped_mm: _grouped_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
 }
+for _kernel in ("flash", "efficient", "cudnn"):
+    _name = f"_scaled_dot_product_{_kernel}_attention"
+    UNCOUNTED[getattr(torch.ops.aten, _name)] = _forward_flops
+    UNCOUNTED[getattr(torch.ops.aten, f"{_name}_backward")] = _backward_flops
 _FOLLOWED = 2**21  # elements of tensors whose values are computed
 _RANDOM = torch.Tag.nondeterministic_seeded
 _META = torch.device("meta")

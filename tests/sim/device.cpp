@@ -20,6 +20,7 @@
 #include <c10/core/AllocatorConfig.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <signal.h>
+#include <torch/headeronly/version.h>
 #include <torch/library.h>
 #include <time.h>
 #include <cstdlib>
@@ -102,9 +103,11 @@ void give_back(void* p) {
   say(findings);
 }
 
-// As torch's allocator of pinned memory: a power of two, up to a size that can be set.
+// As torch's allocator of pinned memory: a power of two, up to a size that can be set, in torch 2.11 any.
 size_t taken(size_t bytes) {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 11
   if (bytes > c10::CachingAllocator::AcceleratorAllocatorConfig::pinned_max_round_threshold()) return bytes;
+#endif
   size_t power = 1;
   while (power < bytes) power *= 2;
   return power;

@@ -163,8 +163,8 @@ class Group(_ProcessGroup):
         finish: Callable[[], object] = lambda: None,
         peer: int | None = None,
         beside: bool = True,
-    ) -> Call:
-        """Begin a call, on this group's stream, or on the current one.
+    ) -> Call | None:
+        """Begin a call, on this group's stream; on the current one, without a handle, if nothing goes beside.
 
         Args:
             start: gives gloo's work, on copies; ``finish`` puts its result where it belongs.
@@ -189,11 +189,15 @@ class Group(_ProcessGroup):
                     shared.sim.access(t, write=write, by=by)
             with shared.sim.emulating():
                 begun = start()
-        return Call(self, stream, number, begun, finish, reads)
+        call = Call(self, stream, number, begun, finish, reads)
+        if beside:
+            return call
+        call.wait()
+        return None
 
     def _in_place(
         self, by: str, xs: Sequence[torch.Tensor], go: Callable[[torch.Tensor], Any], options: Any
-    ) -> Call:
+    ) -> Call | None:
         (x,) = xs
         copies: list[torch.Tensor] = []
 
@@ -205,7 +209,7 @@ class Group(_ProcessGroup):
 
     def _into(
         self, by: str, out: torch.Tensor, reads: Sequence[torch.Tensor], go: Callable[..., Any], **more: Any
-    ) -> Call:
+    ) -> Call | None:
         result = torch.empty(out.shape, dtype=out.dtype)
 
         def start() -> Any:

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from espalier.tensor.dry_runs import UNCOUNTED
+
 Event = tuple[str, float, int]
 
 
@@ -117,7 +119,7 @@ class Flops:
     def begin(self, step: int) -> None:
         """Before each forward pass."""
         if step == self.at and self._counter is None:
-            self._counter = FlopCounterMode(display=False)
+            self._counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
             self._begin = time.perf_counter()
             self._counter.__enter__()
 

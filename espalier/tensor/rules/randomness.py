@@ -163,13 +163,18 @@ def _filler(draw: Callable[..., torch.Tensor]) -> Callable[..., Spec]:
     return rule
 
 
+def _wide(drawn: torch.Tensor) -> torch.Tensor:
+    """What is drawn, in a precision in which the CPU and devices round what is done to it alike."""
+    return drawn.float() if drawn.element_size() < 4 else drawn
+
+
 @rule(torch.Tensor.uniform_)
 @_filler
 def _uniform(
     placed: Placed, x: torch.Tensor, a: float = 0.0, b: float = 1.0, *, generator: Any = None, **kw: Any
 ) -> torch.Tensor:
     a, b = kw.get("from", a), kw.get("to", b)
-    return uniform(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device) * (b - a) + a
+    return _wide(uniform(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device)) * (b - a) + a
 
 
 @rule(torch.Tensor.normal_)
@@ -177,7 +182,7 @@ def _uniform(
 def _normal(
     placed: Placed, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
 ) -> torch.Tensor:
-    return normal(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device) * std + mean
+    return _wide(normal(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device)) * std + mean
 
 
 @rule(torch.Tensor.bernoulli_)
@@ -201,7 +206,8 @@ def _integers(
 def _exponential(
     placed: Placed, x: torch.Tensor, lambd: float = 1.0, *, generator: Any = None
 ) -> torch.Tensor:
-    return -torch.log1p(-uniform(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device)) / lambd
+    drawn = _wide(uniform(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device))
+    return -torch.log1p(-drawn) / lambd
 
 
 @rule(torch.Tensor.geometric_)
@@ -216,7 +222,7 @@ def _geometric(placed: Placed, x: torch.Tensor, p: float, *, generator: Any = No
 def _cauchy(
     placed: Placed, x: torch.Tensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None
 ) -> torch.Tensor:
-    drawn = uniform(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device)
+    drawn = _wide(uniform(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device))
     return drawn.sub_(0.5).mul_(math.pi).tan_() * sigma + median
 
 
@@ -225,7 +231,7 @@ def _cauchy(
 def _log_normal(
     placed: Placed, x: torch.Tensor, mean: float = 1.0, std: float = 2.0, *, generator: Any = None
 ) -> torch.Tensor:
-    drawn = normal(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device)
+    drawn = _wide(normal(placed.outs[0], draw_key(placed.mesh, generator), x.dtype, x.device))
     return (drawn * std + mean).exp_()
 
 
