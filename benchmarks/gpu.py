@@ -1,9 +1,9 @@
 """A GPT's step on GPUs beside DDP, FSDP2, Megatron-core and DeepSpeed, on the devices that are visible.
 
 12 layers of 768, 8 rows of 1024 tokens a rank, AdamW. Each of ours takes at most the time of the peer that
-does the same: with parameters of bfloat16 of DDP and FSDP2, eager and compiled; with masters of float32 of
-Megatron's distributed optimizer and DeepSpeed's ZeRO-3; with states on the host of DeepSpeed. A peer that is
-not installed, or does not run here, is said to be.
+does the same: with parameters of bfloat16 of DDP and FSDP2, eager, with dropout, and compiled; with masters
+of float32 of Megatron's distributed optimizer and DeepSpeed's ZeRO-3; with states on the host of DeepSpeed. A
+peer that is not installed, or does not run here, is said to be.
 
     python benchmarks/gpu.py [--only NAME ...]
 
@@ -36,7 +36,7 @@ from espalier.models import build
 
 SIZES = {"vocab_size": 50304, "max_positions": 1024, "hidden": 768, "heads": 12, "layers": 12}
 ROWS, ROUNDS = 8, 20
-RATE = 1e-4
+RATE, DROPOUT = 1e-4, 0.1
 
 
 class Group(NamedTuple):
@@ -46,10 +46,10 @@ class Group(NamedTuple):
     pairs: Sequence[tuple[str, str]]
 
 
-def model(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def model(device: torch.device, dtype: torch.dtype = torch.bfloat16, dropout: float = 0.0) -> nn.Module:
     """The same on every rank."""
     torch.manual_seed(0)
-    return build("gpt2", dict(SIZES)).to(device, dtype)
+    return build("gpt2", {**SIZES, "dropout": dropout}).to(device, dtype)
 
 
 def rows(device: torch.device) -> Data:
@@ -71,9 +71,9 @@ def plain(net: nn.Module, parameters: nn.Module, data: Data) -> Step:
     return step
 
 
-def ddp(device: torch.device, data: Data, compiled: bool = False) -> Step:
+def ddp(device: torch.device, data: Data, compiled: bool = False, dropout: float = 0.0) -> Step:
     """torch's DistributedDataParallel."""
-    net: nn.Module = DistributedDataParallel(model(device), device_ids=[device.index])
+    net: nn.Module = DistributedDataParallel(model(device, dropout=dropout), device_ids=[device.index])
     return plain(torch.compile(net) if compiled else net, net, data)  # type: ignore[arg-type]
 
 
@@ -96,9 +96,10 @@ def ours(
     *,
     masters: bool = False,
     compiled: bool = False,
+    dropout: float = 0.0,
 ) -> Step:
     """A plan along the data axis."""
-    net = model(device, torch.float32 if masters else torch.bfloat16)
+    net = model(device, torch.float32 if masters else torch.bfloat16, dropout)
     whole: dict[str, Any] = {"data": dist.get_world_size(), **plan}
     if masters:
         whole["precision"] = "bfloat16"
@@ -124,6 +125,13 @@ def groups(device: torch.device, data: Data) -> dict[str, Group]:
                 "ZeRO-3": partial(mine, {"zero": 3}),
             },
             [("stage 0", "DDP"), ("ZeRO-3", "FSDP2")],
+        ),
+        "dropout": Group(
+            {
+                "DDP": partial(ddp, device, data, dropout=DROPOUT),
+                "stage 0": partial(mine, {"zero": 0}, dropout=DROPOUT),
+            },
+            [("stage 0", "DDP")],
         ),
         "masters": Group(
             {
