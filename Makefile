@@ -1,6 +1,9 @@
 # Every target but `setup` sets the environment up first if it is missing or out of date.
 PYTHON ?= python3
-VENV := .venv
+# another torch, in an environment of its own, with the Triton that it asks for: make test TORCH=2.11.0
+TORCH ?=
+VENV := .venv$(TORCH:%=-torch-%)
+PINS := $(if $(TORCH),$(VENV)/)constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # processes of pytest that share the suite, each with ranks of its own
@@ -14,7 +17,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Espalier needs Python 3.11 or newer: make setup PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	$(if $(TORCH),grep -Ev '^(torch|torchvision|triton|setuptools)=' constraints.txt > $(PINS))
+	$(BIN)/python -m pip install --constraint $(PINS) --editable '.[dev]' $(TORCH:%=torch==%)
 	@touch $@
 
 demo: $(READY)
@@ -46,7 +50,7 @@ zoo: $(READY)
 
 # The site goes to build/site; a warning is an error.
 docs: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[docs]'
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "open build/site/index.html"
 

@@ -43,6 +43,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "mesh/process.py": {"NCCL.*(abort|remote error)": "words of an error that is looked for"},
     "tensor/compare.py": {"mps": "a kind without float64"},
     "tensor/deferred.py": {PINNED: "an argument of torch's factories, which is taken out"},
+    "tensor/dry_runs.py": {"cudnn": "part of an operator's name"},
     "tensor/dtensor.py": {"is_cuda": "a name of torch.Tensor"},
     "tensor/loans.py": {"__cuda_array_interface__": "a name of torch.Tensor"},
     "tensor/rules/meta.py": {"__cuda_array_interface__": "a name of torch.Tensor"},

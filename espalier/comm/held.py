@@ -61,13 +61,23 @@ def _unshared() -> frozenset[Uses]:
 
 @cache
 def _probed() -> frozenset[Uses]:
-    """The uses of a gradient that came out of a kernel, and of a view of such a one."""
-    seen: list[Uses] = []
+    """The uses of a gradient that came out of a kernel, and of a view of such a one.
+
+    Torch 2.11 counts the list of a node's arguments as a holder, 2.13 does not. So one that a second node
+    gets is probed, too: counts that both have say nothing.
+    """
+    own: list[Uses] = []
+    shared: list[Uses] = []
     with raw(), disable_modes(), torch.enable_grad():
         x = torch.zeros(2, 2, device="cpu", requires_grad=True)
-        for out in (_probe(x, seen) * 1, _probe(x, seen).view(4) * 1):
+        for out in (
+            _probe(x, own) * 1,
+            _probe(x, own).view(4) * 1,
+            (_probe(x, shared) + _probe(x, shared)) * 1,
+            (_probe(x, shared) + _probe(x, shared)).view(4) * 1,
+        ):
             torch.autograd.backward(out, torch.ones_like(out))
-    return frozenset(uses for uses in seen if uses[1] == 1)
+    return frozenset(own) - frozenset(shared)
 
 
 def _asked(x: torch.Tensor) -> Uses:

@@ -167,7 +167,7 @@ def _is_heard(name: str) -> bool:
     return number is None or signal.getsignal(number) is not signal.SIG_IGN
 
 
-def _grace(config: type, seconds: int) -> dict[str, int]:
+def _grace(config: type, seconds: int) -> dict[str, Any]:
     """How long ranks have to end, as torch's elastic agent takes it; torch 2.11's takes nothing."""
     known = {field.name for field in fields(config)}
     return {"shutdown_timeout": seconds} if "shutdown_timeout" in known else {}

@@ -203,6 +203,7 @@ def test_ranks_that_know_nothing_but_their_number(gpus: Any, monkeypatch: pytest
 def test_an_optimizer_is_tried_on_the_cpu(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look at a job opens no context on the first device, also where options are for accelerators."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # asks a driver otherwise
     monkeypatch.setattr(optimizers, "accelerator", lambda: "cuda")
     capturable = OptimizerSection(name="AdamW", capturable=True)
     assert not list(optimizers.optimizer_mistakes(capturable))

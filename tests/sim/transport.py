@@ -210,7 +210,7 @@ class Group(_ProcessGroup):
     def _into(
         self, by: str, out: torch.Tensor, reads: Sequence[torch.Tensor], go: Callable[..., Any], **more: Any
     ) -> Call | None:
-        result = torch.empty(out.shape, dtype=out.dtype)
+        result = torch.empty(out.shape, dtype=out.dtype, device="cpu")
 
         def start() -> Any:
             return go(result, *(x.cpu() for x in reads))
