@@ -57,7 +57,7 @@ docs: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy $(TORCH:%=--cache-dir $(VENV)/.mypy_cache)
 	$(BIN)/lint-imports
 	$(BIN)/python tools/private.py
 	$(BIN)/python tools/devices.py

@@ -2,7 +2,7 @@
 
 All were seen in torch 2.11 to 2.13. Where one is gone, the import of this file says so by name; those that
 can be done without are None then, and whoever uses them has another way. Another version of torch is tried
-here first, then by the tests (``make test TORCH=2.11.0``). Not here: private attributes of objects (a
+here first, then by the tests (``make lint test TORCH=2.11.0``). Not here: private attributes of objects (a
 module's ``_parameters``, an optimizer's hooks), and operators of ``torch.ops``. ``tools/private.py``, which
 ``make lint`` runs, finds any other.
 """

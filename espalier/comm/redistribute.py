@@ -167,7 +167,8 @@ def redistribute_by(x: torch.Tensor, plan: RedistributePlan, alone: bool = False
     if plan.idle:
         return x
     if recorders():
-        return handle_torch_function(redistribute_by, (), x, plan)
+        recorded: torch.Tensor = handle_torch_function(redistribute_by, (), x, plan)
+        return recorded
     if plan.scale not in (None, 1):
         if not (x.is_floating_point() or x.is_complex()):
             raise ValueError(

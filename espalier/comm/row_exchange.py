@@ -73,7 +73,8 @@ def exchange(
     if have == want:
         return x
     if recorders():
-        return handle_torch_function(exchange, (), x, mesh, axes, dim, have, want)
+        recorded: torch.Tensor = handle_torch_function(exchange, (), x, mesh, axes, dim, have, want)
+        return recorded
     axis, *inner = axes
     if not inner:
         return _apply(x, mesh, axis, dim, have, want)

@@ -103,7 +103,7 @@ class _Keeping(TorchDispatchMode):
         out = func(*args, **kwargs)
         number = self._calls[func]
         self._calls[func] += 1
-        context = SelectiveCheckpointContext(is_recompute=False)
+        context: Any = SelectiveCheckpointContext(is_recompute=False)
         context.op_output = out
         said = self._policy(context, func, *args, **kwargs)
         if said is True or said in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):

@@ -91,7 +91,7 @@ def logits_and_loss(
     if labels is None or not chunked:
         logits = head(x)
         return logits, None if labels is None else token_loss(logits, labels)
-    if not hasattr(F, "linear_cross_entropy"):
+    if not (hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")):
         raise ValueError(f"chunked_loss needs torch 2.13 or newer; this is {torch.__version__}")
     rows, options = x.flatten(0, 1), nn.LinearCrossEntropyOptions()
     loss = F.linear_cross_entropy(rows, head.weight, labels.flatten(), linear_bias=head.bias, options=options)
