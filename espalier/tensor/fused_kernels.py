@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -25,6 +26,13 @@ _DIMS = 4  # that it can tell apart
 # the widest heads of attention, whose tiles fit into the memory (99 KiB) of the smallest units from 8.0 on
 _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 _TILE = 16  # the least side of a product of tiles
+# by kernel and bytes of a row, the queries and keys that are taken at once, warps, stages: those of up to 256
+# bytes as measured on an H200
+_SIDES: Mapping[str, Mapping[int, tuple[int, int, int, int]]] = {
+    "attend": {128: (64, 64, 4, 3), 256: (64, 32, 4, 3), 512: (32, 32, 4, 1)},
+    "attend_back_queries": {128: (64, 32, 4, 3), 256: (64, 32, 4, 3), 512: (32, 32, 4, 1)},
+    "attend_back_keys": {128: (32, 64, 4, 3), 256: (32, 64, 4, 3), 512: (32, 32, 4, 1)},
+}
 
 
 def serve(x: torch.Tensor) -> bool:
@@ -162,33 +170,63 @@ class _Call:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
         ahead: int | None, scale: float, drops: Dropout | None,
     ) -> None:  # fmt: skip
-        self.q, self.k, self.v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = self.given = _rowwise(q), _rowwise(k), _rowwise(v)
         self.bias = q if bias is None else bias.expand(*q.shape[:3], k.shape[2])
-        heads, (rows, columns) = q.shape[1], (q.shape[2], k.shape[2])
-        strides = [n for x in (self.q, self.k, self.v) for n in x.stride()[:3]]
-        strides += [0] * 4 if bias is None else self.bias.stride()
+        self.strides = (0,) * 4 if bias is None else self.bias.stride()
         drawn = (0, 0, 0, 1.0, 0, 0, 0, 0)
         if drops is not None:
             factor = 0.0 if drops.p == 1 else 1 / (1 - drops.p)
             drawn = (*Drawn.of(drops.key, drops.p), factor, drops.base, *drops.steps)
-        self.numbers = (
-            *strides, heads, heads // max(k.shape[1], 1), rows, columns, scale, ahead or 0, *drawn
-        )  # fmt: skip
+        heads, rows, columns = q.shape[1], q.shape[2], k.shape[2]
+        self.numbers = heads, heads // max(k.shape[1], 1), rows, columns, scale, ahead or 0, *drawn
         d, e = q.shape[3], v.shape[3]
         padded = [max(_TILE, 1 << (n - 1).bit_length()) for n in (d, e)]
-        weight = max(padded) * q.dtype.itemsize  # bytes of a row: they limit how many are taken at once
-        side = 64 if weight <= 256 else 32
-        kind = "none" if bias is None else "bool" if bias.dtype is torch.bool else "float"
-        self.side, self.constants = side, {
-            "D": d, "E": e, "DP": padded[0], "EP": padded[1], "M": side, "N": side, "BIAS": kind,
+        self.row = max(padded) * q.dtype.itemsize  # bytes: they limit how many rows are taken at once
+        self.constants = {
+            "D": d, "E": e, "DP": padded[0], "EP": padded[1],
+            "BIAS": "none" if bias is None else "bool" if bias.dtype is torch.bool else "float",
             "CAUSAL": ahead is not None, "DROPS": drops is not None,
             "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
-            "num_stages": 2 if weight <= 256 else 1,
         }  # fmt: skip
 
-    def launch(self, name: str, rows: int, heads: int, *more: torch.Tensor) -> None:
-        grid = (self.q.shape[0] * heads, -(-rows // self.side))  # of the second there may be 65,535
-        launch(name, grid, self.q, self.k, self.v, self.bias, *more, *self.numbers, **self.constants)
+    def launch(
+        self, name: str, of: torch.Tensor, side: str, tensors: Sequence[torch.Tensor],
+        by_row: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Start a kernel whose programs each take a tile of rows of ``of``.
+
+        Args:
+            side: the tile's, "M" of queries or "N" of keys.
+            tensors: that it takes beside those given; of ``by_row`` it is told the strides.
+        """
+        taken = _taken(name, self.row)
+        strides = [n for x in (*self.given, *by_row) for n in x.stride()[:3]]
+        strides[9:9] = self.strides
+        grid = (of.shape[0] * of.shape[1], -(-of.shape[2] // taken[side]))  # of the second: up to 65,535
+        launch(
+            name, grid, *self.given, self.bias, *tensors, *strides, *self.numbers, **self.constants, **taken
+        )  # fmt: skip
+
+
+def _taken(name: str, row: int) -> dict[str, int]:
+    """How many queries M and keys N a kernel takes at once, of so many bytes each, by how many warps.
+
+    What the tiles of a stage take fits into the memory (99 KiB) of the smallest units from 8.0 on.
+    """
+    m, n, warps, stages = _SIDES[name][min(max(row, 128), 512)]
+    return {"M": m, "N": n, "num_warps": warps, "num_stages": stages}
+
+
+def _rowwise(x: torch.Tensor) -> torch.Tensor:
+    """With elements of a row side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _lying_as(x: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor of rows of a width, whose dims lie in memory in the order of those of ``x``."""
+    order = sorted(range(3), key=x.stride, reverse=True)
+    new = x.new_empty([*(x.shape[dim] for dim in order), width], dtype=dtype)
+    return new.permute(*(order.index(dim) for dim in range(3)), 3)
 
 
 def attention(
@@ -207,25 +245,27 @@ def attention(
         the output [b, h, s, e], and lse [b, h, s] in float32: minus infinity for a query that sees no key.
     """
     call = _Call(q, k, v, bias, ahead, scale, drops)
-    out = q.new_empty(*q.shape[:3], v.shape[3])
+    out = _lying_as(q, v.shape[3], q.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    call.launch("attend", q.shape[2], q.shape[1], out, lse)
+    call.launch("attend", q, "M", (out, lse), (out,))
     return out, lse
 
 
 def attention_back(
     grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
     v: torch.Tensor, bias: torch.Tensor | None, ahead: int | None, scale: float, drops: Dropout | None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of queries, keys and values, in float32, by two kernels.
+    """The gradients of queries, keys and values, by two kernels.
 
     Args:
         grad: of the output; out, lse: of all blocks of keys, finite. The rest: as of :func:`attention`.
+        dtype: of the gradients: that in which they are added up, or that of the queries.
     """
     call = _Call(q, k, v, bias, ahead, scale, drops)
-    delta = (grad.float() * out.float()).sum(-1)
-    grad, lse = grad.to(q.dtype).contiguous(), lse.float().contiguous()
-    dq, dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
-    call.launch("attend_back_keys", k.shape[2], k.shape[1], grad, lse, delta, dk, dv)
-    call.launch("attend_back_queries", q.shape[2], q.shape[1], grad, lse, delta, dq)
+    grad, out, lse = _rowwise(grad), _rowwise(out), lse.float().contiguous()
+    delta = torch.empty_like(lse)
+    dq, dk, dv = (_lying_as(x, x.shape[3], dtype) for x in (q, k, v))
+    call.launch("attend_back_queries", q, "M", (grad, out, lse, delta, dq), (grad, out, dq))
+    call.launch("attend_back_keys", k, "N", (grad, lse, delta, dk, dv), (grad, dk, dv))
     return dq, dk, dv

@@ -15,18 +15,21 @@ import triton.language as tl
 from espalier.tensor.random import MIX1, MIX2, WEYL
 
 _WEYL, _MIX1, _MIX2 = tl.constexpr(WEYL), tl.constexpr(MIX1), tl.constexpr(MIX2)
+_LOG2E = tl.constexpr(1.4426950408889634)  # devices know powers of two: scores are taken times this
 # what no compiled kernel hangs on: they change from call to call
 _VARYING = ["first", "second", "threshold", "scale", "base"]
+_SIZES = ["rows", "columns", "ahead"]
 
 
 @triton.jit
-def kept_at(index, first, second, threshold):
-    """Whether elements of these global numbers (int64) stay: the top 24 bits of their hash reach a number."""
-    x = (index + first) * _WEYL
+def stays(x, second, threshold):
+    """Whether elements stay, by their numbers plus what the key adds, times WEYL (int64).
+
+    They do where the top 24 bits of the hash reach a number. What its last step adds to these is nothing.
+    """
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX1 + second
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX2
-    x = x ^ ((x >> 31) & 0x1FFFFFFFF)
-    return ((x >> 40) & 0xFFFFFF) >= threshold
+    return ((x >> 40) & 0xFFFFFF).to(tl.int32) >= threshold
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -60,7 +63,7 @@ def drop(
             index += rest * step1
     else:
         index += rest * step0
-    kept = kept_at(index, first.to(tl.int64), second.to(tl.int64), threshold)
+    kept = stays((index + first.to(tl.int64)) * _WEYL, second.to(tl.int64), threshold)
     value = tl.load(x + place, mask=there, other=0.0)
     factor = scale.to(tl.int64).to(tl.float64, bitcast=True)
     if value.dtype == tl.float64:
@@ -71,186 +74,306 @@ def drop(
 
 
 @triton.jit
-def _products(
-    q, k, bias, row, column, rows, columns, scale, ahead,
-    bias_row, bias_column, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+def _scores(
+    x, y, bias, row, column, rows, columns, factor, ahead, bias_row, bias_column,
+    EDGE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of queries [m, d] and keys [n, d]; minus infinity where nothing is seen."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    seen = (row < rows)[:, None] & (column < columns)[None, :]
+    """Scores of queries and keys, or of keys and queries, times log2(e); minus infinity: not seen.
+
+    ``row`` and ``column`` number the queries and keys along their dims. EDGE: some may not be seen, or not
+    be there.
+    """
+    scores = tl.dot(x, tl.trans(y), input_precision=PRECISION) * (factor * _LOG2E)
+    if EDGE or BIAS != "none":
+        seen = (row < rows) & (column < columns)
+        if CAUSAL:
+            seen = seen & (row + ahead >= column)
+        if BIAS != "none":
+            at = bias + row.to(tl.int64) * bias_row + column.to(tl.int64) * bias_column
+            if BIAS == "bool":
+                seen = seen & (tl.load(at, mask=seen, other=0) != 0)
+            else:
+                scores += tl.load(at, mask=seen, other=0.0).to(tl.float32) * _LOG2E
+        scores = tl.where(seen, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _tile(
+    x, begin, size, step,
+    SIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """SIDE rows of a matrix of ``size`` rows a step apart, from one on, with zeros behind both ends.
+
+    EDGE: the last ones may not be there.
+    """
+    row, column = tl.arange(0, SIDE), tl.arange(0, PADDED)
+    at = x + tl.cast(begin, tl.int64) * step + row.to(tl.int64)[:, None] * step + column[None, :]
+    if EDGE:
+        return tl.load(at, mask=(begin + row < size)[:, None] & (column < WIDTH)[None, :], other=0.0)
+    if WIDTH == PADDED:
+        return tl.load(at)
+    return tl.load(at, mask=(column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _put(
+    x, value, begin, size, step, SIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """Store such rows."""
+    row, column = tl.arange(0, SIDE), tl.arange(0, PADDED)
+    at = x + tl.cast(begin, tl.int64) * step + row.to(tl.int64)[:, None] * step + column[None, :]
+    there = (begin + row < size)[:, None] & (column < WIDTH)[None, :]
+    tl.store(at, value.to(x.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _attended(
+    most, total, sums, queries, k, v, bias, begin, stop, row, number, second, threshold,
+    k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
+    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
+    EDGE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What queries make of some of their keys: the highest score, the sum of weights, that of values."""
+    for place in range(begin, stop, N):
+        column = place + tl.arange(0, N)
+        keys = _tile(k, place, columns, k_row, N, D, DP, EDGE)
+        scores = _scores(
+            queries, keys, bias, row[:, None], column[None, :], rows, columns, factor, ahead, bias_row,
+            bias_column, EDGE, BIAS, CAUSAL, PRECISION,
+        )  # fmt: skip
+        higher = tl.maximum(most, tl.max(scores, 1))
+        level = higher
+        if EDGE or BIAS != "none":
+            level = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - level[:, None])
+        before = tl.exp2(most - level)
+        total = total * before + tl.sum(weights, 1)
+        if DROPS:
+            numbers = number[:, None] + (column.to(tl.int64) * _WEYL)[None, :]
+            weights = tl.where(stays(numbers, second, threshold), weights, 0.0)
+        values = _tile(v, place, columns, v_row, N, E, EP, EDGE)
+        sums = sums * before[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        most = higher
+    return most, total, sums
+
+
+@triton.jit
+def _bounds(begin, columns, ahead, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr):
+    """How many keys M queries from one on all see, in whole tiles, and how many some of them do."""
+    whole, stop = columns, columns
     if CAUSAL:
-        seen = seen & (row[:, None] + ahead >= column[None, :])
-    if BIAS != "none":
-        at = bias + row.to(tl.int64)[:, None] * bias_row + column.to(tl.int64)[None, :] * bias_column
-        if BIAS == "bool":
-            seen = seen & (tl.load(at, mask=seen, other=0) != 0)
-        else:
-            scores += tl.load(at, mask=seen, other=0.0).to(tl.float32)
-    return tl.where(seen, scores, float("-inf"))
+        whole = tl.minimum(columns, tl.maximum(begin + ahead + 1, 0))
+        stop = tl.minimum(columns, tl.maximum(begin + M + ahead, 0))
+    return whole // N * N, stop
 
 
-@triton.jit
-def _kept(row, column, start, step, first, second, threshold):
-    """Whether weights stay, [m, n]; ``start``: the global number of their head's first one here."""
-    index = start + row.to(tl.int64)[:, None] * step + column.to(tl.int64)[None, :]
-    return kept_at(index, first.to(tl.int64), second.to(tl.int64), threshold)
-
-
-@triton.jit
-def _tile(x, row, rows, step, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Rows of a matrix whose rows lie a step apart, with zeros behind both ends."""
-    column = tl.arange(0, PADDED)
-    at = x + row.to(tl.int64)[:, None] * step + column[None, :]
-    return tl.load(at, mask=(row < rows)[:, None] & (column < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def _put(x, value, row, rows, step, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    column = tl.arange(0, PADDED)
-    at = x + row.to(tl.int64)[:, None] * step + column[None, :]
-    tl.store(at, value.to(x.dtype.element_ty), mask=(row < rows)[:, None] & (column < WIDTH)[None, :])
-
-
-@triton.jit(do_not_specialize=[*_VARYING, "ahead"])
+@triton.jit(do_not_specialize=[*_VARYING, *_SIZES])
 def attend(
     q, k, v, bias, out, lse,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
     v_batch, v_head, v_row, bias_batch, bias_head, bias_row, bias_column,
-    heads, times, rows, columns, factor, ahead,
+    out_batch, out_head, out_row, heads, times, rows, columns, factor, ahead,
     first, second, threshold, scale, base, of_batch, of_head, of_row,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [b, h, s, e] and lse [b, h, s] of M queries of one head (Dao et al., 2022)."""
-    part, batch, head = tl.program_id(1), tl.program_id(0) // heads, tl.program_id(0) % heads
+    begin, batch, head = tl.program_id(1) * M, tl.program_id(0) // heads, tl.program_id(0) % heads
     batch, head = batch.to(tl.int64), head.to(tl.int64)
-    row = part * M + tl.arange(0, M)
-    q += batch * q_batch + head * q_head
+    row = begin + tl.arange(0, M)
     k += batch * k_batch + head // times * k_head
     v += batch * v_batch + head // times * v_head
     bias += batch * bias_batch + head * bias_head
-    start = base.to(tl.int64) + batch * of_batch + head * of_head
-    queries = _tile(q, row, rows, q_row, D, DP)
+    start = base.to(tl.int64) + batch * of_batch + head * of_head + first.to(tl.int64)
+    number = (start + row.to(tl.int64) * of_row) * _WEYL
+    queries = _tile(q + batch * q_batch + head * q_head, begin, rows, q_row, M, D, DP, True)
     most = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, EP], tl.float32)
-    stop = columns
-    if CAUSAL:
-        stop = tl.minimum(columns, tl.maximum((part + 1) * M + ahead, 0))
-    for place in range(0, stop, N):
+    whole, stop = _bounds(begin, columns, ahead, M, N, CAUSAL)
+    most, total, sums = _attended(
+        most, total, sums, queries, k, v, bias, 0, whole, row, number, second.to(tl.int64), threshold,
+        k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
+        D, E, DP, EP, N, False, BIAS, CAUSAL, DROPS, PRECISION,
+    )  # fmt: skip
+    most, total, sums = _attended(
+        most, total, sums, queries, k, v, bias, whole, stop, row, number, second.to(tl.int64), threshold,
+        k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
+        D, E, DP, EP, N, True, BIAS, CAUSAL, DROPS, PRECISION,
+    )  # fmt: skip
+    some = tl.where(total == 0.0, 1.0, total)
+    if DROPS:
+        sums *= scale
+    out += batch * out_batch + head * out_head
+    _put(out, sums / some[:, None], begin, rows, out_row, M, E, EP)
+    level = tl.where(total == 0.0, float("-inf"), (most + tl.log2(some)) / _LOG2E)
+    tl.store(lse + (batch * heads + head) * rows + row, level, mask=row < rows)
+
+
+@triton.jit
+def _back_to_queries(
+    sums, queries, came, level, less, k, v, bias, begin, stop, row, number, second, threshold, scale,
+    k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
+    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
+    EDGE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The part of some keys in the gradients of queries."""
+    for place in range(begin, stop, N):
         column = place + tl.arange(0, N)
-        keys = _tile(k, column, columns, k_row, D, DP)
-        scores = _products(
-            queries, keys, bias, row, column, rows, columns, factor, ahead, bias_row, bias_column,
-            BIAS, CAUSAL, PRECISION,
+        keys = _tile(k, place, columns, k_row, N, D, DP, EDGE)
+        values = _tile(v, place, columns, v_row, N, E, EP, EDGE)
+        scores = _scores(
+            queries, keys, bias, row[:, None], column[None, :], rows, columns, factor, ahead, bias_row,
+            bias_column, EDGE, BIAS, CAUSAL, PRECISION,
         )  # fmt: skip
-        higher = tl.maximum(most, tl.max(scores, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp(scores - level[:, None])
-        before = tl.exp(most - level)
-        total = total * before + tl.sum(weights, 1)
+        moved = tl.dot(came, tl.trans(values), input_precision=PRECISION)
         if DROPS:
-            kept = _kept(row, column, start, of_row, first, second, threshold)
-            weights = tl.where(kept, weights * scale, 0.0)
-        values = _tile(v, column, columns, v_row, E, EP)
-        sums = sums * before[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-        most = higher
-    sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+            numbers = number[:, None] + (column.to(tl.int64) * _WEYL)[None, :]
+            moved = tl.where(stays(numbers, second, threshold), moved * scale, 0.0)
+        of_scores = tl.exp2(scores - level[:, None]) * (moved - less[:, None])
+        sums += tl.dot(of_scores.to(keys.dtype), keys, input_precision=PRECISION)
+    return sums
+
+
+@triton.jit(do_not_specialize=[*_VARYING, *_SIZES])
+def attend_back_queries(
+    q, k, v, bias, grad, out, lse, delta, dq,
+    q_batch, q_head, q_row, k_batch, k_head, k_row,
+    v_batch, v_head, v_row, bias_batch, bias_head, bias_row, bias_column,
+    grad_batch, grad_head, grad_row, out_batch, out_head, out_row, dq_batch, dq_head, dq_row,
+    heads, times, rows, columns, factor, ahead,
+    first, second, threshold, scale, base, of_batch, of_head, of_row,
+    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of M queries of one head; and delta [b, h, s], the sum of grad times out.
+
+    lse and delta lie row behind row.
+    """
+    begin, batch, head = tl.program_id(1) * M, tl.program_id(0) // heads, tl.program_id(0) % heads
+    batch, head = batch.to(tl.int64), head.to(tl.int64)
+    row = begin + tl.arange(0, M)
+    k += batch * k_batch + head // times * k_head
+    v += batch * v_batch + head // times * v_head
+    bias += batch * bias_batch + head * bias_head
     line = (batch * heads + head) * rows
-    _put(out + line * E, sums, row, rows, E, E, EP)
-    level = tl.where(total == 0.0, float("-inf"), most + tl.log(tl.where(total == 0.0, 1.0, total)))
-    tl.store(lse + line + row, level, mask=row < rows)
+    start = base.to(tl.int64) + batch * of_batch + head * of_head + first.to(tl.int64)
+    number = (start + row.to(tl.int64) * of_row) * _WEYL
+    queries = _tile(q + batch * q_batch + head * q_head, begin, rows, q_row, M, D, DP, True)
+    came = _tile(grad + batch * grad_batch + head * grad_head, begin, rows, grad_row, M, E, EP, True)
+    gave = _tile(out + batch * out_batch + head * out_head, begin, rows, out_row, M, E, EP, True)
+    less = tl.sum(came.to(tl.float32) * gave.to(tl.float32), 1)
+    tl.store(delta + line + row, less, mask=row < rows)
+    level = tl.load(lse + line + row, mask=row < rows, other=0.0) * _LOG2E
+    came = came.to(queries.dtype)
+    sums = tl.zeros([M, DP], tl.float32)
+    whole, stop = _bounds(begin, columns, ahead, M, N, CAUSAL)
+    sums = _back_to_queries(
+        sums, queries, came, level, less, k, v, bias, 0, whole, row, number, second.to(tl.int64), threshold,
+        scale, k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
+        D, E, DP, EP, N, False, BIAS, CAUSAL, DROPS, PRECISION,
+    )  # fmt: skip
+    sums = _back_to_queries(
+        sums, queries, came, level, less, k, v, bias, whole, stop, row, number, second.to(tl.int64),
+        threshold, scale, k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
+        D, E, DP, EP, N, True, BIAS, CAUSAL, DROPS, PRECISION,
+    )  # fmt: skip
+    _put(dq + batch * dq_batch + head * dq_head, sums * factor, begin, rows, dq_row, M, D, DP)
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "ahead"])
+@triton.jit
+def _back_to_keys(
+    of_keys, of_values, keys, values, q, grad, lse, delta, bias, begin, stop, column, start, second,
+    threshold, scale, q_row, grad_row, bias_row, bias_column, of_row, rows, columns, factor, ahead,
+    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
+    EDGE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The part of some queries in the gradients of keys and values; scores lie [keys, queries]."""
+    for place in range(begin, stop, M):
+        row = place + tl.arange(0, M)
+        queries = _tile(q, place, rows, q_row, M, D, DP, EDGE)
+        came = _tile(grad, place, rows, grad_row, M, E, EP, EDGE).to(queries.dtype)
+        if EDGE:
+            level = tl.load(lse + row, mask=row < rows, other=0.0)
+            less = tl.load(delta + row, mask=row < rows, other=0.0)
+        else:
+            level, less = tl.load(lse + row), tl.load(delta + row)
+        scores = _scores(
+            keys, queries, bias, row[None, :], column[:, None], rows, columns, factor, ahead, bias_row,
+            bias_column, EDGE, BIAS, CAUSAL, PRECISION,
+        )  # fmt: skip
+        weights = tl.exp2(scores - (level * _LOG2E)[None, :])
+        moved = tl.dot(values, tl.trans(came), input_precision=PRECISION)
+        used = weights
+        if DROPS:
+            numbers = ((start + row.to(tl.int64) * of_row) * _WEYL)[None, :]
+            kept = stays(numbers + (column.to(tl.int64) * _WEYL)[:, None], second, threshold)
+            used = tl.where(kept, weights, 0.0)
+            moved = tl.where(kept, moved * scale, 0.0)
+        of_values += tl.dot(used.to(came.dtype), came, input_precision=PRECISION)
+        of_scores = weights * (moved - less[None, :])
+        of_keys += tl.dot(of_scores.to(queries.dtype), queries, input_precision=PRECISION)
+    return of_keys, of_values
+
+
+@triton.jit(do_not_specialize=[*_VARYING, *_SIZES])
 def attend_back_keys(
     q, k, v, bias, grad, lse, delta, dk, dv,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
     v_batch, v_head, v_row, bias_batch, bias_head, bias_row, bias_column,
+    grad_batch, grad_head, grad_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     heads, times, rows, columns, factor, ahead,
     first, second, threshold, scale, base, of_batch, of_head, of_row,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of N keys and values of one head, from all queries that it serves.
-
-    grad [b, h, s, e], lse and delta (the sum of grad times output) [b, h, s] lie row behind row.
-    """
+    """Gradients of N keys and values of one head, from all queries that it serves; needs delta."""
     groups = heads // times
-    part, batch, group = tl.program_id(1), tl.program_id(0) // groups, tl.program_id(0) % groups
+    begin, batch, group = tl.program_id(1) * N, tl.program_id(0) // groups, tl.program_id(0) % groups
     batch, group = batch.to(tl.int64), group.to(tl.int64)
-    column = part * N + tl.arange(0, N)
-    keys = _tile(k + batch * k_batch + group * k_head, column, columns, k_row, D, DP)
-    values = _tile(v + batch * v_batch + group * v_head, column, columns, v_row, E, EP)
+    column = begin + tl.arange(0, N)
+    keys = _tile(k + batch * k_batch + group * k_head, begin, columns, k_row, N, D, DP, True)
+    values = _tile(v + batch * v_batch + group * v_head, begin, columns, v_row, N, E, EP, True)
     of_keys = tl.zeros([N, DP], tl.float32)
     of_values = tl.zeros([N, EP], tl.float32)
-    begin = 0
+    # queries that may see some of these keys, those that see all of them, and the last, of no whole tile
+    one, two, three = 0, 0, rows // M * M
     if CAUSAL:
-        begin = tl.maximum(part * N - ahead, 0) // M * M
+        one = tl.minimum(tl.maximum(begin - ahead, 0) // M * M, three)
+        two = tl.minimum(tl.maximum(begin + N - 1 - ahead + M - 1, 0) // M * M, three)
     for turn in range(times):
         head = group * times + turn
         line = (batch * heads + head) * rows
-        start = base.to(tl.int64) + batch * of_batch + head * of_head
-        for place in range(begin, rows, M):
-            row = place + tl.arange(0, M)
-            queries = _tile(q + batch * q_batch + head * q_head, row, rows, q_row, D, DP)
-            scores = _products(
-                queries, keys, bias + batch * bias_batch + head * bias_head, row, column, rows, columns,
-                factor, ahead, bias_row, bias_column, BIAS, CAUSAL, PRECISION,
+        start = base.to(tl.int64) + batch * of_batch + head * of_head + first.to(tl.int64)
+        of_head_q, of_head_grad = (
+            q + batch * q_batch + head * q_head,
+            grad + batch * grad_batch + head * grad_head,
+        )
+        of_head_bias = bias + batch * bias_batch + head * bias_head
+        if CAUSAL:
+            of_keys, of_values = _back_to_keys(
+                of_keys, of_values, keys, values, of_head_q, of_head_grad, lse + line, delta + line,
+                of_head_bias, one, two, column, start, second.to(tl.int64), threshold, scale,
+                q_row, grad_row, bias_row, bias_column, of_row, rows, columns, factor, ahead,
+                D, E, DP, EP, M, True, BIAS, CAUSAL, DROPS, PRECISION,
             )  # fmt: skip
-            weights = tl.exp(scores - tl.load(lse + line + row, mask=row < rows, other=0.0)[:, None])
-            came = _tile(grad + line * E, row, rows, E, E, EP)
-            moved = tl.dot(came, tl.trans(values), input_precision=PRECISION)
-            used = weights
-            if DROPS:
-                kept = _kept(row, column, start, of_row, first, second, threshold)
-                used = tl.where(kept, weights * scale, 0.0)
-                moved = tl.where(kept, moved * scale, 0.0)
-            of_values += tl.dot(tl.trans(used.to(came.dtype)), came, input_precision=PRECISION)
-            less = tl.load(delta + line + row, mask=row < rows, other=0.0)
-            of_scores = weights * (moved - less[:, None])
-            of_keys += tl.dot(tl.trans(of_scores.to(queries.dtype)), queries, input_precision=PRECISION)
-    line = (batch * groups + group) * columns
-    _put(dk + line * D, of_keys * factor, column, columns, D, D, DP)
-    _put(dv + line * E, of_values, column, columns, E, E, EP)
-
-
-@triton.jit(do_not_specialize=[*_VARYING, "ahead"])
-def attend_back_queries(
-    q, k, v, bias, grad, lse, delta, dq,
-    q_batch, q_head, q_row, k_batch, k_head, k_row,
-    v_batch, v_head, v_row, bias_batch, bias_head, bias_row, bias_column,
-    heads, times, rows, columns, factor, ahead,
-    first, second, threshold, scale, base, of_batch, of_head, of_row,
-    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Gradients of M queries of one head; see :func:`attend_back_keys`."""
-    part, batch, head = tl.program_id(1), tl.program_id(0) // heads, tl.program_id(0) % heads
-    batch, head = batch.to(tl.int64), head.to(tl.int64)
-    row = part * M + tl.arange(0, M)
-    line = (batch * heads + head) * rows
-    start = base.to(tl.int64) + batch * of_batch + head * of_head
-    queries = _tile(q + batch * q_batch + head * q_head, row, rows, q_row, D, DP)
-    came = _tile(grad + line * E, row, rows, E, E, EP)
-    level = tl.load(lse + line + row, mask=row < rows, other=0.0)
-    less = tl.load(delta + line + row, mask=row < rows, other=0.0)
-    sums = tl.zeros([M, DP], tl.float32)
-    stop = columns
-    if CAUSAL:
-        stop = tl.minimum(columns, tl.maximum((part + 1) * M + ahead, 0))
-    for place in range(0, stop, N):
-        column = place + tl.arange(0, N)
-        keys = _tile(k + batch * k_batch + head // times * k_head, column, columns, k_row, D, DP)
-        values = _tile(v + batch * v_batch + head // times * v_head, column, columns, v_row, E, EP)
-        scores = _products(
-            queries, keys, bias + batch * bias_batch + head * bias_head, row, column, rows, columns,
-            factor, ahead, bias_row, bias_column, BIAS, CAUSAL, PRECISION,
+        of_keys, of_values = _back_to_keys(
+            of_keys, of_values, keys, values, of_head_q, of_head_grad, lse + line, delta + line,
+            of_head_bias, two, three, column, start, second.to(tl.int64), threshold, scale,
+            q_row, grad_row, bias_row, bias_column, of_row, rows, columns, factor, ahead,
+            D, E, DP, EP, M, False, BIAS, CAUSAL, DROPS, PRECISION,
         )  # fmt: skip
-        moved = tl.dot(came, tl.trans(values), input_precision=PRECISION)
-        if DROPS:
-            kept = _kept(row, column, start, of_row, first, second, threshold)
-            moved = tl.where(kept, moved * scale, 0.0)
-        of_scores = tl.exp(scores - level[:, None]) * (moved - less[:, None])
-        sums += tl.dot(of_scores.to(keys.dtype), keys, input_precision=PRECISION)
-    _put(dq + line * D, sums * factor, row, rows, D, D, DP)
+        of_keys, of_values = _back_to_keys(
+            of_keys, of_values, keys, values, of_head_q, of_head_grad, lse + line, delta + line,
+            of_head_bias, three, rows, column, start, second.to(tl.int64), threshold, scale,
+            q_row, grad_row, bias_row, bias_column, of_row, rows, columns, factor, ahead,
+            D, E, DP, EP, M, True, BIAS, CAUSAL, DROPS, PRECISION,
+        )  # fmt: skip
+    if DROPS:
+        of_values *= scale
+    _put(dk + batch * dk_batch + group * dk_head, of_keys * factor, begin, columns, dk_row, N, D, DP)
+    _put(dv + batch * dv_batch + group * dv_head, of_values, begin, columns, dv_row, N, E, EP)

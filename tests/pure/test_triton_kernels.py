@@ -25,7 +25,7 @@ def compiled(name: str, args: tuple[Any, ...], constants: dict[str, Any], unit: 
     from espalier.tensor import triton_kernels
 
     kernel = getattr(triton_kernels, name)
-    options = {"num_stages": constants["num_stages"]} if "num_stages" in constants else {}
+    options = {name: constants[name] for name in ("num_stages", "num_warps") if name in constants}
     types = {}
     for key, value in zip(kernel.arg_names, args, strict=False):
         if isinstance(value, torch.Tensor):

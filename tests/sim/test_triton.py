@@ -27,7 +27,7 @@ from tests.sim.transport import Shared
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: pip install triton")
 
 DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
-WRITES = {"drop": (1,), "attend": (4, 5), "attend_back_keys": (7, 8), "attend_back_queries": (7,)}
+WRITES = {"drop": (1,), "attend": (4, 5), "attend_back_keys": (7, 8), "attend_back_queries": (7, 8)}
 
 
 @lru_cache(maxsize=1)
@@ -168,7 +168,7 @@ def attended(shared: Shared, rank: int, world: int, mask: str, causal: bool, p: 
     return found
 
 
-ONE_EACH = ("attend", "attend_back_keys", "attend_back_queries")
+ONE_EACH = ("attend", "attend_back_queries", "attend_back_keys")
 
 
 @pytest.mark.world(2)

@@ -361,7 +361,7 @@ class _Ring(torch.autograd.Function):
         ctx.way, ctx.key = way, key
         out, lse = _helped(q, k, v, key, way) if way.balanced else _round(q, k, v, bias, key, way)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, bias, out, lse.masked_fill_(lse == -math.inf, 0.0))
+        ctx.save_for_backward(q, k, v, bias, out, lse.masked_fill(lse == -math.inf, 0.0))
         return out
 
     @staticmethod
@@ -394,6 +394,7 @@ def _round(
     plainly = bias is not None and bias.requires_grad
     acc = wide(q.dtype)
     sofar: tuple[torch.Tensor, torch.Tensor] | None = None
+    is_own = False
     for place, kb, vb in _rounds(k, v, way):
         for call in calls(way.queries, way.keys[place], way.causal):
             block = _block(q, kb, vb, bias, key, way, place, call, plainly)
@@ -401,10 +402,12 @@ def _round(
                 continue
             out, sums = forward(block)
             if sofar is None:
-                # copied, for it will be written to: who recomputes may have kept what the kernel gave
-                sofar = out.to(acc, copy=True), sums.to(acc, copy=True)
-            else:
-                merge(*sofar, out, sums)
+                sofar, is_own = (out, sums), False
+                continue
+            if not is_own:
+                # copied, for it is written to: who recomputes may have kept what the kernel gave
+                sofar, is_own = (sofar[0].to(acc, copy=True), sofar[1].to(acc, copy=True)), True
+            merge(*sofar, out, sums)
     return nothing(q, v, acc) if sofar is None else sofar
 
 
@@ -416,6 +419,11 @@ def _backward(
     lse: torch.Tensor, grad: torch.Tensor, key: Key | None, way: RingLayout, wants_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     acc, n, here = wide(q.dtype), len(way.keys), way.here
+    todo = calls(way.queries, way.keys[here], way.causal)
+    if n == 1 and [call[:2] for call in todo] == [((0, q.shape[2]), (0, k.shape[2]))]:
+        block = _block(q, k, v, bias, key, way, here, todo[0], wants_bias)
+        if not block.unseen:
+            return _backward_at_once(block, grad, out, lse, bias if wants_bias else None)
     dq = torch.zeros_like(q, dtype=acc)
     db = torch.zeros_like(bias, dtype=acc) if bias is not None and wants_bias else None
     own = coming = None
@@ -448,6 +456,16 @@ def _backward(
         own += coming.wait()
     dk, dv = _pair(own, k.shape, v.shape)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if db is None else db.to(bias.dtype)  # type: ignore[union-attr]
+
+
+def _backward_at_once(
+    block: Block, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The gradients of a block of all queries and keys, and of a bias: nothing is added up."""
+    q, k, v = block[:3]
+    dq, dk, dv, of_scores = backward(block, grad, out, lse, q.dtype)
+    db = None if bias is None or of_scores is None else of_scores.sum_to_size(bias.shape).to(bias.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), db
 
 
 def _rounds(
@@ -664,13 +682,18 @@ def merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_l
 
 
 def backward(
-    block: Block, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    block: Block,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradients of queries, keys, values, and scores ([b, h, s, t]; by the plain formula only).
 
     Args:
         grad: of the output of all
         out, lse: of all blocks, finite.
+        dtype: of the gradients by a kernel of our own: that in which they are added up, or the queries'.
     """
     kernel = block.kernel
     if kernel == "plain":
@@ -684,7 +707,7 @@ def backward(
         )  # fmt: skip
         return dq, dk, dv, None
     if kernel == "own":
-        return (*fused_kernels.attention_back(grad, out, lse, *block.told()), None)
+        return (*fused_kernels.attention_back(grad, out, lse, *block.told(), dtype=dtype), None)
     q, k, v = block.q, _spread(block.k, block.q), _spread(block.v, block.q)
     if kernel == "cpu":
         dq, dk, dv = _CPU_BACK(
