@@ -1,9 +1,11 @@
 """``make gpu``: all that wants a GPU, in ten minutes, on one page.
 
-    python tools/gpu.py [--only NAME ...] [--minutes 10] [--write docs/figures-gpu.md]
+    python tools/gpu.py [--only NAME ...] [--minutes 10] [--together] [--write docs/figures-gpu.md]
 
 Each section is a process of its own with a time limit: where one fails, it says so, and the others go on.
 What the minutes do not reach for is left out, and said to be. The page is written anew after each section.
+``--together`` is for a machine of many cores that is lent by the minute: what compares no times is run at once,
+and what does, alone behind it.
 Without a GPU it says so, runs the simulated device's tests, and writes no page: what a GPU told stays.
 """
 
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +38,10 @@ NO_GPU = "No GPU is visible here: only the simulated part is run."
 
 
 class Section(NamedTuple):
-    """What is run, with a limit in seconds; ``needs`` tells why it cannot be, if so."""
+    """What is run, with a limit in seconds.
+
+    ``needs`` tells why it cannot be, if so; ``alone``: it compares times, so that nothing may run beside it.
+    """
 
     name: str
     title: str
@@ -43,6 +49,7 @@ class Section(NamedTuple):
     limit: int
     env: Mapping[str, str] = {}
     needs: str = ""
+    alone: bool = False
 
 
 @dataclass
@@ -118,6 +125,7 @@ def sections() -> list[Section]:
             "Beside DDP, FSDP2, Megatron-core and DeepSpeed",
             (str(ROOT / "benchmarks" / "gpu.py"),),
             300,
+            alone=True,
         ),
         simulated,
     ]
@@ -177,30 +185,44 @@ def page(outcomes: Sequence[Outcome], devices: Sequence[str]) -> str:
     return "\n".join([*lines, ""])
 
 
+def tell(outcome: Outcome, titled: bool = True) -> None:
+    """Print what became of a section, under its title if that does not stand there yet."""
+    if titled:
+        print(f"== {outcome.section.title}")
+    for line in outcome.lines:
+        print(f"   {line}")
+    print(f"   {outcome.mark} {outcome.words} ({outcome.seconds:.0f} s)", flush=True)
+
+
 def main() -> int:
     """Run the sections; the exit status: 1 if one of them fails."""
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--only", nargs="*", metavar="NAME", help="sections to run; by default all")
     words.add_argument("--write", type=Path, help="a file for the page")
     words.add_argument("--minutes", type=float, default=10, help="for all of it; by default 10")
+    words.add_argument("--together", action="store_true", help="what compares no times, at once")
     said = words.parse_args()
     chosen = sections()
     unknown = set(said.only or ()) - {section.name for section in chosen}
     if unknown:
         words.error(f"there is no section {sorted(unknown)} here; there are {[s.name for s in chosen]}")
-    outcomes, devices = [], devices_by_name() if count() else []
+    outcomes: list[Outcome] = []
+    devices = devices_by_name() if count() else []
     print("\n".join(devices) or NO_GPU)
     if said.write and not devices:
         print(f"{said.write} is not written: it is for what a GPU tells.")
     end = time.perf_counter() + 60 * said.minutes
+    chosen = [section for section in chosen if not said.only or section.name in said.only]
+    beside = [section for section in chosen if said.together and not section.alone]
+    with ThreadPoolExecutor(max(len(beside), 1)) as pool:
+        for outcome in pool.map(lambda section: run(section, end - time.perf_counter()), beside):
+            tell(outcome)
+            outcomes.append(outcome)
     for section in chosen:
-        if said.only and section.name not in said.only:
-            continue
-        print(f"== {section.title}", flush=True)
-        outcomes.append(run(section, end - time.perf_counter()))
-        for line in outcomes[-1].lines:
-            print(f"   {line}")
-        print(f"   {outcomes[-1].mark} {outcomes[-1].words} ({outcomes[-1].seconds:.0f} s)", flush=True)
+        if section not in beside:
+            print(f"== {section.title}", flush=True)
+            outcomes.append(run(section, end - time.perf_counter()))
+            tell(outcomes[-1], titled=False)
         if said.write and devices:
             said.write.write_text(page(outcomes, devices), encoding="utf-8")
     failed = [o.section.name for o in outcomes if o.held is False]

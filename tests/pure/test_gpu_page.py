@@ -27,7 +27,8 @@ def gpu() -> Any:
     return module
 
 
-def test_sections(gpu: Any, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_sections(gpu: Any, monkeypatch: Any, tmp_path: Path, capsys: Any, together: bool) -> None:
     sections = [
         gpu.Section("good", "What holds", ("-c", "print('seen')"), 60),
         gpu.Section("bad", "What fails", ("-c", "raise SystemExit(3)"), 60),
@@ -40,7 +41,7 @@ def test_sections(gpu: Any, monkeypatch: Any, tmp_path: Path, capsys: Any) -> No
     monkeypatch.setattr(gpu, "count", lambda: 1)
     monkeypatch.setattr(gpu, "devices_by_name", lambda: ["one that is quick"])
     page = tmp_path / "page.md"
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--write", str(page)])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--write", str(page), *["--together"] * together])
     assert gpu.main() == 1
     assert "failed: bad, hangs" in capsys.readouterr().out
     written = page.read_text()
@@ -73,6 +74,25 @@ def test_without_a_gpu_the_simulated_part_is_run(
     told = capsys.readouterr().out
     assert "No GPU is visible here" in told and "as on a GPU" in told and "is not written" in told
     assert page.read_text() == "of a GPU"
+
+
+def test_together_what_compares_times_runs_alone(gpu: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    """The others wait for each other, which they could not one by one."""
+    meet = (
+        "import sys, time; from pathlib import Path; mine, other = map(Path, sys.argv[1:]); mine.touch()\n"
+        "while not other.exists(): time.sleep(0.05)\n"
+    )
+    one, two, last = (str(tmp_path / name) for name in ("one", "two", "last"))
+    ended = f"from pathlib import Path; assert Path({one!r}).exists(); Path({last!r}).touch()"
+    sections = [
+        gpu.Section("timed", "Times", ("-c", ended), 30, alone=True),
+        gpu.Section("one", "One", ("-c", meet, one, two), 30),
+        gpu.Section("two", "Two", ("-c", meet, two, one), 30),
+    ]
+    monkeypatch.setattr(gpu, "sections", lambda: sections)
+    monkeypatch.setattr(gpu, "count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--together"])
+    assert gpu.main() == 0 and Path(last).exists()
 
 
 class Library:

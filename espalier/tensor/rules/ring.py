@@ -628,7 +628,12 @@ class Block(NamedTuple):
         row, column = (torch.arange(n, device=self.q.device) for n in (self.q.shape[-2], self.k.shape[-2]))
         return row.unsqueeze(-1) + self.ahead >= column
 
-    def told(self) -> Any:
+    def told(
+        self,
+    ) -> tuple[
+        torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int | None, float,
+        fused_kernels.Dropout | None,
+    ]:  # fmt: skip
         """As :func:`fused_kernels.attention` takes it."""
         drops = None if self.keep is None else self.keep.numbered()
         return self.q, self.k, self.v, self.bias, 0 if self.causal else self.ahead, self.scale, drops
