@@ -4,9 +4,10 @@
 
 Each section is a process of its own with a time limit: where one fails, it says so, and the others go on.
 What the minutes do not reach for is left out, and said to be. The page is written anew after each section.
-``--together`` is for a machine of many cores that is lent by the minute: what compares no times is run at once,
-and what does, alone behind it.
 Without a GPU it says so, runs the simulated device's tests, and writes no page: what a GPU told stays.
+
+``--together`` is for a machine of many cores that is lent by the minute: what compares no times is run at
+once, and what does, alone behind it.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ _BLOCK = 1024  # elements of a dropout that one program takes
 _DIMS = 4  # that it can tell apart
 # the widest heads of attention, whose tiles fit into the memory (99 KiB) of the smallest units from 8.0 on
 _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
+_ALIGNED = 16  # bytes: what begins there is read in whole vectors
 _TILE = 16  # the least side of a product of tiles
 # by kernel and bytes of a row, the queries and keys that are taken at once, warps, stages: those of up to 256
 # bytes as measured on an H200
@@ -44,11 +45,35 @@ def _kernels() -> Any:
     return import_module("espalier.tensor.triton_kernels")
 
 
-def launch(name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Start a kernel on the device of its first argument."""
-    if 0 not in grid:
-        with on_device_of(args[0]):
-            getattr(_kernels(), name)[grid](*args, **constants)
+@lru_cache(maxsize=4096)
+def _compiled(*of: Any) -> list[Any]:
+    """Where the kernel that Triton compiled for such arguments is held, with its constants."""
+    return []
+
+
+def launch(
+    name: str, grid: tuple[int, ...], tensors: Sequence[torch.Tensor], key: tuple[int, int],
+    numbers: tuple[float, ...], **constants: Any,
+) -> None:  # fmt: skip
+    """Start a kernel on the device of the tensors.
+
+    Triton looks at each argument to find the kernel that it compiled, in about 40 us. Here calls with the
+    same ``numbers``, and another ``key``, find it by these.
+    """
+    if 0 in grid:
+        return
+    looks = [(x.dtype, x.data_ptr() % _ALIGNED) for x in tensors]
+    narrow = [-(1 << 31) <= part < 1 << 31 for part in key]
+    held = _compiled(name, tensors[0].device, *looks, *narrow, numbers, *constants.values())
+    with on_device_of(tensors[0]):
+        if held:
+            kernel, fixed = held
+            kernel[*grid, *(1,) * (3 - len(grid))](*tensors, *key, *numbers, *fixed)
+            return
+        function = getattr(_kernels(), name)
+        kernel = function[grid](*tensors, *key, *numbers, **constants)
+        if kernel is not None:  # the interpreter compiles none
+            held += kernel, [constants[x] for x in function.arg_names if x in constants]
 
 
 # ---- dropout
@@ -122,10 +147,9 @@ class _Dropped(torch.autograd.Function):
         sizes = [n for n, _ in dims] + [1] * (_DIMS - len(dims))
         steps = [step for _, step in dims] + [0] * (_DIMS - len(dims))
         bits = struct.unpack("q", struct.pack("d", scale))[0]
-        launch(
-            "drop", (-(-given.numel() // _BLOCK),), given, out, given.numel(), *drawn, bits, base,
-            *sizes[:-1], *steps, DIMS=len(dims), BLOCK=_BLOCK,
-        )  # fmt: skip
+        numbers = given.numel(), drawn.threshold, bits, base, *sizes[:-1], *steps
+        grid = (-(-given.numel() // _BLOCK),)
+        launch("drop", grid, (given, out), drawn[:2], numbers, DIMS=len(dims), BLOCK=_BLOCK)
         return out
 
     @staticmethod
@@ -173,10 +197,11 @@ class _Call:
         q, k, v = self.given = _rowwise(q), _rowwise(k), _rowwise(v)
         self.bias = q if bias is None else bias.expand(*q.shape[:3], k.shape[2])
         self.strides = (0,) * 4 if bias is None else self.bias.stride()
-        drawn = (0, 0, 0, 1.0, 0, 0, 0, 0)
+        self.key, drawn = (0, 0), (0, 1.0, 0, 0, 0, 0)
         if drops is not None:
             factor = 0.0 if drops.p == 1 else 1 / (1 - drops.p)
-            drawn = (*Drawn.of(drops.key, drops.p), factor, drops.base, *drops.steps)
+            first, second, threshold = Drawn.of(drops.key, drops.p)
+            self.key, drawn = (first, second), (threshold, factor, drops.base, *drops.steps)
         heads, rows, columns = q.shape[1], q.shape[2], k.shape[2]
         self.numbers = heads, heads // max(k.shape[1], 1), rows, columns, scale, ahead or 0, *drawn
         d, e = q.shape[3], v.shape[3]
@@ -203,9 +228,8 @@ class _Call:
         strides = [n for x in (*self.given, *by_row) for n in x.stride()[:3]]
         strides[9:9] = self.strides
         grid = (of.shape[0] * of.shape[1], -(-of.shape[2] // taken[side]))  # of the second: up to 65,535
-        launch(
-            name, grid, *self.given, self.bias, *tensors, *strides, *self.numbers, **self.constants, **taken
-        )  # fmt: skip
+        numbers = (*strides, *self.numbers)
+        launch(name, grid, (*self.given, self.bias, *tensors), self.key, numbers, **self.constants, **taken)
 
 
 def _taken(name: str, row: int) -> dict[str, int]:

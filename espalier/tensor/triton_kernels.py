@@ -16,7 +16,7 @@ from espalier.tensor.random import MIX1, MIX2, WEYL
 
 _WEYL, _MIX1, _MIX2 = tl.constexpr(WEYL), tl.constexpr(MIX1), tl.constexpr(MIX2)
 _LOG2E = tl.constexpr(1.4426950408889634)  # devices know powers of two: scores are taken times this
-# what no compiled kernel hangs on: they change from call to call
+# what no compiled kernel hangs on; ``first`` and ``second``, of the key, change from call to call
 _VARYING = ["first", "second", "threshold", "scale", "base"]
 _SIZES = ["rows", "columns", "ahead"]
 
@@ -34,7 +34,7 @@ def stays(x, second, threshold):
 
 @triton.jit(do_not_specialize=_VARYING)
 def drop(
-    x, out, numel, first, second, threshold, scale, base,
+    x, out, first, second, numel, threshold, scale, base,
     size1, size2, size3, step0, step1, step2, step3,
     DIMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -171,11 +171,11 @@ def _bounds(begin, columns, ahead, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.
 
 @triton.jit(do_not_specialize=[*_VARYING, *_SIZES])
 def attend(
-    q, k, v, bias, out, lse,
+    q, k, v, bias, out, lse, first, second,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
     v_batch, v_head, v_row, bias_batch, bias_head, bias_row, bias_column,
     out_batch, out_head, out_row, heads, times, rows, columns, factor, ahead,
-    first, second, threshold, scale, base, of_batch, of_head, of_row,
+    threshold, scale, base, of_batch, of_head, of_row,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -240,12 +240,12 @@ def _back_to_queries(
 
 @triton.jit(do_not_specialize=[*_VARYING, *_SIZES])
 def attend_back_queries(
-    q, k, v, bias, grad, out, lse, delta, dq,
+    q, k, v, bias, grad, out, lse, delta, dq, first, second,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
     v_batch, v_head, v_row, bias_batch, bias_head, bias_row, bias_column,
     grad_batch, grad_head, grad_row, out_batch, out_head, out_row, dq_batch, dq_head, dq_row,
     heads, times, rows, columns, factor, ahead,
-    first, second, threshold, scale, base, of_batch, of_head, of_row,
+    threshold, scale, base, of_batch, of_head, of_row,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -322,12 +322,12 @@ def _back_to_keys(
 
 @triton.jit(do_not_specialize=[*_VARYING, *_SIZES])
 def attend_back_keys(
-    q, k, v, bias, grad, lse, delta, dk, dv,
+    q, k, v, bias, grad, lse, delta, dk, dv, first, second,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
     v_batch, v_head, v_row, bias_batch, bias_head, bias_row, bias_column,
     grad_batch, grad_head, grad_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     heads, times, rows, columns, factor, ahead,
-    first, second, threshold, scale, base, of_batch, of_head, of_row,
+    threshold, scale, base, of_batch, of_head, of_row,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -62,8 +62,10 @@ def test_kernels_compile_for_gpus(
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # else Triton warns of what it will be
     shared = {}
 
-    def launch(name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        kernel = compiled(name, args, constants, unit)
+    def launch(
+        name: str, grid: Any, tensors: Any, key: Any, numbers: tuple[float, ...], **constants: Any
+    ) -> None:
+        kernel = compiled(name, (*tensors, *key, *numbers), constants, unit)
         assert "cubin" in kernel.asm
         shared[name] = kernel.metadata.shared
 
@@ -87,7 +89,10 @@ def test_dropout_compiles_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: An
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     names = []
 
-    def launch(name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def launch(
+        name: str, grid: Any, tensors: Any, key: Any, numbers: tuple[float, ...], **constants: Any
+    ) -> None:
+        args = (*tensors, *key, *numbers)
         assert constants["DIMS"] == len(dims) and "cubin" in compiled(name, args, constants, 80).asm
         names.append(name)
 

@@ -47,13 +47,13 @@ def launching(shared: Shared, ours: bool = True) -> Iterator[list[str]]:
     launched: list[str] = []
     launch = fused_kernels.launch
 
-    def interpreted(name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def interpreted(name: str, grid: tuple[int, ...], tensors: Any, *args: Any, **constants: Any) -> None:
         launched.append(name)
-        for i, x in enumerate(args):
-            if isinstance(x, torch.Tensor) and x.is_contiguous():
+        for i, x in enumerate(tensors):
+            if x.is_contiguous():
                 shared.sim.access(x, write=i in WRITES[name], by=name)
         with shared.sim.emulating():
-            launch(name, grid, *args, **constants)
+            launch(name, grid, tensors, *args, **constants)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_kernels, "has_triton", lambda device: ours)
