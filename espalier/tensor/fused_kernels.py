@@ -100,21 +100,45 @@ class Drawn(NamedTuple):
         return cls(first, second, math.ceil(rounded * (1 << 24)))
 
 
-@lru_cache(maxsize=4096)
-def _numbering(layout: Layout) -> tuple[int, tuple[tuple[int, int], ...]] | None:
-    """The global number of this rank's first element; sizes and steps, from the inside out, of few dims.
+class Numbering(NamedTuple):
+    """The global numbers of this rank's elements.
 
-    None: they are too many.
+    Attributes:
+        sizes: of its part.
+        base: that of the first.
+        dims: how many dims can be told apart.
+        steps: sizes from the inside out but for the outermost dim's, and steps, of ``_DIMS`` dims.
     """
+
+    sizes: tuple[int, ...]
+    base: int
+    dims: int
+    steps: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], base: int, along: Sequence[int]) -> Numbering | None:
+        """Of elements a step apart along each dim; None: these are too many."""
+        dims: list[tuple[int, int]] = []
+        for n, step in reversed(list(zip(sizes, along, strict=True))):
+            if dims and step == dims[-1][0] * dims[-1][1]:
+                dims[-1] = dims[-1][0] * n, dims[-1][1]
+            elif n > 1:
+                dims.append((n, step))
+        if len(dims) > _DIMS:
+            return None
+        count = max(len(dims), 1)
+        dims = dims or [(1, 1)]
+        dims += [(1, 0)] * (_DIMS - count)
+        steps = [n for n, _ in dims[:-1]] + [step for _, step in dims]
+        return cls(tuple(sizes), base, count, tuple(steps))
+
+
+@lru_cache(maxsize=4096)
+def _numbering(layout: Layout) -> Numbering | None:
+    """That of a layout."""
     box = local_box(layout)
     base = sum(o * step for o, step in zip(box.offsets, layout.stride, strict=True))
-    dims: list[tuple[int, int]] = []
-    for n, step in reversed(list(zip(box.sizes, layout.stride, strict=True))):
-        if dims and step == dims[-1][0] * dims[-1][1]:
-            dims[-1] = dims[-1][0] * n, dims[-1][1]
-        elif n > 1:
-            dims.append((n, step))
-    return None if len(dims) > _DIMS else (base, tuple(dims or [(1, 1)]))
+    return Numbering.of(box.sizes, base, layout.stride)
 
 
 def dropped(x: torch.Tensor, layout: Layout, key: Key, p: float, inplace: bool) -> torch.Tensor | None:
@@ -122,7 +146,7 @@ def dropped(x: torch.Tensor, layout: Layout, key: Key, p: float, inplace: bool) 
     if not isinstance(key, int) or not x.is_floating_point() or not serve(x):
         return None
     numbering = _numbering(layout)
-    if numbering is None or x.shape != local_box(layout).sizes or (inplace and not x.is_contiguous()):
+    if numbering is None or x.shape != numbering.sizes or (inplace and not x.is_contiguous()):
         return None
     out: torch.Tensor = _Dropped.apply(x, Drawn.of(key, p), 1 / (1 - p), numbering, inplace)
     return out
@@ -135,7 +159,7 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, drawn: Drawn, scale: float, numbering: tuple[int, Any], inplace: bool
+        ctx: Any, x: torch.Tensor, drawn: Drawn, scale: float, numbering: Numbering, inplace: bool
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.given = drawn, scale, numbering
@@ -143,13 +167,10 @@ class _Dropped(torch.autograd.Function):
             ctx.mark_dirty(x)
         given = x.contiguous()
         out = x if inplace else torch.empty_like(given)
-        base, dims = numbering
-        sizes = [n for n, _ in dims] + [1] * (_DIMS - len(dims))
-        steps = [step for _, step in dims] + [0] * (_DIMS - len(dims))
         bits = struct.unpack("q", struct.pack("d", scale))[0]
-        numbers = given.numel(), drawn.threshold, bits, base, *sizes[:-1], *steps
+        numbers = given.numel(), drawn.threshold, bits, numbering.base, *numbering.steps
         grid = (-(-given.numel() // _BLOCK),)
-        launch("drop", grid, (given, out), drawn[:2], numbers, DIMS=len(dims), BLOCK=_BLOCK)
+        launch("drop", grid, (given, out), drawn[:2], numbers, DIMS=numbering.dims, BLOCK=_BLOCK)
         return out
 
     @staticmethod
@@ -248,9 +269,17 @@ def _rowwise(x: torch.Tensor) -> torch.Tensor:
 
 def _lying_as(x: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     """A new tensor of rows of a width, whose dims lie in memory in the order of those of ``x``."""
-    order = sorted(range(3), key=x.stride, reverse=True)
-    new = x.new_empty([*(x.shape[dim] for dim in order), width], dtype=dtype)
-    return new.permute(*(order.index(dim) for dim in range(3)), 3)
+    sizes = (*x.shape[:3], width)
+    return x.new_empty_strided(sizes, _dense(sizes, x.stride()), dtype=dtype)
+
+
+@lru_cache(maxsize=4096)
+def _dense(sizes: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides without gaps in the order of others; those of the last dim are 1."""
+    steps, step = [1] * len(sizes), sizes[-1]
+    for dim in sorted(range(len(sizes) - 1), key=lambda dim: (like[dim], -dim)):
+        steps[dim], step = step, step * sizes[dim]
+    return tuple(steps)
 
 
 def attention(

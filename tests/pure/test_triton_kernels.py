@@ -82,8 +82,12 @@ def test_kernels_compile_for_gpus(
     assert max(shared.values()) <= SMALLEST, shared
 
 
-@pytest.mark.parametrize("dims", [((100, 1),), ((10, 1), (10, 20)), ((2, 1), (5, 4), (5, 40), (2, 400))])
-def test_dropout_compiles_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, dims: Any) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "along"), [((100,), (1,)), ((10, 10), (20, 1)), ((2, 5, 5, 2), (400, 40, 4, 1))]
+)
+def test_dropout_compiles_for_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, sizes: tuple[int, ...], along: tuple[int, ...]
+) -> None:
     """For elements numbered along one dim, two, and four."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
@@ -93,10 +97,11 @@ def test_dropout_compiles_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: An
         name: str, grid: Any, tensors: Any, key: Any, numbers: tuple[float, ...], **constants: Any
     ) -> None:
         args = (*tensors, *key, *numbers)
-        assert constants["DIMS"] == len(dims) and "cubin" in compiled(name, args, constants, 80).asm
+        assert constants["DIMS"] == len(sizes) and "cubin" in compiled(name, args, constants, 80).asm
         names.append(name)
 
     monkeypatch.setattr(fused_kernels, "launch", launch)
     drawn = fused_kernels.Drawn.of(-(1 << 63), 0.1)
-    fused_kernels._Dropped.apply(torch.ones(100, dtype=torch.bfloat16), drawn, 1 / 0.9, (3, dims), False)
+    numbering = fused_kernels.Numbering.of(sizes, 3, along)
+    fused_kernels._Dropped.apply(torch.ones(sizes, dtype=torch.bfloat16), drawn, 1 / 0.9, numbering, False)
     assert names == ["drop"]

@@ -83,8 +83,9 @@ def both(name, grid, tensors, key, numbers, **constants):
 
 fused_kernels.launch = both
 drawn = fused_kernels.Drawn.of(12345678901234, 0.1)
-for dims in (((1000, 1),), ((10, 1), (100, 20))):
-    fused_kernels._Dropped.apply(torch.ones(1000), drawn, 1 / 0.9, (3, dims), False)
+for sizes, along in (((1000,), (1,)), ((100, 10), (20, 1))):
+    numbering = fused_kernels.Numbering.of(sizes, 3, along)
+    fused_kernels._Dropped.apply(torch.ones(sizes), drawn, 1 / 0.9, numbering, False)
 q = torch.ones(2, 3, 40, 16, dtype=torch.bfloat16)
 given = q, q, q, None, 0, 0.1, fused_kernels.Dropout(12345678901234, 0, (4800, 1600, 40), 0.1)
 out, lse = fused_kernels.attention(*given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from espalier.comm import move
 from espalier.comm.row_exchange import Spans, spans_of
 from espalier.layout import Layout, local_box, same_cuts
 from espalier.layout.layout import AxisState, D, R
+from espalier.mesh import Mesh
 from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec, bound_to, of_nothing, rule
 from espalier.tensor import fused_kernels
 from espalier.tensor.dry_runs import autocast_dtype
@@ -302,24 +304,32 @@ def _over_sequence(
     causal, rate = bool(bound.get("is_causal")), bound.get("dropout_p", 0.0)
     if causal and mask is not None:
         return func(**bound)  # torch's own word on it
-    mesh, lay_q, lay_k = placed.mesh, placed.ins[0], placed.ins[1]
-    rows = lay_q.ndim - 2
+    mesh, lay_k = placed.mesh, placed.ins[1]
     for axis in cut[1:]:
         k, v = (_gathered(x, lay, axis) for x, lay in ((k, placed.ins[1]), (v, placed.ins[2])))
         lay_k = lay_k.with_axis(axis, D)
-    around = cut[0] if cut else None
-    box = local_box(lay_q)
-    queries: Spans = ((box.offsets[rows], box.offsets[rows] + box.sizes[rows]),)
-    keys = spans_of(lay_k, rows) if cut else (((0, lay_k.shape[rows]),),)
-    balanced = causal and around is not None and keys == spans_of(lay_q, rows)
-    out = placed.outs[0]
-    weights = Layout.of(mesh, out.axes, out.cuts, (*out.shape[:-1], lay_k.shape[rows]))
     scale = bound.get("scale")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    way = RingLayout(mesh, around, queries, keys, weights, scale, causal, rate, balanced)
+    around = cut[0] if cut else None
+    way = _way(mesh, placed.ins[0], lay_k, placed.outs[0], around, scale, causal, rate)
     key = draw_key(mesh) if rate > 0 else None
     attended = ring(_four(q), _four(k), _four(v), _bias(mask, q), key, way)
     return attended.view(*q.shape[:-1], attended.shape[-1])
+
+
+@lru_cache(maxsize=4096)
+def _way(
+    mesh: Mesh, lay_q: Layout, lay_k: Layout, out: Layout, around: int | None, scale: float, causal: bool,
+    rate: float,
+) -> RingLayout:  # fmt: skip
+    """How calls on such layouts go, along the axis ``around`` if there is one."""
+    rows = lay_q.ndim - 2
+    box = local_box(lay_q)
+    queries: Spans = ((box.offsets[rows], box.offsets[rows] + box.sizes[rows]),)
+    keys = (((0, lay_k.shape[rows]),),) if around is None else spans_of(lay_k, rows)
+    balanced = causal and around is not None and keys == spans_of(lay_q, rows)
+    weights = Layout.of(mesh, out.axes, out.cuts, (*out.shape[:-1], lay_k.shape[rows]))
+    return RingLayout(mesh, around, queries, keys, weights, scale, causal, rate, balanced)
 
 
 def _gathered(x: torch.Tensor, layout: Layout, axis: int) -> torch.Tensor:

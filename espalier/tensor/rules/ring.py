@@ -873,19 +873,34 @@ class Kept(NamedTuple):
 
     def numbered(self) -> fused_kernels.Dropout | None:
         """The same as a start and steps; None: there are no such."""
-        box, steps = local_box(self.way.weights), self.way.weights.stride
-        if not isinstance(self.key, int) or max(len(self.queries), len(self.keys)) > 1:
+        if not isinstance(self.key, int):
             return None
-        batch = 0
-        for n, step in reversed(list(zip(box.sizes[:-3], steps[:-3], strict=True))):
-            if n > 1 and batch:
-                return None  # of two dims that count as one
-            batch = step if n > 1 else batch
-        starts = [*box.offsets[:-2], self.queries[0][0], self.keys[0][0]]
-        starts[-2] += self.rows[0] if self.rows else 0
-        starts[-1] += self.columns[0] if self.columns else 0
-        base = sum(start * step for start, step in zip(starts, steps, strict=True))
-        return fused_kernels.Dropout(self.key, base, (batch, steps[-3], steps[-2]), self.way.dropout)
+        numbers = _numbered(self.way, self.queries, self.keys, self.rows, self.columns)
+        return None if numbers is None else fused_kernels.Dropout(self.key, *numbers, self.way.dropout)
+
+
+@lru_cache(maxsize=4096)
+def _numbered(
+    way: RingLayout,
+    queries: Spans,
+    keys: Spans,
+    rows: tuple[int, int] | None,
+    columns: tuple[int, int] | None,
+) -> tuple[int, tuple[int, int, int]] | None:
+    """The number of a call's first weight, and the steps from one to the next; None: there are no such."""
+    box, steps = local_box(way.weights), way.weights.stride
+    if max(len(queries), len(keys)) > 1:
+        return None
+    batch = 0
+    for n, step in reversed(list(zip(box.sizes[:-3], steps[:-3], strict=True))):
+        if n > 1 and batch:
+            return None  # of two dims that count as one
+        batch = step if n > 1 else batch
+    starts = [*box.offsets[:-2], queries[0][0], keys[0][0]]
+    starts[-2] += rows[0] if rows else 0
+    starts[-1] += columns[0] if columns else 0
+    base = sum(start * step for start, step in zip(starts, steps, strict=True))
+    return base, (batch, steps[-3], steps[-2])
 
 
 def nothing(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
