@@ -606,7 +606,8 @@ def _output(x: Any, recorder: Recorder, numbers: dict[Any, int], positions: dict
     node = recorder.node(x)
     if node in numbers:
         return ("source", numbers[node], None)
-    layout: Layout | None = x._layout if type(x) is DTensor else None
+    # what a graph gives is no loan: its source is not there to be told of writes
+    layout: Layout | None = x._layout.own if type(x) is DTensor else None
     return ("computed", positions.setdefault(node, len(positions)), layout)
 
 

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.overrides import handle_torch_function
 
 from espalier.comm import move
+from espalier.comm.custom_ops import recorders
 from espalier.comm.redistribute import on_dry
 from espalier.layout import Layout, gradient_layout, same_data
 from espalier.layout.layout import R
 from espalier.mesh import Mesh
-from espalier.tensor.dtensor import DTensor, absent, layout_of, plain, redistribute, stamp
+from espalier.tensor.dtensor import DTensor, absent, layout_of, left, plain, redistribute, stamp
 from espalier.tensor.loans import is_view, lend, loans_in, version
 from espalier.tensor.observers import user_frame
 from espalier.tensor.random import drawing_alike
@@ -266,8 +268,8 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         full = Layout.replicated(mesh, layout.shape)
         moved = move(x, layout, full)
         if same_data(layout, full):  # not whether it moved: of a deferred value that hangs on the rank
-            return x if x is target else moved.as_subclass(torch.Tensor)
-        value = moved.as_subclass(torch.Tensor)
+            return x if x is target else left(moved)
+        value = left(moved)
         if name == "as_strided":  # it sees the memory
             value = _in_order(value, layout.whole_stride(x.stride()))
         value = value.clone() if x is target else value
@@ -436,9 +438,12 @@ def run_on_locals(original: Apply, cls: Any, args: Sequence[Any], kwargs: dict[s
     Raises:
         RuntimeError: it wrote to an input, which its rule cannot say.
     """
-    locals_ = [plain(a) if isinstance(a, torch.Tensor) else a for a in args]
+    locals_ = [left(a) if isinstance(a, torch.Tensor) else a for a in args]
     before = _versions(args)
-    out = original(cls, *locals_, **kwargs)
+    if recorders():
+        out = handle_torch_function(cls.apply, (), *locals_, **kwargs)
+    else:
+        out = original(cls, *locals_, **kwargs)
     if _versions(args) != before:
         raise RuntimeError(
             f"{cls.__name__}.apply has written to a DTensor it was given. An autograd function with a rule "

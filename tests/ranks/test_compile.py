@@ -352,6 +352,93 @@ def test_refusals() -> None:
     assert espalier.compile(counts, disable=True) is counts
 
 
+class _Product(torch.autograd.Function):
+    """A product as DeepSpeed's ZeRO-3 puts it in place of torch's; it has no rule."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        y = x @ weight.t()
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return grad @ weight, rows.t() @ x.flatten(0, -2), of_bias
+
+
+class _Waves(torch.autograd.Function):
+    """Two outputs, and a context that is set up apart."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*output)
+
+    @staticmethod
+    def backward(ctx: Any, of_sin: torch.Tensor, of_cos: torch.Tensor) -> torch.Tensor:
+        sin, cos = ctx.saved_tensors
+        return of_sin * cos - of_cos * sin
+
+
+class _Square(torch.autograd.Function):
+    """Element by element, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+def _own_functions(rank: int, world: int) -> None:
+    mesh = espalier.Mesh.from_env({"tensor": world})
+    espalier.register_rule(_Square)(espalier.elementwise)
+    torch.manual_seed(0)
+    values, weight = torch.randn(4, 6, dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
+    regions: dict[str, Callable[..., torch.Tensor]] = {
+        "without a rule": lambda x, w: _Product.apply(x * 2, w, None).sin(),
+        "of an argument": lambda x, w: _Product.apply(x, w, w[:, 0]),
+        "several outputs": lambda x, w: _Waves.apply(x * 2)[0] * _Waves.apply(x)[1] @ w.t(),
+        "with a rule": lambda x, w: _Square.apply(x * 2) @ w.t(),
+        "no function, no rule": lambda x, w: F.pdist(x * 2) * w.sum(),
+        "a view of what was moved": lambda x, w: (x * 2)[0] @ w.t(),
+    }
+
+    def run(call: Callable[..., torch.Tensor], cut: Any) -> list[torch.Tensor]:
+        x, w = (
+            espalier.distribute_tensor(t, mesh, [at]).requires_grad_()
+            for t, at in ((values, cut), (weight, Replicate()))
+        )
+        y = call(x, w)
+        y.square().sum().backward()
+        return [espalier.full_tensor(t) for t in (y.detach(), x.grad, w.grad)]
+
+    for name, region in regions.items():
+        for cut in (Replicate(), Shard(0), Shard(1)):
+            graphs = Graphs()
+            compiled = espalier.compile(region, backend=graphs)
+            expected = run(region, cut)
+            for _ in range(2):
+                for a, b in zip(run(compiled, cut), expected, strict=True):
+                    assert torch.allclose(a, b, rtol=0, atol=1e-12), (name, cut)
+            assert (len(graphs.forward), len(graphs.backward)) == (1, 1), (name, cut)
+
+
+@pytest.mark.filterwarnings("ignore::espalier.GatherWarning")
+def test_functions_of_the_program_itself(ranks: Any) -> None:
+    """Autograd functions, and functions without a rule, are a part of the graph."""
+    ranks(2, _own_functions)
+
+
 def test_dry_runs_are_not_compiled() -> None:
     backend = Counting()
     reports = []
