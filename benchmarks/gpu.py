@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from _common import MISSED, Contender, Report, in_turns, on_ranks, slowest_rank
 from _gpu_peers import Data, Step, deepspeed, megatron
 from torch import nn
@@ -112,6 +113,24 @@ def ours(
     return step
 
 
+def attention(device: torch.device, sharded: bool) -> Step:
+    """Attention with dropout alone, forward and backward: torch's, or of DTensors."""
+    torch.manual_seed(0)
+    rows = [torch.randn(ROWS, 1024, 12, 64, device=device, dtype=torch.bfloat16) for _ in range(4)]
+    q, k, v, grad = (x.transpose(1, 2) for x in rows)
+    if sharded:
+        mesh = espalier.Mesh.from_env({"data": dist.get_world_size()}, device.type)
+        lies = partial(espalier.DTensor.from_local, device_mesh=mesh, placements=[espalier.Shard(0)])
+        q, k, v, grad = map(lies, (q, k, v, grad))
+    asked = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def step() -> None:
+        out = F.scaled_dot_product_attention(*asked, is_causal=True, dropout_p=DROPOUT)
+        torch.autograd.grad(out, asked, grad)
+
+    return step
+
+
 def groups(device: torch.device, data: Data) -> dict[str, Group]:
     """All that is measured."""
     mine = partial(ours, device, data)
@@ -132,6 +151,13 @@ def groups(device: torch.device, data: Data) -> dict[str, Group]:
                 "stage 0": partial(mine, {"zero": 0}, dropout=DROPOUT),
             },
             [("stage 0", "DDP")],
+        ),
+        "attention with dropout": Group(
+            {
+                "torch": partial(attention, device, sharded=False),
+                "DTensor": partial(attention, device, sharded=True),
+            },
+            [("DTensor", "torch")],
         ),
         "masters": Group(
             {

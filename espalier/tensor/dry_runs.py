@@ -165,7 +165,7 @@ def _grouped_product(
 
 
 # what torch's counter does not know: attention's kernel of the CPU, which dry runs use (see
-# ``tensor.rules.ring``), grouped queries (in torch 2.11), and experts' products
+# ``tensor.rules.attention_blocks``), grouped queries (in torch 2.11), and experts' products
 UNCOUNTED: dict[Any, Callable[..., int]] = {
     torch.ops.aten._grouped_mm: _grouped_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,

@@ -21,7 +21,7 @@ import espalier
 from espalier import Mesh, Replicate, Shard
 from espalier.tensor import fused_kernels
 from espalier.tensor.random import uniform_at
-from espalier.tensor.rules import ring
+from espalier.tensor.rules import attention_blocks
 from tests.sim.transport import Shared
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: pip install triton")
@@ -237,11 +237,13 @@ def blocks(shared: Shared, rank: int, world: int, dtype: torch.dtype) -> list[An
             ))  # fmt: skip
             kept = uniform_at(place + drops.base, drops.key, torch.float32) >= p
             factors = Factors((kept / (1 - p)).to("sim"))
-        block = ring.Block(q.float(), k.float(), v.float(), 0.3, bias_on, False, factors, True, ahead)  # type: ignore[arg-type]
+        keep: Any = factors
+        whole = q.float(), k.float(), v.float()
+        block = attention_blocks.Block(*whole, 0.3, bias_on, False, keep, True, ahead)
         grad = torch.randn(b, h, s, e, device="sim")
-        out, lse = ring.forward(block)
+        out, lse = attention_blocks.forward(block)
         finite = lse.masked_fill(lse == -math.inf, 0.0)
-        plain = [out, lse, *ring.backward(block, grad, out, finite)[:3]]
+        plain = [out, lse, *attention_blocks.backward(block, grad, out, finite)[:3]]
         with launching(shared):
             own = [*fused_kernels.attention(q, k, v, bias_on, ahead, 0.3, drops)]
             own += fused_kernels.attention_back(
@@ -255,7 +257,7 @@ def blocks(shared: Shared, rank: int, world: int, dtype: torch.dtype) -> list[An
 
 
 class Factors(NamedTuple):
-    """In place of :class:`ring.Kept`."""
+    """In place of :class:`attention_blocks.Kept`."""
 
     values: torch.Tensor
 

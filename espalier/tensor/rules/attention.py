@@ -19,9 +19,10 @@ from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec, bound_to
 from espalier.tensor import fused_kernels
 from espalier.tensor.dry_runs import autocast_dtype
 from espalier.tensor.random import draw_key
+from espalier.tensor.rules.attention_blocks import Block, RingLayout, fused
 from espalier.tensor.rules.pointwise import letters
 from espalier.tensor.rules.randomness import dropped
-from espalier.tensor.rules.ring import Block, RingLayout, fused, ring, sends
+from espalier.tensor.rules.ring import ring, sends
 
 _NAMES = "query key value attn_mask dropout_p is_causal"
 
