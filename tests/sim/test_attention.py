@@ -12,7 +12,7 @@ from torch.library import Library
 
 import espalier
 from espalier import Mesh, Shard
-from espalier.tensor.rules import ring
+from espalier.tensor.rules import attention_blocks
 from tests.sim.transport import Shared
 
 
@@ -103,7 +103,7 @@ def by_flash(shared: Shared, rank: int, world: int) -> tuple[set[str], list[str]
         espalier.distribute_tensor(x.detach().to("sim"), mesh, [Shard(2)]).requires_grad_() for x in plain
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "flash_serves", lambda device: True)
+        patch.setattr(attention_blocks, "flash_serves", lambda device: True)
         with shared.sim.watched(kernels=True) as told:
             out: Any = F.scaled_dot_product_attention(cut[0], cut[1], cut[2], is_causal=True, enable_gqa=True)
             out.float().square().sum().backward()
