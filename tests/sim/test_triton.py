@@ -38,6 +38,15 @@ def interpret() -> None:
     for name in (*known, "espalier.tensor.triton_kernels"):
         sys.modules.pop(name, None)
     importlib.import_module("espalier.tensor.triton_kernels")
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    patched = interpreter._patch_lang_tensor
+
+    def readable(tensor: Any, scope: Any) -> None:
+        patched(tensor, scope)
+        # Triton 3.6 reads bounds of loops in a way that numpy 2.4 no longer takes
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = readable
 
 
 @contextmanager

@@ -11,6 +11,9 @@ from tests.ranks.brute import A, X, case
 # well conditioned, and symmetric: 3 on the diagonal
 _EYE = tuple(3.0 if i == j else 0.25 + 0.125 * abs(i - j) for i in range(3) for j in range(3))
 
+# torch 2.11's own gradient of a tall matrix has a 1 beside the diagonal
+TALL = () if torch.func.grad(torch.trace)(torch.zeros(5, 3)).sum() > 3 else (A(X((5, 3))),)
+
 
 def spd(*batch: int) -> X:
     """Positive definite 3 x 3 matrices."""
@@ -104,7 +107,7 @@ BATCHED = [
         most=20,
     ),
     case("inner", A(X((4, 6)), X((6,))), A(X((2, 5)), X((3, 5))), A(X((5, 2)), X(())), most=20),
-    case("trace", A(X((4, 6))), A(X((5, 3)))),
+    case("trace", A(X((4, 6))), *TALL),
     case(
         "addmv",
         A(X((4,)), X((4, 6)), X((6,))),
