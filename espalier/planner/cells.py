@@ -383,6 +383,8 @@ class Recorder:
 
     def _expert_bytes(self, cell: Cell) -> float:
         """Bytes of a block's experts on a rank."""
+        if not self._expert_sizes:
+            return 0.0
         low = Plan(**cell.plan).precision.parameters
         sizes = {p.element_size() for p in self.model.parameters()}
         each = max(sizes, default=4) if low is None else getattr(torch, low).itemsize

@@ -94,8 +94,8 @@ class Recording:
     def counts(self) -> dict[str, Counter[Event]]:
         """How often what is done, by phase."""
         counts: dict[str, Counter[Event]] = {}
-        for phase, event in self.events:
-            counts.setdefault(phase, Counter())[event] += 1
+        for (phase, event), n in Counter(self.events).items():
+            counts.setdefault(phase, Counter())[event] = n
         return counts
 
     def to_list(self) -> list[Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -435,11 +436,8 @@ def live(schedule: Schedule, waiting: float = 0.0) -> tuple[float, ...]:
     more = {F: 1.0, B: -1.0, I: waiting, W: -1.0 - waiting}
     peaks = []
     for rank, row in enumerate(schedule.actions):
-        now = peak = 0.0
-        for kind, _, _ in row:
-            now += more.get(kind, 0.0)
-            peak = max(peak, now)
-        peaks.append(peak / max(1, schedule.stage_to_rank.count(rank)))
+        held = accumulate((more.get(kind, 0.0) for kind, _, _ in row), initial=0.0)
+        peaks.append(max(held) / max(1, schedule.stage_to_rank.count(rank)))
     return tuple(peaks)
 
 
