@@ -331,7 +331,8 @@ def counted(name: str, step: Callable[[], object]) -> dict[str, float]:
     step()
     host = 1e3 * (time.perf_counter() - began)
     torch.accelerator.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    # torch 2.11 warns of what is lost between cycles, also where there is one
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
         step()
         torch.accelerator.synchronize()
     events = list(seen.events() or ())
