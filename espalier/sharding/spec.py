@@ -57,11 +57,16 @@ class Operand:
 
 @dataclass(slots=True)
 class Placed:
-    """What a local runner is told: the layouts that its inputs have and its outputs will have."""
+    """What a local runner is told: the layouts that its inputs have and its outputs will have.
+
+    Attributes:
+        notes: what a runner has found out about them, for further calls.
+    """
 
     mesh: Mesh
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
+    notes: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def axes_of(self, layout: Layout, dims: Iterable[int]) -> tuple[int, ...]:
         """The mesh axes (of size > 1) that cut any of these dims."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from espalier.comm import move
 from espalier.comm.row_exchange import Spans, spans_of
 from espalier.layout import Layout, local_box, same_cuts
 from espalier.layout.layout import AxisState, D, R
-from espalier.mesh import Mesh
 from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec, bound_to, of_nothing, rule
 from espalier.tensor import fused_kernels
 from espalier.tensor.dry_runs import autocast_dtype
@@ -311,19 +309,20 @@ def _over_sequence(
         lay_k = lay_k.with_axis(axis, D)
     scale = bound.get("scale")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    around = cut[0] if cut else None
-    way = _way(mesh, placed.ins[0], lay_k, placed.outs[0], around, scale, causal, rate)
+    known = scale, causal, rate
+    if known not in placed.notes:
+        placed.notes[known] = _way(placed, lay_k, cut[0] if cut else None, scale, causal, rate)
+    way = placed.notes[known]
     key = draw_key(mesh) if rate > 0 else None
     attended = ring(_four(q), _four(k), _four(v), _bias(mask, q), key, way)
     return attended.view(*q.shape[:-1], attended.shape[-1])
 
 
-@lru_cache(maxsize=4096)
 def _way(
-    mesh: Mesh, lay_q: Layout, lay_k: Layout, out: Layout, around: int | None, scale: float, causal: bool,
-    rate: float,
-) -> RingLayout:  # fmt: skip
+    placed: Placed, lay_k: Layout, around: int | None, scale: float, causal: bool, rate: float
+) -> RingLayout:
     """How calls on such layouts go, along the axis ``around`` if there is one."""
+    mesh, lay_q, out = placed.mesh, placed.ins[0], placed.outs[0]
     rows = lay_q.ndim - 2
     box = local_box(lay_q)
     queries: Spans = ((box.offsets[rows], box.offsets[rows] + box.sizes[rows]),)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -292,6 +292,19 @@ class RingLayout:
         """This rank's place on the axis."""
         return 0 if self.axis is None else self.mesh.coordinate[self.axis]
 
+    @cached_property
+    def numbering(self) -> tuple[int, tuple[int, int, int]] | None:
+        """The number of this rank's first weight of row and column 0, and the steps along b, h and s.
+
+        None: two dims count as one b, and no step leads from one to the next.
+        """
+        box, steps = local_box(self.weights), self.weights.stride
+        along = [step for n, step in zip(box.sizes[:-3], steps[:-3], strict=True) if n > 1]
+        if len(along) > 1:
+            return None
+        base = sum(start * step for start, step in zip(box.offsets[:-2], steps[:-2], strict=True))
+        return base, (along[0] if along else 0, steps[-3], steps[-2])
+
 
 def size_of(spans: Spans) -> int:
     """Number of rows."""
@@ -339,34 +352,14 @@ class Kept(NamedTuple):
 
     def numbered(self) -> fused_kernels.Dropout | None:
         """The same as a start and steps; None: there are no such."""
-        if not isinstance(self.key, int):
+        numbering = self.way.numbering
+        if not isinstance(self.key, int) or numbering is None or max(len(self.queries), len(self.keys)) > 1:
             return None
-        numbers = _numbered(self.way, self.queries, self.keys, self.rows, self.columns)
-        return None if numbers is None else fused_kernels.Dropout(self.key, *numbers, self.way.dropout)
-
-
-@lru_cache(maxsize=4096)
-def _numbered(
-    way: RingLayout,
-    queries: Spans,
-    keys: Spans,
-    rows: tuple[int, int] | None,
-    columns: tuple[int, int] | None,
-) -> tuple[int, tuple[int, int, int]] | None:
-    """The number of a call's first weight, and the steps from one to the next; None: there are no such."""
-    box, steps = local_box(way.weights), way.weights.stride
-    if max(len(queries), len(keys)) > 1:
-        return None
-    batch = 0
-    for n, step in reversed(list(zip(box.sizes[:-3], steps[:-3], strict=True))):
-        if n > 1 and batch:
-            return None  # of two dims that count as one
-        batch = step if n > 1 else batch
-    starts = [*box.offsets[:-2], queries[0][0], keys[0][0]]
-    starts[-2] += rows[0] if rows else 0
-    starts[-1] += columns[0] if columns else 0
-    base = sum(start * step for start, step in zip(starts, steps, strict=True))
-    return base, (batch, steps[-3], steps[-2])
+        base, steps = numbering
+        row = self.queries[0][0] + (self.rows[0] if self.rows else 0)
+        column = self.keys[0][0] + (self.columns[0] if self.columns else 0)
+        base += row * steps[-1] + column * self.way.weights.stride[-1]
+        return fused_kernels.Dropout(self.key, base, steps, self.way.dropout)
 
 
 def nothing(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
