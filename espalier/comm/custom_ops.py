@@ -13,6 +13,7 @@ import ast
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +29,8 @@ from espalier.torch_private import (
     function_mode_stack,
     function_modes,
     keep_order,
+    raw,
+    without_torch_functions,
 )
 
 # how many dispatch modes are on
@@ -70,6 +73,12 @@ def recording() -> bool:
     """Whether a program is being recorded, to be compiled."""
     modes = function_mode_stack() if recorders() else ()  # type: ignore[no-untyped-call]
     return any(getattr(mode, "records", False) for mode in modes)
+
+
+def unrecorded() -> AbstractContextManager[object]:
+    """While open, calls go to local tensors, and are no part of a program that is being recorded."""
+    context: AbstractContextManager[object] = without_torch_functions() if recording() else raw()
+    return context
 
 
 def symbolic() -> bool:

@@ -72,7 +72,7 @@ from espalier.parallel.pipeline.record import mapped
 from espalier.parallel.several import Optimizers, Several, as_one, parts_of
 from espalier.tensor import DTensor, redistribute
 from espalier.tensor import compile as compile_region
-from espalier.tensor.compiled import Backend
+from espalier.tensor.compiled import Backend, compile_forward
 from espalier.tensor.deferred import share_random_state
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.observers import user_frame
@@ -153,8 +153,7 @@ def initialize(
     arranged = {"table": layouts, "branches": branches}
     engine = Engine(model, optimizer, plan, on, loss_fn, arranged, max_grad_norm, count, recompute_policy)
     engine.guard = None if spikes is None else Guard(spikes)
-    for block in to_compile:
-        compile_region(block, backend=compile if compile is not True and compile else "inductor")
+    engine._compile(to_compile, compile if compile is not True and compile else "inductor")
     if not on.is_dry:
         engine.passes.pulse = watched(faults)
         engine.pulse.step = 1
@@ -215,7 +214,6 @@ def _compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
     refused = (
         (not listed, "the model has no list of blocks: espalier.compile(module) compiles what you name"),
         (plan.pipe > 1, "a pipeline's stages run what a trace of the model says: expected pipe = 1"),
-        (plan.zero == 3, "zero = 3 gathers within blocks as they run: expected zero of 0 to 2"),
         (plan.recompute != "none", "recomputed blocks run as they are written: expected recompute = none"),
         (plan.tensor_mode != "1d", "products of 2d, 2.5d and 3d travel in panels: expected tensor_mode = 1d"),
         (bool(experts), "how many rows go to an expert hangs on values: compile attention by itself"),
@@ -282,6 +280,7 @@ class Engine(Surface):
             kind, here = Staged, at(mesh, "pipe", mesh.coordinate[mesh.axis("pipe")])
         self._call = ModelCall(module, plan, here, loss_fn)
         trains = optimizer is not None
+        self._compiled: list[nn.Module] = []
         self._runs: FlatParams | None = None
         self._peaks = weakref.WeakSet[PeakMemory]()
         self._verdict: _Verdict | None = None
@@ -354,8 +353,16 @@ class Engine(Surface):
         Raises:
             ValueError: something in the blocks hangs on values or on hooks, and no graph can have it.
         """
-        for block in _compilable(self.module, self.plan):
-            compile_region(block, backend=backend)
+        self._compile(_compilable(self.module, self.plan), backend)
+
+    def _compile(self, blocks: Sequence[nn.Module], backend: str | Backend) -> None:
+        """Let each of these be one graph, before whose calls all is gathered that they are cut of."""
+        by = compile_forward if self.plan.zero == 3 else compile_region
+        for block in blocks:
+            by(block, backend=backend)
+        self._compiled += blocks
+        if self._data is not None:
+            self._data.gather_before(blocks)
 
     def lay_out(self, batch: Any = None) -> None:
         """Lay the parameters out; without a batch only if none is needed to know how."""
@@ -367,6 +374,7 @@ class Engine(Surface):
         self.arrangement = arrangement
         data = lay_out_model(self.module, arrangement, self._call.mesh, self.plan, self.optimizer)
         self.passes.data = data
+        data.gather_before(self._compiled)
         recompute(self.module, self._recomputed, self.plan.recompute_inputs, self._policy)
         if self.optimizer is not None:
             self._begin_updates(self.optimizer, data)

@@ -22,7 +22,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from espalier.blocks import HOOKS
+from espalier.blocks import HOOKS, around
 from espalier.comm.custom_ops import observed
 from espalier.comm.redistribute import redistribute_by
 from espalier.device import autocast_types
@@ -125,9 +125,10 @@ class Recorder(TorchFunctionMode):
         return node
 
     @property
-    def writes(self) -> bool:
-        """Whether an input was written to in place (of inference tensors nobody knows)."""
-        return any(_version(x) != before or before < 0 for x, before in self._versions)
+    def written(self) -> list[int]:
+        """Which of the inputs but keys were written to in place (of inference tensors nobody knows)."""
+        marks = [m for m, s in zip(self._versions, self.sources, strict=True) if not isinstance(s, Key)]
+        return [i for i, (x, before) in enumerate(marks) if _version(x) != before or before < 0]
 
     def node(self, x: torch.Tensor) -> fx.Node:
         """The node that made ``x``."""
@@ -329,6 +330,7 @@ def _title(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
 Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
 _stride = method("stride")
+_BUCKET = 25.0  # megabytes of one message
 _LIMIT = 16  # kinds of inputs for which one region is compiled
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 _INTERNAL = (vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}) - {"training"}
@@ -343,7 +345,7 @@ def compile(  # torch's own name for it
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     disable: bool = False,
-    bucket_megabytes: float = 25.0,
+    bucket_megabytes: float = _BUCKET,
 ) -> Any:
     """Compile a module or a function of DTensors: one graph, collectives included.
 
@@ -392,6 +394,19 @@ def compile(  # torch's own name for it
     return _Region(model, model, compiler)
 
 
+def compile_forward(module: torch.nn.Module, backend: str | Backend) -> None:
+    """Compile what a module's ``forward`` is now; hooks, and what is put around it later, stay outside.
+
+    So its parameters may be gathered before each call, and released after it. A copy runs as it is written.
+    """
+    region = _Region(module.forward, module, _backend(backend, None, None, _BUCKET * 1e6))
+
+    def call(self: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return region(*args, **kwargs) if region.owner is self else own(*args, **kwargs)
+
+    around(module, call)
+
+
 def _backend(
     backend: str | Backend, mode: str | None, options: dict[str, Any] | None, bucket: float
 ) -> Backend:
@@ -406,10 +421,14 @@ def _backend(
 
 
 class _Region:
-    """A function with what was compiled of it, by kind of inputs."""
+    """A function with what was compiled of it, by kind of inputs.
+
+    Attributes:
+        owner: the function, or the module, that it hangs on.
+    """
 
     def __init__(self, call: Callable[..., Any], owner: Any, backend: Backend) -> None:
-        self._call, self._owner, self._backend = call, owner, backend
+        self._call, self.owner, self._backend = call, owner, backend
         self._variants: dict[Any, list[_Variant]] = {}
         self._count = 0
         self.__name__ = getattr(owner, "__name__", type(owner).__name__)
@@ -423,19 +442,22 @@ class _Region:
         for variant in self._variants.get(key, ()):
             if variant.fits():
                 inputs = variant.inputs(leaves)
-                if variant.writes and _share_memory(inputs):
+                if variant.written and _share_memory(inputs, variant.written):
                     break  # traced as if each had memory of its own
                 return variant.run(leaves, inputs)
         else:
             if self._count < _LIMIT and all(map(_compilable, leaves)):
                 self._count += 1
-                recorded, out = _record(self._call, self._owner, leaves, form, self._backend)
+                recorded, out = _record(self._call, self.owner, leaves, form, self._backend)
                 self._variants.setdefault(key, []).append(recorded)
                 return out
             if self._count == _LIMIT:
                 self._count += 1
                 warnings.warn(_too_many(self.__name__), stacklevel=2)
         return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self  # a copy of a module is not its owner
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else _Region(self._call.__get__(instance), instance, self._backend)
@@ -472,8 +494,10 @@ def _repeats(leaves: list[Any]) -> Any:
     return None if len(set(tensors)) == len(tensors) else tuple(map(tensors.index, tensors))
 
 
-def _share_memory(tensors: list[torch.Tensor]) -> bool:
-    return len({x.untyped_storage()._cdata for x in tensors}) < len(tensors)
+def _share_memory(tensors: list[torch.Tensor], written: list[int]) -> bool:
+    """Whether others see what is written to some."""
+    memories = [x.untyped_storage()._cdata for x in tensors]
+    return any(memories.count(memories[i]) > 1 for i in written)
 
 
 def _too_many(name: str) -> str:
@@ -495,7 +519,7 @@ class _Variant:
     """A region compiled for one kind of inputs.
 
     Attributes:
-        writes: an input is written to in place.
+        written: which inputs, keys left out, are written to in place.
     """
 
     def __init__(
@@ -506,7 +530,7 @@ class _Variant:
         outputs: list[Any],
         form: Any,
     ) -> None:
-        self.writes = recorder.writes
+        self.written = recorder.written
         self._compiled, self._sources, self._guards = compiled, recorder.sources, guards
         self._outputs, self._form = outputs, form
         self._draws = any(isinstance(s, Key) for s in self._sources)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from espalier.comm.custom_ops import unrecorded
 from espalier.comm.redistribute import on_dry, redistribute_by, redistribute_plan, sums_here
 from espalier.layout import Layout, may_be_empty, same_data
 from espalier.layout.layout import D, R
@@ -393,7 +394,7 @@ def _build(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if asked is None:
         return None
     spec, operands, mesh = asked
-    with raw():
+    with unrecorded():
         placed = solve(spec, operands, mesh)
     return None if placed is None else CachedCall(spec, placed, operands, loans.is_view(func, args))
 
@@ -411,7 +412,7 @@ def ask(
     operands: list[Operand] = []
     seen_args = tuple(_operands(a, mesh, operands, (i,)) for i, a in enumerate(args))
     seen_kwargs = {k: _operands(a, mesh, operands, (k,)) for k, a in kwargs.items()}
-    with raw():
+    with unrecorded():
         for other, name in ALIASES.items():
             if other in seen_kwargs:
                 seen_kwargs[name] = seen_kwargs.pop(other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from torch.autograd import Function
 from torch.overrides import handle_torch_function
 
 from espalier.comm import move
-from espalier.comm.custom_ops import recorders
+from espalier.comm.custom_ops import recorders, unrecorded
 from espalier.comm.redistribute import on_dry
 from espalier.layout import Layout, gradient_layout, same_data
 from espalier.layout.layout import R
@@ -219,21 +220,21 @@ _TAKEN_LIMIT = 10_000
 def _error_on(
     device: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fill: int = 0
 ) -> Exception | None:
-    def blank(x: Any) -> Any:
+    def describe(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
-            shape = tuple(x.shape)
-            if device == "meta" or x.numel() < 1 << 16:
-                like = torch.full(shape, fill, dtype=x.dtype, device=device)
-            else:  # expanded from one element: it cannot be written to
-                like = torch.full((), fill, dtype=x.dtype, device=device).expand(shape)
-            return like.requires_grad_() if x.requires_grad and torch.is_grad_enabled() else like
+            needs_grad = x.requires_grad and torch.is_grad_enabled()
+            return functools.partial(_blank, tuple(x.shape), x.dtype, device, fill, needs_grad)
         return torch.device(device) if isinstance(x, torch.device) else x
 
+    def make(x: Any) -> Any:
+        return x() if type(x) is functools.partial and x.func is _blank else x
+
+    described = tree_map(describe, (args, kwargs))
     with _unseen():
-        args, kwargs = tree_map(blank, args), tree_map(blank, kwargs)
+        args, kwargs = tree_map(make, described)
         try:
             # device="cpu" may be among the arguments, and then random functions draw
-            with raw(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 func(*args, **kwargs)
         except Exception as error:
@@ -241,11 +242,23 @@ def _error_on(
         return None
 
 
+def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: str, fill: int, grad: bool) -> torch.Tensor:
+    if device == "meta" or math.prod(shape) < 1 << 16:
+        like = torch.full(shape, fill, dtype=dtype, device=device)
+    else:  # expanded from one element: it cannot be written to
+        like = torch.full((), fill, dtype=dtype, device=device).expand(shape)
+    return like.requires_grad_() if grad else like
+
+
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """While open, what others count (operations, memory, saved tensors) is not counted."""
+    """While open, what others count (operations, memory, saved tensors), or record, is not counted."""
     hooked = saved_tensors_hooks(True) is not None
-    with disable_modes(), torch.autograd.graph.saved_tensors_hooks(_same, _same) if hooked else nullcontext():
+    with (
+        disable_modes(),
+        unrecorded(),
+        torch.autograd.graph.saved_tensors_hooks(_same, _same) if hooked else nullcontext(),
+    ):
         yield
 
 

@@ -15,6 +15,7 @@ import espalier
 from espalier import Partial, Replicate, Shard
 from espalier.models.gpt import GPT, GPTConfig
 from espalier.tensor.bucketing import Bucketing
+from espalier.tensor.dispatch import forget
 from espalier.torch_private import inductor
 
 SIZES = {"vocab_size": 24, "max_positions": 8, "layers": 2, "hidden": 16, "heads": 4, "ffn": 24}
@@ -437,6 +438,29 @@ def _own_functions(rank: int, world: int) -> None:
 def test_functions_of_the_program_itself(ranks: Any) -> None:
     """Autograd functions, and functions without a rule, are a part of the graph."""
     ranks(2, _own_functions)
+
+
+def test_what_rules_try_is_no_part_of_a_graph() -> None:
+    """A call that nobody made before is tried on tensors without data first."""
+    mesh, codes = espalier.Mesh.single(("tensor",)), []
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        codes.append(graph.code)
+        return graph.forward
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        y = F.scaled_dot_product_attention(x, x, x, dropout_p=0.5, is_causal=True)
+        return F.cross_entropy(torch.linalg.inv(y @ y.mT + torch.eye(3)).flatten(0, 2), torch.arange(6) % 3)
+
+    for call in (compute, F.scaled_dot_product_attention):
+        forget()
+        x = espalier.distribute_tensor(torch.randn(1, 2, 3, 4), mesh)
+        torch.manual_seed(0)
+        args = (x,) if call is compute else (x, x, x)
+        found = espalier.compile(call, backend=kept)(*args)
+        torch.manual_seed(0)
+        assert torch.equal(found.full_tensor(), call(*args).full_tensor())
+    assert len(codes) == 2 and not any("meta" in code for code in codes)
 
 
 def test_dry_runs_are_not_compiled() -> None:

@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from espalier.comm import Work
 from espalier.comm.collectives import Fetching, start_gather
+from espalier.comm.custom_ops import recording
 from espalier.comm.redistribute import carry_out
 from espalier.device import beside, wait_for
 from espalier.mesh import Mesh
@@ -376,6 +377,7 @@ class ShardedStandIn(StandIn):
 
     def stand_in(self, func: Callable[..., Any] | None) -> DTensor:
         """A gathered copy; this rank's shard where nothing is recorded."""
+        _refuse_recorded()
         p, m = self.member.p, self.member
         name = getattr(func, "__name__", "")
         with raw():
@@ -498,6 +500,8 @@ class Prefetcher:
                     source = ShardedStandIn(m, g.bring, partial(_is_elsewhere, g.chunk), g.handed_out)
                     m.p._source = source  # type: ignore[attr-defined]
                     stamp(m.p, m.rest)
+        self._watched: weakref.WeakKeyDictionary[nn.Module, tuple[list[Unsharded], Callable[[], None]]]
+        self._watched = weakref.WeakKeyDictionary()
         for module, used in by_module.items():
             self._watch(module, used)
 
@@ -512,6 +516,19 @@ class Prefetcher:
 
     # ---- hooks
 
+    def gather_before(self, block: nn.Module) -> None:
+        """Let all that a block uses be gathered before it, and nothing within it."""
+        inside = [m for m in block.modules() if m in self._watched]
+        around = [m for m in self._watched if any(part is block for part in m.modules())]  # itself, too
+        chunk_of = self.chunk_of
+        used = dict.fromkeys(g for m in inside for g in self._watched[m][0])
+        used |= dict.fromkeys(self._of[id(chunk_of[id(p)])] for p in block.parameters())
+        missing = used.keys() - {g for m in around for g in self._watched[m][0]}
+        if missing or any(m is not block for m in inside):
+            for module in inside:
+                self._watched.pop(module)[1]()
+            self._watch(block, list(used))
+
     def _watch(self, module: nn.Module, used: list[Unsharded]) -> None:
         watched = weakref.ref(module)  # a copy of the module has its hooks too
         looks_up = _only_looks_up(module, used)
@@ -519,6 +536,7 @@ class Prefetcher:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if module is not watched():
                 return None
+            _refuse_recorded()
             for g in used:
                 g.users += 1
                 self._need(g)
@@ -543,8 +561,14 @@ class Prefetcher:
                         g.release()
             return None if out is before else out
 
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(leave, always_call=True)
+        before = module.register_forward_pre_hook(enter, with_kwargs=True)
+        after = module.register_forward_hook(leave, always_call=True)
+
+        def undo() -> None:
+            before.remove()
+            after.remove()
+
+        self._watched[module] = used, undo
 
     def _own_memory(self, out: Any, used: list[Unsharded]) -> Any:
         """What a module gives, with copies of the views of its parameters."""
@@ -704,6 +728,20 @@ def _only_looks_up(module: nn.Module, used: Sequence[Unsharded]) -> bool:
     weight = module._parameters.get("weight")  # none if it is made of others, before each call
     members = [(g, m) for g in used for m in g.chunk.members if m.p is weight]
     return weight is not None and all(m.dim == 0 and not g.is_away for g, m in members)
+
+
+def _refuse_recorded() -> None:
+    """See that no program is being recorded: its graph would be without what is done now.
+
+    Raises:
+        NotImplementedError: one is.
+    """
+    if recording():
+        raise NotImplementedError(
+            "espalier.compile: by zero = 3 parameters are gathered within this region; no graph can do that. "
+            "Let the engine compile the blocks, before each of which all is gathered that it uses: "
+            "initialize(..., compile=True), or engine.compile()."
+        )
 
 
 def _is_elsewhere(chunk: Chunk) -> bool:

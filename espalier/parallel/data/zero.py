@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -315,6 +315,12 @@ class ZeroState:
         self.budget.fit(peak, optimizer)
         masters.remember(self._mastered)
         return self.budget.is_settled
+
+    def gather_before(self, blocks: Iterable[nn.Module]) -> None:
+        """Where parameters are cut, let all that one of these uses be gathered before it is called."""
+        if self.prefetcher is not None:
+            for block in blocks:
+                self.prefetcher.gather_before(block)
 
     def begin_forward(self) -> None:
         """Before the model is called.
