@@ -86,6 +86,8 @@ _FABRIC = _Move(
     "Fabric(strategy=EspalierStrategy(plan={...})) of espalier.compat.fabric, see docs/lightning-fabric.md",
     frozenset({"DDPStrategy"}),
 )
+# the package ``lightning`` has copies of Fabric's classes, which know no strategies but their own
+_COPIES = _Move("Lightning Fabric", "lightning_fabric", frozenset({"Fabric"}), known=frozenset({"Fabric"}))
 _MOVES: Final = MappingProxyType(
     {
         "deepspeed": _Move("DeepSpeed", "espalier.compat.deepspeed", None, "see docs/deepspeed.md"),
@@ -124,6 +126,10 @@ _MOVES: Final = MappingProxyType(
             "see docs/accelerate.md",
         ),
         "lightning_fabric.strategies": _FABRIC,
+        "lightning.fabric.strategies": _FABRIC,
+        "lightning.fabric.fabric": _COPIES,
+        "lightning.fabric": _COPIES,
+        "lightning": _COPIES,
     }
 )
 
@@ -149,6 +155,10 @@ _ARGUMENTS: Final = MappingProxyType(
             ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin"),
         ),
     }
+)
+_FABRICS: Final = frozenset(
+    "lightning_fabric.Fabric lightning_fabric.fabric.Fabric lightning.Fabric lightning.fabric.Fabric "
+    "lightning.fabric.fabric.Fabric".split()
 )
 # what Fabric calls strategies, as keys of a plan
 _STRATEGIES: Final = MappingProxyType(
@@ -333,7 +343,7 @@ class _Program:
                     self.notes.append(
                         Note(keyword.value.lineno, f"{keyword.arg}= has no equivalent here: {reason}", True)
                     )
-        if name in ("lightning_fabric.Fabric", "lightning_fabric.fabric.Fabric"):
+        if name in _FABRICS:
             self._strategy(node)
         owner, theirs = _ARGUMENTS.get(name, ("", ()))
         for keyword in node.keywords:

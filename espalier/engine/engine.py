@@ -935,6 +935,14 @@ class Engine(Surface):
         with nullcontext() if self._data is None else self._data.precise():
             return state_of(self.module, self.passes.everywhere)
 
+    def full_parameter(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The plain whole value of one parameter on every rank, of its float32 master if it has one (a
+        collective)."""
+        self.wait_staged()
+        name = next(name for name, p in self.module.named_parameters() if p is parameter)
+        with torch.no_grad(), nullcontext() if self._data is None else self._data.precise():
+            return self.passes.everywhere(name, parameter)
+
     def _whole(self, name: str, x: Any) -> torch.Tensor:
         """The plain global value of a DTensor on every rank, also of one that lies as that parameter does."""
         if type(x) is DTensor and layout_of(x).mesh.size() < self.mesh.size():  # in a stage or branch

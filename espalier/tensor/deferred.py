@@ -581,6 +581,29 @@ def _become(
     then(p)
 
 
+def make_parameters_real(parameters: Sequence[nn.Parameter]) -> None:
+    """Give parameters without memory their values, whole, on the CPU; who holds them goes on holding them.
+
+    torch's random state is left as it is.
+
+    Raises:
+        ValueError: see :func:`tape_of`.
+    """
+    on_tape: dict[Tape, list[nn.Parameter]] = {}
+    for p in parameters:
+        if (tape := tape_of(p)) is not None:
+            on_tape.setdefault(tape, []).append(p)
+    before = torch.get_rng_state()
+    for tape, held in on_tape.items():
+        tape.replay([(p, partial(_get_memory, p)) for p in held], tape.start)
+    torch.set_rng_state(before)
+
+
+def _get_memory(p: nn.Parameter, whole: torch.Tensor) -> None:
+    p.__dict__.pop("_deferred_version", None)
+    torch.utils.swap_tensors(p, nn.Parameter(whole.clone(), requires_grad=p.requires_grad))
+
+
 def make_the_rest_real(module: nn.Module) -> None:
     """Give a module's own buffers, and recorded tensors that are attributes of it, their values.
 

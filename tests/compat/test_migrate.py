@@ -154,6 +154,29 @@ def test_fabrics_strategies_by_name(name: str, plan: str) -> None:
     assert note.is_missing and "EspalierStrategy(plan={...})" in note.text
 
 
+def test_fabric_of_the_package_lightning() -> None:
+    """It is lightning_fabric's then, in full or by name; the rest of the package stays."""
+    (named, full) = (
+        "from lightning.fabric import Fabric, seed_everything\nfabric = Fabric(strategy='ddp')\n",
+        "import lightning as L\nL.seed_everything(1)\nfabric = L.Fabric(strategy='ddp')\n",
+    )
+    asked = "fabric = Fabric(strategy=EspalierStrategy())\n"
+    strategy = "from espalier.compat.fabric import EspalierStrategy\n"
+    assert migrate(named).after == (
+        "from lightning_fabric import Fabric\nfrom lightning.fabric import seed_everything\n"
+        + strategy
+        + asked
+    )
+    assert migrate(full).after == (
+        "import lightning as L\n"
+        + strategy
+        + "from lightning_fabric import Fabric\nL.seed_everything(1)\n"
+        + asked
+    )
+    (note,) = migrate("from lightning.fabric.strategies import FSDPStrategy\n").notes
+    assert note.is_missing and "EspalierStrategy(plan={...})" in note.text
+
+
 def test_command(tmp_path: Path) -> None:
     """Diff and notes; exit code 1 where something has no equivalent; --write changes the file."""
     script = tmp_path / "train.py"

@@ -79,3 +79,32 @@ def test_what_is_refused() -> None:
     stages = [here.PipelineStage(torch.nn.Linear(2, 2), i, 2) for i in range(2)]
     with pytest.raises(ValueError, match="autograd's"):
         here.pipelining.ScheduleLoopedBFS(stages, 2, backward_requires_autograd=False)
+    with pytest.raises(ValueError, match="a number that divides that of the ranks"):
+        here.fully_shard(torch.nn.Linear(2, 2), reshard_after_forward=0)
+    here.fully_shard(torch.nn.Linear(2, 2), reshard_after_forward=1)
+
+
+def test_an_optimizer_of_zero_is_known_as_one() -> None:
+    """By isinstance, as programs ask before they consolidate; others are not."""
+    net = torch.nn.Linear(2, 2)
+    optimizer = here.ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    assert isinstance(optimizer, here.ZeroRedundancyOptimizer) and isinstance(optimizer, torch.optim.SGD)
+    assert not isinstance(torch.optim.SGD(net.parameters()), here.ZeroRedundancyOptimizer)
+
+
+class Far(torch.Tensor):
+    """Of a device that is not the CPU."""
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor)
+
+
+def test_state_dicts_on_the_host() -> None:
+    """Where the configuration of either kind says so."""
+    model = here.FullyShardedDataParallel(torch.nn.Linear(2, 2))
+    state = {"state": {"weight": {"exp_avg": torch.ones(2).as_subclass(Far)}}, "param_groups": [{"lr": 0.1}]}
+    for config in (fsdp.FullStateDictConfig(True), fsdp.FullOptimStateDictConfig(True)):
+        there = model._as_said(state, config)
+        assert type(there["state"]["weight"]["exp_avg"]) is torch.Tensor
+        assert there["param_groups"] == state["param_groups"]
+    assert type(model._as_said(state, fsdp.FullStateDictConfig())["state"]["weight"]["exp_avg"]) is Far

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         utils,
         zero,
     )
+    from espalier.compat.deepspeed.accelerator import get_accelerator
     from espalier.compat.deepspeed.config import Config, read
     from espalier.compat.deepspeed.engine import DeepSpeedEngine, init_distributed
     from espalier.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -34,6 +35,7 @@ else:  # what starts the ranks needs none of it
         __name__,
         {
             "": "accelerator checkpointing comm moe ops pipe runtime utils zero",
+            "accelerator": "get_accelerator",
             "config": "Config read",
             "engine": "DeepSpeedEngine init_distributed",
             "pipe": "LayerSpec PipelineModule TiedLayerSpec",
@@ -64,6 +66,7 @@ __all__ = [
     "add_config_arguments",
     "checkpointing",
     "comm",
+    "get_accelerator",
     "init_distributed",
     "initialize",
     "moe",

@@ -24,6 +24,7 @@ from espalier.compat.deepspeed.config import Config
 from espalier.compat.deepspeed.moe.layer import layers
 from espalier.compat.deepspeed.monitor import Flops, Monitor
 from espalier.compat.deepspeed.timers import BACKWARD, FORWARD, STEP, Timers
+from espalier.compat.deepspeed.utils.tensors import own_by
 from espalier.engine import Engine, EngineModule
 from espalier.mesh.process import start
 
@@ -75,6 +76,7 @@ class DeepSpeedEngine(EngineModule):
         self.num_experts = [layer.num_experts for layer in layers(self.module)]
         self.has_moe_layers = bool(self.num_experts)
         self._is_compiled = False
+        own_by(engine)
         self.monitor = Monitor(settings.values if self.global_rank == 0 else {})
         self._flops = Flops(settings.values, self.module) if self._wants("flops_profiler.enabled") else None
         if self._wants("comms_logger.enabled"):

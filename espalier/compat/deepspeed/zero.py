@@ -7,12 +7,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from espalier.comm.control import gather_objects
+from espalier.compat.deepspeed.engine import init_distributed
 from espalier.layout import Layout
+from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import show
 from espalier.tensor import DTensor, deferred, plain
+from espalier.tensor.deferred import make_parameters_real
 from espalier.torch_private import raw
 
 
@@ -45,13 +49,42 @@ def GatheredParameters(
     """While open, parameters show their whole values, which this rank may read and change by itself.
 
     Every rank must enter and leave. What ``modifier_rank`` has made of them all ranks hold afterwards;
-    without it what was changed is dropped.
+    without it what was changed is dropped. Parameters that :class:`Init` left without memory have it from
+    then on, on each rank, until ``deepspeed.initialize`` cuts them.
     """
     if isinstance(params, torch.Tensor):
         params = [params]
     elif isinstance(params, nn.Module):
         params = params.parameters()
-    held = _distinct(params) if enabled else []
+    params = list(params) if enabled else []
+    with _not_yet_cut(params, modifier_rank), _cut(_distinct(params), modifier_rank):
+        yield
+
+
+@contextmanager
+def _not_yet_cut(params: Iterable[Any], modifier_rank: int | None) -> Iterator[None]:
+    """Of ``GatheredParameters``, what it does before ``deepspeed.initialize``."""
+    held = [p for p in params if isinstance(p, nn.Parameter) and not isinstance(p, DTensor) and p.is_meta]
+    make_parameters_real(held)
+    before = [] if modifier_rank is not None else [p.detach().clone() for p in held]
+    yield
+    if modifier_rank is None:
+        values: Iterable[torch.Tensor] = before
+    else:
+        init_distributed()
+        changed = [p.detach() for p in held]
+        ranks = dist.get_world_size() if held and dist.is_initialized() else 1
+        values = (
+            gather_objects(changed, Mesh.from_env({"data": ranks}))[modifier_rank] if ranks > 1 else changed
+        )
+    with torch.no_grad():
+        for p, value in zip(held, values, strict=True):
+            p.copy_(value)
+
+
+@contextmanager
+def _cut(held: list[DTensor], modifier_rank: int | None) -> Iterator[None]:
+    """Of ``GatheredParameters``, what it does with parameters of an engine."""
     wholes = [p.full_tensor().detach().clone() for p in held]
     with raw():
         before = [(p, plain(p.data), p._layout) for p in held]
@@ -73,3 +106,11 @@ def GatheredParameters(
 
 def _distinct(params: Iterable[Any]) -> list[DTensor]:
     return [p for p in {id(p): p for p in params}.values() if isinstance(p, DTensor)]
+
+
+def register_external_parameter(module: nn.Module, parameter: Any) -> None:
+    """Nothing: a parameter is gathered wherever it is used."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: Any) -> None:
+    """Nothing, either."""

@@ -218,14 +218,14 @@ def of_group(group: Any) -> list[tuple[str, Any, str] | None]:
     return [("process_group", f"of {group.size()} ranks", expected)]
 
 
-def ZeroRedundancyOptimizer(
-    params: Any,
-    optimizer_class: type[torch.optim.Optimizer],
-    process_group: Any = None,
-    parameters_as_bucket_view: bool = False,
-    overlap_with_ddp: bool = False,
-    **defaults: Any,
-) -> torch.optim.Optimizer:
+class _OfZero(type):
+    """What :class:`ZeroRedundancyOptimizer` has made is its instance."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.optim.Optimizer) and hasattr(instance, "consolidate_state_dict")
+
+
+class ZeroRedundancyOptimizer(metaclass=_OfZero):
     """As ``torch.distributed.optim.ZeroRedundancyOptimizer``: an optimizer with states cut over the ranks.
 
     It is an ``optimizer_class`` that has the model's engine be one of ``zero=1``, unless more is asked for.
@@ -235,18 +235,30 @@ def ZeroRedundancyOptimizer(
         process_group: all of the world.
         parameters_as_bucket_view, overlap_with_ddp: no effect: updates are exchanged in chunks.
     """
-    refuse("ZeroRedundancyOptimizer", [x for x in of_group(process_group) if x is not None])
-    optimizer: Any = optimizer_class(params, **defaults)
-    optimizer.asks_for = {"zero": 1}
-    plain: Callable[[], dict[str, Any]] = optimizer.state_dict
 
-    def consolidate_state_dict(to: int = 0) -> None:
-        """Gather the states, which ``state_dict()`` gives until the next one (a collective)."""
-        whole = whole_states(plain())
-        optimizer.state_dict = lambda: whole
+    def __new__(  # type: ignore[misc]
+        cls,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer],
+        process_group: Any = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> torch.optim.Optimizer:
+        """The optimizer."""
+        refuse("ZeroRedundancyOptimizer", [x for x in of_group(process_group) if x is not None])
+        optimizer: Any = optimizer_class(params, **defaults)
+        optimizer.asks_for = {"zero": 1}
+        plain: Callable[[], dict[str, Any]] = optimizer.state_dict
 
-    optimizer.consolidate_state_dict = consolidate_state_dict
-    return optimizer
+        def consolidate_state_dict(to: int = 0) -> None:
+            """Gather the states, which ``state_dict()`` gives until the next one (a collective)."""
+            whole = whole_states(plain())
+            optimizer.state_dict = lambda: whole
+
+        optimizer.consolidate_state_dict = consolidate_state_dict
+        made: torch.optim.Optimizer = optimizer
+        return made
 
 
 def whole_states(state: Any, mesh: Mesh | None = None) -> Any:

@@ -216,6 +216,8 @@ class FullyShardedDataParallel(LateModule):
     def _as_said(self, state: Any, config: Any) -> Any:
         if getattr(config, "rank0_only", False) and self.engine.mesh.rank:
             return {}
+        if getattr(config, "offload_to_cpu", False):
+            return tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, state)
         return state
 
     @staticmethod
@@ -495,6 +497,11 @@ class _Fully:
                 part._fully.is_inside = is_inside
 
 
+def _is_odd(ranks: bool | int | None) -> bool:
+    """Whether it is a number of ranks, and no groups of so many make up the world."""
+    return not isinstance(ranks, bool | None) and (ranks < 1 or world_size() % ranks != 0)
+
+
 def fully_shard(
     module: Any,
     *,
@@ -515,7 +522,8 @@ def fully_shard(
     Args:
         module: a module, or a list of them.
         mesh: of one axis, or of two: copies, pieces.
-        reshard_after_forward: False keeps parameters gathered between forward and backward (``zero=2``).
+        reshard_after_forward: False keeps parameters gathered between forward and backward (``zero=2``). A
+            number of ranks, over which torch cuts them meanwhile, is as True: they are cut over all.
         mp_policy: ``Plan(precision=...)``; outputs of the module that is called are cast to ``output_dtype``.
         offload_policy: ``Plan(offload=...)``.
         plan: keys of a :class:`~espalier.Plan`: what else there is to be beside ``data``.
@@ -527,6 +535,9 @@ def fully_shard(
         if ignored_params
         else None,
         ("dp_mesh_dims", "...", "axes are said by plan = {...}") if dp_mesh_dims is not None else None,
+        ("reshard_after_forward", reshard_after_forward, "expected a number that divides that of the ranks")
+        if _is_odd(reshard_after_forward)
+        else None,
     ]
     refuse("fully_shard", [x for x in mistakes if x is not None])
     said = sharding_of(reshard_after_forward is not False, offload_policy, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from espalier.comm.control import gather_objects
 from espalier.compat.colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from espalier.compat.colossalai.engine import piped
 from espalier.compat.plans import counts_one
@@ -146,6 +148,8 @@ class Booster:
     ) -> None:
         """Write the whole weights: one file, or with ``shard`` a folder as Hugging Face has it (safetensors).
 
+        Weights that are there already are written over.
+
         Args:
             size_per_shard: megabytes of a file.
         """
@@ -155,7 +159,7 @@ class Booster:
                 path.unlink(missing_ok=True)
             model.engine.export(path, "torch")
         elif shard:
-            model.engine.export(path, shard_gigabytes=size_per_shard * _MEGABYTE)
+            _export_shards(model, path, size_per_shard * _MEGABYTE)
         else:
             model.engine.export(path.with_suffix(".safetensors"))
 
@@ -226,6 +230,24 @@ class Booster:
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Take it over."""
         lr_scheduler.load_state_dict(torch.load(checkpoint, weights_only=True))
+
+
+def _export_shards(model: Boosted, folder: Path, gigabytes: float) -> None:
+    """Write shards beside a folder, then put them in the place of those in it."""
+    mesh = model.engine.mesh
+    beside = folder.with_name(f".{folder.name}.new")
+    if mesh.rank == 0:
+        shutil.rmtree(beside, ignore_errors=True)
+    model.engine.export(beside, shard_gigabytes=gigabytes)
+    if mesh.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in (*folder.glob("model*.safetensors"), *folder.glob("model*.safetensors.index.json")):
+            file.unlink()
+        for file in beside.iterdir():
+            file.replace(folder / file.name)
+        beside.rmdir()
+    if mesh.size() > 1:
+        gather_objects(None, mesh)
 
 
 _MEGABYTE = 1024**2 / 1e9

@@ -7,6 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+
+from espalier.compat.deepspeed.utils.tensors import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 
 logger = logging.getLogger("deepspeed")
 
@@ -34,3 +43,24 @@ class RepeatingLoader:
         except StopIteration:
             self._batches = iter(self.loader)
             return next(self._batches)
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]
+) -> list[nn.Module]:
+    """The modules of these classes; nothing is to be set, as parameters are gathered where they are used."""
+    names = {x if isinstance(x, str) else x.__name__ for x in leaf_module_classes}
+    return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
+
+
+__all__ = [
+    "RepeatingLoader",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_optimizer_state",
+    "set_z3_leaf_modules",
+]
