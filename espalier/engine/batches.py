@@ -645,12 +645,20 @@ def restore_loaders(loaders: Sequence[Loader], states: Sequence[dict[str, Any]] 
             f"The checkpoint has the position of {len(states or ())} loader(s), and this engine has "
             f"{len(loaders)}: the others begin at their first batch."
         )
-    elif not loaders and any(map(_is_shuffled, gc.get_objects())):
+    elif not loaders and _has_shuffled():
         _tell(
             "A checkpoint does not know where a shuffled DataLoader stands: it begins anew, with rows that "
             "were trained on already. engine.loader(dataset, batch_size=..., shuffle=True), made before "
             "engine.load, goes on where it was."
         )
+
+
+def _has_shuffled() -> bool:
+    """Whether the process has such a loader, which is no garbage."""
+    if not any(map(_is_shuffled, gc.get_objects())):
+        return False
+    gc.collect()
+    return any(map(_is_shuffled, gc.get_objects()))
 
 
 def _is_shuffled(thing: Any) -> bool:

@@ -1,13 +1,17 @@
 """What jobs read: records, conversations, tokens, images, mixtures; and in which order."""
 
+import gc
 import json
+import warnings
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import DataLoader
 
+from espalier.engine.batches import restore_loaders
 from espalier.train.corpus import prepare
 from espalier.train.data import Mix, SampledBatches, shuffled, training_batches, validation_batches
 from espalier.train.job import Job, JobError
@@ -253,3 +257,26 @@ def test_mistakes(tmp_path, data, told):
     with pytest.raises(JobError) as caught:
         job(tmp_path, **data)
     assert told in str(caught.value)
+
+
+class Holder:
+    """Holds what it is given, and itself: garbage that only a collection takes away."""
+
+    def __init__(self, held: object) -> None:
+        self.held, self.itself = held, self
+
+
+def test_a_shuffled_loader_that_is_garbage_is_not_told_of() -> None:
+    """One that is there is: where it stands no checkpoint knows."""
+    loader = DataLoader([1, 2, 3], shuffle=True)
+    with pytest.warns(UserWarning, match="shuffled DataLoader"):
+        restore_loaders((), None)
+    gc.disable()
+    try:
+        Holder(loader)
+        del loader
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            restore_loaders((), None)
+    finally:
+        gc.enable()
