@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from espalier.engine import Engine
-from espalier.tensor import DTensor
+from espalier.tensor import full_tensor
 
 _OWNER = "_of_deepspeed"
 
@@ -35,13 +35,13 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     if engine.passes.may_step and not engine.passes.is_complete:
         engine.finish_gradients()
     grad = param.grad
-    return None if grad is None else _whole(grad).float()
+    return None if grad is None else full_tensor(grad).float()
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """One of its optimizer states, as ``exp_avg``; None if there is none."""
     state = _states_of(param).get(optim_state_key)
-    return None if state is None else _whole(state)
+    return None if state is None else full_tensor(state)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -66,10 +66,6 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
         )
     with torch.no_grad():
         states[optim_state_key].copy_(value)
-
-
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def _states_of(param: nn.Parameter) -> dict[str, Any]:
