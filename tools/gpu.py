@@ -117,7 +117,7 @@ def sections() -> list[Section]:
             120,
             {"TORCH_CUDA_SANITIZER": "1"},
         ),
-        Section("kernels", "Kernels, launches, memory", (CHECKS, "kernels"), 120),
+        Section("kernels", "Kernels, launches, memory", (CHECKS, "kernels"), 120, alone=True),
         Section("plans-2", "NCCL, two ranks", (CHECKS, "plans", "--ranks", "2"), 240, share, shared),
         Section("plans-4", "NCCL, four ranks", (CHECKS, "plans", "--ranks", "4"), 180, share, four),
         Section("killed", "A rank is killed", (CHECKS, "killed"), 150, share, shared),

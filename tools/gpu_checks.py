@@ -319,8 +319,8 @@ def plain_step(data: Batch, dropout: float) -> Callable[[], None]:
 def counted(name: str, step: Callable[[], object]) -> dict[str, float]:
     """A step's kernels, launches and milliseconds of the device, as the profiler sees them.
 
-    The host's, which are printed, are of a step without the profiler, until it returns: where they are
-    more than the device's, it is the host that a step waits for.
+    Printed beside them are those of the host, until a step without the profiler returns, and the share of
+    such a step in which the device is busy: where that is small, a step waits for the host.
     """
     from torch.profiler import DeviceType, ProfilerActivity, profile
 
@@ -331,6 +331,7 @@ def counted(name: str, step: Callable[[], object]) -> dict[str, float]:
     step()
     host = 1e3 * (time.perf_counter() - began)
     torch.accelerator.synchronize()
+    whole = 1e3 * (time.perf_counter() - began)
     # torch 2.11 warns of what is lost between cycles, also where there is one
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
         step()
@@ -341,7 +342,8 @@ def counted(name: str, step: Callable[[], object]) -> dict[str, float]:
     launched = [e for e in events if e.name.startswith(("cudaLaunch", "cuLaunch", "hipLaunch"))]
     busy = sum(e.time_range.elapsed_us() for e in ran) / 1e3
     figures = f"{len(ran)} kernels, {len(launched)} launches"
-    print(f"{name}: {figures}, {busy:.1f} ms of the device, {host:.1f} ms of the host", flush=True)
+    times = f"{busy:.1f} ms of the device, {host:.1f} ms of the host, busy {busy / whole:.0%}"
+    print(f"{name}: {figures}, {times}", flush=True)
     return {"kernels": len(ran), "launches": len(launched), "the device's time": busy}
 
 

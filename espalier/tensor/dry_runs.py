@@ -164,17 +164,17 @@ def _grouped_product(
     return a.new_empty(sizes, dtype=out_dtype or a.dtype)
 
 
-# what torch's counter does not know: attention's kernel of the CPU, which dry runs use (see
-# ``tensor.rules.attention_blocks``), grouped queries (in torch 2.11), and experts' products
+# attention's kernels: the CPU's, which dry runs use (see ``tensor.rules.attention_blocks``), and devices'
+_ATTENTION = [
+    f"_scaled_dot_product_{kernel}"
+    for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+]
+# what torch's counter does not know: the first of these, grouped queries (in torch 2.11), experts' products
 UNCOUNTED: dict[Any, Callable[..., int]] = {
     torch.ops.aten._grouped_mm: _grouped_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
+    **{getattr(torch.ops.aten, name): _forward_flops for name in _ATTENTION},
+    **{getattr(torch.ops.aten, f"{name}_backward"): _backward_flops for name in _ATTENTION},
 }
-for _kernel in ("flash", "efficient", "cudnn"):
-    _name = f"_scaled_dot_product_{_kernel}_attention"
-    UNCOUNTED[getattr(torch.ops.aten, _name)] = _forward_flops
-    UNCOUNTED[getattr(torch.ops.aten, f"{_name}_backward")] = _backward_flops
 _FOLLOWED = 2**21  # elements of tensors whose values are computed
 _RANDOM = torch.Tag.nondeterministic_seeded
 _META = torch.device("meta")
