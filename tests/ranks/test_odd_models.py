@@ -322,7 +322,43 @@ class Spectral(nn.Module):
         return F.cross_entropy(self.out(x).flatten(0, 1), ids.flatten() % 5)
 
 
-def viewed_or_mapped(rank: int, world: int, kind: type[nn.Module]) -> None:
+class Mixed(nn.Module):
+    """A block that may share a layer, or a layer's weight, with another one, or borrow its weight."""
+
+    def __init__(
+        self, down: nn.Linear | None = None, tied: nn.Linear | None = None, lender: list[nn.Linear] | None = None
+    ) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6) if down is None else down
+        if tied is not None:
+            self.up.weight = tied.weight
+        self._lender = lender or []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(torch.tanh(self.up(x)))
+        for line in self._lender:
+            x = x + F.linear(torch.tanh(x), line.weight).mean(-1, keepdim=True)
+        return x
+
+
+class Shared(nn.Module):
+    """One block's layer in a second, its weight in a third, lent to a fourth; it is called once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(9, 6), nn.Linear(6, 5)
+        first = Mixed()
+        others = [Mixed(down=first.down), Mixed(lender=[first.up]), Mixed(tied=first.up), first]
+        self.blocks = nn.ModuleList([first, *others])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).detach()  # nothing tells when the first block's backward is done
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.out(x).flatten(0, 1), ids.flatten() % 5)
+
+
+def viewed_or_shared(rank: int, world: int, kind: type[nn.Module]) -> None:
     for zero in range(4):
         torch.manual_seed(0)
         net = kind().double()
@@ -339,11 +375,16 @@ def viewed_or_mapped(rank: int, world: int, kind: type[nn.Module]) -> None:
             theirs.zero_grad()
             assert abs(loss.item() - expected.item()) < TOLERANCE, (zero, step)
             assert apart(net, plain, gradients=False) < TOLERANCE, (zero, step)
+        if isinstance(net, Shared) and zero == 3:  # each block that has a layer of the first gathers it itself
+            chunk_of = {id(m.p): g.number for g in engine._data.prefetcher.held for m in g.chunk.members}
+            first = chunk_of[id(net.blocks[0].down.weight)]
+            uses = [u.chunk for u in engine._data.prefetcher.recorded if u.phase == "forward"]
+            assert uses.count(first) == 4, uses
 
 
-@pytest.mark.parametrize("kind", [Spectral, Mapped])
-def test_parameters_that_are_viewed_or_mapped(ranks: Any, kind: type[nn.Module]) -> None:
-    ranks(2, viewed_or_mapped, kind)
+@pytest.mark.parametrize("kind", [Spectral, Mapped, Shared])
+def test_parameters_that_are_viewed_mapped_or_shared(ranks: Any, kind: type[nn.Module]) -> None:
+    ranks(2, viewed_or_shared, kind)
 
 
 def test_optimizers_that_are_not_elementwise(ranks: Any) -> None:

@@ -610,14 +610,24 @@ def by_unit(members: Sequence[ShardedParam], model: nn.Module) -> list[tuple[lis
         chunk.stays = any(id(m) in pooled for m in chunk.members)
         taken.update({id(m.p): chunk for m in chunk.members})
     users = {id(chunk): modules for modules, chunk in chunks}
-    inside = {id(chunk): {id(m) for u in modules for m in u.modules()} for modules, chunk in chunks}
+    parents: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for child in module.children():
+            parents.setdefault(id(child), []).append(module)
     for module in model.modules():
         for p in module._parameters.values():
             shared = None if p is None else taken.get(id(p))
-            if shared is not None and id(module) not in inside[id(shared)]:
+            if shared is not None and not _is_within(module, users[id(shared)], parents):
                 users[id(shared)].append(module)
-                inside[id(shared)].add(id(module))
     return chunks
+
+
+def _is_within(module: nn.Module, users: Sequence[nn.Module], parents: Mapping[int, list[nn.Module]]) -> bool:
+    """Whether a module is called by these alone: a module may stand in several others."""
+    if any(module is user for user in users):
+        return True
+    above = parents.get(id(module), ())
+    return bool(above) and all(_is_within(parent, users, parents) for parent in above)
 
 
 def _called(unit: nn.Module, here: Collection[int]) -> list[nn.Module]:

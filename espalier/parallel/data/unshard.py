@@ -52,8 +52,11 @@ class Unsharded:
     """The storage of a chunk's whole parameters: filled while they are used, of no size between.
 
     Attributes:
+        is_whole: whether the parameters show it, as they do for modules that are running and use it.
+        is_kept: whether it is filled while they show their pieces: a module is to use it soon.
         users: modules that are running and use it.
         marks: uses in a forward pass whose backward is to come, and will tell when it is done.
+        open: calls whose backward has begun, and is not known to be done.
         rows, pending: what is on its way to it; ``rows``, too, have memory only then.
         bring: has it filled, with what comes next.
     """
@@ -97,9 +100,10 @@ class Unsharded:
             self._count_versions(1)
         # what is to be seen of the parameters when they began to be whole, or their pieces to be sent
         self._times, self._marks = 0, _Marks(0, [], [], [])
-        self.is_whole = False
+        self.is_whole = self.is_kept = False
         self._hidden: Appearance | None = None  # what the parameters show in place of their pieces
         self.users = self.marks = 0
+        self.open: set[_Call] = set()
         self.pending: Work[Any] | None = None
         self._brought: torch.Event | None = None
         # of the whole parameters, on the rank that has most of them
@@ -117,12 +121,17 @@ class Unsharded:
         return "parameters" in self.chunk.places
 
     @property
+    def is_filled(self) -> bool:
+        """Whether the parameters are whole, or can be without a gather."""
+        return self.is_whole or self.is_kept
+
+    @property
     def _key(self) -> str:
         return f"parameters-{self.chunk.number}"
 
     def read(self) -> None:
         """Start to read this rank's pieces, where they are on disk."""
-        if self.is_away and not self.is_whole and self.pending is None:
+        if self.is_away and not self.is_filled and self.pending is None:
             assert self._store is not None
             self._store.start(self._key, home_of(self.chunk))
 
@@ -131,7 +140,9 @@ class Unsharded:
         if self.is_whole or self.pending is not None:
             return
         assert self.chunk.home is not None
-        self.adopt()
+        self._recheck()
+        if self.is_kept:
+            return
         with raw():
             self._marks = self._marks_now()
             own = self.chunk.home
@@ -170,6 +181,15 @@ class Unsharded:
         """Wait for what is under way, and let the parameters be whole."""
         if self.is_whole:
             return
+        if not self.is_kept:
+            self._take_in()
+        with raw():
+            self._count_versions(-1)
+            self.chunk.show(self._whole)
+            self._marks = self._marks_now()
+        self.is_whole, self.is_kept = True, False
+
+    def _take_in(self) -> None:
         self._await()
         if self._marks_now() != self._marks:  # what came is out of date, on all ranks
             self._let_go()
@@ -183,11 +203,7 @@ class Unsharded:
             outof = self._outof if self._own is None else [*self.chunk.pieces(self._own), *self._outof]
             if self._into:
                 foreach_copy_(self._into, outof)
-            self._count_versions(-1)
-            self.chunk.show(self._whole)
-            self._marks = self._marks_now()
         self._let_go()
-        self.is_whole = True
 
     def _let_go(self) -> None:
         self.pending = self._own = self._row = None
@@ -199,6 +215,25 @@ class Unsharded:
 
     def release(self) -> None:
         """Let the parameters be pieces again, with what was written to them, and give the memory back."""
+        self.rest()
+        if self.is_kept:
+            self._empty()
+
+    def _recheck(self) -> None:
+        """Let go of what is kept, if the pieces were written to: so they were on all ranks."""
+        self.adopt()
+        if self.is_kept and (self.is_open or self._marks_now() != self._marks):
+            self._empty()
+
+    def _empty(self) -> None:
+        self.storage.resize_(0)
+        self.is_kept = False
+
+    def rest(self) -> None:
+        """Let the parameters be pieces again, and keep the memory filled for the next use.
+
+        Who uses them meanwhile is no module that has them gathered for its backward pass.
+        """
         if not self.is_whole:
             return
         assert self.chunk.home is not None
@@ -215,10 +250,18 @@ class Unsharded:
             resting = self.chunk.resting_in(home)
             self.chunk.show(resting)
             self._hidden = resting if hides else None
-        self.storage.resize_(0)
-        self.is_whole = False
+        self.is_whole, self.is_kept = False, True
         if self.is_away:
             self.chunk.marks = list(map(written_mark, self._ps))
+        self._marks = self._marks_now()
+
+    def copy_of(self, m: ShardedParam) -> torch.Tensor | None:
+        """A copy of a whole parameter whose values are kept here while it shows its piece; None if none are."""
+        if self.float8 is not None:
+            return None
+        self._recheck()
+        with raw():
+            return self._whole.tensors[m.number].clone() if self.is_kept else None
 
     def reveal(self) -> None:
         """No backward pass is to come: let the parameters be their pieces, where these are off the device."""
@@ -231,6 +274,7 @@ class Unsharded:
     def drop(self) -> None:
         """Let go of what was gathered for nothing, and of parameters that no module is using."""
         self.marks = 0
+        self.open.clear()
         if self.pending is not None:
             self._await()
             self._let_go()
@@ -276,6 +320,8 @@ class Unsharded:
                     new = plain(m.p.data)
                     show(m.p, piece, m.rest)
                     self._keep(m, new)
+            if self.is_kept:
+                self._empty()
 
     def _keep(self, m: ShardedParam, piece: torch.Tensor) -> None:
         """Let this rank's piece of a parameter be these values."""
@@ -359,6 +405,7 @@ class ShardedStandIn(StandIn):
 
     Args:
         bring: makes the parameter whole, with its chunk.
+        copy: a copy of the whole parameter, if its values are at hand.
         tell: is called when an alias of the parameter's data is handed out.
         is_off: says whether what this rank holds of it lies in another memory than the model computes in.
     """
@@ -367,11 +414,12 @@ class ShardedStandIn(StandIn):
         self,
         member: ShardedParam,
         bring: Callable[[], None],
+        copy: Callable[[ShardedParam], torch.Tensor | None],
         is_off: Callable[[], bool],
         tell: Callable[[], None],
     ) -> None:
         self.member, self.recorded = member, member.full
-        self._bring, self._is_off, self._tell = bring, is_off, tell
+        self._bring, self._copy_of, self._is_off, self._tell = bring, copy, is_off, tell
         self._copy: tuple[Any, DTensor] | None = None
         self._is_hooked = False
 
@@ -386,19 +434,21 @@ class ShardedStandIn(StandIn):
                 if func is None or name == "detach" or is_view(func, (p, None)):
                     hand_out(p, alias)
                 return alias
-            if self._is_off():
-                raise NotImplementedError(
-                    f"{m.name} is off the device, and is used by another module than the one that owns it. "
-                    "Let that module hold the parameter too, or leave parameters on the device: plan.offload."
-                )
             mark = written_mark(p)
             if self._copy is None or self._copy[0] != mark or is_handed_out(p):
+                whole = self._copy_of(m)
+                if whole is None and self._is_off():
+                    raise NotImplementedError(
+                        f"{m.name} is off the device, and is used by another module than the one that owns it. "
+                        "Let that module hold the parameter too, or leave parameters on the device: "
+                        "plan.offload."
+                    )
                 if not self._is_hooked:
                     # a gradient may come when the owner is done, and the parameter is cut again
                     self_ref, self._is_hooked = weakref.ref(self), True
                     p.register_hook(lambda grad: _come(self_ref))
                 known = self._know_whole()
-                self._copy = mark, stamp(_Whole.apply(p, m), m.full)
+                self._copy = mark, stamp(_Whole.apply(p, m, whole), m.full)
                 del known
             return self._copy[1]
 
@@ -431,13 +481,15 @@ class _Whole(torch.autograd.Function):
     espalier = True
 
     @staticmethod
-    def forward(ctx: Any, p: torch.Tensor, member: ShardedParam) -> torch.Tensor:
+    def forward(
+        ctx: Any, p: torch.Tensor, member: ShardedParam, whole: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        return carry_out(plain(p.detach()), member.shard, member.full)
+        return carry_out(plain(p.detach()), member.shard, member.full) if whole is None else whole
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        return grad, None, None
 
 
 # ---- parameters that are cut along the data axis (ZeRO-3, FSDP): whole while a module computes with them
@@ -497,7 +549,8 @@ class Prefetcher:
             for m in g.chunk.members:
                 if m.dim is not None:
                     m.rest = m.shard.loan()
-                    source = ShardedStandIn(m, g.bring, partial(_is_elsewhere, g.chunk), g.handed_out)
+                    is_off = partial(_is_elsewhere, g.chunk)
+                    source = ShardedStandIn(m, g.bring, g.copy_of, is_off, g.handed_out)
                     m.p._source = source  # type: ignore[attr-defined]
                     stamp(m.p, m.rest)
         self._watched: weakref.WeakKeyDictionary[nn.Module, tuple[list[Unsharded], Callable[[], None]]]
@@ -532,33 +585,37 @@ class Prefetcher:
     def _watch(self, module: nn.Module, used: list[Unsharded]) -> None:
         watched = weakref.ref(module)  # a copy of the module has its hooks too
         looks_up = _only_looks_up(module, used)
+        running: list[_Call] = []
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if module is not watched():
                 return None
             _refuse_recorded()
+            call = _Call(self._need, used)
+            running.append(call)
             for g in used:
                 g.users += 1
                 self._need(g)
-            marked = _marked((args, kwargs), lambda: self._done(used))
+            marked = _marked((args, kwargs), call.done)
             if marked is not None and not _in_backward():
                 for g in used:
                     g.marks += 1
             return marked
 
         def leave(module: nn.Module, args: Any, out: Any) -> Any:
-            if module is not watched():
+            if module is not watched() or not running:
                 return None
+            call = running.pop()
             for g in used:
                 g.users -= 1
             before = out
             out = self._own_memory(out, used)
             if not (looks_up and len(module._forward_hooks) == 1):
-                out = _before_backward(out, lambda *_: self._needed_again(used))
+                out = _before_backward(out, call.needed)
             if not _in_backward():  # else its backward follows
                 for g in used:
-                    if not g.users and not self._is_kept(g):
-                        g.release()
+                    if not g.users:
+                        g.rest() if self._is_kept(g) else g.release()
             return None if out is before else out
 
         before = module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -583,26 +640,16 @@ class Prefetcher:
             }
         return tree_map(lambda x: x.clone() if id(x) in views else x, out) if views else out
 
-    def _needed_again(self, used: list[Unsharded]) -> None:
-        for g in used:
-            self._need(g)
-
     def bring(self, g: Unsharded) -> None:
         """Let a chunk be whole, if it is not."""
         if not g.is_whole:
             self._need(g)
 
-    def _done(self, used: list[Unsharded]) -> None:
-        for g in used:
-            g.marks = max(g.marks - 1, 0)
-            # with gradients backward is recorded: to be gone through too
-            if not g.users and not g.chunk.stays and not torch.is_grad_enabled():
-                g.release()
-
     def sent(self, chunk: Chunk) -> None:
         """The gradients of a chunk have been taken: backward is done with it, if nothing else will say so."""
         g = self._of[id(chunk)]
         if not g.users and not g.marks and not torch.is_grad_enabled():
+            g.open.clear()
             g.release()
 
     # ---- order
@@ -672,8 +719,8 @@ class Prefetcher:
         for i, use in enumerate(coming):
             g = self.held[use.chunk]
             if use.phase == self._seen[-1].phase:
-                if g.is_whole or g.pending is not None:
-                    comes = comes and (g.is_whole or g is now)
+                if g.is_filled or g.pending is not None:
+                    comes = comes and (g.is_filled or g is now)
                     continue
                 if (comes or g.nbytes <= budget) and not g.is_open:
                     comes, budget = False, budget - g.nbytes
@@ -701,14 +748,14 @@ class Prefetcher:
         for use in order[at:]:
             if use.chunk == g.number:
                 break
-            if not self.held[use.chunk].is_whole:
+            if not self.held[use.chunk].is_filled:
                 again = g.number in self._again.get(_trains(), ()) and Use("forward", g.number) in order[at:]
                 if not again:
                     return False
                 break
         else:
             return False
-        kept = sum(other.nbytes for other in self.held if other.is_whole and not other.users)
+        kept = sum(other.nbytes for other in self.held if other.is_filled and not other.users)
         return kept <= self._ahead
 
 
@@ -754,6 +801,31 @@ def _in_backward() -> bool:
 
 def _trains() -> bool:
     return torch.is_grad_enabled() or _in_backward()
+
+
+class _Call:
+    """A call of a module that uses chunks: they are whole from its backward's begin to its end.
+
+    Within it modules may use the same, and be done before it is.
+    """
+
+    def __init__(self, need: Callable[[Unsharded], None], used: Sequence[Unsharded]) -> None:
+        self._need, self._used = need, used
+
+    def needed(self, *_: Any) -> None:
+        """Its backward begins; called once more for each output, and for what that is a view of."""
+        for g in self._used:
+            g.open.add(self)
+            self._need(g)
+
+    def done(self) -> None:
+        """Its backward has come by its inputs."""
+        for g in self._used:
+            g.open.discard(self)
+            g.marks = max(g.marks - 1, 0)
+            # with gradients backward is recorded: to be gone through too
+            if not g.users and not g.open and not g.chunk.stays and not torch.is_grad_enabled():
+                g.release()
 
 
 class _Mark(torch.autograd.Function):
