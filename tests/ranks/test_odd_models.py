@@ -326,7 +326,10 @@ class Mixed(nn.Module):
     """A block that may share a layer, or a layer's weight, with another one, or borrow its weight."""
 
     def __init__(
-        self, down: nn.Linear | None = None, tied: nn.Linear | None = None, lender: list[nn.Linear] | None = None
+        self,
+        down: nn.Linear | None = None,
+        tied: nn.Linear | None = None,
+        lender: list[nn.Linear] | None = None,
     ) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6) if down is None else down
@@ -375,7 +378,7 @@ def viewed_or_shared(rank: int, world: int, kind: type[nn.Module]) -> None:
             theirs.zero_grad()
             assert abs(loss.item() - expected.item()) < TOLERANCE, (zero, step)
             assert apart(net, plain, gradients=False) < TOLERANCE, (zero, step)
-        if isinstance(net, Shared) and zero == 3:  # each block that has a layer of the first gathers it itself
+        if isinstance(net, Shared) and zero == 3:  # each block that has a layer of the first gathers it
             chunk_of = {id(m.p): g.number for g in engine._data.prefetcher.held for m in g.chunk.members}
             first = chunk_of[id(net.blocks[0].down.weight)]
             uses = [u.chunk for u in engine._data.prefetcher.recorded if u.phase == "forward"]

@@ -1,0 +1,128 @@
+"""What stands in for a parameter while it is cut (ZeRO-3): it is whole for whoever computes with it.
+
+The module that owns a parameter has it gathered before it runs. Whoever else uses it meets its shard: a
+head that borrows the embedding's weight, a penalty on all weights. The shard would be a value of its own
+to autograd, of another shape than the whole that the owner uses. So in calls that are recorded a gathered
+copy stands in, through which gradients flow to the parameter as from its owner; others get the shard.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from espalier.comm.custom_ops import recording
+from espalier.comm.redistribute import carry_out
+from espalier.parallel.data.chunks import ShardedParam
+from espalier.tensor import plain, stamp
+from espalier.tensor.dtensor import DTensor
+from espalier.tensor.loans import StandIn, hand_out, is_handed_out, is_view, written_mark
+from espalier.torch_private import raw
+
+
+class ShardedStandIn(StandIn):
+    """What stands in for a parameter while it is cut.
+
+    Args:
+        bring: makes the parameter whole, with its chunk.
+        copy: a copy of the whole parameter, if its values are at hand.
+        tell: is called when an alias of the parameter's data is handed out.
+        is_off: says whether what this rank holds of it lies in another memory than the model computes in.
+    """
+
+    def __init__(
+        self,
+        member: ShardedParam,
+        bring: Callable[[], None],
+        copy: Callable[[ShardedParam], torch.Tensor | None],
+        is_off: Callable[[], bool],
+        tell: Callable[[], None],
+    ) -> None:
+        self.member, self.recorded = member, member.full
+        self._bring, self._copy_of, self._is_off, self._tell = bring, copy, is_off, tell
+        self._copy: tuple[Any, DTensor] | None = None
+        self._is_hooked = False
+
+    def stand_in(self, func: Callable[..., Any] | None) -> DTensor:
+        """A gathered copy; this rank's shard where nothing is recorded."""
+        refuse_recorded()
+        p, m = self.member.p, self.member
+        name = getattr(func, "__name__", "")
+        with raw():
+            if not torch.is_grad_enabled() or not p.requires_grad or name == "detach":
+                alias = stamp(p.data, m.shard)  # p itself counts versions of the whole
+                if func is None or name == "detach" or is_view(func, (p, None)):
+                    hand_out(p, alias)
+                return alias
+            mark = written_mark(p)
+            if self._copy is None or self._copy[0] != mark or is_handed_out(p):
+                whole = self._copy_of(m)
+                if whole is None and self._is_off():
+                    raise NotImplementedError(
+                        f"{m.name} is off the device, and is used by another module than the one that owns "
+                        "it. Let that module hold the parameter too, or leave parameters on the device: "
+                        "plan.offload."
+                    )
+                if not self._is_hooked:
+                    # a gradient may come when the owner is done, and the parameter is cut again
+                    self_ref, self._is_hooked = weakref.ref(self), True
+                    p.register_hook(lambda grad: _come(self_ref))
+                known = self._know_whole()
+                self._copy = mark, stamp(_Whole.apply(p, m, whole), m.full)
+                del known
+            return self._copy[1]
+
+    def _know_whole(self) -> Any:
+        """Let autograd take gradients of the whole: it keeps the shape in which it first sees a leaf."""
+        m, local = self.member, self.member.p.data
+        m.p.data = local.new_empty(1).expand(m.full.local_shape)
+        node = get_gradient_edge(m.p).node
+        m.p.data = local
+        return node
+
+    def handed_out(self) -> None:
+        """Tell whose parameters these are."""
+        self._tell()
+
+    def forget(self) -> None:
+        """Gather anew next time."""
+        self._copy = None
+
+
+def _come(resting: weakref.ref[ShardedStandIn]) -> None:
+    stand_in = resting()
+    if stand_in is not None:
+        stand_in._bring()
+
+
+class _Whole(torch.autograd.Function):
+    """All of a parameter; its gradient is this rank's addend to the whole one, as in the owner's use."""
+
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, p: torch.Tensor, member: ShardedParam, whole: torch.Tensor | None) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return carry_out(plain(p.detach()), member.shard, member.full) if whole is None else whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        return grad, None, None
+
+
+def refuse_recorded() -> None:
+    """See that no program is being recorded: its graph would be without what is done now.
+
+    Raises:
+        NotImplementedError: one is.
+    """
+    if recording():
+        raise NotImplementedError(
+            "espalier.compile: by zero = 3 parameters are gathered within this region; no graph can do that. "
+            "Let the engine compile the blocks, before each of which all is gathered that it uses: "
+            "initialize(..., compile=True), or engine.compile()."
+        )
