@@ -7,7 +7,9 @@ that of a plugin). Elsewhere a device is asked what it can do, never what it is 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,6 +34,9 @@ VISIBLE: Final = (
 )
 # what NCCL must be told so that ranks may share a device
 _SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+
+# of the matrices by whose products a device is kept busy, and how many of these
+_LEAD_SIDE, _MOST_LEADS = 2048, 4096
 
 DESCRIBED = '"cpu", or the accelerator\'s type ("cuda", "xpu", ...)'
 
@@ -64,11 +69,13 @@ def current(kind: str) -> torch.device:
 
 def names() -> list[str]:
     """The accelerator's devices, as their maker calls them, with their memory."""
-    module = torch.get_device_module(accelerator())
-    return [
-        f"{module.get_device_name(i)} ({module.get_device_properties(i).total_memory / 1e9:.0f} GB)"
-        for i in range(count())
-    ]
+    devices = [torch.device(accelerator() or "cpu", i) for i in range(count())]
+    return [f"{name(device)} ({total_memory(device) / 1e9:.0f} GB)" for device in devices]
+
+
+def name(device: torch.device) -> str:
+    """What an accelerator's maker calls it."""
+    return str(torch.get_device_module(device.type).get_device_name(device.index))
 
 
 # ---- which device a rank takes
@@ -243,6 +250,27 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def keep_busy(device: torch.device, seconds: float) -> None:
+    """Let an accelerator compute for about so long: what it is asked for meanwhile waits in its queue."""
+    matrix, takes = _lead(device)
+    for _ in range(min(_MOST_LEADS, math.ceil(seconds / takes))):
+        matrix @ matrix
+
+
+@lru_cache(maxsize=8)
+def _lead(device: torch.device) -> tuple[torch.Tensor, float]:
+    """A matrix, and the seconds that its product with itself takes, but for the first time."""
+    matrix = torch.ones(_LEAD_SIDE, _LEAD_SIDE, device=device)
+    times = []
+    for _ in range(4):
+        synchronize(device)
+        began = time.perf_counter()
+        matrix @ matrix
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return matrix, max(min(times[1:]), 1e-6)
+
+
 def mark() -> Callable[[], Callable[[], bool]] | None:
     """What puts a mark behind all that the current device was given, and says whether it came past it.
 
@@ -326,6 +354,12 @@ def has_peak(device: torch.device | str) -> bool:
 def peak_memory(device: torch.device) -> int:
     """The most bytes that were allocated since the start, or :func:`restart_peak`."""
     return int(torch.get_device_module(device.type).max_memory_allocated(device))
+
+
+def total_memory(device: torch.device) -> int:
+    """The bytes of an accelerator's memory, whoever has them."""
+    properties = torch.get_device_module(device.type).get_device_properties(device.index)
+    return int(properties.total_memory)
 
 
 def room(device: torch.device) -> int | None:

@@ -267,9 +267,11 @@ def plan(
 def calibrate(
     ranks: Annotated[
         int | None,
-        typer.Option(
-            "-n", "--ranks", min=1, help="That measure at once; all cores by default.", show_default=False
-        ),
+        typer.Option("-n", "--ranks", min=1, help="One a device, or core, by default.", show_default=False),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="cpu, or the accelerator's, if there is one.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,
@@ -286,7 +288,7 @@ def calibrate(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Measure what this machine computes and sends, in a minute, and write it as a cluster for plan."""
+    """Measure what this machine's devices compute and send, and write it as a cluster for plan."""
     with one_clear_message(debug):
         from espalier.files import write_file
         from espalier.planner.calibrate import calibrate as measured
@@ -295,7 +297,7 @@ def calibrate(
 
         path = out or here()
         path.parent.mkdir(parents=True, exist_ok=True)
-        cluster = measured(ranks, show, anyway=anyway, disk=disk)
+        cluster = measured(ranks, show, anyway=anyway, disk=disk, device_type=device)
         write_file(path, cluster.to_toml().encode())
         for line in cluster.told():
             say(Console(), line)
@@ -322,18 +324,21 @@ def compare(
     port: Port = None,
     debug: Debug = False,
 ) -> None:
-    """Lay what plan says of a job's own plan beside real steps of it on this machine's CPU, term by term."""
+    """Lay what plan says of a job's own plan beside real steps of it on this machine, term by term."""
     with one_clear_message(debug):
         import json
 
         loaded, console = load(job, set_ or [], ranks), Console()
         from espalier.parallel.schedules.simulate import draw
+        from espalier.planner.cluster import Cluster
         from espalier.planner.compare import Comparison
         from espalier.train.foresight import predicted
         from espalier.train.plan_page import compare_page
 
         checked, timeline = predicted(loaded, cluster)
-        measured = _on_ranks("compare", loaded, console, port=port, debug=debug, steps=steps)
+        # what is said of a CPU is to be laid beside a CPU
+        more = {"steps": steps, "device_type": "cpu" if Cluster.load(cluster).device.waits else None}
+        measured = _on_ranks("compare", loaded, console, port=port, debug=debug, **more)
         if measured is None:  # of torchrun's ranks the first tells it
             return
         comparison = Comparison(checked.prediction, measured, checked.bytes)

@@ -38,7 +38,8 @@ def carrier(mesh: Mesh, axis: int, device: torch.device) -> Backend:
     if mesh.is_dry:
         return _DRY
     if is_accelerator(device):
-        return _NCCL
+        timed: Backend = mesh.timed.get(axis, _NCCL)
+        return timed
     backend: Backend | None = mesh.carriers.get(axis)
     if backend is None:
         backend = mesh.carriers[axis] = _among(mesh, axis)
@@ -124,7 +125,8 @@ def sum_whole_(x: torch.Tensor, mesh: Mesh, *, beside: bool = True) -> Work[Any]
 def sum_here(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> None:
     """Sum contiguous ``x`` over the axes, in place; done most of all, so the way to it is short."""
     for axis in axes:
-        if mesh.ledgers or x.is_cpu or mesh.is_dry or tracers() or not x.is_floating_point():
+        watched = mesh.ledgers or mesh.timed
+        if watched or x.is_cpu or mesh.is_dry or tracers() or not x.is_floating_point():
             all_reduce_(x, mesh, axis).wait()
         else:
             work = mesh.backend(axis, x.device).allreduce([x], _SUM)

@@ -59,6 +59,8 @@ class Mesh:
             ``espalier.tensor.saved``), weakly.
         streams: the random keys that its ranks draw, by seeding (see ``espalier.tensor.random``).
         carriers: by axis, what carries its tensors of the CPU (see ``espalier.comm.collectives``).
+        timed: by axis, what carries tensors of accelerators while that is timed (see
+            ``espalier.comm.waits``).
         lanes: by axis, what carries messages alone, to higher coordinates and to lower ones (see
             ``espalier.comm.collectives.open_lanes``).
         under_way: what compiled graphs have begun on it and not ended (see ``espalier.comm.bucketed_ops``).
@@ -106,6 +108,7 @@ class Mesh:
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
         self._backends: dict[tuple[int, torch.device], Any] = {}
         self.carriers: dict[int, Any] = {}
+        self.timed: dict[int, Any] = {}
         self.lanes: dict[int, tuple[Any, Any]] = {}
         self._index = {name: i for i, name in enumerate(names)}
         self._parts: dict[tuple[str, ...], Mesh] = {}

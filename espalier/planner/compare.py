@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from espalier.comm import all_reduce, ledger
 from espalier.comm.collectives import sum_whole
 from espalier.comm.waits import Waits, waiting
+from espalier.device import is_accelerator, keep_busy, synchronize
 from espalier.engine.engine import Engine
 from espalier.parallel.plan import PLACES
 from espalier.parallel.schedules import Timeline
@@ -34,7 +36,8 @@ class Measured:
         seconds: the median of the steps, each the slowest rank's.
         scatter: how far apart the middle half of them is, as a share.
         terms: what they were spent on, by the names that a :class:`~espalier.planner.Prediction` has, on the
-            rank that waits least. ``"compute"`` is time within torch's operations, ``"host"`` what is left.
+            rank that waits least. ``"compute"`` is time within torch's operations, on an accelerator what its
+            stream does behind work that keeps it busy until the host is ahead; ``"host"`` is what is left.
         beside: seconds, by axis, in which something was under way while that rank went on: at most so much
             of what is sent was hidden.
         memory: bytes on the fullest rank, by kind, at the fullest time.
@@ -62,37 +65,37 @@ def measure(engine: Engine, batch: Callable[[], Sequence[Any]], steps: int) -> M
     """Train, and see where the time goes; all ranks call this.
 
     Args:
-        engine: on a mesh of the CPU, as all that is timed is the program's own.
+        engine: that trains; what it trains on is waited for around each step, and by nobody within.
         batch: gives the parts of the next one, as :meth:`~espalier.engine.engine.Engine.cut` does.
         steps: that are timed, after some that are not, and before some that are looked into.
 
     Raises:
-        ValueError: the mesh is of an accelerator, or there are no steps.
+        ValueError: there are no steps.
     """
-    mesh = engine.mesh
-    if mesh.device_type != "cpu":
-        raise ValueError(
-            f"The steps of a {mesh.device_type} are not taken apart: its streams wait, not the program. Run "
-            "on the CPU, or lay engine.timeline() and torch.profiler's trace beside the prediction."
-        )
+    mesh, device = engine.mesh, engine.mesh.device()
     if steps < 1:
         raise ValueError(f"--steps {steps}: expected 1 or more")
     for _ in range(_WARM):
         _step(engine, batch())
-    took, updates, waits = [], [], []
-    with waiting() as clock:
+    took: list[float] = []
+    updates: list[float] = []
+    waits: list[tuple[dict[str, float], dict[str, float]]] = []
+    with waiting(device) as clock:
         for _ in range(steps):
             all_of = batch()
-            for axis in range(mesh.ndim):
-                all_reduce(torch.zeros(1), mesh, axis)
+            _meet(engine)
             clock.clear()
             began = time.perf_counter()
-            update = _step(engine, all_of, clock)
+            updated = _step(engine, all_of, clock)
+            clock.settle()
             took.append(time.perf_counter() - began)
-            updates.append(update)
+            updates.append(updated())
             waits.append((dict(clock.waited), dict(clock.beside)))
         timeline = engine.timeline() if engine.plan.pipe > 1 else None
-        computed = _computed(engine, batch, clock)
+        if is_accelerator(device):
+            computed = _computed_there(engine, batch, clock, statistics.median(took))
+        else:
+            computed = _computed(engine, batch, clock)
     held, sent = _memory(engine, batch())
     names = [*mesh.names, ",".join(mesh.names)]
     own = [
@@ -129,13 +132,18 @@ def measure(engine: Engine, batch: Callable[[], Sequence[Any]], steps: int) -> M
     )
 
 
-def _step(engine: Engine, parts: Sequence[Any], clock: Waits | None = None) -> float:
-    """A step; the seconds of its update that were not waited."""
+def _meet(engine: Engine) -> None:
+    """Let all ranks be here, with nothing left to do."""
+    synchronize(engine.mesh.device())
+    for axis in range(engine.mesh.ndim):
+        all_reduce(torch.zeros(1), engine.mesh, axis)
+
+
+def _step(engine: Engine, parts: Sequence[Any], clock: Waits | None = None) -> Callable[[], float]:
+    """A step; what says the seconds of its update that were not waited."""
     engine.accumulate(parts)
     engine.finish_gradients()
-    began, before = time.perf_counter(), clock.total if clock else 0.0
-    engine.step()
-    return time.perf_counter() - began - ((clock.total if clock else 0.0) - before)
+    return (clock or Waits()).spent(engine.step)
 
 
 class _Computed(TorchDispatchMode):
@@ -170,6 +178,28 @@ def _computed(engine: Engine, batch: Callable[[], Sequence[Any]], clock: Waits) 
             engine.finish_gradients()
         engine.step()
         took.append(mode.seconds)
+    return min(took)
+
+
+def _computed_there(
+    engine: Engine, batch: Callable[[], Sequence[Any]], clock: Waits, seconds: float
+) -> float:
+    """The same of an accelerator, whose stream is kept busy while the host asks for it all, for so long."""
+
+    def passes(parts: Sequence[Any]) -> None:
+        engine.accumulate(parts)
+        engine.finish_gradients()
+
+    took = []
+    for _ in range(_LOOKED_INTO):
+        parts = batch()
+        _meet(engine)
+        clock.clear()
+        keep_busy(engine.mesh.device(), seconds)
+        spent = clock.spent(partial(passes, parts))
+        engine.step()
+        clock.settle()
+        took.append(spent())
     return min(took)
 
 

@@ -13,8 +13,11 @@ from espalier.train.data import training_batches
 from espalier.train.job import Job
 
 
-def measured(job: Job, steps: int) -> Measured | None:
+def measured(job: Job, steps: int, device_type: str | None = None) -> Measured | None:
     """Train the job's model for some steps on this rank, with its own data, from weights drawn at random.
+
+    Args:
+        device_type: on which; by default what the ranks have.
 
     Returns:
         What they took, on rank 0; None on the others.
@@ -25,6 +28,8 @@ def measured(job: Job, steps: int) -> Measured | None:
     model = build_model(job.model, job.train.seed, dtype)
     optimizer = build_optimizer(job.optimizer, model)
     options: dict[str, Any] = {"max_grad_norm": job.clip, "count": count_of(job.model)}
+    if device_type is not None:
+        options["mesh"] = espalier.Mesh.from_env(job.plan.axes, device_type)
     engine = espalier.initialize(model, optimizer, job.plan, **options)
     sizes = {"size": job.train.batch_size, "sequence": job.train.sequence, "seed": job.train.seed}
     batches = training_batches(job, prepare(job), **sizes, dtype=dtype)

@@ -73,7 +73,7 @@ def run(
             number of the ranks; or the one rank that this process is; None for this machine alone.
         debug: let tracebacks through.
         report: told what takes time beforehand.
-        options: of the action: ``resume``, for training; ``steps``, to compare.
+        options: of the action: ``resume``, for training; ``steps`` and ``device_type``, to compare.
 
     Returns:
         The `Summary`, `Preempted`, `Verification` or `Measured`; None on torchrun's ranks other than 0.
@@ -222,13 +222,13 @@ def execute(action: str, job: Job, **options: Any) -> Any:
     """Do ``action`` on this rank; its result on rank 0, None elsewhere.
 
     Args:
-        options: of the action: ``resume``, for training.
+        options: of the action, as for :func:`run`.
 
     Raises:
         ValueError: when the job does not fit this world.
         TrainingError: when training cannot go on.
     """
-    world = start("cpu" if action == "compare" else None).world_size
+    world = start(options.get("device_type")).world_size
     if job.faults.watch:
         watched(job.faults)
     else:

@@ -113,16 +113,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     def spawned(fn: Callable[..., Any], axes: dict[str, int], *args: Any, device_type: str) -> list[Any]:
         return [fn(Mesh.single(tuple(axes)), *args)]
 
-    for name, value in (
-        ("_PARAMETERS", 999),
-        ("_SEQUENCES", (16,)),
-        ("_WIDTHS", (8,)),
-        ("_ELEMENTS", (64, 512)),
-        ("_EACH", 0.0),
-    ):
-        monkeypatch.setattr(local, name, value)
-    monkeypatch.setattr(local, "SIZES", (4, 8))
-    monkeypatch.setattr(local.products, "__defaults__", ((4, 8),))
+    monkeypatch.setattr(local, "ON_CPU", local.Sizes((4, 8), (16,), (8,), 4, (64, 512), 999, 2**23))
+    monkeypatch.setattr(local, "_EACH", 0.0)
     monkeypatch.setattr(disks.speeds, "__defaults__", (2**12,))
     monkeypatch.setattr(calibration, "spawn", spawned)
 

@@ -50,15 +50,16 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def waits(rank: int, world: int) -> tuple[dict[str, float], dict[str, float]]:
     mesh = Mesh.from_env({"data": world})
-    x = torch.ones(8)
+    x = torch.ones(8, device=mesh.device())
     all_reduce(x, mesh, 0)
-    with waiting() as clock:
+    with waiting(mesh.device()) as clock:
         time.sleep(0.3 * rank)
         all_reduce(x, mesh, 0)
         work = all_reduce_(x, mesh, 0, beside=True)
         time.sleep(0.2)
         work.wait()
         work.wait()
+        clock.settle()
     before = dict(clock.waited)
     all_reduce(x, mesh, 0)
     assert clock.waited == before, "nothing is timed when it is over"

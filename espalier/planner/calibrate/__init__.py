@@ -1,4 +1,7 @@
-"""This machine as a cluster: what its products, memory, host and links do, on a rank for each core."""
+"""This machine as a cluster: what its products, memory, host and links do.
+
+On a rank for each of its accelerators, where there are some; else on one for each core.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 
 from espalier.comm import all_reduce
+from espalier.device import accelerator, count, is_accelerator, name, room, synchronize
 from espalier.mesh import Mesh
 from espalier.mesh.launch import spawn
 from espalier.planner.calibrate import disks, engine, kinds, links, local
@@ -35,23 +39,30 @@ def calibrate(
     *,
     anyway: bool = False,
     disk: Path | None = None,
+    device_type: str | None = None,
 ) -> Cluster:
-    """Measure this machine, in less than a minute, on its CPU.
+    """Measure this machine, in a minute.
 
     Args:
-        ranks: that do the same at once, as in a run; as many as there are cores by default.
+        ranks: that do the same at once, as in a run; by default one for each accelerator, or core of a CPU.
         say: is told what is measured; it must be a function that other processes can import.
         anyway: measure where others compute, too; the spreads say it.
         disk: a folder on the disk that is measured, where plans keep what is off the device; one beside the
             recordings by default.
+        device_type: what computes: ``"cpu"``, or the accelerator's type; by default that, if there is one.
 
     Raises:
         BusyError: others take the cores.
+        ValueError: there are fewer devices of that type than ranks.
     """
-    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    n = n if ranks is None else ranks
+    kind = device_type or accelerator() or "cpu"
+    if is_accelerator(kind):
+        n = count() if ranks is None else ranks
+    else:
+        n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        n = n if ranks is None else ranks
     folder = cache() / "offload" if disk is None else disk.absolute()
-    measured = spawn(_rank, {"data": n}, say, anyway, folder, device_type="cpu")
+    measured = spawn(_rank, {"data": n}, say, anyway, folder, device_type=kind)
     lost = max(max(x["lost"]) for x in measured)
     if "products" not in measured[0]:
         raise BusyError(
@@ -71,11 +82,13 @@ def calibrate(
     cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update=_short(device))})
     prices = Prices(cluster, {"data": 1})
     shares = [
-        engine.share(prices, trial, x["steps"][i]) for x in measured for i, trial in enumerate(engine.LARGE)
+        engine.share(prices, trial, x["steps"][i])
+        for x in measured
+        for i, trial in enumerate(engine.large(kind))
     ]
     reached = {"in_steps": statistics.mean(shares)}
     cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update=_short(reached))})
-    beside = {"kinds": kinds.factors(cluster, measured[0]["kinds"], kinds.recorders(n))}
+    beside = {"kinds": kinds.factors(cluster, measured[0]["kinds"], kinds.recorders(n, kind))}
     return cluster.model_copy(update={"device": cluster.device.model_copy(update=_short(beside))})
 
 
@@ -86,20 +99,31 @@ def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool, disk: Path) ->
     lost = [_most(mesh, taken_by_others())]
     if lost[0] > _BUSY and not anyway:
         return {"lost": lost}
+    device = mesh.device()
+    beside: dict[str, dict[str, Any]] = {}
+    if is_accelerator(device):
+        tell(f"{name(device)}: copies from and to the host, and updates there")
+        beside["accelerator"] = {"kind": name(device), **local.beside_host(mesh)}
     with torch.no_grad():
         sent = links.collectives(mesh, tell)
     tell("the engine's step on three models")
-    took = engine.phases(mesh, engine.SMALL)
-    steps = [engine.phases(mesh, trial) for trial in engine.LARGE]
+    took = engine.phases(mesh, engine.SMALL, by_host=True)
+    steps = [engine.phases(mesh, trial) for trial in engine.large(mesh.device_type)]
     tell("steps under each kind of plan")
-    tried = zip(kinds.trials(mesh.size()), kinds.STEPS, strict=True)
+    tried = zip(kinds.trials(mesh.size(), mesh.device_type), kinds.STEPS, strict=True)
     under = [kinds.measure(mesh, trial, steps) for trial, steps in tried]
     alone = local.alone(mesh, (torch.float32, torch.bfloat16), tell)
     tell(f"the disk of {disk}")
     stored = disks.speeds(mesh, disk)
     lost.append(_most(mesh, taken_by_others()))
+    if beside:
+        synchronize(device)
+        own = beside["accelerator"]
+        free = room(device)
+        # what the runtime and the communicators keep, which no tensor can have
+        own["reserved"] = 0.0 if free is None else max(0.0, own["memory"] - free)
     rest = {"links": sent, "phases": took, "steps": steps, "kinds": under, "disk": stored}
-    return {"lost": lost, **rest, **alone}
+    return {"lost": lost, **rest, **alone, **beside}
 
 
 def _nothing(text: str) -> None:
@@ -122,19 +146,22 @@ def combined(measured: Sequence[Mapping[str, Any]], lost: float) -> Cluster:
     }
     spreads = {kind: statistics.median(x) for kind, x in measured[0]["spreads"].items()}
     copied = operations["copy_"][-1]
+    there: Mapping[str, Any] | None = measured[0].get("accelerator")
     device: dict[str, Any] = {
-        "kind": _name(),
-        "memory_gb": round(_memory() / n / 1e9, 3),
+        "kind": there["kind"] if there else _name(),
+        "memory_gb": round(there["memory"] / 1e9 if there else _memory() / n / 1e9, 3),
         "bandwidth_gbs": copied[0] / copied[1] / 1e3,
         "tflops": {dtype: max(row[-1] for row in rows) / 1e3 for dtype, rows in products.items()},
         "ceiling": 1.0,
         "memory_share": 1.0,
         "host_us_per_op": 0.0,
-        "waits": True,
+        "waits": there is None,
         "products": products,
         "attentions": attentions,
         "operations": operations,
     }
+    if there:
+        device["reserved_gb"] = round(max(x["accelerator"]["reserved"] for x in measured) / 1e9, 3)
     sent = [x["links"] for x in measured]
     level: dict[str, Any] = {"name": "machine", "ranks": n, "bandwidth_gbs": device["bandwidth_gbs"]}
     if n > 1:
@@ -156,10 +183,15 @@ def combined(measured: Sequence[Mapping[str, Any]], lost: float) -> Cluster:
         )
     ]
     host = {"memory_gb": round(_memory() / 1e9, 3), "to_device_gbs": device["bandwidth_gbs"] / 2}
-    if _UPDATE in operations:
-        nbytes, took = operations[_UPDATE][-1]
-        host["update_gbs"] = n * nbytes / took / 1e3
-    known.append(Provenance(key="host", source="measured", spread=known[0].spread))
+    if there:
+        host |= {key: there[key] for key in ("to_device_gbs", "update_gbs")}
+        spread = round(max(_LEAST, there["spread"]) + lost, 3)
+        known.append(Provenance(key="host", source="measured", spread=spread))
+    else:
+        if _UPDATE in operations:
+            nbytes, took = operations[_UPDATE][-1]
+            host["update_gbs"] = n * nbytes / took / 1e3
+        known.append(Provenance(key="host", source="measured", spread=known[0].spread))
     disk: dict[str, Any] = dict(measured[0].get("disk", {}))
     if disk:
         spread = round(max(_LEAST, disk.pop("spread")) + lost, 3)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from espalier.device import is_accelerator, synchronize
 from espalier.engine.engine import Engine, initialize
 from espalier.mesh import Mesh
 from espalier.models import GPT, GPTConfig
@@ -54,18 +55,37 @@ LARGE = (
     Trial(GPTConfig(vocab_size=512, max_positions=64, layers=3, hidden=128, heads=4), 12),
     Trial(GPTConfig(vocab_size=768, max_positions=128, layers=2, hidden=256, heads=4), 6),
 )
+LARGE_THERE = (
+    Trial(GPTConfig(vocab_size=8192, max_positions=1024, layers=4, hidden=1024, heads=16), 4),
+    Trial(GPTConfig(vocab_size=8192, max_positions=512, layers=2, hidden=2048, heads=16), 8),
+)
 
 
-def phases(mesh: Mesh, trial: Trial) -> dict[str, float]:
-    """Seconds of a step's phases, of the same model on every rank, each by itself."""
-    engine, batch = trial.engine(Plan(), Mesh.single(tuple(Plan().axes)))
+def large(device_type: str) -> tuple[Trial, ...]:
+    """Models whose products take a device most of the time."""
+    return LARGE_THERE if is_accelerator(device_type) else LARGE
+
+
+def phases(mesh: Mesh, trial: Trial, *, by_host: bool = False) -> dict[str, float]:
+    """Seconds of a step's phases, of the same model on every rank, each by itself.
+
+    Args:
+        by_host: an accelerator is not waited for: what its host takes to start it all.
+    """
+    device = mesh.device()
+    there = is_accelerator(device)
+    engine, batch = trial.engine(Plan(), Mesh.single(tuple(Plan().axes), mesh.device_type))
     took: dict[str, list[float]] = {}
-    clock = time.thread_time  # it stands while others have the core
+    # the first stands while others have the core; an accelerator's backward pass has a thread of its own
+    clock = time.perf_counter if there else time.thread_time
     for i in range(_STEPS + 2):
+        synchronize(device)
         level(mesh)
         now: list[tuple[str, float]] = []
 
         def phase(name: str, now: list[tuple[str, float]] = now) -> None:
+            if not by_host:
+                synchronize(device)
             now.append((name, clock()))
 
         engine.accumulate(engine.cut(batch), phase=phase)
@@ -93,13 +113,15 @@ def overhead(prices: Prices, took: Mapping[str, float]) -> dict[str, float]:
 
     Args:
         prices: with which operations are priced, of a cluster whose host takes no time.
-        took: what :func:`phases` gave of the small model.
+        took: what :func:`phases` gave of the small model, by the host where that runs ahead of the device.
     """
+    waits = prices.cluster.device.waits
     by_phase = {}
     for phase, events in counts(SMALL).items():
         ops = [(op, n) for op, n in events.items() if isinstance(op, Op)]
         done = sum(n * (VIEW if op.kind == "view" else 1.0) for op, n in ops)
-        left = max(0.0, took[phase] - prices.of({phase: events}, phase).compute) * 1e6
+        computed = prices.of({phase: events}, phase).compute if waits or phase == "step" else 0.0
+        left = max(0.0, took[phase] - computed) * 1e6
         by_phase[phase] = left if phase == "step" else left / done
     return by_phase
 
@@ -108,10 +130,10 @@ def share(prices: Prices, trial: Trial, took: Mapping[str, float]) -> float:
     """What operations reach in a step, of what they reach by themselves, one after the other on warm memory.
 
     Args:
-        prices: with which a step is priced, the host's time in it.
+        prices: with which a step is priced, with the host's time where the device waits for it.
         took: what :func:`phases` gave of that model.
     """
     spent = [prices.of({phase: events}, phase) for phase, events in counts(trial).items() if phase != "step"]
-    alone, host = sum(x.compute for x in spent), sum(x.host for x in spent)
-    real = sum(seconds for phase, seconds in took.items() if phase != "step") - host
+    alone, idle = sum(x.compute for x in spent), sum(x.idle for x in spent)
+    real = sum(seconds for phase, seconds in took.items() if phase != "step") - idle
     return min(1.0, alone / real) if real > 0 else 1.0

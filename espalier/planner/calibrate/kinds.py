@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from espalier.comm import all_reduce
+from espalier.device import is_accelerator, synchronize
 from espalier.mesh import Mesh
 from espalier.models import GPTConfig
 from espalier.parallel import Plan
@@ -32,10 +33,14 @@ _PLAIN = "plain"
 _LEAST, _MOST = 0.5, 20.0  # what noise may make of a factor
 
 
-def trials(ranks: int) -> tuple[Trial, Trial]:
+_SMALL = GPTConfig(vocab_size=64, max_positions=16, layers=4, hidden=32, heads=4)
+_LARGE = GPTConfig(vocab_size=768, max_positions=96, layers=4, hidden=160, heads=4)
+_LARGE_THERE = GPTConfig(vocab_size=8192, max_positions=512, layers=4, hidden=1024, heads=16)
+
+
+def trials(ranks: int, device_type: str = "cpu") -> tuple[Trial, Trial]:
     """One of which the host takes most of the time, and one of which products do."""
-    small = GPTConfig(vocab_size=64, max_positions=16, layers=4, hidden=32, heads=4)
-    large = GPTConfig(vocab_size=768, max_positions=96, layers=4, hidden=160, heads=4)
+    small, large = _SMALL, _LARGE_THERE if is_accelerator(device_type) else _LARGE
     return Trial(small, _ROWS * ranks), Trial(large, _ROWS * ranks)
 
 
@@ -62,7 +67,8 @@ def measure(mesh: Mesh, trial: Trial, steps: int) -> dict[str, float]:
     """Seconds of a step under each kind, the slower rank's, all kinds in turns."""
     engines = {}
     for name, plan in plans(mesh.size()).items():
-        around = Mesh.from_env(plan.axes) if mesh.size() > 1 else Mesh.single(tuple(plan.axes))
+        kind = mesh.device_type
+        around = Mesh.from_env(plan.axes) if mesh.size() > 1 else Mesh.single(tuple(plan.axes), kind)
         engines[name], batch = trial.engine(plan, around)
     took: dict[str, list[float]] = {name: [] for name in engines}
     for i in range(_WARM + steps):
@@ -70,15 +76,16 @@ def measure(mesh: Mesh, trial: Trial, steps: int) -> dict[str, float]:
             level(mesh)
             began = time.perf_counter()
             engine.train_step(batch)
+            synchronize(mesh.device())
             if i >= _WARM:
                 took[name].append(time.perf_counter() - began)
     slower = all_reduce(torch.tensor(list(took.values()), dtype=torch.float64), mesh, 0, "max")
     return {name: statistics.median(times) for name, times in zip(took, slower.tolist(), strict=True)}
 
 
-def recorders(ranks: int) -> list[Recorder]:
+def recorders(ranks: int, device_type: str = "cpu") -> list[Recorder]:
     """Those of :func:`trials`."""
-    return [trial.recorder() for trial in trials(ranks)]
+    return [trial.recorder() for trial in trials(ranks, device_type)]
 
 
 def predicted(recorder: Recorder, cluster: Cluster) -> dict[str, Prediction]:

@@ -9,35 +9,45 @@ from typing import Any
 
 import torch
 
-from espalier.comm import all_gather, all_to_all, ledger, reduce_scatter
-from espalier.comm.collectives import all_reduce_, receive_from, send_to
+from espalier.comm import all_gather, all_reduce, all_to_all, ledger, reduce_scatter
+from espalier.comm.collectives import all_reduce_, open_lanes, receive_from, send_to
+from espalier.device import is_accelerator, synchronize
 from espalier.mesh import Mesh
 from espalier.planner.calibrate.timing import level, together
 
 _SIZES = (2**8, 2**12, 2**15, 2**18, 2**20, 2**22)  # elements of float32
+_SIZES_THERE = (2**10, 2**14, 2**18, 2**21, 2**24, 2**26)  # of accelerators
 _EACH, _FEWEST, _MOST = 2**24, 12, 96  # elements that are sent of each size, in at least so many times
-_SIDE = 384  # of the matrices that are multiplied beside a collective
+_SIDE, _SIDE_THERE = 384, 4096  # of the matrices that are multiplied beside a collective
 _TRIES = 5
 
 
-def collectives(mesh: Mesh, say: Callable[[str], object], sizes: Sequence[int] = _SIZES) -> dict[str, Any]:
+def collectives(
+    mesh: Mesh, say: Callable[[str], object], sizes: Sequence[int] | None = None
+) -> dict[str, Any]:
     """By name, rows of bytes that a rank sends and microseconds; their spreads; and what goes on beside."""
     measured: dict[str, Any] = {"collectives": {}, "spreads": [], "beside": 1.0}
     if mesh.size() == 1:
         return measured
+    device = mesh.device()
+    if sizes is None:
+        sizes = _SIZES_THERE if is_accelerator(device) else _SIZES
     say(f"collectives among {mesh.size()} ranks")
     for elements in sizes:
         for run in _kinds(mesh, elements):
             with ledger(mesh) as book:
                 run()
             entry = book.entries[0]
-            took = together(run, _times(elements), mesh)
+            took = together(run, _times(elements), mesh, device=device)
             measured["collectives"].setdefault(entry.op, []).append((float(entry.bytes), took.seconds * 1e6))
             measured["spreads"].append(took.spread)
     say("messages from one rank to the next")
+    open_lanes(mesh, 0, {(0, 1), (1, 0)})  # as pipelines do
     for elements in sizes:
-        took = together(partial(_there_and_back, mesh, elements), _times(elements), mesh)
-        measured["collectives"].setdefault("send", []).append((4.0 * elements, took.seconds * 5e5))
+        took = together(partial(_there_and_back, mesh, elements), _times(elements), mesh, device=device)
+        measured["collectives"].setdefault("send", []).append(
+            (4.0 * elements, _of_two(took.seconds, mesh) * 5e5)
+        )
     say("what goes on beside a collective")
     measured["beside"] = beside(mesh, sizes[-1])
     return measured
@@ -49,8 +59,8 @@ def _times(elements: int) -> int:
 
 def _kinds(mesh: Mesh, elements: int) -> Iterator[Callable[[], object]]:
     n = mesh.size()
-    whole = torch.ones(-(-elements // n) * n)
-    part = torch.ones(-(-elements // n))
+    whole = torch.ones(-(-elements // n) * n, device=mesh.device())
+    part = torch.ones(-(-elements // n), device=mesh.device())
     rows = whole.view(n, -1)
     yield lambda: all_reduce_(whole, mesh, 0).wait()
     yield lambda: all_gather(part, mesh, 0, 0, len(whole))
@@ -62,16 +72,26 @@ def _there_and_back(mesh: Mesh, elements: int) -> None:
     """A message from the first rank to the second, and one back; the others do nothing."""
     here, like = mesh.coordinate[0], [((elements,), torch.float32)]
     if here == 0:
-        send_to([torch.ones(elements)], mesh, 0, 1, 0).wait()
+        send_to([torch.ones(elements, device=mesh.device())], mesh, 0, 1, 0).wait()
         receive_from(like, mesh, 0, 1, 0).wait()
     elif here == 1:
         got = receive_from(like, mesh, 0, 0, 0).wait()
         send_to(got, mesh, 0, 0, 0).wait()
 
 
+def _of_two(seconds: float, mesh: Mesh) -> float:
+    """What a message took the two ranks that it is of; the others had no part in it."""
+    if mesh.size() == 2:
+        return seconds
+    own = torch.tensor(seconds if mesh.coordinate[0] < 2 else 0.0, dtype=torch.float64)
+    return float(all_reduce(own, mesh, 0)) / 2
+
+
 def beside(mesh: Mesh, elements: int) -> float:
     """The share of the time of a sum of so many elements that a program which computes does not lose."""
-    x, a = torch.ones(elements), torch.randn(_SIDE, _SIDE)
+    device = mesh.device()
+    side = _SIDE_THERE if is_accelerator(device) else _SIDE
+    x, a = torch.ones(elements, device=device), torch.randn(side, side, device=device)
     clock = time.perf_counter
 
     def seconds(send: bool, products: int) -> float:
@@ -82,6 +102,7 @@ def beside(mesh: Mesh, elements: int) -> float:
             a @ a
         if work is not None:
             work.wait()
+        synchronize(device)
         return clock() - began
 
     seconds(True, 1)

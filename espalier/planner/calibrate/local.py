@@ -9,58 +9,104 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from espalier.comm.collectives import all_reduce
+from espalier.device import copy_by, host_buffer, host_threads, is_accelerator, new_stream, pins, total_memory
 from espalier.mesh import Mesh
-from espalier.planner.calibrate.timing import level, timed
+from espalier.planner.calibrate.timing import level, timed, together
 from espalier.planner.recording import noted
 from espalier.torch_private import foreach_copy_, foreach_mul_, foreach_norms
 
 Run = Callable[[], object]
 
-SIZES = (16, 64, 256, 1024)  # of products
-_SEQUENCES, _WIDTHS, _HEADS = (16, 128, 512, 1024), (16, 64, 128), 4
-_ELEMENTS = (2**6, 2**12, 2**15, 2**18, 2**21)
-_PARAMETERS = 2**23  # that are updated at once, and are in no cache
+
+class Sizes(NamedTuple):
+    """What is measured of a device.
+
+    Attributes:
+        products: sides of matrices.
+        sequences, widths, heads: of attention.
+        elements: of operations that memory bounds.
+        parameters: that are updated at once, and are in no cache.
+        cold: bytes of operands that are used in turn, so that they are in no near cache.
+    """
+
+    products: tuple[int, ...]
+    sequences: tuple[int, ...]
+    widths: tuple[int, ...]
+    heads: int
+    elements: tuple[int, ...]
+    parameters: int
+    cold: int
+
+
+ON_CPU = Sizes(
+    (16, 64, 256, 1024),
+    (16, 128, 512, 1024),
+    (16, 64, 128),
+    4,
+    (2**6, 2**12, 2**15, 2**18, 2**21),
+    2**23,
+    2**23,
+)
+ON_ACCELERATOR = Sizes(
+    (64, 512, 2048, 8192),
+    (128, 512, 2048, 8192),
+    (64, 128),
+    16,
+    (2**10, 2**14, 2**18, 2**22, 2**26),
+    2**26,
+    2**27,
+)
 _COLUMNS = 64  # of what is added up or made even along rows
 _VOCABULARY = 512
 _EACH = 0.016  # seconds for one size
-_COLD, _MOST_SETS = 2**23, 12  # bytes of operands that are used in turn, and sets of them at most
+_MOST_SETS = 12  # of operands
+_COPIED = 2**26  # bytes that go between a host and a device, each way
+_UPDATED, _TIMES = 2**23, 5  # parameters that a host updates for a device, and how often it is timed
 
 
-def products(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Iterator[tuple[tuple[float, ...], float]]:
+def sizes_of(device: torch.device) -> Sizes:
+    """What is measured of a device."""
+    return ON_ACCELERATOR if is_accelerator(device) else ON_CPU
+
+
+def products(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[tuple[float, ...], float]]:
     """Rows of m, n, k and 10^9 operations a second, each with its spread.
 
     A forward product and the two of its backward pass lie otherwise in memory: the mean of the three.
     """
-    for m, n, k in itertools.product(sizes, repeat=3):
+    sizes = sizes_of(device)
+    for m, n, k in itertools.product(sizes.products, repeat=3):
         sets = [
-            [torch.randn(shape, dtype=dtype) for shape in ((m, k), (n, k), (m, n))]
-            for _ in range(_sets(4 * (m * k + n * k + m * n)))
+            [torch.randn(shape, dtype=dtype, device=device) for shape in ((m, k), (n, k), (m, n))]
+            for _ in range(_sets(4 * (m * k + n * k + m * n), sizes))
         ]
         kinds: tuple[Callable[..., object], ...] = (
             lambda x, w, g: x @ w.t(),
             lambda x, w, g: g @ w,
             lambda x, w, g: g.t() @ x,
         )
-        took = [timed([partial(kind, *operands) for operands in sets], _EACH) for kind in kinds]
+        took = [timed([partial(kind, *operands) for operands in sets], _EACH, device) for kind in kinds]
         rate = 6e-9 * m * n * k / sum(x.seconds for x in took)
         yield (float(m), float(n), float(k), rate), statistics.median(x.spread for x in took)
 
 
-def _sets(nbytes: int) -> int:
+def _sets(nbytes: int, sizes: Sizes) -> int:
     """How many sets of operands there are in turn, so that they are not all in a core's own cache."""
-    return max(1, min(_MOST_SETS, _COLD // nbytes))
+    return max(1, min(_MOST_SETS, sizes.cold // nbytes))
 
 
-def attentions(dtype: torch.dtype) -> Iterator[tuple[tuple[float, ...], float]]:
+def attentions(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[tuple[float, ...], float]]:
     """Rows of sequence, width, and 10^9 operations a second of causal attention and of its backward pass."""
-    for sequence, width in itertools.product(_SEQUENCES, _WIDTHS):
-        shape = 1, _HEADS, sequence, width
-        q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
+    sizes = sizes_of(device)
+    for sequence, width in itertools.product(sizes.sequences, sizes.widths):
+        shape = 1, sizes.heads, sequence, width
+        q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
         out = scaled_dot_product_attention(q, k, v, is_causal=True)
         seed = torch.ones_like(out)
 
@@ -71,31 +117,33 @@ def attentions(dtype: torch.dtype) -> Iterator[tuple[tuple[float, ...], float]]:
         def backward(out: Any = out, inputs: Any = (q, k, v), seed: Any = seed) -> None:
             torch.autograd.grad(out, inputs, seed, retain_graph=True)
 
-        done = timed([forward], _EACH), timed([backward], _EACH)
+        done = timed([forward], _EACH, device), timed([backward], _EACH, device)
         flops = [sum(op.flops for op in noted(run) if op.kind == "attention") for run in (forward, backward)]
         rates = [1e-9 * n / took.seconds for n, took in zip(flops, done, strict=True)]
-        if all(rates):  # this machine's attention is one operation
+        if all(rates):  # this device's attention is one operation
             yield (float(sequence), float(width), *rates), max(took.spread for took in done)
 
 
-def operations() -> Iterator[tuple[str, tuple[float, float], float]]:
+def operations(device: torch.device) -> Iterator[tuple[str, tuple[float, float], float]]:
     """By name, bytes read and written, and microseconds; each with its spread."""
-    for elements in _ELEMENTS:
-        for runs in zip(*(_samples(elements) for _ in range(_sets(12 * elements))), strict=True):
+    sizes = sizes_of(device)
+    for elements in sizes.elements:
+        samples = (_samples(elements, device) for _ in range(_sets(12 * elements, sizes)))
+        for runs in zip(*samples, strict=True):
             op = max(noted(runs[0]), key=lambda op: op.moved)
-            took = timed(runs, _EACH / 2)
+            took = timed(runs, _EACH / 2, device)
             yield op.name, (float(op.moved), took.seconds * 1e6), took.spread
-    for run in _updates(_PARAMETERS):
+    for run in _updates(sizes.parameters, device):
         op = max(noted(run), key=lambda op: op.moved)
-        took = timed([run], _EACH)
+        took = timed([run], _EACH, device)
         yield op.name, (float(op.moved), took.seconds * 1e6), took.spread
 
 
-def _samples(n: int) -> Iterator[Run]:
+def _samples(n: int, device: torch.device) -> Iterator[Run]:
     """Operations on so many elements each, on warm memory: what is fresh measures the system's pages."""
     aten, columns = torch.ops.aten, min(n, _COLUMNS)
-    a, b, c = (torch.rand(n // columns, columns) + 0.1 for _ in range(3))
-    row, column = torch.rand(columns), torch.rand(n // columns, 1)
+    a, b, c = (torch.rand(n // columns, columns, device=device) + 0.1 for _ in range(3))
+    row, column = torch.rand(columns, device=device), torch.rand(n // columns, 1, device=device)
     narrow, half = a.bfloat16(), columns // 2
     yield from (
         lambda: a + b,
@@ -129,19 +177,19 @@ def _samples(n: int) -> Iterator[Run]:
             a, b, [columns], column, column, row, row, [True, True, True]
         ),
     )
-    yield from _losses(n)
-    yield from _updates(n)
+    yield from _losses(n, device)
+    yield from _updates(n, device)
 
 
-def _losses(n: int) -> Iterator[Run]:
+def _losses(n: int, device: torch.device) -> Iterator[Run]:
     """Those of a vocabulary: looking tokens up, and the loss."""
     aten, wide = torch.ops.aten, min(n, _VOCABULARY)
-    scores = torch.randn(max(1, n // wide), wide)
-    tokens, targets = (torch.randint(wide, (len(scores),)) for _ in range(2))
-    logs, total = scores.log_softmax(-1), torch.tensor(float(len(scores)))
-    seed, table = torch.ones(()), torch.randn(wide, _COLUMNS)
-    looked = torch.randint(wide, (max(1, n // _COLUMNS),))
-    gradient = torch.randn(len(looked), _COLUMNS)
+    scores = torch.randn(max(1, n // wide), wide, device=device)
+    tokens, targets = (torch.randint(wide, (len(scores),), device=device) for _ in range(2))
+    logs, total = scores.log_softmax(-1), torch.tensor(float(len(scores)), device=device)
+    seed, table = torch.ones((), device=device), torch.randn(wide, _COLUMNS, device=device)
+    looked = torch.randint(wide, (max(1, n // _COLUMNS),), device=device)
+    gradient = torch.randn(len(looked), _COLUMNS, device=device)
     yield lambda: aten._log_softmax(scores, -1, False)
     yield lambda: aten._log_softmax_backward_data(logs, logs, -1, torch.float32)
     yield lambda: aten.nll_loss_forward(logs, targets, None, 1, -100)
@@ -151,11 +199,11 @@ def _losses(n: int) -> Iterator[Run]:
     yield lambda: scores.gather(-1, tokens[:, None])
 
 
-def _updates(n: int) -> Iterator[Run]:
+def _updates(n: int, device: torch.device) -> Iterator[Run]:
     """Those of an optimizer and of its gradients' buffers."""
     aten = torch.ops.aten
-    p, g, mean, square = (torch.rand(n) for _ in range(4))
-    step = torch.ones(())
+    p, g, mean, square = (torch.rand(n, device=device) for _ in range(4))
+    step = torch.ones((), device=device)
     numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
     flags = {"amsgrad": False, "maximize": False}
     yield lambda: aten._fused_adamw_([p], [g], [mean], [square], [], [step], **numbers, **flags)
@@ -166,6 +214,8 @@ def _updates(n: int) -> Iterator[Run]:
 
 def alone(mesh: Mesh, dtypes: Sequence[torch.dtype], say: Callable[[str], object]) -> dict[str, Any]:
     """All of it; spreads stand under ``"spreads"``."""
+    device = mesh.device()
+    shapes = len(sizes_of(device).products) ** 3
     measured: dict[str, Any] = {"products": {}, "attentions": {}, "operations": {}, "spreads": {}}
 
     def keep(kind: str, name: str, rows: Any) -> None:
@@ -177,13 +227,50 @@ def alone(mesh: Mesh, dtypes: Sequence[torch.dtype], say: Callable[[str], object
 
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
-        say(f"matrix products in {name}: {len(SIZES) ** 3} shapes")
-        keep("products", name, products(dtype))
+        say(f"matrix products in {name}: {shapes} shapes")
+        keep("products", name, products(dtype, device))
         say(f"attention in {name}")
-        keep("attentions", name, attentions(dtype))
+        keep("attentions", name, attentions(dtype, device))
     say("operations that memory bounds")
     level(mesh)
-    for name, point, spread in operations():
+    for name, point, spread in operations(device):
         measured["operations"].setdefault(name, []).append(point)
         measured["spreads"].setdefault("operations", []).append(spread)
     return measured
+
+
+# ---- an accelerator's host
+
+
+def beside_host(mesh: Mesh) -> dict[str, float]:
+    """Of an accelerator and its host, while all others' do the same: 10^9 bytes a second.
+
+    Copies go both ways at once, from and to pinned memory by a stream each, as offload's do; the host updates
+    parameters with this rank's share of its cores.
+    """
+    device, cpu = mesh.device(), torch.device("cpu")
+    host = [host_buffer([_COPIED], torch.uint8, pin=pins(device)).zero_() for _ in range(2)]
+    there = [torch.zeros(_COPIED, dtype=torch.uint8, device=device) for _ in range(2)]
+    down, up = new_stream(device), new_stream(device)
+
+    def both_ways() -> None:
+        ends = (
+            copy_by(down, [(host[0], there[0])], device),
+            copy_by(up, [(there[1], host[1])], device),
+        )
+        for end in ends:
+            if end is not None:
+                end.synchronize()
+
+    copied = together(both_ways, _TIMES, mesh)
+    update = next(_updates(_UPDATED, cpu))
+    moved = max(op.moved for op in noted(update))
+    with host_threads():
+        updated = together(update, _TIMES, mesh)
+    slowest = all_reduce(torch.tensor([copied.seconds, updated.seconds]), mesh, 0, "max").tolist()
+    return {
+        "to_device_gbs": _COPIED / slowest[0] / 1e9,
+        "update_gbs": mesh.size() * moved / slowest[1] / 1e9,
+        "memory": float(total_memory(device)),
+        "spread": max(copied.spread, updated.spread),
+    }
