@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from espalier.later import importing
+from espalier.later import uncollected
 from tests.pool import Pool, Skip
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported for the tests stays: no collection of garbage looks through it, now or later."""
-    with importing():
+    with uncollected():
         collected = yield
     gc.freeze()
     return collected

@@ -1,8 +1,8 @@
 """What all ranks of tests need, imported once for those that are forked."""
 
-from espalier.later import importing
+from espalier.later import uncollected
 
-with importing():
+with uncollected():
     import torch
     import torch._dynamo  # noqa: F401 (optimizers import it at their first step)
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +68,8 @@ class Cell:
         return {**fields, "data": self.expert}
 
 
-class Costs(NamedTuple):
+@dataclass(frozen=True)
+class Costs:
     """What a micro-batch costs in a cell.
 
     Attributes:
@@ -95,12 +96,21 @@ class Costs(NamedTuple):
     def sent(self, micro_batches: int, layers: int) -> dict[str, float]:
         """Bytes that passes through so many blocks and the rest send, by axis."""
         by_axis: dict[str, float] = {}
-        for counts, times in ((self.block, micro_batches * layers), (self.rest, micro_batches)):
-            for events in counts.values():
-                for event, n in events.items():
-                    if isinstance(event, Sent):
-                        by_axis[event.axis] = by_axis.get(event.axis, 0.0) + float(times * n * event.bytes)
+        for sends, times in zip(self._sends, (micro_batches * layers, micro_batches), strict=True):
+            for axis, size in sends:
+                by_axis[axis] = by_axis.get(axis, 0.0) + float(times * size)
         return by_axis
+
+    @cached_property
+    def _sends(self) -> tuple[list[tuple[str, int]], ...]:
+        """What a block and the rest send: axes, and bytes of all that are alike."""
+        both = (
+            [pair for events in counts.values() for pair in events.items()]
+            for counts in (self.block, self.rest)
+        )
+        return tuple(
+            [(event.axis, n * event.bytes) for event, n in pairs if isinstance(event, Sent)] for pairs in both
+        )
 
 
 class Order(NamedTuple):
@@ -312,7 +322,7 @@ class Recorder:
         own = {} if block is None else dict(block.named_parameters())
         return sum(own[name].numel() for name in ([] if block is None else stacked(block)))
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Of the blocks."""
         return [f"{self._list}.{i}" if self._list else str(i) for i in range(self.blocks)]

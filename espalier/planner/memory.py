@@ -8,14 +8,14 @@ from espalier.parallel import Plan
 from espalier.parallel.data.gradients import AT_ONCE
 from espalier.planner.away import share_here, under_way
 from espalier.planner.cells import Costs, Update
-from espalier.planner.compose import pipe_rank
 
 
 def memory_by_rank(
     plan: Plan,
     costs: Costs,
     update: Update,
-    layers: Sequence[int],
+    blocks: Sequence[int],
+    last: int,
     sizes: Sequence[float],
     ranks: float,
     lives: Sequence[float],
@@ -24,7 +24,8 @@ def memory_by_rank(
     """Bytes on the device of each rank along the pipe axis, by kind.
 
     Args:
-        layers: blocks of each stage.
+        blocks: of each rank.
+        last: the rank of the last stage.
         sizes: bytes of parameters of each rank, before the data axis cuts them.
         ranks: that share what the data axis cuts.
         lives: micro-batches whose activations each rank keeps.
@@ -32,31 +33,35 @@ def memory_by_rank(
     """
     here = {kind: share_here(plan.offload, kind) for kind in plan.offload.shares}
     going = under_way(plan, update, ranks, costs.block_bytes, has_kernel)
-    last = pipe_rank(plan, len(layers) - 1)
-    keeps = [0.0] * plan.pipe
-    for stage, n in enumerate(layers):
-        keeps[pipe_rank(plan, stage)] += n * costs.block_kept
+    keeps = [float(n * costs.block_kept) for n in blocks]
     keeps[last] += costs.rest_kept
+    is_cut = plan.zero == 3 or (ranks == 1 and here["parameters"] < 1)
+    whole = 2 * costs.block_bytes if is_cut else 0
+    alike: dict[tuple[float, float], tuple[float, float, float]] = {}  # ranks of a middle stage, mostly
     by_rank = []
-    for rank, (size, kept) in enumerate(zip(sizes, keeps, strict=True)):
-        is_cut = plan.zero == 3 or (ranks == 1 and here["parameters"] < 1)
-        whole = 2 * costs.block_bytes if is_cut else 0
-        states = size * update.states / (ranks if plan.zero else 1)
-        passing = {
-            "activations": kept * lives[rank],
-            "transient": costs.transient if rank == last else costs.transient / 4,
-        }
+    for rank, (size, kept, live) in enumerate(zip(sizes, keeps, lives, strict=True)):
+        if (size, kept) not in alike:
+            gradients = size * (here["gradients"] if plan.zero >= 2 or ranks == 1 else 1.0)
+            beside = max(whole / 2, _sending(plan, costs, size, ranks, kept))
+            alike[size, kept] = (
+                size / ranks * here["parameters"] + whole if is_cut else size,
+                gradients / ranks + beside if plan.zero >= 2 or is_cut else gradients,
+                size * update.states / (ranks if plan.zero else 1),
+            )
+        parameters, gradients, states = alike[size, kept]
+        activations = kept * live
+        transient = costs.transient if rank == last else costs.transient / 4
         # what comes for the update does so after the passes
-        coming = min(going, states * (1 - here["states"])) - sum(passing.values())
-        gradients = size * (here["gradients"] if plan.zero >= 2 or ranks == 1 else 1.0)
-        beside = max(whole / 2, _sending(plan, costs, size, ranks, kept))
-        kinds = {
-            "parameters": size / ranks * here["parameters"] + whole if is_cut else size,
-            "gradients": gradients / ranks + beside if plan.zero >= 2 or is_cut else gradients,
-            "states": states * here["states"] + max(0.0, coming),
-            **passing,
-        }
-        by_rank.append(kinds)
+        coming = min(going, states * (1 - here["states"])) - (activations + transient)
+        by_rank.append(
+            {
+                "parameters": parameters,
+                "gradients": gradients,
+                "states": states * here["states"] + max(0.0, coming),
+                "activations": activations,
+                "transient": transient,
+            }
+        )
     return tuple(by_rank)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from espalier.later import uncollected
 from espalier.parallel import Plan, PlanError
 from espalier.parallel.fused import has_host_kernel
 from espalier.parallel.plan import ROWS, Mode, Offload
@@ -82,6 +83,8 @@ class Search:
         self._precision = base.precision.compute
         self._schedules: dict[tuple[Any, ...], Schedule | None] = {}
         self._stages: dict[Any, Stage] = {}
+        self._cut_layers: dict[tuple[tuple[str, ...] | None, int], list[int]] = {}
+        self._ranks_of: dict[tuple[bool, int, int], list[int]] = {}
         self._spreads = {
             "compute": max(cluster.source(f"device.{x}").spread for x in ("tflops", "ceiling")),
             "host": cluster.source("device.host_us_per_op").spread,
@@ -228,11 +231,22 @@ class Search:
 
     def _layers_of(self, plan: Plan, stages: int) -> list[int]:
         """Blocks of each of a plan's stages: by its cuts where they name blocks."""
-        depth, names = self._recorder.blocks, self._recorder.names
-        if plan.cuts is None or not set(plan.cuts) <= set(names):
-            return self._layers(stages) if stages > 1 else [depth]
-        starts = [0, *map(names.index, plan.cuts), depth]
-        return [b - a for a, b in pairwise(starts)]
+        key = plan.cuts, stages
+        if key not in self._cut_layers:
+            depth, names = self._recorder.blocks, self._recorder.names
+            if plan.cuts is None or not set(plan.cuts) <= set(names):
+                self._cut_layers[key] = self._layers(stages) if stages > 1 else [depth]
+            else:
+                starts = [0, *map(names.index, plan.cuts), depth]
+                self._cut_layers[key] = [b - a for a, b in pairwise(starts)]
+        return self._cut_layers[key]
+
+    def _pipe_ranks(self, plan: Plan, stages: int) -> list[int]:
+        """The rank of each of a plan's stages."""
+        key = plan.schedule == "zbv", plan.pipe, stages
+        if key not in self._ranks_of:
+            self._ranks_of[key] = [pipe_rank(plan, i) for i in range(stages)]
+        return self._ranks_of[key]
 
     # ---- what one takes
 
@@ -301,7 +315,7 @@ class Search:
     ) -> Prediction | None:
         p, m, ranks = plan.pipe, plan.accumulate, plan.data * plan.context
         took = tuple(stage.took for stage in spent)
-        rank_of = [pipe_rank(plan, i) for i in range(len(layers))]
+        rank_of = self._pipe_ranks(plan, len(layers))
         each = [0.0] * p  # of a rank and a micro-batch
         for rank, (f, b) in zip(rank_of, took, strict=True):
             each[rank] += f + b
@@ -346,7 +360,7 @@ class Search:
         terms["update"] = updated
         terms["offload"] = moved.waited
         live = self._live(plan, costs.waiting)
-        by_rank = memory_by_rank(plan, costs, update, layers, sizes, cut, live, self._has_kernel)
+        by_rank = memory_by_rank(plan, costs, update, deep, rank_of[-1], sizes, cut, live, self._has_kernel)
         memory = max(by_rank, key=lambda kinds: sum(kinds.values()))
         total = pipeline + exposed + updated + moved.waited
         among = {"replicate": sent.pop("replicate")} if plan.replicate > 1 else {}
@@ -601,6 +615,7 @@ class Search:
 
     # ---- the best
 
+    @uncollected()
     def run(self) -> Found:
         """Score all, simulate the best."""
         candidates = list(self.candidates())

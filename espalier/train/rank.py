@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from espalier.later import importing
+from espalier.later import uncollected
 
 
 def work() -> NoReturn:
     """Do the action, and exit with its code."""
-    with importing():
+    with uncollected():
         from espalier.mesh.launch import leave
         from espalier.train.run import main
     leave(main(sys.argv[1:]))

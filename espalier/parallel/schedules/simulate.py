@@ -433,10 +433,10 @@ def live(schedule: Schedule, waiting: float = 0.0) -> tuple[float, ...]:
         waiting: what a micro-batch holds more from `I` to `W`, for its activations: gradients, from which
             those of weights are still to be taken.
     """
-    more = {F: 1.0, B: -1.0, I: waiting, W: -1.0 - waiting}
+    more = {**dict.fromkeys(ActionKind, 0.0), F: 1.0, B: -1.0, I: waiting, W: -1.0 - waiting}
     peaks = []
     for rank, row in enumerate(schedule.actions):
-        held = accumulate((more.get(kind, 0.0) for kind, _, _ in row), initial=0.0)
+        held = accumulate([more[kind] for kind, _, _ in row], initial=0.0)
         peaks.append(max(held) / max(1, schedule.stage_to_rank.count(rank)))
     return tuple(peaks)
 
