@@ -453,9 +453,15 @@ class Recorder:
         return self._runs[key]
 
     def _kept(self, wanted: _Wanted) -> Recording:
-        if (table := self._store.get(wanted.name)) is not None:
+        if isinstance(table := self._store.get(wanted.name), list):
             return Recording.from_list(table)
-        recording = self._dry(*wanted[1:])
+        if isinstance(table, str):
+            raise Refused(table)
+        try:
+            recording = self._dry(*wanted[1:])
+        except Refused as error:
+            self._store.put(wanted.name, str(error))
+            raise
         self._store.put(wanted.name, recording.to_list())
         return recording
 
@@ -630,7 +636,7 @@ class Recorder:
         depth, n = self._depths()[-1], min(ranks, 2)
         size = max(self._run(Cell(precision=precision), depth).parameters, 1)
         one, two = (_passes(self._kept(_of_away(zero, precision, m, depth, n))) for m in (1, 2))
-        each = {key: (two[key] - one[key]) / size for key in two.keys() | one.keys()}
+        each = {key: (two[key] - one[key]) / size for key in dict.fromkeys((*one, *two))}
         once = {key: one[key] / size - x for key, x in each.items()}
         rests: dict[str, float] = {}
         for (part, kind, way), x in once.items():

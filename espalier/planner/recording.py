@@ -322,7 +322,7 @@ def added(shallow: Counts, deep: Counts, times: int = 1) -> dict[str, Counter[Ev
     """
     return {
         phase: _more(shallow.get(phase, Counter()), deep.get(phase, Counter()), times)
-        for phase in deep.keys() | shallow.keys()
+        for phase in dict.fromkeys((*shallow, *deep))  # in the same order in each process
     }
 
 

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from espalier import Plan, dry_run
 from espalier.cli.main import app
-from espalier.models import GPT, GPTConfig
+from espalier.models import GPT, GPTConfig, MoE, MoEConfig
 from espalier.parallel.schedules import Costs, generate, live, simulate
 from espalier.planner import Cluster, Recorder, Search
-from espalier.planner.cells import Cell
+from espalier.planner.cells import Cell, Refused
 from espalier.planner.compare import Comparison, Measured
 from espalier.planner.events import drawn, lanes
 from espalier.planner.explain import report, to_dict, to_toml, why_not, words
@@ -118,11 +118,28 @@ def test_recorded_ahead_is_what_is_recorded(recorder: Recorder, tmp_path: Path) 
     assert ahead.update(3, "float32") == recorder.update(3, "float32")
 
 
+def test_what_the_engine_refuses_is_kept_too(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        net = MoE(MoEConfig(layers=4, hidden=16, heads=2, vocab_size=32, max_positions=8, experts=2))
+    ids = torch.empty(4, 8, dtype=torch.int64, device="meta")
+    told = []
+    for taken in (2, 0):  # a step is recorded with one micro-batch, and with two, of which it knows no mean
+        kept = Recorder(
+            net, torch.optim.AdamW(net.parameters()), {"input_ids": ids, "labels": ids}, {}, tmp_path
+        )
+        with pytest.raises(Refused, match="count=") as refused:
+            kept.update(0, "float32")
+        told.append(str(refused.value))
+        assert kept.recorded == taken
+    assert told[0] == told[1]
+
+
 def test_small_sums_of_all_blocks_are_taken_apart() -> None:
     one, two = Sent("all_reduce", "tensor", 20), Sent("all_reduce", "tensor", 30)
-    assert added({"backward": Counter([one])}, {"backward": Counter([two])})["backward"] == Counter(
-        [Sent("all_reduce", "tensor", 10)]
-    )
+    less, more = ({phase: Counter([x]) for phase in ("forward", "backward", "step")} for x in (one, two))
+    more_each = added(less, more)
+    assert more_each["backward"] == Counter([Sent("all_reduce", "tensor", 10)])
+    assert list(more_each) == ["forward", "backward", "step"]  # sums are the same in each process
 
 
 def test_prices_grow_with_sizes_and_stay_below_the_peak() -> None:
