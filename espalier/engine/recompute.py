@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -89,12 +90,13 @@ def recompute(model: nn.Module, kinds: Mapping[str, str], inputs: str, policy: P
         inputs: what is kept of a block's inputs: see ``Plan.recompute_inputs``.
         policy: in place of :func:`~espalier.engine.selective.keep_products`.
     """
-    selective = partial(selective_contexts, policy or keep_products)
+    selective, hosted = partial(selective_contexts, policy or keep_products), _Hosted()
     for name, kind in kinds.items():
-        _wrap(model.get_submodule(name), selective if kind == "selective" else noop_context_fn, inputs)
+        contexts = selective if kind == "selective" else noop_context_fn
+        _wrap(model.get_submodule(name), contexts, inputs, hosted)
 
 
-def _wrap(block: nn.Module, contexts: Callable[..., Any], inputs: str) -> None:
+def _wrap(block: nn.Module, contexts: Callable[..., Any], inputs: str, hosted: _Hosted) -> None:
     written = _Written(contexts)
 
     def call(self: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -107,7 +109,7 @@ def _wrap(block: nn.Module, contexts: Callable[..., Any], inputs: str) -> None:
         again = _BlockCall(own, tree, list(by_id.values()))
         with raw():
             tensors = [plain(x) for x in by_id.values()]
-        with _keeping(inputs, list(by_id.values())):
+        with _keeping(inputs, list(by_id.values()), hosted):
             return checkpoint(
                 again, *tensors, use_reentrant=False, context_fn=partial(written.contexts, self)
             )
@@ -498,7 +500,7 @@ def _inside(x: Any) -> list[torch.Tensor]:
 # ---- what is kept of a block's inputs
 
 
-def _keeping(inputs: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+def _keeping(inputs: str, tensors: Sequence[torch.Tensor], hosted: _Hosted) -> AbstractContextManager[Any]:
     """While open, what is saved of the inputs that need gradients is saved as the plan says."""
     if inputs == "whole":
         return nullcontext()
@@ -508,13 +510,14 @@ def _keeping(inputs: str, tensors: Sequence[torch.Tensor]) -> AbstractContextMan
             with raw():
                 kept[_identity(x)] = _sharded(x) if inputs == "sharded" else None
     outer = outer_hooks(True)
+    call = hosted.next() if inputs == "host" else None
 
     def pack(x: torch.Tensor) -> Any:
         with raw():
             key = _identity(x)
         if key not in kept or (inputs == "sharded" and kept[key] is None):
             return x if outer is None else Outer(outer[0](x), outer[1])
-        return _OnHost(x) if inputs == "host" else _Slice(x, kept[key], outer)
+        return _Slice(x, kept[key], outer) if call is None else _OnHost(x, call)
 
     def unpack(kept: Any) -> torch.Tensor:
         return kept if isinstance(kept, torch.Tensor) else kept.get()
@@ -558,11 +561,52 @@ class _Slice:
             return _in_memory(carry_out(piece, self._layout, self._full), self._stride)
 
 
+class _Hosted:
+    """The calls of a model's blocks whose inputs go to the host's memory.
+
+    The device's copies have a stream for each way. As the inputs of a call come back, those of the call
+    before it, which the backward pass wants next, are fetched beside what is computed.
+    """
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[_HostedCall] | None = None
+        self._streams: dict[torch.device, tuple[torch.Stream | None, torch.Stream | None]] = {}
+
+    def next(self) -> _HostedCall:
+        """A further call."""
+        call = _HostedCall(self, self._last)
+        self._last = weakref.ref(call)
+        return call
+
+    def streams(self, device: torch.device) -> tuple[torch.Stream | None, torch.Stream | None]:
+        """Those that copy to the host, and back."""
+        if device not in self._streams:
+            self._streams[device] = new_stream(device), new_stream(device)
+        return self._streams[device]
+
+
+class _HostedCall:
+    """A block's call: its inputs, which hold it, and the call before it."""
+
+    def __init__(self, of: _Hosted, before: weakref.ref[_HostedCall] | None) -> None:
+        self.of, self._before = of, before
+        self.inputs: list[weakref.ref[_OnHost]] = []
+
+    def fetch_before(self) -> None:
+        """Start to fetch the inputs of the call before this one, if anyone is to ask for them."""
+        before = None if self._before is None else self._before()
+        self._before = None  # once
+        for known in () if before is None else before.inputs:
+            if (x := known()) is not None:
+                x.fetch()
+
+
 class _OnHost:
     """An input in (pinned) host memory."""
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self._device, self._dry = x.device, x.is_meta
+    def __init__(self, x: torch.Tensor, call: _HostedCall) -> None:
+        self._device, self._dry, self._call = x.device, x.is_meta, call
+        self._coming: tuple[torch.Tensor, torch.Event | None] | None = None
         with torch.no_grad(), raw():
             self._stride = x.stride()
             if self._dry:
@@ -571,13 +615,29 @@ class _OnHost:
             with unseen():  # it takes none of the device's memory
                 self._held = host_buffer_like(x, pin=pins(x.device))
                 # the forward pass goes on meanwhile
-                self._event = copy_by(new_stream(x.device), [(self._held, x)], x.device)
+                self._event = copy_by(call.of.streams(x.device)[0], [(self._held, x)], x.device)
+        call.inputs.append(weakref.ref(self))
+
+    def fetch(self) -> None:
+        """Start to bring it back, beside the program, where the device has streams."""
+        up = self._call.of.streams(self._device)[1]
+        if up is not None and self._coming is None:
+            with torch.no_grad(), raw():
+                here = torch.empty_like(self._held, device=self._device)
+                if self._event is not None:
+                    up.wait_event(self._event)
+                self._coming = here, copy_by(up, [(here, self._held)], self._device)
 
     def get(self) -> torch.Tensor:
-        if not self._dry:
-            wait_for(self._event, self._device)
-        here = self._held if self._dry else self._held.to(self._device, non_blocking=True, copy=True)
-        return _in_memory(here, self._stride)
+        if self._dry:
+            return _in_memory(self._held, self._stride)
+        self.fetch()
+        coming, self._coming = self._coming, None
+        self._call.fetch_before()
+        if coming is None:
+            return _in_memory(self._held.to(self._device, non_blocking=True, copy=True), self._stride)
+        wait_for(coming[1], self._device)
+        return _in_memory(coming[0], self._stride)
 
 
 def _in_memory(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +36,35 @@ class Run(NamedTuple):
     weights: dict[str, torch.Tensor]
 
 
+class Regression(nn.Module):
+    """Its loss is a plain mean, and one of its parameters has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(37, 8), nn.Linear(8, 1)
+        self.unused = nn.Parameter(torch.zeros(4))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        out = self.head(self.embed(input_ids)).squeeze(-1)
+        return SimpleNamespace(loss=(out - labels.to(out.dtype)).square().mean())
+
+
+def counted(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Over how many elements that is a mean, as a tensor."""
+    return torch.ones_like(batch["labels"]).sum()
+
+
+def built(kind: str, changes: dict[str, Any]) -> nn.Module:
+    """A model with weights drawn always alike."""
+    if kind != "regression":
+        return model(kind, **changes)
+    torch.manual_seed(1)
+    return Regression()
+
+
 def parts(case: Mapping[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, list[dict[str, torch.Tensor]]]:
     """A model, its optimizer, and a batch for each step."""
-    net = model(case.get("kind", "gpt"), **case.get("changes", {})).to(case.get("dtype", torch.float64))
+    net = built(case.get("kind", "gpt"), case.get("changes", {})).to(case.get("dtype", torch.float64))
     optimizer = case.get("optimizer", torch.optim.AdamW)(net.parameters(), lr=1e-2)
     return net, optimizer, [batch(8, step) for step in range(STEPS)]
 

@@ -20,9 +20,10 @@ import torch
 
 import espalier
 from espalier import device
-from espalier.comm.collectives import all_gather, all_to_all, reduce_scatter
-from espalier.engine import norm
-from espalier.parallel.data import residency
+from espalier.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from espalier.engine import norm, recompute
+from espalier.faults.settings import Spikes
+from espalier.parallel.data import residency, unshard
 from espalier.parallel.data.offloaded_step import OffloadedStep
 from espalier.parallel.data.residency import OffloadStore
 from espalier.parallel.data.unshard import Unsharded
@@ -30,7 +31,7 @@ from espalier.parallel.pipeline.runtime import Runtime
 from espalier.parallel.tensor import ring_products
 from espalier.torch_private import allocator_settings, set_allocator_settings
 from tests.sim.order import Asked, Entry, Waited, check
-from tests.sim.plans import STEPS, alone, trained
+from tests.sim.plans import STEPS, alone, counted, trained
 from tests.sim.transport import Shared
 
 WAITS = {
@@ -66,7 +67,15 @@ WORD = 4
 STEP = "tensor/guard.py:_stepping"
 """What runs within ``optimizer.step()``."""
 
-MOST = {"experts": 2 * 2 * 2}  # a wait for each layer, in each step and on each rank
+UNUSED = {
+    "parallel/data/gradients.py:Gradients._used": "what has no gradient here is updated if others have one",
+}
+JUDGED = {
+    "engine/engine.py:Engine._step": "whether a step that leaps is made decides what the host does next",
+}
+
+# at most so often: for each layer, for each step, and for each step thrice, on both ranks, in two steps
+MOST = {"experts": 2 * 2 * 2, "a plain mean": 2 * 2, "counted, judged": 2 * 2 * 3}
 
 # name: the plan, what it trains (see plans.trained), further places where it may wait
 Plans = dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]]
@@ -87,6 +96,12 @@ ONE: Plans = {
 TWO: Plans = {
     **{f"zero {zero}": ({"data": 2, "zero": zero}, {}, {}) for zero in range(4)},
     "accumulate": ({"data": 2, "accumulate": 2}, {}, {}),
+    "a plain mean": ({"data": 2, "accumulate": 2, "zero": 1}, {"kind": "regression"}, UNUSED),
+    "counted, judged": (
+        {"data": 2, "accumulate": 2},
+        {"kind": "regression", "more": {"count": counted, "spikes": Spikes()}},
+        JUDGED | UNUSED,
+    ),
     "bfloat16": ({"data": 2, "zero": 3, **LOW}, SINGLE, {}),
     "float8": ({"data": 2, "zero": 3, "precision": "float8"}, EIGHT, {}),
     "tensor": ({"tensor": 2}, {}, {}),
@@ -174,7 +189,7 @@ def waited_at_once(calls: list[Entry]) -> int:
 
 def test_places_where_it_waits_are_there() -> None:
     """Nothing stays excused that no longer is."""
-    for key in WAITS | OFFLOADED | MEASURED | ROUTED:
+    for key in WAITS | OFFLOADED | MEASURED | ROUTED | JUDGED | UNUSED:
         file, _, name = key.partition(":")
         source = Path("espalier", file).read_text()
         assert f"def {name.rpartition('.')[2]}(" in source, key
@@ -195,21 +210,38 @@ def test_an_update_is_one_kernel(
     assert {what: n for what, n in kernels.items() if what != "aten::add"} == {named: 2}
 
 
-def brought(shared: Shared, rank: int, world: int) -> tuple[int, int, set[int]]:
-    """What comes from the host: how often, how often the program's stream waits for it, and threads there."""
-    started, waits, threads = 0, 0, set()
+def brought(shared: Shared, rank: int, world: int) -> tuple[int, int, set[int], list[set[int]]]:
+    """What comes from the host: how often, how often the program's stream waits for it, and threads there.
+
+    And the streams of copies to the host, and of those from it.
+    """
+    started, waits, threads, starting = 0, 0, set(), False
+    streams: list[set[int]] = [set(), set()]
+    copy = residency.copy_by
     program = torch.accelerator.current_stream()
     start, wait, kernel = Unsharded.start, residency.wait_for, torch._fused_adamw_
 
     def watched_start(g: Unsharded) -> None:
-        nonlocal started
+        nonlocal started, starting
         started += g.is_away and g.pending is None
+        starting = True
         start(g)
+        starting = False
 
     def watched_wait(event: Any, device: torch.device) -> None:
         nonlocal waits
         waits += event is not None and torch.accelerator.current_stream() == program
         wait(event, device)
+
+    def watched_fill(event: Any, device: torch.device) -> None:
+        nonlocal waits
+        waits += event is not None and starting  # where it is used a wait is right
+        wait(event, device)
+
+    def watched_copy(stream: Any, pairs: Any, *given: Any) -> Any:
+        if pairs:
+            streams[not pairs[0][0].is_cpu].add(stream.stream_id)
+        return copy(stream, pairs, *given)
 
     def watched_kernel(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         if params[0].is_cpu:
@@ -219,16 +251,47 @@ def brought(shared: Shared, rank: int, world: int) -> tuple[int, int, set[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Unsharded, "start", watched_start)
         patch.setattr(residency, "wait_for", watched_wait)
+        patch.setattr(unshard, "wait_for", watched_fill)
+        patch.setattr(residency, "copy_by", watched_copy)
         patch.setattr(torch, "_fused_adamw_", watched_kernel)
         trained(shared, rank, world, {"offload": {"parameters": "host", "states": "host"}, **LOW}, SINGLE, "")
-    return started, waits, threads
+    return started, waits, threads, streams
 
 
 def test_what_is_brought_keeps_no_kernel_waiting(on_sim: Callable[..., list[Any]]) -> None:
     """Copies and gathers are of a stream of their own; and the host updates with all its cores."""
-    ((started, waits, threads),) = on_sim(1, brought)
+    ((started, waits, threads, (down, up)),) = on_sim(1, brought)
     assert started >= 3 * 4 and waits == 0
+    assert down and up and not down & up, "both ways at once"
     assert threads == {max(1, len(os.sched_getaffinity(0)))}
+
+
+def hosted(shared: Shared, rank: int, world: int) -> tuple[Counter[str], int]:
+    """Of blocks' inputs in the host's memory: copies each way beside the program, and those begun ahead."""
+    ways: Counter[str] = Counter()
+    ahead, copy, get = 0, recompute.copy_by, recompute._OnHost.get
+
+    def watched_copy(stream: Any, pairs: Any, *given: Any) -> Any:
+        assert stream is not None and stream != torch.accelerator.current_stream()
+        ways["down" if pairs[0][0].is_cpu else "up"] += 1
+        return copy(stream, pairs, *given)
+
+    def watched_get(kept: Any) -> torch.Tensor:
+        nonlocal ahead
+        ahead += kept._coming is not None
+        return get(kept)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recompute, "copy_by", watched_copy)
+        patch.setattr(recompute._OnHost, "get", watched_get)
+        case = {"changes": {"layers": 4}}
+        trained(shared, rank, world, {"recompute": "full", "recompute_inputs": "host"}, case, "")
+    return ways, ahead
+
+
+def test_inputs_of_blocks_come_while_others_compute(on_sim: Callable[..., list[Any]]) -> None:
+    """But for the last block's, which its backward pass wants at once."""
+    assert on_sim(1, hosted) == [({"down": 4 * STEPS, "up": 4 * STEPS}, 3 * STEPS)]
 
 
 ROUNDED = "pinned_max_round_threshold_mb:65536"
@@ -408,10 +471,15 @@ def carried(shared: Shared, rank: int, world: int) -> dict[tuple[str, int], int]
             ("all_gather", partial(all_gather, part_on, mesh, 0, 1, 4), whole),
             ("reduce_scatter", partial(reduce_scatter, on, mesh, 0, 1), 2 * part),
             ("all_to_all", partial(all_to_all, part_on, mesh, 0, 2, 1, 4), whole[..., columns]),
+            ("all_reduce", partial(all_reduce, on, mesh, 0), 2 * whole),
         ):
+            shared.log.clear()
             with shared.sim.watched(kernels=True) as told:
                 out = call()
             assert out.cpu().equal(wanted), name
+            # what is waited for at once has no stream of its own
+            beside = [call.beside for call in shared.log if isinstance(call, Asked) and call.kind in _WHOLE]
+            assert beside == [False] * (name in _WHOLE), name
             if features == 6:
                 found[name, lead] = sum(n for telling, n in told.items() if telling.kind == "kernel")
     return found
@@ -429,6 +497,9 @@ def test_collectives_copy_no_more_than_they_must(on_sim: Callable[..., list[Any]
             # before and behind it
             ("all_to_all", 1): 2,
             ("all_to_all", 3): 2,
+            # which is summed in place
+            ("all_reduce", 1): 1,
+            ("all_reduce", 3): 1,
         }
 
 
