@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch.utils.checkpoint
 import torch.utils.dlpack
 import torch.utils.hooks
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import flex_attention as flex
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, handle_torch_function
@@ -128,6 +129,10 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        if len(args) == 4:
+            *args, kwargs["inputs"] = args  # type: ignore[assignment]
+        if kwargs.get("inputs") is not None:
+            kwargs["inputs"] = _ends(kwargs["inputs"])
         if type(tensors) is torch.Tensor:
             return original(tensors, grad_tensors, *args, **kwargs)
         roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
@@ -144,6 +149,22 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
         return original([x for x, _ in pairs], [g for _, g in pairs], *args, **kwargs)
 
     return backward
+
+
+def _ends(inputs: Any) -> Any:
+    """The only tensors that a backward pass gives gradients: by their places in the graph.
+
+    torch would call what it finds to be a subclass with what is gathered of it, which is no part of the graph.
+    """
+    several = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    several = tuple(several.values() if isinstance(several, Mapping) else several)
+    if not any(type(x) is DTensor for x in several):
+        return inputs
+    for x in several:
+        if isinstance(x, torch.Tensor) and x.grad_fn is not None:
+            x.retain_grad()
+    with raw():
+        return tuple(get_gradient_edge(x) if isinstance(x, torch.Tensor) else x for x in several)
 
 
 def _entering(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:

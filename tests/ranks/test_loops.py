@@ -170,6 +170,18 @@ def looked_at(of: Plain, step: int) -> None:
     of.optimizer.zero_grad()
 
 
+def chosen(of: Plain, step: int) -> None:
+    """Backward for some parameters alone, and for all of the same graph."""
+    loss = of(batch(step))
+    loss.backward(retain_graph=True, inputs=[of.net.last.weight, of.net.first.bias])
+    of.note()
+    torch.autograd.backward(loss, None, True, False, None, {"weight": of.net.first.weight})
+    (2 * loss).backward()
+    of.note()
+    of.optimizer.step()
+    of.optimizer.zero_grad()
+
+
 def closure(of: Plain, step: int) -> None:
     def again() -> torch.Tensor:
         of.optimizer.zero_grad()
@@ -228,6 +240,7 @@ LOOPS = (
     closure,
     empty,
     looked_at,
+    chosen,
 )
 
 
