@@ -154,7 +154,7 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
 def _ends(inputs: Any) -> Any:
     """The only tensors that a backward pass gives gradients: by their places in the graph.
 
-    torch would call what it finds to be a subclass with what is gathered of it, which is no part of the graph.
+    torch would call what it finds to be a subclass with what is gathered of it, which no graph knows.
     """
     several = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     several = tuple(several.values() if isinstance(several, Mapping) else several)
