@@ -187,6 +187,17 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+class DispatchMode(TorchDispatchMode):
+    """A mode for runs without data, in which nothing is compiled.
+
+    From others torch keeps its compiler out, call by call; that takes as long as what a dry run does in one.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 class _AtTheEnd:
     """Is let go of when a world is given up."""
 

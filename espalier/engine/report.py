@@ -19,7 +19,7 @@ from espalier.parallel.data.stages import Lies
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.plan import PLACES
 from espalier.tensor import plain
-from espalier.tensor.dry_runs import LiveMemory
+from espalier.tensor.dry_runs import DryMemory, LiveMemory
 from espalier.texts import in_columns
 from espalier.torch_private import raw
 
@@ -325,7 +325,8 @@ def follow_peak(
     together: WeakSet[PeakMemory],
 ) -> PeakMemory:
     """A watch that begins with what an engine holds, one of those of this engine."""
-    peak = PeakMemory(data.mesh.device(), LiveMemory(data.resized), together)
+    kind = DryMemory if data.mesh.is_dry else LiveMemory
+    peak = PeakMemory(data.mesh.device(), kind(data.resized), together)
     states = optimizer.state.values() if optimizer is not None else ()
     state_tensors = [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
     for x in (*data.watched(peak.live.ignore, peak.live.count), *module.buffers(), *state_tensors):

@@ -15,7 +15,7 @@ from espalier.comm import Collective, ledger
 from espalier.engine.engine import Engine
 from espalier.engine.report import local_bytes
 from espalier.tensor.dry_runs import Recalled, flop_counts
-from espalier.torch_private import TorchDispatchMode, raw
+from espalier.torch_private import DispatchMode, raw
 from espalier.trees import tensors_in
 
 # views by other names
@@ -179,7 +179,7 @@ def record(engine: Engine, batch: Any, *, steps: bool = False, recalled: Recalle
     return Recording(tuple(mode.events), parameters, held, kept[0], peak, dict(carried))
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """Notes operations and collectives while it is open."""
 
     looks_on = True

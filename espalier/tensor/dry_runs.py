@@ -22,6 +22,7 @@ from espalier.tensor.traces import Generators
 from espalier.torch_private import (
     AUTOCAST_KEY,
     BELOW_AUTOCAST,
+    DispatchMode,
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
@@ -74,7 +75,8 @@ class LiveMemory(TorchDispatchMode):
         """The bytes that live."""
         return self._live.now + sum(storage.nbytes() for storage in self._resized)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def follow(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operation, and see what it gives."""
         with raw():  # beneath autograd tensors are local, whatever class they bear
             out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, tuple | list) else (out,):
@@ -86,6 +88,8 @@ class LiveMemory(TorchDispatchMode):
         if now > self.peak:
             self.peak, self.peak_at = now, self.phase
         return out
+
+    __torch_dispatch__ = follow
 
     def ignore(self, x: torch.Tensor) -> None:
         """Count a tensor's storage no longer: it takes none of the device's memory."""
@@ -111,6 +115,12 @@ class LiveMemory(TorchDispatchMode):
             storage = x.untyped_storage()
         if storage._cdata not in self._live.sizes:
             self.count(x)
+
+
+class DryMemory(LiveMemory, DispatchMode):
+    """The same of a run without data."""
+
+    __torch_dispatch__ = LiveMemory.follow
 
 
 def unseen() -> AbstractContextManager[object]:
@@ -198,7 +208,7 @@ class OpCost(NamedTuple):
         return OpCost(self.flops + other.flops, self.moved + other.moved, self.kept + other.kept)
 
 
-class CostMode(TorchDispatchMode):
+class CostMode(DispatchMode):
     """Adds up the work of torch's operations, call by call.
 
     Attributes:
@@ -364,7 +374,7 @@ def flop_counts() -> Mapping[Any, Callable[..., Any]]:
     return FlopCounterMode(display=False, custom_mapping=UNCOUNTED).flop_registry
 
 
-class Recalled(TorchDispatchMode):
+class Recalled(DispatchMode):
     """While open, counts FLOPs; what torch makes of meta tensors is found out once for equal arguments.
 
     A step does the same for each block and each micro-batch, and many of torch's operations take longer
@@ -501,14 +511,15 @@ def _without_floats(args: Any, kwargs: Any) -> list[torch.Tensor] | None:
     """The tensors that an operation is given; None where one is of floats, or so large that none looks in."""
     inputs = []
     for x in (*args, *kwargs.values()):
-        if isinstance(x, torch.Tensor):
-            inputs.append(x)
-        elif isinstance(x, tuple | list):
-            inputs += [y for y in x if isinstance(y, torch.Tensor)]
-    for x in inputs:
-        if x.dtype.is_floating_point or x.dtype.is_complex:
-            return None
+        for y in x if isinstance(x, tuple | list) else (x,):
+            if isinstance(y, torch.Tensor):
+                if y.dtype.is_floating_point or y.dtype.is_complex:
+                    return None
+                inputs.append(y)
     return inputs
+
+
+_ATOMS = type(None), bool, int, float, str, torch.dtype, torch.device
 
 
 def _described(x: Any, tensors: list[torch.Tensor]) -> Any:
@@ -517,6 +528,8 @@ def _described(x: Any, tensors: list[torch.Tensor]) -> Any:
     Args:
         tensors: that were met; these are added.
     """
+    if type(x) in _ATOMS:
+        return type(x), x
     if isinstance(x, torch.Tensor):
         if x.layout is not torch.strided or x.dtype.is_complex:
             return None
@@ -536,9 +549,7 @@ def _described(x: Any, tensors: list[torch.Tensor]) -> Any:
                 return None
             parts.append(described)
         return list if isinstance(x, list) else tuple, tuple(parts)
-    if x is None or isinstance(x, bool | int | float | str | torch.dtype | torch.device):
-        return type(x), x
-    return None
+    return (type(x), x) if isinstance(x, _ATOMS) else None
 
 
 def _spanned(x: torch.Tensor) -> int:
@@ -615,7 +626,7 @@ class Draw(NamedTuple):
                 self.func(*args, **kwargs)
 
 
-class Drawing(TorchDispatchMode):
+class Drawing(DispatchMode):
     """Notes what is drawn while it is open, in a run without data: what has none has none on any device.
 
     Args:
@@ -875,7 +886,7 @@ def _asked(
     return tuple((at[id(x)], to) for x, to in casts.seen if id(x) in at)
 
 
-class _Casts(TorchDispatchMode):
+class _Casts(DispatchMode):
     """Notes which tensors are cast, and to what."""
 
     def __init__(self) -> None:

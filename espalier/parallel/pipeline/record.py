@@ -20,7 +20,7 @@ from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.dtensor import full_value, layout_of
 from espalier.tensor.traces import ABSENT, Apart, apart
-from espalier.torch_private import FakeTensorMode, TorchDispatchMode, raw
+from espalier.torch_private import DispatchMode, FakeTensorMode, raw
 from espalier.trees import leaves as leaves_of
 from espalier.trees import tree_map
 
@@ -261,7 +261,7 @@ class _Sized(NamedTuple):
     dtype: torch.dtype
 
 
-class _Read(TorchDispatchMode):
+class _Read(DispatchMode):
     """Notes which tensors torch reads, and what."""
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ from espalier.mesh import Mesh
 from espalier.parallel.tensor.sequence_parallel import SEQUENCE, cut_sequences
 from espalier.parallel.tensor.tables import Table, by_table
 from espalier.sharding.spec import Letter, Operand, Spec
-from espalier.tensor.dry_runs import LiveMemory, Recalled
+from espalier.tensor.dry_runs import DryMemory, Recalled
 from espalier.tensor.dtensor import DTensor, plain, redistribute, stamp
 from espalier.tensor.fallback import _entrance
 from espalier.tensor.modules import lay_out_parameter
@@ -600,7 +600,7 @@ def _tried(
         lay_out_parameter(p, layouts[name])
     if sequence:
         cut_sequences(twin, layouts, 0, ())
-    memory, kept_bytes = LiveMemory(), 0
+    memory, kept_bytes = DryMemory(), 0
     for p in twin.parameters():
         memory.hold(p)
         with raw():
