@@ -345,6 +345,11 @@ def host_buffer_like(x: torch.Tensor, *, pin: bool) -> torch.Tensor:
     return torch.empty_like(x, device="cpu", pin_memory=pin)
 
 
+def module_of(kind: str) -> Any:
+    """Torch's module for a kind of device, as ``torch.cpu``."""
+    return torch.get_device_module(kind)
+
+
 def has_peak(device: torch.device | str) -> bool:
     """Whether a device's allocator knows how much was allocated at most."""
     kind = device if isinstance(device, str) else device.type

@@ -5,13 +5,14 @@ Values that are no tensors stand in it too, exactly: no code is run to read them
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import torch
@@ -286,6 +287,12 @@ def encode(value: Any, at: str, tensor: Take) -> Any:
         return {"$dtype": _name_of(value)}
     if isinstance(value, torch.device):
         return {"$device": str(value)}
+    if isinstance(value, argparse.Namespace):
+        return {"$namespace": _encode_mapping(vars(value), at, tensor)}
+    if isinstance(value, PurePath):
+        return {"$path": str(value)}
+    if isinstance(value, set | frozenset):
+        return {"$set": [encode(x, at, tensor) for x in sorted(value, key=repr)]}
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy's
         return encode(value.item(), at, tensor)
     for kind in (bool, int, float, str):
@@ -293,7 +300,8 @@ def encode(value: Any, at: str, tensor: Take) -> Any:
             return encode(kind(value), at, tensor)
     raise ValueError(
         f"{at} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved. Give "
-        "numbers, strings, tensors, or lists, tuples and dicts of them, or an object with state_dict()."
+        "numbers, strings, paths, tensors, or lists, tuples, sets, dicts and Namespaces of them, or an "
+        "object with state_dict()."
     )
 
 
@@ -333,6 +341,12 @@ def decode(value: Any, tensor: Give) -> Any:
         return _dtype(content)
     if kind == "$device":
         return torch.device(content)
+    if kind == "$namespace":
+        return argparse.Namespace(**decode(content, tensor))
+    if kind == "$path":
+        return Path(content)
+    if kind == "$set":
+        return {decode(x, tensor) for x in content}
     if kind in ("$tuple", "$deque"):
         items = [decode(x, tensor) for x in content]
         return tuple(items) if kind == "$tuple" else deque(items)

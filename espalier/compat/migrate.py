@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Final, NamedTuple
 
+from espalier.compat.absent import Absent
 from espalier.texts import MistakeError
 
 
@@ -139,8 +140,6 @@ _HINTS: Final = MappingProxyType(
     {
         "accelerate.debug_launcher": _SPAWN,
         "accelerate.notebook_launcher": _SPAWN,
-        "deepspeed.init_inference": "engine.predict and engine.generate answer under any plan",
-        "deepspeed.tp_model_init": "leave it out: tensor_parallel.autotp_size in the configuration is enough",
     }
 )
 # arguments that ask another library for parallelism, and who takes a plan in their place
@@ -272,7 +271,7 @@ class _Program:
                     self.notes.append(Note(node.lineno, _TRAINER))
             else:
                 stays.append(alias)
-                self._missing(node.lineno, f"{module}.{alias.name}", move)
+                self._missing(node.lineno, f"{module}.{alias.name}", move, _instead(there, alias.name))
         if moved:
             lines = [
                 f"from {origin} import {', '.join(_as(a.name, a.asname) for a in names)}"
@@ -281,8 +280,8 @@ class _Program:
             ]
             self._replace(node, lines)
 
-    def _missing(self, line: int, name: str, move: _Move) -> None:
-        hint = next((text for known, text in _HINTS.items() if name.startswith(known)), move.hint)
+    def _missing(self, line: int, name: str, move: _Move, instead: str = "") -> None:
+        hint = next((text for known, text in _HINTS.items() if name.startswith(known)), instead or move.hint)
         self.notes.append(Note(line, f"{name} has no equivalent here{f': {hint}' if hint else ''}", True))
 
     def _last_import(self) -> int:
@@ -307,7 +306,7 @@ class _Program:
             here: Any = _module(whole.to)
             for i, part in enumerate(name.split(".")[1:], 2):
                 if here is None or not _has(here, part):
-                    self._missing(node.lineno, ".".join(name.split(".")[:i]), whole)
+                    self._missing(node.lineno, ".".join(name.split(".")[:i]), whole, _instead(here, part))
                     return
                 here = getattr(here, part)
                 if not isinstance(here, ModuleType):
@@ -454,9 +453,15 @@ def _module(name: str) -> ModuleType | None:
 
 
 def _has(module: Any, name: str) -> bool:
-    return hasattr(module, name) or (
-        isinstance(module, ModuleType) and _module(f"{module.__name__}.{name}") is not None
-    )
+    if hasattr(module, name):
+        return not isinstance(getattr(module, name), Absent)
+    return isinstance(module, ModuleType) and _module(f"{module.__name__}.{name}") is not None
+
+
+def _instead(module: Any, name: str) -> str:
+    """What to do in place of a name that a module has not."""
+    there = getattr(module, name, None)
+    return there.instead if isinstance(there, Absent) else ""
 
 
 def _as(name: str, other: str | None) -> str:

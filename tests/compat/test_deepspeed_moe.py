@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,6 +24,7 @@ from espalier.compat.deepspeed.moe.utils import (
     is_moe_param,
     split_params_into_different_moe_groups_for_optimizer,
 )
+from espalier.compat.deepspeed.utils import groups
 
 ROOT = Path(__file__).parents[2]
 STEPS, ROWS = 20, 12
@@ -156,6 +158,9 @@ def beside(rank: int, world: int) -> dict[str, list[list[float]]]:
         engine, *_ = deepspeed.initialize(model=model, config=CONFIG, plan={"tensor": 2})
         assert engine.engine.plan.tensor == engine.engine.plan.data == 2
         assert engine.engine.plan.expert == options["ep_size"]
+        ((name, group),) = engine.expert_parallel_group.items()
+        assert name == f"ep_size_{dist.get_world_size(group)}" == f"ep_size_{options['ep_size']}"
+        assert groups._get_expert_parallel_world_size(name) == options["ep_size"]
         here = place_of(engine)
         losses["tensor"].append([])
         for step in range(STEPS):

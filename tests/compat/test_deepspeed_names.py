@@ -1,19 +1,43 @@
 """What programs take from ``deepspeed`` beside its engine: whole values of parameters, also before there is
-an engine, and weights of a checkpoint."""
+an engine, weights of a checkpoint, and names of its modules."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from espalier.compat import deepspeed
+from espalier.compat.absent import Absent
 from espalier.compat.deepspeed import utils
-from espalier.compat.deepspeed.utils import zero_to_fp32
+from espalier.compat.deepspeed.profiling.flops_profiler import get_model_profile
+from espalier.compat.deepspeed.runtime import utils as runtime_utils
+from espalier.compat.deepspeed.runtime.activation_checkpointing import checkpointing
+from espalier.compat.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from espalier.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
+from espalier.compat.deepspeed.runtime.pipe import topology
+from espalier.compat.deepspeed.runtime.pipe.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+)
+from espalier.compat.deepspeed.runtime.zero import stage3, stage_1_and_2
+from espalier.compat.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from espalier.compat.deepspeed.sequence.layer import DistributedAttention
+from espalier.compat.deepspeed.utils import groups, zero_to_fp32
 
 ADAM, ROWS = {"type": "Adam", "params": {"lr": 0.01}}, 4
 
@@ -98,6 +122,253 @@ def before_there_is_an_engine(rank: int, world: int) -> None:
 def test_parameters_before_there_is_an_engine(ranks: Any) -> None:
     """Ranks draw different ones; rank 0's count."""
     ranks(2, before_there_is_an_engine)
+
+
+def runs_of_this_rank(rank: int, world: int) -> None:
+    """Of stage 3: of each parameter, as DeepSpeed cuts it; gradients that the program changes."""
+    x = torch.randn(ROWS * world, 6, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(ROWS * world) % 3
+    own = slice(rank * ROWS, (rank + 1) * ROWS)
+    engine = made(3)
+    torch.manual_seed(0)
+    plain = net()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+    held = [(engine.module[0].weight, plain[0].weight), (engine.module[2].bias, plain[2].bias)]
+    for step in range(3):
+        engine.backward(F.cross_entropy(engine(x[own]), y[own]))
+        F.cross_entropy(plain(x), y).backward()
+        for p, right in held:
+            assert p.ds_status is ZeroParamStatus.NOT_AVAILABLE and p.ds_shape == right.shape
+            size = -(-right.numel() // world)
+            grad = utils.safe_get_local_grad(p)
+            assert right.grad is not None and grad is not None
+            filled = F.pad(right.grad.flatten(), (0, size * world - right.numel()))
+            assert torch.allclose(grad, filled[rank * size : (rank + 1) * size], atol=1e-6)
+            if step == 1:
+                utils.safe_set_local_grad(p, grad * (rank + 2))
+                factors = torch.arange(2, world + 2).repeat_interleave(size)[: right.numel()]
+                right.grad.mul_(factors.view(right.shape))
+            elif step == 2:
+                utils.safe_update_full_grad_vectorized([p], lambda grad, _: grad * 3)
+                right.grad.mul_(3)
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        for p, right in held:
+            value = utils.safe_get_full_fp32_param(p)
+            assert torch.allclose(value, right, atol=1e-6)
+            utils.safe_set_local_fp32_param(p, utils.safe_get_local_fp32_param(p) + rank)
+            with torch.no_grad():
+                added = torch.arange(world).repeat_interleave(-(-right.numel() // world))
+                right.add_(added[: right.numel()].view(right.shape))
+            state = utils.safe_get_local_optimizer_state(p, "exp_avg")
+            assert state is not None
+            utils.safe_set_local_optimizer_state(p, state / 2, "exp_avg")
+            optimizer.state[right]["exp_avg"].div_(2)
+    weight = held[0][0]
+    with pytest.raises(ValueError, match=r"has 48 elements, .* got 3"):
+        utils.safe_set_local_fp32_param(weight, torch.ones(3))
+    with pytest.raises(ValueError, match="between backward and step"):
+        utils.safe_set_full_grad(weight, held[0][1])
+    with deepspeed.zero.GatheredParameters(weight, modifier_rank=1):
+        assert weight.ds_status is ZeroParamStatus.AVAILABLE
+        weight.data.fill_(rank + 5.0)
+    assert weight.full_tensor().eq(6).all() and weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    told = [(groups._get_data_parallel_world_size(), groups.get_data_parallel_rank()) for _ in "12"]
+    assert told == [(world, rank)] * 2 and groups._get_data_parallel_group_ranks() == [*range(world)]
+    assert groups._get_model_parallel_world_size() == 1 and groups._get_sequence_parallel_rank() == 0
+    assert engine.data_parallel_group is dist.group.WORLD
+    assert dist.get_world_size(groups.get_tensor_model_parallel_group()) == 1
+    summed = torch.full((2,), rank + 1.0)
+    deepspeed.comm.all_reduce(summed, group=groups._get_data_parallel_group(), prof=True, log_name="x")
+    assert summed.tolist() == [3.0, 3.0]
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Of [sequence, batch, heads, size]."""
+    found = F.scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)))
+    return found.permute(2, 0, 1, 3)
+
+
+def shared_sequences_and_answers(rank: int, world: int) -> None:
+    """Attention over parts of a sequence is that of the whole; a model that is cut answers as the whole."""
+    torch.manual_seed(0)
+    whole = torch.randn(3, 4 * world, 2, 2 * world, 3, dtype=torch.float64, requires_grad=True)
+    right = attention(*whole)
+    (right_grad,) = torch.autograd.grad(right.square().sum(), whole)
+    part = whole.detach().chunk(world, 1)[rank].requires_grad_()
+    found = DistributedAttention(attention, dist.group.WORLD)(*part, 1)  # type: ignore[misc]
+    (grad,) = torch.autograd.grad(found.square().sum(), part)
+    assert torch.allclose(found, right.chunk(world)[rank], rtol=0, atol=1e-12)
+    assert torch.allclose(grad, right_grad.chunk(world, 1)[rank], rtol=0, atol=1e-12)
+
+    plain, x = net().double(), torch.randn(ROWS, 6, dtype=torch.float64)
+    state = plain.state_dict()
+    right = plain(x).detach()
+    with deepspeed.OnDevice(dtype=torch.float64, device="meta"):
+        model = net()
+    assert model[0].weight.is_meta and torch.get_default_dtype() is torch.float32
+    told: dict[str, Any] = {"dtype": torch.float64, "tensor_parallel": {"tp_size": world}}
+    with pytest.raises(ValueError, match="needs example=inputs"):
+        deepspeed.init_inference(model, told, checkpoint="weights.pt")
+    engine = deepspeed.init_inference(model, told, example=x, replace_with_kernel_inject=True)
+    engine.load_state_dict(state)
+    found = engine(x)
+    assert type(found) is torch.Tensor and not found.requires_grad and not engine.training
+    assert torch.allclose(found, right, rtol=0, atol=1e-12)
+    assert engine.engine.plan.tensor == world == engine.mp_world_size
+    with pytest.raises(ValueError, match=r"(?s)tp_size = 3: expected a divisor.*|quant.*weights are not"):
+        deepspeed.init_inference(net(), tensor_parallel={"tp_size": 3}, quant={"enabled": True})
+
+    model = deepspeed.tp_model_init(net(), tp_size=world, dtype=torch.float32)
+    told = {"train_micro_batch_size_per_gpu": ROWS, "optimizer": ADAM}
+    assert deepspeed.initialize(model=model, config=told)[0].plan.tensor == world
+    with pytest.raises(ValueError, match="expected the same"):
+        deepspeed.initialize(model=model, config={**told, "tensor_parallel": {"autotp_size": 4}})
+
+
+@pytest.mark.world(2)
+def test_names_on_ranks(ranks: Any) -> None:
+    """Runs, gradients, groups, sequences, answers."""
+    ranks(2, runs_of_this_rank)
+    ranks(2, shared_sequences_and_answers)
+
+
+def test_every_module_has_its_names() -> None:
+    """All can be imported; what has no meaning here says what to do, and is nothing's class."""
+    modules = pkgutil.walk_packages(deepspeed.__path__, f"{deepspeed.__name__}.")
+    for module in [importlib.import_module(x.name) for x in modules if not x.name.endswith("__main__")]:
+        for name in getattr(module, "__all__", ()):
+            assert not isinstance(getattr(module, name), Absent)
+        assert not hasattr(module, "no_such_name")
+    absent: Any = deepspeed.DeepSpeedHybridEngine
+    for use in (lambda: absent(), lambda: absent.step, lambda: types.new_class("Own", (absent,))):
+        with pytest.raises(NotImplementedError, match="DeepSpeedHybridEngine is not there"):
+            use()
+    assert not isinstance(3, absent)
+    with pytest.raises(NotImplementedError, match=r"topology\.PipelineParallelGrid is not there: the engine"):
+        topology.PipelineParallelGrid(None)
+    with pytest.raises(NotImplementedError, match=r"CheckOverflow is not there: engine\.skipped_steps"):
+        runtime_utils.CheckOverflow()
+    with pytest.raises(NotImplementedError, match=r"comm\.mpi_discovery is not there: init_distr"):
+        deepspeed.comm.mpi_discovery()
+
+
+def test_a_namespace_goes_with_a_checkpoint(tmp_path: Path) -> None:
+    """As Megatron's arguments do, with what is in them."""
+    engine = made(1)
+    args = argparse.Namespace(dtype=torch.float16, path=tmp_path, names={"a", "b"}, inner={"lr": 0.1})
+    engine.save_checkpoint(tmp_path, client_state={"args": args, "iteration": 3})
+    assert engine.load_checkpoint(tmp_path)[1] == {"args": args, "iteration": 3}
+
+
+def test_what_an_optimizer_shows() -> None:
+    """As DeepSpeed's own, of the last step."""
+    engine = made(1, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+    optimizer: Any = engine.optimizer
+    assert (optimizer.cur_scale, optimizer.overflow, optimizer.dynamic_loss_scale) == (16, False, True)
+    for factor, right in ((1.0, (16, False)), (1e9, (8, True)), (1.0, (8, False))):
+        before = engine.module[0].weight.full_tensor().clone()
+        optimizer.backward(engine(torch.ones(ROWS, 6).half()).float().sum() * factor)
+        assert engine.losses is not None
+        engine.step()
+        assert (optimizer.cur_scale, optimizer.overflow) == right
+        assert torch.equal(before, engine.module[0].weight.full_tensor()) == right[1]
+    assert engine.tput_timer.global_step_count == 3 and engine.tput_timer.avg_samples_per_sec() > 0
+
+
+def plain_values() -> dict[str, Any]:
+    """What functions of DeepSpeed's modules give, wherever they come from (``import`` decides)."""
+    grid = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)
+    found: dict[str, Any] = {
+        "ranks": [grid.get_rank(pipe=1, data=2, model=0), grid.get_coord(7).data, grid.get_dim("none")],
+        "lists": [grid.get_axis_comm_lists(axis) for axis in ("pipe", "data", "model")],
+        "match": [grid.filter_match(pipe=0, data=1), grid.get_axis_list("model", 1), grid.get_rank_repr(5)],
+        "pairs": [str(PipeDataParallelTopology(2, 2).get_coord(3)), grid.get_axis_names(), grid.world_size()],
+        "parts": [runtime_utils.partition_uniform(n, k) for n, k in ((10, 4), (3, 5), (8, 4), (11, 3))],
+        "sums": runtime_utils.prefix_sum_inc([3, 4, 5]),
+        "call": runtime_utils.call_to_str("f", 1, "a", k=2),
+        "zero2": [
+            stage_1_and_2.estimate_zero2_model_states_mem_needs(10**9 + 7, n, m, away)
+            for n, m, away in ((1, 1, True), (8, 2, False), (3, 2, True))
+        ],
+        "zero3": [
+            stage3.estimate_zero3_model_states_mem_needs(10**9 + 7, 10**7, n, m, states, parameters, built)
+            for n, m in ((1, 1), (8, 2))
+            for states, parameters in ((True, True), (True, False), (False, False))
+            for built in (True, False)
+        ],
+    }
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(64, 5, bias=False))
+    found["macs"] = get_model_profile(model, (3, 2, 6, 6), print_profile=False, as_string=False)[1:]
+    config = DeepSpeedConfig({"train_batch_size": 6, "gradient_accumulation_steps": 2, "optimizer": ADAM})
+    found["config"] = [
+        config.train_micro_batch_size_per_gpu, config.optimizer_name, config.zero_enabled,
+        config.zero_config.stage, config.gradient_clipping, config.optimizer_params, config.dump_state,
+    ]  # fmt: skip
+    return found
+
+
+REFERENCE = """
+import json, sys
+sys.path.insert(0, {root!r})
+import deepspeed
+for name in [*sys.modules]:
+    if name == "deepspeed" or name.startswith("deepspeed."):
+        sys.modules["espalier.compat." + name] = sys.modules[name]
+import espalier.compat
+espalier.compat.deepspeed = deepspeed
+import tests.compat.test_deepspeed_names as names
+assert names.stage3.__name__ == "deepspeed.runtime.zero.stage3"
+json.dump(names.plain_values(), open(sys.argv[1], "w"))
+"""
+
+
+def test_values_are_deepspeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Grids, parts, estimates, products, configurations."""
+    assert plain_values()["macs"] == (3 * (16 * 4 * 18 + 64 * 5), 4 * 18 + 4 + 64 * 5)
+    stage3.estimate_zero3_model_states_mem_needs_all_live(net(), 8, 2)
+    stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live(net(), 1, 1)
+    assert capsys.readouterr().out.count("GB |") == 16
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("needs DeepSpeed: see tests/compat/test_deepspeed.py")
+    script, to = tmp_path / "reference.py", tmp_path / "found.json"
+    script.write_text(REFERENCE.format(root=str(Path(__file__).parents[2])))
+    done = subprocess.run(
+        [sys.executable, str(script), str(to)], capture_output=True, text=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(to.read_text()) == json.loads(json.dumps(plain_values()))
+
+
+def test_what_takes_a_model_or_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Norms, loaders, recomputation, memory, timers."""
+    model, x = net(), torch.randn(5, 6)
+    model(x).sum().backward()
+    right = float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    assert runtime_utils.get_grad_norm(model.parameters()) == pytest.approx(right)
+    assert float(runtime_utils.clip_grad_norm_(model.parameters(), right / 2)) == pytest.approx(right)
+    assert runtime_utils.get_grad_norm(model.parameters()) == pytest.approx(right / 2)
+    assert runtime_utils.get_weight_norm([torch.tensor([3.0]), torch.tensor([4.0])]) == pytest.approx(5)
+    assert runtime_utils.get_global_norm_of_tensors([torch.tensor([float("nan")])]) == -1
+    loader = DeepSpeedDataLoader(list(range(7)), 2, False, -1, None, dataloader_drop_last=True)  # type: ignore[arg-type]
+    again = RepeatingLoader(loader)
+    assert len(loader) == 3 and len([next(again) for _ in range(7)]) == 7
+    own = DeepSpeedDataLoader(list(range(8)), 2, False, 0, None, data_parallel_world_size=2,
+                              data_parallel_rank=1)  # type: ignore[arg-type]  # fmt: skip
+    assert len(own) == 2
+    with checkpointing.get_cuda_rng_tracker().fork():
+        checkpointing.model_parallel_cuda_manual_seed(3)
+    assert torch.equal(checkpointing.checkpoint(model, x), model(x))
+    runtime_utils.see_memory_usage("here")
+    assert not capsys.readouterr().out
+    runtime_utils.see_memory_usage("here", force=True)
+    assert capsys.readouterr().out.startswith("here\nallocated 0.00 GB")
+    timer = utils.timer.ThroughputTimer(batch_size=4, start_step=1)
+    assert timer.avg_samples_per_sec() == float("-inf")
+    with pytest.raises(DeepSpeedConfigError, match="train_batchsize"):
+        DeepSpeedConfig({"train_batchsize": 3})
 
 
 def test_weights_of_a_checkpoint(tmp_path: Path) -> None:

@@ -327,8 +327,6 @@ def test_what_programs_take_from_submodules() -> None:
     assert torch.equal(*gradients)
     assert deepspeed.ops.lion.DeepSpeedCPULion is deepspeed.ops.lion.FusedLion
     assert deepspeed.ops.lamb.FusedLamb([torch.nn.Parameter(x.detach())]).defaults["lr"] > 0
-    with pytest.raises(AttributeError, match="tp_model_init"):
-        _ = deepspeed.tp_model_init
 
 
 def test_the_configuration_comes_by_the_command_line(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def main(net, grüße="ü"):
     with deepspeed.zero.Init():
         pass
     engine, *_ = deepspeed.initialize(model=net, config=CONFIG, mpu=None)
-    return deepspeed.init_inference(net), deepspeed.tp_model_init(net)
+    return deepspeed.default_inference_config(), deepspeed.DeepSpeedHybridEngine(net)
 '''
 
 
@@ -45,8 +45,8 @@ def test_deepspeed() -> None:
     assert told == [
         (7, False, "configuration"),
         (7, True, "configuration"),
-        (14, True, "deepspeed.init_inference has no equivalent here"),
-        (14, True, "deepspeed.tp_model_init has no equivalent here"),
+        (14, True, "deepspeed.DeepSpeedHybridEngine has no equivalent here"),
+        (14, True, "deepspeed.default_inference_config has no equivalent here"),
     ]
     assert "did you mean zero_optimization.stage?" in found.notes[1].text
     assert found.diff("x.py").startswith("--- x.py\n+++ x.py\n@@ -1,8 +1,9 @@")
@@ -185,9 +185,11 @@ def test_command(tmp_path: Path) -> None:
     done = runner.invoke(app, ["migrate", str(script), "--write"])
     assert done.exit_code == 0 and "+from espalier.compat import deepspeed" in done.output
     assert script.read_text() == "from espalier.compat import deepspeed\n"
-    script.write_text("import deepspeed\ndeepspeed.init_inference()\n")
+    script.write_text("import deepspeed\ndeepspeed.DeepSpeedHybridEngine()\n")
     done = runner.invoke(app, ["migrate", str(script)])
-    assert done.exit_code == 1 and "train.py:2: deepspeed.init_inference has no equivalent" in done.output
+    assert (
+        done.exit_code == 1 and "train.py:2: deepspeed.DeepSpeedHybridEngine has no equivalent" in done.output
+    )
     script.write_text("def")
     assert runner.invoke(app, ["migrate", str(script)]).exit_code == 2
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from espalier.compat.absent import or_absent
 from espalier.later import on_use
 
 if TYPE_CHECKING:
@@ -17,31 +18,64 @@ if TYPE_CHECKING:
         accelerator,
         checkpointing,
         comm,
+        inference,
         moe,
         ops,
         pipe,
+        profiling,
         runtime,
+        sequence,
         utils,
         zero,
     )
     from espalier.compat.deepspeed.accelerator import get_accelerator
+    from espalier.compat.deepspeed.axes import init_distributed
     from espalier.compat.deepspeed.config import Config, read
-    from espalier.compat.deepspeed.engine import DeepSpeedEngine, init_distributed
+    from espalier.compat.deepspeed.engine import DeepSpeedEngine
+    from espalier.compat.deepspeed.inference import InferenceEngine, init_inference
     from espalier.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from espalier.compat.deepspeed.pipe_engine import PipelineEngine
-    from espalier.compat.deepspeed.starting import initialize
+    from espalier.compat.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from espalier.compat.deepspeed.starting import initialize, tp_model_init
+    from espalier.compat.deepspeed.utils import OnDevice, log_dist, logger
 else:  # what starts the ranks needs none of it
-    __getattr__ = on_use(
+    __getattr__ = or_absent(
         __name__,
+        "deepspeed",
         {
-            "": "accelerator checkpointing comm moe ops pipe runtime utils zero",
-            "accelerator": "get_accelerator",
-            "config": "Config read",
-            "engine": "DeepSpeedEngine init_distributed",
-            "pipe": "LayerSpec PipelineModule TiedLayerSpec",
-            "pipe_engine": "PipelineEngine",
-            "starting": "initialize",
+            "DeepSpeedHybridEngine": "engine.engine.generate(ids, n) writes text under any plan",
+            "DualPipeVEngine DualPipeVModule": 'plan={"schedule": "dualpipe-v"} says it of a PipelineModule',
+            "DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer module_inject": (
+                "models run as they are written: engine.compile() compiles their blocks"
+            ),
+            "DeepSpeedInferenceConfig default_inference_config": "init_inference(config={...}) takes a dict",
+            "DeepSpeedOptimizer": "engine.optimizer is torch's own",
+            "set_autotp_mode": "leave it out: tensor_parallel.autotp_size in the configuration is enough",
+            "autotuning": "`espalier plan JOB.toml` searches for the fastest plan",
+            "compression": "weights are not quantised or pruned in training",
+            "nvme io": "Offload(directory=) says where states lie on a disk",
+            "linear": "peft's LoRA is laid out as it is",
+            "launcher": "espalier run, or python -m espalier.compat.deepspeed, starts ranks",
+            "checkpoint": "engine.load_checkpoint and `espalier import` read what DeepSpeed wrote",
+            "env_report": "`espalier doctor` tells of the machine",
         },
+        on_use(
+            __name__,
+            {
+                "": "accelerator checkpointing comm inference moe ops pipe profiling runtime sequence utils "
+                "zero",
+                "accelerator": "get_accelerator",
+                "axes": "init_distributed",
+                "config": "Config read",
+                "engine": "DeepSpeedEngine",
+                "inference": "InferenceEngine init_inference",
+                "pipe": "LayerSpec PipelineModule TiedLayerSpec",
+                "pipe_engine": "PipelineEngine",
+                "runtime.config": "DeepSpeedConfig DeepSpeedConfigError",
+                "starting": "initialize tp_model_init",
+                "utils": "OnDevice log_dist logger",
+            },
+        ),
     )
 
 __version__ = "0.19.0"  # whose interface this is
@@ -57,8 +91,12 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 __all__ = [
     "Config",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
     "DeepSpeedEngine",
+    "InferenceEngine",
     "LayerSpec",
+    "OnDevice",
     "PipelineEngine",
     "PipelineModule",
     "TiedLayerSpec",
@@ -67,13 +105,20 @@ __all__ = [
     "checkpointing",
     "comm",
     "get_accelerator",
+    "inference",
     "init_distributed",
+    "init_inference",
     "initialize",
+    "log_dist",
+    "logger",
     "moe",
     "ops",
     "pipe",
+    "profiling",
     "read",
     "runtime",
+    "sequence",
+    "tp_model_init",
     "utils",
     "zero",
 ]

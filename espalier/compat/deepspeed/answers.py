@@ -196,6 +196,11 @@ def answer(name: str, options: Mapping[str, Any]) -> Any:
     return options.get(key, default)
 
 
+def optimizer_name(name: str) -> str:
+    """A configuration's word for an optimizer, as DeepSpeed gives it."""
+    return name.lower() if name.lower() in OPTIMIZERS else name
+
+
 def offload(options: Mapping[str, Any], kind: str) -> SimpleNamespace | None:
     """``offload_optimizer`` or ``offload_param`` as a configuration says it; None where it does not."""
     section = f"{_ZERO}{kind}."

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -19,14 +17,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from espalier.compat.deepspeed import answers
+from espalier.compat.deepspeed.axes import Axes, Newest, axes_of
 from espalier.compat.deepspeed.checkpoints import load, save
 from espalier.compat.deepspeed.config import Config
 from espalier.compat.deepspeed.moe.layer import layers
 from espalier.compat.deepspeed.monitor import Flops, Monitor
-from espalier.compat.deepspeed.timers import BACKWARD, FORWARD, STEP, Timers
+from espalier.compat.deepspeed.optimizers import show_scale
+from espalier.compat.deepspeed.timers import BACKWARD, FORWARD, STEP, ThroughputTimer, Timers
 from espalier.compat.deepspeed.utils.tensors import own_by
+from espalier.compat.deepspeed.zero import mark_as_cut
 from espalier.engine import Engine, EngineModule
-from espalier.mesh.process import start
 
 
 class DeepSpeedEngine(EngineModule):
@@ -48,6 +48,9 @@ class DeepSpeedEngine(EngineModule):
         timers: of forward, backward and step (``fwd``, ``bwd``, ``step``), and of the program's own.
         client_optimizer, client_lr_scheduler: what the program brought; None where the configuration says.
         mpu: None: axes are the plan's.
+        losses: of the step's micro-batches so far, their mean; None before the first.
+        tput_timer: how fast rows pass.
+        training_data, collate_fn: what the loader was made of.
         has_moe_layers, num_experts: whether the model has layers of ``deepspeed.moe``, and of each how many.
     """
 
@@ -70,6 +73,9 @@ class DeepSpeedEngine(EngineModule):
         self._applied = False
         self._losses: list[torch.Tensor] = []
         self.timers = Timers()
+        self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
+        self.training_data: Any = None
+        self.collate_fn: Any = None
         self.client_optimizer: Any = None
         self.client_lr_scheduler: Any = None
         self.mpu = None
@@ -77,6 +83,10 @@ class DeepSpeedEngine(EngineModule):
         self.has_moe_layers = bool(self.num_experts)
         self._is_compiled = False
         own_by(engine)
+        Newest.becomes(engine)
+        if self.zero_optimization_partition_weights():
+            mark_as_cut(engine.module)
+        show_scale(self)
         self.monitor = Monitor(settings.values if self.global_rank == 0 else {})
         self._flops = Flops(settings.values, self.module) if self._wants("flops_profiler.enabled") else None
         if self._wants("comms_logger.enabled"):
@@ -109,8 +119,10 @@ class DeepSpeedEngine(EngineModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives for this rank's rows."""
         self.timers(FORWARD).start()
-        if self._flops is not None and torch.is_grad_enabled():
-            self._flops.begin(self.global_steps + 1)
+        if torch.is_grad_enabled():
+            self.tput_timer.start()
+            if self._flops is not None:
+                self._flops.begin(self.global_steps + 1)
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -165,6 +177,7 @@ class DeepSpeedEngine(EngineModule):
         self._since += 1
         self._applied = False
         if not is_boundary:
+            self.tput_timer.stop()
             return
         self._since = 0
         self.timers(STEP).start()
@@ -180,6 +193,8 @@ class DeepSpeedEngine(EngineModule):
     def _after_step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
+        self.tput_timer.stop(global_step=True)
+        show_scale(self)
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         losses, self._losses = self._losses, []
@@ -327,9 +342,7 @@ class DeepSpeedEngine(EngineModule):
         if self.client_optimizer is not None:
             return type(self.client_optimizer).__name__
         chosen = self.settings.optimizer
-        if chosen is None:
-            return None
-        return chosen.name.lower() if chosen.name.lower() in answers.OPTIMIZERS else chosen.name
+        return None if chosen is None else answers.optimizer_name(chosen.name)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Of parameters, and in which gradients are summed."""
@@ -431,9 +444,12 @@ class DeepSpeedEngine(EngineModule):
     @property
     def dp_world_size(self) -> int:
         """Ranks that share the batch."""
-        return self._place()[1]
+        return self._axes("data").size
 
-    seq_dp_world_size = dp_world_size
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Ranks that share the batch or a sequence."""
+        return self._axes("data and sequence").size
 
     @property
     def mp_world_size(self) -> int:
@@ -457,7 +473,7 @@ class DeepSpeedEngine(EngineModule):
 
     def get_data_parallel_rank(self) -> int:
         """This rank's place among those that share the batch."""
-        return self._place()[0]
+        return self._axes("data").rank
 
     def get_tensor_parallel_rank(self) -> int:
         """This rank's place on the tensor axis."""
@@ -476,11 +492,42 @@ class DeepSpeedEngine(EngineModule):
             raise ValueError("No ranks share a sequence: expected sequence_parallel_size above 1.")
         return self.engine.mesh.group("context")
 
-    def _place(self) -> tuple[int, int]:
-        """This rank among those that share the batch, and how many these are."""
-        mesh = self.engine.mesh
-        axes = [mesh.axis(name) for name in self.plan.batch_axes]
-        return mesh.place(axes), math.prod(mesh.shape[axis] for axis in axes)
+    def _axes(self, kind: str) -> Axes:
+        return axes_of(self.engine, kind)
+
+    def get_data_parallel_group(self) -> Any:
+        """The ranks that share the batch, as a process group; None without a world."""
+        return self._axes("data").group()
+
+    data_parallel_group = property(get_data_parallel_group)
+
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        """The ranks that share the batch or a sequence."""
+        return self._axes("data and sequence").group()
+
+    @property
+    def expert_parallel_group(self) -> dict[str, Any]:
+        """The ranks that hold different experts, by the group's name in DeepSpeed."""
+        return {f"ep_size_{n}": self._axes("expert").group() for n in self._expert_sizes()}
+
+    @property
+    def expert_data_parallel_group(self) -> dict[str, Any]:
+        """The ranks that hold the same experts, by the group's name in DeepSpeed."""
+        return {f"ep_size_{n}": self._axes("data of experts").group() for n in self._expert_sizes()}
+
+    def _expert_sizes(self) -> list[int]:
+        return [self.plan.expert] if self.has_moe_layers else []
+
+    @property
+    def param_names(self) -> dict[torch.nn.Parameter, str]:
+        """Of each parameter, by itself."""
+        return {p: name for name, p in self.module.named_parameters()}
+
+    @property
+    def losses(self) -> float | None:
+        """See the class."""
+        return float(torch.stack(self._losses).float().mean()) if self._losses else None
 
     # ---- data
 
@@ -494,6 +541,11 @@ class DeepSpeedEngine(EngineModule):
         """Whether it gives rows one after the other."""
         return isinstance(obj, IterableDataset)
 
+    def reads(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any] | None) -> None:
+        """Train on its loader."""
+        self.training_data, self.collate_fn = dataset, collate_fn
+        self.training_dataloader = self.deepspeed_io(dataset, collate_fn=collate_fn)
+
     def deepspeed_io(
         self,
         dataset: Dataset[Any],
@@ -502,9 +554,9 @@ class DeepSpeedEngine(EngineModule):
         **options: Any,
     ) -> DataLoader[Any]:
         """Micro-batches of a dataset: this rank's rows."""
-        here, share = self._place()
+        axes = self._axes("data")
         sampler: DistributedSampler[Any] = DistributedSampler(
-            cast(Any, dataset), num_replicas=share, rank=here
+            cast(Any, dataset), num_replicas=axes.size, rank=axes.rank
         )
         return DataLoader(
             dataset,
@@ -621,9 +673,3 @@ class DeepSpeedEngine(EngineModule):
     def is_compiled(self) -> bool:
         """Whether :meth:`compile` was called."""
         return self._is_compiled
-
-
-def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    """Join the world that the environment describes; nothing happens where that is done, or there is none."""
-    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        start("cpu" if dist_backend == "gloo" else None)

@@ -7,8 +7,9 @@ operation by operation, exact on whatever layout.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -56,6 +57,42 @@ def adam(
     if weight_decay is None:
         weight_decay = 0.01 if torch_adam and adam_w_mode else 0.0
     return kind(params, lr=lr, betas=(first, second), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+
+
+class Scaled(Protocol):
+    """What of DeepSpeed's engine an optimizer shows."""
+
+    global_steps: int
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer."""
+
+    def loss_scale(self) -> float:
+        """By which the loss is multiplied."""
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether it follows the gradients."""
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step has updated."""
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Gradients of a loss."""
+
+
+def show_scale(engine: Scaled) -> None:
+    """Let the optimizer, which is torch's own, have what programs ask DeepSpeed's: ``cur_scale``,
+    ``loss_scale``, ``overflow``, ``dynamic_loss_scale`` and ``backward``, as of the last step."""
+    if engine.optimizer is None:
+        return
+    shown = vars(engine.optimizer)
+    shown["cur_scale"] = shown["loss_scale"] = engine.loss_scale()
+    shown["dynamic_loss_scale"] = engine.dynamic_loss_scale()
+    shown["overflow"] = engine.global_steps > 0 and not engine.was_step_applied()
+    if "backward" not in shown:
+        owner = weakref.ref(engine)
+        shown["backward"] = lambda loss, **options: owner().backward(loss, **options)  # type: ignore[union-attr]
 
 
 class Lion(torch.optim.Optimizer):

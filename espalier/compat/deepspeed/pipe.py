@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import namedtuple
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from espalier.compat.deepspeed.config import Config
@@ -185,18 +186,86 @@ def _starts(weights: list[int], stages: int) -> list[int]:
 
 
 class ProcessTopology:
-    """Axes and their sizes, by name."""
+    """A grid of ranks on named axes, the last one varying fastest. It makes nothing: the engine's mesh does.
+
+    Attributes:
+        axes, dims: names and sizes.
+        mapping: coordinates to ranks.
+    """
 
     def __init__(self, axes: list[str], dims: list[int]) -> None:
         self.axes, self.dims = axes, dims
+        make: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]  # names as given
+        self.ProcessCoord = make
+        self.mapping: dict[Any, int] = {
+            make(*place): rank for rank, place in enumerate(product(*map(range, dims)))
+        }
 
     def get_dim(self, axis: str) -> int:
         """The size of an axis; 0 if there is none of that name."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
+    def get_axis_names(self) -> list[str]:
+        """The outermost first."""
+        return self.axes
+
     def world_size(self) -> int:
-        """Ranks."""
-        return dist.get_world_size() if dist.is_initialized() else 1
+        """Ranks of the grid."""
+        return len(self.mapping)
+
+    def get_rank(self, **coord_kwargs: int) -> int:
+        """The rank at a place, which names all axes.
+
+        Raises:
+            ValueError: it does not, or there is no such place.
+        """
+        if {*coord_kwargs} != {*self.axes} or (at := self.ProcessCoord(**coord_kwargs)) not in self.mapping:
+            sizes = ", ".join(f"{axis} below {n}" for axis, n in zip(self.axes, self.dims, strict=True))
+            raise ValueError(f"get_rank({coord_kwargs}): expected {sizes}; filter_match() takes some axes.")
+        return self.mapping[at]
+
+    def get_coord(self, rank: int) -> Any:
+        """Where a rank is, by the axes' names.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < len(self.mapping):
+            raise ValueError(f"get_coord({rank}): expected a rank below {len(self.mapping)}.")
+        return list(self.mapping)[rank]
+
+    def get_rank_repr(
+        self,
+        rank: int,
+        omit_axes: Iterable[str] = ("data", "pipe"),
+        inner_sep: str = "_",
+        outer_sep: str = "-",
+    ) -> str:
+        """Its place in words, as in names of files."""
+        at, left_out = self.get_coord(rank), {*omit_axes}
+        names = [axis for axis in self.axes if axis not in left_out]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(at, axis):02d}" for axis in names)
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The ranks that differ along an axis alone; none if there is no such axis."""
+        if axis not in self.axes:
+            return []
+        groups: dict[Any, list[int]] = {}
+        for at, rank in self.mapping.items():
+            groups.setdefault(at._replace(**{axis: 0}), []).append(rank)
+        return list(groups.values())
+
+    def filter_match(self, **filter_kwargs: int) -> list[int]:
+        """The ranks at these places."""
+        wanted = filter_kwargs.items()
+        return [rank for at, rank in self.mapping.items() if all(getattr(at, k) == n for k, n in wanted)]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks at a place of an axis."""
+        return self.filter_match(**{axis: idx})
+
+    def __str__(self) -> str:
+        return str(self.mapping)
 
 
 class PipeDataParallelTopology(ProcessTopology):

@@ -66,6 +66,7 @@ class PipelineEngine(DeepSpeedEngine):
             the mean of the micro-batches' losses, over all ranks.
         """
         parts = self._parts(data_iter, self.micro_batches)
+        self.tput_timer.start()
         self.engine.accumulate(parts)
         self._applied = self.engine.step()
         self.micro_steps += self.micro_batches

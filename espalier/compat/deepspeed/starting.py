@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from espalier.compat.deepspeed import optimizers, schedules
+from espalier.compat.deepspeed.axes import init_distributed
 from espalier.compat.deepspeed.config import load, read
-from espalier.compat.deepspeed.engine import DeepSpeedEngine, init_distributed
+from espalier.compat.deepspeed.engine import DeepSpeedEngine
 from espalier.compat.deepspeed.moe.layer import axes_of_experts
 from espalier.compat.deepspeed.pipe import PipelineModule
 from espalier.compat.deepspeed.pipe_engine import PipelineEngine
@@ -72,7 +73,7 @@ def initialize(
     init_distributed()
     is_pipeline = isinstance(model, PipelineModule)
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
-    tables = load(source)
+    tables = with_tensor_axis(load(source), model)
     settings = read(tables, _ranks(), pipe=stages, plan={**axes_of_experts(model), **(plan or {})})
     if isinstance(model, PipelineModule):
         settings = model.arranged(settings)
@@ -101,8 +102,37 @@ def initialize(
     engine = kind(inner, settings, tables, lr_scheduler)
     engine.client_optimizer, engine.client_lr_scheduler = brought
     if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        engine.reads(training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+_TENSOR = "_deepspeed_tp_size"
+
+
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **options: Any
+) -> nn.Module:
+    """The model, in a dtype; ``deepspeed.initialize`` will cut its tensors over ``tp_size`` ranks."""
+    setattr(model, _TENSOR, tp_size)
+    return model.to(dtype)
+
+
+def with_tensor_axis(tables: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A configuration, with what :func:`tp_model_init` was told of a model.
+
+    Raises:
+        ValueError: the two differ.
+    """
+    size = getattr(model, _TENSOR, None)
+    if size is None:
+        return tables
+    section = tables.get("tensor_parallel") or {}
+    if section.get("autotp_size") not in (None, 0, size):
+        raise ValueError(
+            f"tensor_parallel.autotp_size = {section['autotp_size']} of the configuration, and tp_model_init("
+            f"tp_size={size}): expected the same."
+        )
+    return {**tables, "tensor_parallel": {**section, "autotp_size": size}}
 
 
 def _ranks() -> int:

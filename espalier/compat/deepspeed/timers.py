@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -101,3 +101,109 @@ class Timers:
         line = self.told(names, normalizer, reset)
         if (dist.get_rank() if dist.is_initialized() else 0) in (ranks or [0]):
             print(f"milliseconds: {line}", flush=True)
+
+
+class NoopTimer:
+    """Timers that take no time, and tell none."""
+
+    def __init__(self) -> None:
+        self.timer = self
+
+    def __call__(self, name: str) -> NoopTimer:
+        return self
+
+    def start(self) -> None:
+        """Nothing."""
+
+    def stop(self, **options: Any) -> None:
+        """Nothing."""
+
+    def reset(self) -> None:
+        """Nothing."""
+
+    def elapsed(self, **options: Any) -> float:
+        """None has passed."""
+        return 0.0
+
+    mean = elapsed
+
+    def get_timers(self) -> dict[str, Timer]:
+        """There are none."""
+        return {}
+
+    def log(self, names: Iterable[str], **options: Any) -> None:
+        """Nothing."""
+
+    def get_mean(self, names: Iterable[str], **options: Any) -> dict[str, float]:
+        """There are none."""
+        return {}
+
+
+class ThroughputTimer:
+    """How fast rows pass, over all ranks, on the host's clock.
+
+    Args:
+        config: DeepSpeed's section ``timers.throughput``; ``config.enabled`` false lets it rest.
+        batch_size: rows of a step, over all ranks.
+        start_step: the first step that counts: those before it are slow.
+        steps_per_output: how often it is told; None for never.
+        logging_fn: takes the words; by default they are printed.
+
+    Attributes:
+        global_step_count: steps so far.
+        total_elapsed_time: seconds of those that count.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        batch_size: int | None = None,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], object] = print,
+    ) -> None:
+        self._rests = config is not None and not getattr(config, "enabled", True)
+        self.batch_size = 1 if batch_size is None else batch_size
+        self.start_step, self.steps_per_output = start_step, steps_per_output
+        self.logging = logging_fn
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.total_elapsed_time = self.step_elapsed_time = 0.0
+        self._begun: float | None = None
+
+    def update_epoch_count(self) -> None:
+        """A new epoch begins."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """Before a micro-batch; not again before :meth:`stop`."""
+        if not self._rests and self._begun is None:
+            self._begun = time.perf_counter()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """Behind a micro-batch, and perhaps the step; nothing without :meth:`start`."""
+        if self._begun is None:
+            return
+        seconds, self._begun = time.perf_counter() - self._begun, None
+        counts = self.global_step_count >= self.start_step
+        self.micro_step_count += 1
+        self.global_step_count += global_step
+        if not counts:
+            return
+        self.total_elapsed_time += seconds
+        self.step_elapsed_time += seconds
+        if global_step:
+            every = self.steps_per_output
+            if report_speed and every and self.global_step_count % every == 0:
+                now = self.batch_size / self.step_elapsed_time
+                self.logging(
+                    f"step {self.global_step_count}: {self.avg_samples_per_sec():.2f} rows a second on "
+                    f"average, {now:.2f} in this step"
+                )
+            self.step_elapsed_time = 0.0
+
+    def avg_samples_per_sec(self) -> float:
+        """Rows a second; ``-inf`` before the first step that counts has ended."""
+        steps = self.global_step_count - self.start_step
+        return self.batch_size * steps / self.total_elapsed_time if steps > 0 else float("-inf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from espalier.comm.control import gather_objects
-from espalier.compat.deepspeed.engine import init_distributed
+from espalier.comm import collectives
+from espalier.compat.deepspeed.axes import init_distributed
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import show
-from espalier.tensor import DTensor, deferred, plain
+from espalier.tensor import DTensor, deferred, lay_out, plain
 from espalier.tensor.deferred import make_parameters_real
 from espalier.torch_private import raw
 
@@ -74,9 +75,8 @@ def _not_yet_cut(params: Iterable[Any], modifier_rank: int | None) -> Iterator[N
         init_distributed()
         changed = [p.detach() for p in held]
         ranks = dist.get_world_size() if held and dist.is_initialized() else 1
-        values = (
-            gather_objects(changed, Mesh.from_env({"data": ranks}))[modifier_rank] if ranks > 1 else changed
-        )
+        mesh = Mesh.from_env({"data": ranks}) if ranks > 1 else None
+        values = [x if mesh is None else collectives.broadcast(x, mesh, 0, modifier_rank) for x in changed]
     with torch.no_grad():
         for p, value in zip(held, values, strict=True):
             p.copy_(value)
@@ -90,18 +90,52 @@ def _cut(held: list[DTensor], modifier_rank: int | None) -> Iterator[None]:
         before = [(p, plain(p.data), p._layout) for p in held]
         for (p, _, layout), whole in zip(before, wholes, strict=True):
             show(p, plain(whole), Layout.replicated(layout.mesh, layout.shape))
+    _say(held, ZeroParamStatus.AVAILABLE)
     try:
         yield
     finally:
+        _say(held, ZeroParamStatus.NOT_AVAILABLE)
         with raw():
             values = [plain(p.data) for p in held]
             for p, data, layout in before:
                 show(p, data, layout)
     if modifier_rank is not None:
         for p, x in zip(held, values, strict=True):
-            x = gather_objects(x, p._layout.mesh)[modifier_rank]
+            own = p._layout.own
+            at = [int(i) for i in torch.unravel_index(torch.tensor(modifier_rank), own.mesh.shape)]
             with torch.no_grad():
-                p.copy_(x)
+                p.copy_(lay_out(x, own, source=at))  # each rank is sent its part
+
+
+class ZeroParamType(enum.Enum):
+    """How DeepSpeed keeps a parameter."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(enum.Enum):
+    """``p.ds_status`` of a parameter that stage 3 cuts: whole under :func:`GatheredParameters`."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def mark_as_cut(module: nn.Module) -> None:
+    """Give the parameters that stage 3 cuts what programs ask of them: ``ds_id``, ``ds_status``, ..."""
+    for i, p in enumerate(module.parameters()):
+        if isinstance(p, DTensor):
+            vars(p).update(ds_id=i, ds_shape=p.shape, ds_numel=p.numel())
+            vars(p)["ds_param_type"] = ZeroParamType.PARTITIONED
+            _say([p], ZeroParamStatus.NOT_AVAILABLE)
+
+
+def _say(held: Iterable[DTensor], status: ZeroParamStatus) -> None:
+    for p in held:
+        if hasattr(p, "ds_id"):
+            vars(p)["ds_status"] = status
 
 
 def _distinct(params: Iterable[Any]) -> list[DTensor]:

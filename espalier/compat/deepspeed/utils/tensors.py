@@ -5,12 +5,15 @@ Every rank must call: what is cut over the ranks is gathered, or given to each.
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from espalier.comm.collectives import all_gather
 from espalier.engine import Engine
 from espalier.tensor import full_tensor
 
@@ -36,6 +39,31 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
         engine.finish_gradients()
     grad = param.grad
     return None if grad is None else full_tensor(grad).float()
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Let its gradient, as :func:`safe_get_full_grad` gives it, be a whole tensor, the same on all ranks.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if safe_get_full_grad(param) is None:
+        raise ValueError("safe_set_full_grad: expected a gradient: call it between backward and step.")
+    assert param.grad is not None
+    with torch.no_grad():
+        param.grad.copy_(value.to(param.grad.dtype))
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[nn.Parameter],
+    update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor | None],
+) -> None:
+    """Let the gradients be what ``update_func(gradient, parameter)`` makes of them, or in them."""
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            made = update_func(grad, param)
+            safe_set_full_grad(param, grad if made is None else made)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -66,6 +94,73 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
         )
     with torch.no_grad():
         states[optim_state_key].copy_(value)
+
+
+# ---- this rank's part, as DeepSpeed's stage 3 cuts: equal runs of the flat parameter, the last filled up
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """This rank's run of :func:`safe_get_full_fp32_param`."""
+    return _run_of(param, safe_get_full_fp32_param(param))
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's run of :func:`safe_get_full_grad`."""
+    grad = safe_get_full_grad(param)
+    return None if grad is None else _run_of(param, grad)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's run of :func:`safe_get_full_optimizer_state`."""
+    state = safe_get_full_optimizer_state(param, optim_state_key)
+    return None if state is None else _run_of(param, state)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Let each rank's run be what that rank gives."""
+    safe_set_full_fp32_param(param, _whole_of(param, value))
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Let each rank's run be what that rank gives."""
+    safe_set_full_grad(param, _whole_of(param, value))
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Let each rank's run be what that rank gives."""
+    safe_set_full_optimizer_state(param, _whole_of(param, value), optim_state_key)
+
+
+def _shares(param: nn.Parameter) -> tuple[Engine, list[int], int, int]:
+    """Its engine, the axes that share the batch, how many ranks they have, and how long a run is."""
+    engine = _engine_of(param)
+    axes = [engine.mesh.axis(name) for name in engine.plan.batch_axes]
+    ranks = math.prod(engine.mesh.shape[axis] for axis in axes)
+    return engine, axes, ranks, -(-param.numel() // ranks)
+
+
+def _run_of(param: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    engine, axes, ranks, size = _shares(param)
+    filled = nn.functional.pad(whole.flatten(), (0, ranks * size - whole.numel()))
+    return filled.view(ranks, size)[engine.mesh.place(axes)].clone()
+
+
+def _whole_of(param: nn.Parameter, run: torch.Tensor) -> torch.Tensor:
+    """All ranks' runs, as the parameter's shape.
+
+    Raises:
+        ValueError: it is not as long as one.
+    """
+    engine, axes, _, size = _shares(param)
+    if run.numel() != size:
+        raise ValueError(
+            f"This rank's part of a parameter of the shape {list(param.shape)} has {size} elements, as "
+            f"safe_get_local_fp32_param gives them; got {run.numel()}."
+        )
+    runs = run.detach().reshape(1, size)
+    for axis in reversed(axes):
+        runs = all_gather(runs, engine.mesh, axis, 0, runs.shape[0] * engine.mesh.shape[axis])
+    return runs.flatten()[: param.numel()].view(param.shape)
 
 
 def _states_of(param: nn.Parameter) -> dict[str, Any]:

@@ -1,0 +1,5 @@
+"""``deepspeed.profiling.flops_profiler``: the arithmetic of a model."""
+
+from espalier.compat.deepspeed.profiling.flops_profiler.profiler import FlopsProfiler, get_model_profile
+
+__all__ = ["FlopsProfiler", "get_model_profile"]

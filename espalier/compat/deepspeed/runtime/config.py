@@ -1,0 +1,92 @@
+"""``deepspeed.runtime.config``: a configuration that programs ask by attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from espalier.compat.deepspeed import answers
+from espalier.compat.deepspeed.config import Config, load, read
+from espalier.texts import MistakeError as DeepSpeedConfigError
+
+# sections that DeepSpeed has under another name
+_SECTIONS: Final = {
+    "zero_config": "zero_optimization",
+    "float16_config": "fp16",
+    "bfloat16_config": "bf16",
+    "activation_checkpointing_config": "activation_checkpointing",
+    "flops_profiler_config": "flops_profiler",
+    "comms_config": "comms_logger",
+    "tensor_parallel_config": "tensor_parallel",
+    "checkpoint_config": "checkpoint",
+    "pipeline": "pipeline",
+}
+
+
+class DeepSpeedConfig:
+    """What a configuration says, by DeepSpeed's names.
+
+    Args:
+        config: a dict, or the path of a JSON file.
+        mpu: its ``get_data_parallel_world_size()`` ranks share the batch.
+
+    Attributes:
+        settings: as :func:`espalier.compat.deepspeed.read` gives it.
+        world_size: ranks that share the batch.
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: all three.
+        zero_config, float16_config, bfloat16_config, ...: the keys of a section that were given.
+
+    What DeepSpeed's engine answers by methods (``gradient_clipping``, ``optimizer_params``, ...) is an
+    attribute here.
+
+    Raises:
+        DeepSpeedConfigError: listing every mistake.
+    """
+
+    def __init__(
+        self, config: str | Path | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None
+    ) -> None:
+        self._param_dict = load(config)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        if mpu is not None:
+            ranks = mpu.get_data_parallel_world_size()
+        self.settings: Config = read(self._param_dict, ranks)
+        plan = self.settings.plan
+        self.train_batch_size = self.settings.train_batch
+        self.train_micro_batch_size_per_gpu = self.settings.micro_batch
+        self.gradient_accumulation_steps = plan.accumulate
+        self.world_size = self.train_batch_size // (self.settings.micro_batch * plan.accumulate)
+        self.zero_optimization_stage, self.zero_enabled = int(plan.zero), bool(plan.zero)
+        self.gradient_clipping = plan.clip or 0.0
+        chosen = self.settings.optimizer
+        self.optimizer_name = None if chosen is None else answers.optimizer_name(chosen.name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        given = self.settings.configured
+        if name in _SECTIONS:
+            start = f"{_SECTIONS[name]}."
+            found = {key.removeprefix(start): x for key, x in given.items() if key.startswith(start)}
+            if name == "zero_config":
+                found |= {"stage": self.zero_optimization_stage}
+            elif "16" in name:
+                found.setdefault("enabled", False)
+            return SimpleNamespace(**{key: x for key, x in found.items() if "." not in key})
+        if name in answers.GIVEN or name in answers.OFF:
+            return answers.answer(name, given)
+        if name in given:
+            return given[name]
+        raise AttributeError(answers.missing(name, type(self).__name__))
+
+    def print(self, name: str) -> None:
+        """Print what was given."""
+        print(f"{name}:", *(f"  {key} = {x!r}" for key, x in self.settings.configured.items()), sep="\n")
+
+
+__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError"]

@@ -1,0 +1,236 @@
+"""``deepspeed.runtime.utils``: what training programs take from there."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from espalier.compat.absent import or_absent
+from espalier.compat.deepspeed.accelerator import get_accelerator
+from espalier.trees import tree_map
+
+_GB = 2**30
+
+
+class DummyOptim:
+    """Stands for an optimizer that the configuration makes.
+
+    Args:
+        params: what it is to update.
+    """
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        self.param_groups = [{"params": list(params)}]
+
+
+class noop_context:
+    """Nothing, as a context."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function."""
+    return func
+
+
+def ensure_directory_exists(filename: str | Path) -> None:
+    """Make the folder that a file is to be in."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def set_random_seed(seed: int) -> None:
+    """Of Python, numpy and torch."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)  # noqa: NPY002  # that of programs which draw by numpy.random
+    torch.manual_seed(seed)
+
+
+def is_model_parallel_parameter(p: Any) -> bool:
+    """Whether the program says that each rank has its own part; of parameters that the engine cuts it is not
+    to be asked: they are whole to what is computed of them."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """The tensors in it, those of ``criterion_func`` alone, on a device."""
+
+    def moved(x: Any) -> Any:
+        wanted = isinstance(x, torch.Tensor) and (criterion_func is None or criterion_func(x))
+        return x.to(device) if wanted else x
+
+    return tree_map(moved, item)
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+    """Copies of the tensors of ``criterion_func`` on a device; else what there is."""
+
+    def copied(x: Any) -> Any:
+        wanted = isinstance(x, torch.Tensor) and criterion_func(x)
+        return x.detach().clone().to(device) if wanted else x
+
+    return tree_map(copied, item)
+
+
+# ---- norms, of whole tensors: operations on what is cut over ranks see all of it
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
+    """Torch's; ``mpu`` is not asked: what is cut counts whole."""
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def get_global_norm(norm_list: Iterable[float]) -> float:
+    """Of norms of parts."""
+    return float(sum(norm**2.0 for norm in norm_list) ** 0.5)
+
+
+def get_grad_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
+    """Of the gradients; -1 if one is not finite."""
+    held = [p.grad for p in _several(parameters) if p.grad is not None]
+    return _told(nn.utils.get_total_norm(held, norm_type))
+
+
+get_flattened_grad_norm = get_grad_norm
+
+
+def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
+    """Of parameters; -1 if one is not finite."""
+    return _told(nn.utils.get_total_norm([p.detach() for p in _several(parameters)], norm_type))
+
+
+def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
+    """How many elements of the gradients are zero."""
+    held = [p.grad for p in _several(parameters) if p.grad is not None]
+    return float(sum(float((grad == 0).sum()) for grad in held))
+
+
+def get_global_norm_of_tensors(
+    input_tensors: Sequence[torch.Tensor], norm_type: float = 2, mpu: Any = None, **options: Any
+) -> float:
+    """Of tensors together; -1 if one is not finite."""
+    return _told(nn.utils.get_total_norm(input_tensors, norm_type))
+
+
+def clip_tensors_by_global_norm(
+    input_tensors: Sequence[torch.Tensor],
+    max_norm: float = 1.0,
+    global_norm: float | None = None,
+    mpu: Any = None,
+    eps: float = 1e-6,
+) -> float:
+    """Scale tensors in place, so that their norm together is ``max_norm`` at most; gives that of before."""
+    norm = get_global_norm_of_tensors(input_tensors) if global_norm is None else global_norm
+    factor = max_norm / (norm + eps)
+    if norm >= 0 and factor < 1:
+        for x in input_tensors:
+            x.detach().mul_(factor)
+    return norm
+
+
+def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
+    """Whether an element is not finite."""
+    return x.isfinite().all().logical_not()
+
+
+def _several(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _told(norm: torch.Tensor) -> float:
+    value = float(norm)
+    return value if value - value == 0 else -1.0
+
+
+# ---- parts of a list
+
+
+def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
+    """Sums of the first one, two, ..."""
+    return list(itertools.accumulate(weights))
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Where parts begin, and the last one ends; the first have one more where it does not come out even."""
+    if num_items <= num_parts:
+        return [min(part, num_items) for part in range(num_parts + 1)]
+    each, more = divmod(num_items, num_parts)
+    return [part * each + min(part, more) for part in range(num_parts + 1)]
+
+
+# ---- memory
+
+
+def empty_cache() -> None:
+    """Give back what the accelerator's allocator keeps, and begin a new peak."""
+    get_accelerator().empty_cache()
+    get_accelerator().reset_peak_memory_stats()
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Print, on rank 0, bytes of the accelerator and the host; nothing without ``force``."""
+    if not force or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    gc.collect()
+    device = get_accelerator()
+    peak = device.max_memory_allocated() / _GB
+    print(f"{message}\nallocated {device.memory_allocated() / _GB:.2f} GB, at most {peak:.2f} GB, ", end="")
+    print(f"kept {device.memory_reserved() / _GB:.2f} GB; this process on the host {_host() / _GB:.2f} GB")
+    device.reset_peak_memory_stats()
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """:func:`see_memory_usage`."""
+    if print_rank in (-1, dist.get_rank() if dist.is_initialized() else 0):
+        see_memory_usage(msg, force=True)
+
+
+def _host() -> int:
+    """Bytes of this process."""
+    for line in Path("/proc/self/status").read_text("utf-8").splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def get_ma_status() -> int:
+    """Bytes of the accelerator that are allocated; 0 on all ranks but the first."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    return get_accelerator().memory_allocated() if is_first else 0
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """A call, as it is written."""
+    words = [*map(repr, args), *(f"{key}={x!r}" for key, x in kwargs.items())]
+    return f"{base}({', '.join(words)})"
+
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.runtime.utils",
+    {
+        "CheckOverflow": "engine.skipped_steps and engine.was_step_applied() tell of gradients that were not "
+        "finite",
+        "PartitionedTensor": "espalier.DTensor is a tensor that is cut over ranks",
+        "partition_balanced": 'PipelineModule(partition_method="parameters") balances stages; '
+        'plan={"cuts": [...]} says where they begin',
+        "all_gather_dp_groups all_gather_into_tensor_dp_groups align_dense_tensors": "the engine gathers "
+        "parameters: see engine.plan.zero",
+        "offload_adam_states reload_adam_states": "Plan(offload=) lays states on the host: "
+        "`offload_optimizer` of the configuration",
+    },
+)

@@ -1,0 +1,38 @@
+"""``deepspeed.runtime.zero``: what ``deepspeed.zero`` has, under the names of its modules."""
+
+from espalier.compat.absent import or_absent
+from espalier.compat.deepspeed.runtime.zero import partition_parameters, stage3, stage_1_and_2
+from espalier.compat.deepspeed.zero import (
+    GatheredParameters,
+    Init,
+    ZeroParamStatus,
+    ZeroParamType,
+    register_external_parameter,
+    unregister_external_parameter,
+)
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "partition_parameters",
+    "register_external_parameter",
+    "stage3",
+    "stage_1_and_2",
+    "unregister_external_parameter",
+]
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.runtime.zero",
+    {
+        "TiledLinear TiledLinearReturnBias": "an nn.Linear is cut by tensor_parallel.autotp_size, or by "
+        "layouts= of deepspeed.initialize",
+        "DeepSpeedZeRoOffload parameter_offload": "`offload_param` of the configuration lays parameters on "
+        "the host",
+        "config offload_config": "say the section zero_optimization as a dict: deepspeed.initialize(config=)",
+        "unwrap_model_for_generation": "engine.engine.generate(ids, n) writes text under any plan",
+        "utils": "engine.plan says how the model is laid out",
+    },
+)
