@@ -24,7 +24,6 @@ from espalier.compat.deepspeed.moe.utils import (
     is_moe_param,
     split_params_into_different_moe_groups_for_optimizer,
 )
-from espalier.compat.deepspeed.utils import groups
 
 ROOT = Path(__file__).parents[2]
 STEPS, ROWS = 20, 12
@@ -160,7 +159,7 @@ def beside(rank: int, world: int) -> dict[str, list[list[float]]]:
         assert engine.engine.plan.expert == options["ep_size"]
         ((name, group),) = engine.expert_parallel_group.items()
         assert name == f"ep_size_{dist.get_world_size(group)}" == f"ep_size_{options['ep_size']}"
-        assert groups._get_expert_parallel_world_size(name) == options["ep_size"]
+        assert deepspeed.utils.groups._get_expert_parallel_world_size(name) == options["ep_size"]
         here = place_of(engine)
         losses["tensor"].append([])
         for step in range(STEPS):

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from espalier.compat import deepspeed
 from espalier.compat.absent import Absent
 from espalier.compat.deepspeed import utils
-from espalier.compat.deepspeed.profiling.flops_profiler import get_model_profile
+from espalier.compat.deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from espalier.compat.deepspeed.runtime import utils as runtime_utils
 from espalier.compat.deepspeed.runtime.activation_checkpointing import checkpointing
 from espalier.compat.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -361,6 +361,12 @@ def test_what_takes_a_model_or_rows(capsys: pytest.CaptureFixture[str]) -> None:
     with checkpointing.get_cuda_rng_tracker().fork():
         checkpointing.model_parallel_cuda_manual_seed(3)
     assert torch.equal(checkpointing.checkpoint(model, x), model(x))
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(x)
+    profiler.stop_profile()
+    profiler.print_model_profile()
+    assert "163 parameters" in capsys.readouterr().out and profiler.get_total_flops() == 2 * 5 * 144
     runtime_utils.see_memory_usage("here")
     assert not capsys.readouterr().out
     runtime_utils.see_memory_usage("here", force=True)
