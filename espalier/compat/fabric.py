@@ -8,13 +8,13 @@ layers read the same ones.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from lightning_fabric.plugins.environments import TorchElasticEnvironment
-from lightning_fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning_fabric.strategies import DDPStrategy as Theirs
 from lightning_fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
@@ -30,6 +30,7 @@ from espalier.tensor.deferred import deferred
 from espalier.texts import refuse
 
 _LOW: Mapping[str, str] = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
+_PRECISIONS = frozenset({"Precision", "DoublePrecision", "HalfPrecision"})
 _LAUNCHED = ("RANK", "WORLD_SIZE")
 _OF_DDP = frozenset(
     "find_unused_parameters static_graph broadcast_buffers gradient_as_bucket_view init_sync".split()
@@ -54,6 +55,7 @@ class EspalierStrategy(Theirs):
     def __init__(self, plan: Plan | Mapping[str, Any] | None = None, **options: Any) -> None:
         if options.get("cluster_environment") is None and all(name in os.environ for name in _LAUNCHED):
             options["cluster_environment"] = TorchElasticEnvironment()
+        _tell_copies(EspalierStrategy)
         super().__init__(**options)
         known = "the plan says how gradients are summed: leave it out"
         mistakes: list[tuple[str, Any, str]] = [(name, x, known) for name, x in self._ddp_kwargs.items()]
@@ -86,13 +88,14 @@ class EspalierStrategy(Theirs):
 
     def _planned(self) -> Plan:
         """The plan of what this is told and of Fabric's precision."""
-        plugin, said = self.precision, dict[str, Any]()
+        plugin: Any = self.precision
+        said: dict[str, Any] = {}
         mistakes: list[tuple[str, Any, str]] = []
-        if isinstance(plugin, MixedPrecision):
+        if _is_mixed(plugin):
             said["precision"] = {"compute": f"autocast-{_LOW[plugin.precision]}"}
             if plugin.scaler is not None:  # Fabric scales
                 said["precision"]["loss_scale"] = {"init_scale": 1.0, "growth_factor": 1.0}
-        elif type(plugin) not in (Precision, DoublePrecision, HalfPrecision):
+        elif type(plugin).__name__ not in _PRECISIONS:
             mistakes.append(
                 ("precision", type(plugin).__name__, "expected 32, 64, bf16 or 16, true or mixed")
             )
@@ -215,6 +218,21 @@ class _NoSync(_BackwardSyncControl):
 
     def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[Any]:
         return module.no_sync() if enabled else nullcontext()
+
+
+def _tell_copies(kind: type[Theirs]) -> None:
+    """Let the package ``lightning``, which copies Fabric's classes, take a strategy for one of its own.
+
+    Whoever uses its ``Fabric`` has imported it before a strategy is made.
+    """
+    copies = sys.modules.get("lightning.fabric.strategies")
+    if copies is not None:
+        copies.DDPStrategy.register(kind)
+
+
+def _is_mixed(plugin: Any) -> bool:
+    """Whether it is Fabric's autocast, or that of the package ``lightning``."""
+    return any(kind.__name__ == "MixedPrecision" for kind in type(plugin).__mro__)
 
 
 def _is_world(group: Any) -> bool:

@@ -87,8 +87,6 @@ _FABRIC = _Move(
     "Fabric(strategy=EspalierStrategy(plan={...})) of espalier.compat.fabric, see docs/lightning-fabric.md",
     frozenset({"DDPStrategy"}),
 )
-# the package ``lightning`` has copies of Fabric's classes, which know no strategies but their own
-_COPIES = _Move("Lightning Fabric", "lightning_fabric", frozenset({"Fabric"}), known=frozenset({"Fabric"}))
 _MOVES: Final = MappingProxyType(
     {
         "deepspeed": _Move("DeepSpeed", "espalier.compat.deepspeed", None, "see docs/deepspeed.md"),
@@ -128,9 +126,6 @@ _MOVES: Final = MappingProxyType(
         ),
         "lightning_fabric.strategies": _FABRIC,
         "lightning.fabric.strategies": _FABRIC,
-        "lightning.fabric.fabric": _COPIES,
-        "lightning.fabric": _COPIES,
-        "lightning": _COPIES,
     }
 )
 

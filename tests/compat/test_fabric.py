@@ -6,7 +6,9 @@ import os
 import runpy
 import subprocess
 import sys
+import types
 import warnings
+from abc import ABC
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,18 @@ def programs(rank: int, world: int, alone: list[float]) -> None:
     close(run("fabric", precision="bf16-mixed"), run("fabric_here", precision="bf16-mixed"), "bf16", 0.02)
     exact = run("fabric", precision="64-true")
     close(exact, run("fabric_here", precision="64-true", plan={"data": 2, "zero": 2}), "float64", 1e-12)
+
+
+def of_the_package_lightning(rank: int, world: int, folder: str) -> None:
+    """Its own ``Fabric``, a copy of Fabric's, takes the strategy: the same numbers."""
+    text = (PROGRAMS / "fabric_here.py").read_text("utf-8")
+    program = Path(folder) / f"copies{rank}.py"
+    program.write_text(text.replace("from lightning_fabric import", "from lightning.fabric import"))
+    for options in ({"plan": {"data": 2, "zero": 3}}, {"precision": "bf16-mixed"}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = runpy.run_path(str(program))["main"](**options)
+        assert found == run("fabric_here", **options)
 
 
 def shared(rank: int, world: int) -> None:
@@ -119,3 +133,23 @@ def test_the_two_files_differ_in_their_imports_alone() -> None:
         for name in ("fabric", "fabric_here")
     ]
     assert bodies[0] == bodies[1] != ""
+
+
+@pytest.mark.world(2)
+def test_fabric_of_the_package_lightning(ranks: Any, tmp_path: Path) -> None:
+    """Without a change of its import."""
+    pytest.importorskip("lightning", reason="needs lightning: pip install --no-deps lightning torchmetrics")
+    ranks(2, of_the_package_lightning, str(tmp_path))
+
+
+def test_classes_of_the_package_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strategy is one of those that the package's copies know, once they are there."""
+    from espalier.compat.fabric import EspalierStrategy
+
+    class Copy(ABC):  # noqa: B024  # as theirs
+        """As ``lightning.fabric.strategies.DDPStrategy``."""
+
+    copies = types.ModuleType("lightning.fabric.strategies")
+    vars(copies)["DDPStrategy"] = Copy
+    monkeypatch.setitem(sys.modules, copies.__name__, copies)
+    assert isinstance(EspalierStrategy(), Copy)

@@ -155,24 +155,15 @@ def test_fabrics_strategies_by_name(name: str, plan: str) -> None:
 
 
 def test_fabric_of_the_package_lightning() -> None:
-    """It is lightning_fabric's then, in full or by name; the rest of the package stays."""
-    (named, full) = (
-        "from lightning.fabric import Fabric, seed_everything\nfabric = Fabric(strategy='ddp')\n",
-        "import lightning as L\nL.seed_everything(1)\nfabric = L.Fabric(strategy='ddp')\n",
-    )
-    asked = "fabric = Fabric(strategy=EspalierStrategy())\n"
+    """It stays where it is, in full or by name: it takes strategies of Espalier's."""
     strategy = "from espalier.compat.fabric import EspalierStrategy\n"
-    assert migrate(named).after == (
-        "from lightning_fabric import Fabric\nfrom lightning.fabric import seed_everything\n"
-        + strategy
-        + asked
-    )
-    assert migrate(full).after == (
-        "import lightning as L\n"
-        + strategy
-        + "from lightning_fabric import Fabric\nL.seed_everything(1)\n"
-        + asked
-    )
+    for imports, of in (
+        ("from lightning.fabric import Fabric, seed_everything\n", ""),
+        ("import lightning as L\n", "L."),
+    ):
+        before = f"fabric = {of}Fabric(strategy='ddp')\n"
+        after = f"fabric = {of}Fabric(strategy=EspalierStrategy())\n"
+        assert migrate(imports + before).after == imports + strategy + after
     (note,) = migrate("from lightning.fabric.strategies import FSDPStrategy\n").notes
     assert note.is_missing and "EspalierStrategy(plan={...})" in note.text
 
