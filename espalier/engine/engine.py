@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from espalier.blocks import blocks
 from espalier.checkpoint import CheckpointError, Saver
 from espalier.comm import Ledger
 from espalier.device import is_accelerator, use
@@ -38,6 +37,7 @@ from espalier.engine.checkpointing import (
     restore,
     state_of,
 )
+from espalier.engine.compiling import compilable, warn_of_compiled
 from espalier.engine.norm import Guard, LossScaler, Norm, Rider, clip_of
 from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase, bind
 from espalier.engine.recompute import Policy, chosen, recompute
@@ -66,7 +66,6 @@ from espalier.parallel import Arrangement, Plan, lay_out_model
 from espalier.parallel.compose import Stages
 from espalier.parallel.data.residency import Carried
 from espalier.parallel.data.zero import ZeroState
-from espalier.parallel.experts import stacks
 from espalier.parallel.pipeline import Timeline
 from espalier.parallel.pipeline.record import mapped
 from espalier.parallel.several import Optimizers, Several, as_one, parts_of
@@ -76,7 +75,6 @@ from espalier.tensor.compiled import Backend, compile_forward
 from espalier.tensor.deferred import share_random_state
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.observers import user_frame
-from espalier.tensor.traces import run_as_written
 
 Rows = Literal["all", "whole", "own"]
 
@@ -148,8 +146,8 @@ def initialize(
         optimizer = as_one(optimizer)
         _check(optimizer, model, plan)
     make_dense(model)
-    _warn_of_compiled(model)
-    to_compile = _compilable(model, plan) if compile else []
+    warn_of_compiled(model)
+    to_compile = compilable(model, plan) if compile else []
     arranged = {"table": layouts, "branches": branches}
     engine = Engine(model, optimizer, plan, on, loss_fn, arranged, max_grad_norm, count, recompute_policy)
     engine.guard = None if spikes is None else Guard(spikes)
@@ -191,37 +189,6 @@ def _check(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> No
             "Build it on model.parameters() of the very model given. What has parameters beside the model (a "
             "loss, a head) goes into one module with it."
         )
-
-
-def _warn_of_compiled(model: nn.Module) -> None:
-    if compiled := run_as_written(model):
-        warnings.warn(
-            f"{', '.join(repr(name) if name else 'The model' for name in compiled[:3])} "
-            f"{'and others ' if len(compiled) > 3 else ''}was compiled by torch.compile, which cannot follow "
-            "DTensors: it runs as it is written. espalier.compile(module) compiles it, collectives included.",
-            stacklevel=user_frame()[0],
-        )
-
-
-def _compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
-    """The blocks of a model, each of which becomes one graph.
-
-    Raises:
-        ValueError: something in them hangs on values or on hooks, and no graph can have it.
-    """
-    listed = blocks(model)
-    experts = stacks(model)
-    refused = (
-        (not listed, "the model has no list of blocks: espalier.compile(module) compiles what you name"),
-        (plan.pipe > 1, "a pipeline's stages run what a trace of the model says: expected pipe = 1"),
-        (plan.recompute != "none", "recomputed blocks run as they are written: expected recompute = none"),
-        (plan.tensor_mode != "1d", "products of 2d, 2.5d and 3d travel in panels: expected tensor_mode = 1d"),
-        (bool(experts), "how many rows go to an expert hangs on values: compile attention by itself"),
-    )
-    wrong = [reason for is_so, reason in refused if is_so]
-    if wrong:
-        raise ValueError("compile: " + "; ".join(wrong) + ". Or leave compile out.")
-    return [*listed.values()]
 
 
 class _Verdict(NamedTuple):
@@ -281,6 +248,7 @@ class Engine(Surface):
         self._call = ModelCall(module, plan, here, loss_fn)
         trains = optimizer is not None
         self._compiled: list[nn.Module] = []
+        self._undo_recompute: Callable[[], None] = lambda: None
         self._runs: FlatParams | None = None
         self._peaks = weakref.WeakSet[PeakMemory]()
         self._verdict: _Verdict | None = None
@@ -353,16 +321,18 @@ class Engine(Surface):
         Raises:
             ValueError: something in the blocks hangs on values or on hooks, and no graph can have it.
         """
-        self._compile(_compilable(self.module, self.plan), backend)
+        self._compile(compilable(self.module, self.plan), backend)
 
     def _compile(self, blocks: Sequence[nn.Module], backend: str | Backend) -> None:
         """Let each of these be one graph, before whose calls all is gathered that they are cut of."""
-        by = compile_forward if self.plan.zero == 3 else compile_region
+        by = compile_forward if self.plan.zero == 3 or self._recomputed else compile_region
+        self._undo_recompute()  # a graph stands within, and runs again
         for block in blocks:
             by(block, backend=backend)
         self._compiled += blocks
         if self._data is not None:
             self._data.gather_before(blocks)
+            self._recompute()
 
     def lay_out(self, batch: Any = None) -> None:
         """Lay the parameters out; without a batch only if none is needed to know how."""
@@ -375,10 +345,14 @@ class Engine(Surface):
         data = lay_out_model(self.module, arrangement, self._call.mesh, self.plan, self.optimizer)
         self.passes.data = data
         data.gather_before(self._compiled)
-        recompute(self.module, self._recomputed, self.plan.recompute_inputs, self._policy)
+        self._recompute()
         if self.optimizer is not None:
             self._begin_updates(self.optimizer, data)
         self.passes.begin(data)
+
+    def _recompute(self) -> None:
+        how = self.plan.recompute_inputs, self._policy
+        self._undo_recompute = recompute(self.module, self._recomputed, *how)
 
     def _begin_updates(self, optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
         """The model and its optimizer are there: states lie as the plan says."""

@@ -30,6 +30,7 @@ from espalier.layout.layout import D, R
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
 from espalier.tensor import DTensor, plain
+from espalier.tensor.compiled import Ways
 from espalier.tensor.dry_runs import unseen
 from espalier.tensor.fallback import layouts_of, stamped
 from espalier.tensor.loans import await_values, written_mark
@@ -82,21 +83,28 @@ def _close(pattern: str, names: Sequence[str]) -> str:
     return f"; close: {', '.join(close)}"
 
 
-def recompute(model: nn.Module, kinds: Mapping[str, str], inputs: str, policy: Policy | None = None) -> None:
+def recompute(
+    model: nn.Module, kinds: Mapping[str, str], inputs: str, policy: Policy | None = None
+) -> Callable[[], None]:
     """Let blocks be recomputed, in place.
 
     Args:
         kinds: see :func:`chosen`.
         inputs: what is kept of a block's inputs: see ``Plan.recompute_inputs``.
         policy: in place of :func:`~espalier.engine.selective.keep_products`.
+
+    Returns:
+        What takes it away again.
     """
     selective, hosted = partial(selective_contexts, policy or keep_products), _Hosted()
+    undone = ExitStack()
     for name, kind in kinds.items():
         contexts = selective if kind == "selective" else noop_context_fn
-        _wrap(model.get_submodule(name), contexts, inputs, hosted)
+        undone.callback(_wrap(model.get_submodule(name), contexts, inputs, hosted))
+    return undone.close
 
 
-def _wrap(block: nn.Module, contexts: Callable[..., Any], inputs: str, hosted: _Hosted) -> None:
+def _wrap(block: nn.Module, contexts: Callable[..., Any], inputs: str, hosted: _Hosted) -> Callable[[], None]:
     written = _Written(contexts)
 
     def call(self: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -114,7 +122,7 @@ def _wrap(block: nn.Module, contexts: Callable[..., Any], inputs: str, hosted: _
                 again, *tensors, use_reentrant=False, context_fn=partial(written.contexts, self)
             )
 
-    around(block, call)
+    return around(block, call)
 
 
 class _Placeholder:
@@ -135,6 +143,7 @@ class _BlockCall:
     def __init__(self, own: Callable[..., Any], tree: Any, inputs: Sequence[torch.Tensor]) -> None:
         self._own, self._tree, self._layouts = own, tree, layouts_of(inputs)
         self._modes = function_mode_stack() if recorders() else ()
+        self._ways = Ways()
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         inputs = stamped(tensors, self._layouts)
@@ -146,6 +155,7 @@ class _BlockCall:
 
         args, kwargs = tree_map(value, self._tree)
         with ExitStack() as stack:
+            stack.enter_context(self._ways.followed())
             if self._modes and not recorders():
                 for mode in self._modes:
                     stack.enter_context(mode)

@@ -13,6 +13,8 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
@@ -420,6 +422,43 @@ def _backend(
     return aot_eager(rewrite) if backend == "aot_eager" and rewrite else compiler(backend)
 
 
+class Ways:
+    """How the calls of regions within a block went, which is recomputed: by their graphs, or as written.
+
+    What a graph keeps for its backward pass is not what the program keeps that it was recorded of.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: list[bool] = []
+        self._again: Iterator[bool] | None = None
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """While open, calls are noted, the first time; later they go as then."""
+        token = _ways.set(self)
+        try:
+            yield
+        finally:
+            _ways.reset(token)
+            self._again = iter(self._graphs)
+
+    def call(self, region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a region."""
+        if self._again is not None:
+            return (
+                region.called(args, kwargs)[0]
+                if next(self._again, False)
+                else region.as_written(args, kwargs)
+            )
+        place = len(self._graphs)
+        self._graphs.append(False)
+        out, self._graphs[place] = region.called(args, kwargs)
+        return out
+
+
+_ways: ContextVar[Ways | None] = ContextVar("ways", default=None)
+
+
 class _Region:
     """A function with what was compiled of it, by kind of inputs.
 
@@ -435,8 +474,17 @@ class _Region:
         self.__doc__ = owner.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ways = _ways.get()
+        return self.called(args, kwargs)[0] if ways is None else ways.call(self, args, kwargs)
+
+    def as_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the function gives, without a graph."""
+        return self._call(*args, **kwargs)
+
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """What it gives, and whether that is of its graph."""
         if observed() or any(watcher.inside for watcher in watchers()):
-            return self._call(*args, **kwargs)
+            return self.as_written(args, kwargs), False
         leaves, form = flatten((args, kwargs))
         key = (_state(), *map(_kind, leaves), _repeats(leaves), form)
         for variant in self._variants.get(key, ()):
@@ -444,17 +492,17 @@ class _Region:
                 inputs = variant.inputs(leaves)
                 if variant.written and _share_memory(inputs, variant.written):
                     break  # traced as if each had memory of its own
-                return variant.run(leaves, inputs)
+                return variant.run(leaves, inputs), True
         else:
             if self._count < _LIMIT and all(map(_compilable, leaves)):
                 self._count += 1
                 recorded, out = _record(self._call, self.owner, leaves, form, self._backend)
                 self._variants.setdefault(key, []).append(recorded)
-                return out
+                return out, False
             if self._count == _LIMIT:
                 self._count += 1
                 warnings.warn(_too_many(self.__name__), stacklevel=2)
-        return self._call(*args, **kwargs)
+        return self.as_written(args, kwargs), False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self  # a copy of a module is not its owner

@@ -101,12 +101,33 @@ def _trains(rank: int, world: int, plan: dict[str, Any], dropout: float, late: b
         (2, {"data": 2, "zero": 3, "prefetch_megabytes": 0.0, "accumulate": 2}, 0.0, True),
         (2, {"data": 2, "zero": 3, "offload": {"parameters": "host", "states": "host"}}, 0.1, False),
         (4, {"data": 2, "tensor": 2, "zero": 3}, 0.0, False),
+        (2, {"data": 2, "zero": 3, "recompute": "full"}, 0.1, False),
+        (2, {"data": 2, "zero": 3, "recompute": "full", "accumulate": 2}, 0.0, True),
     ],
 )
 def test_trains_as_one_process(
     ranks: Callable[..., Any], world: int, plan: dict[str, Any], dropout: float, late: bool
 ) -> None:
     ranks(world, _trains, plan, dropout, late)
+
+
+def _recomputes(rank: int, world: int) -> None:
+    plan = {"tensor": world, "recompute": "full", "recompute_inputs": "sharded"}
+    graphs, expected = Graphs(), plain()
+    found, eager = trained(plan, graphs, 0.0, late=True), trained(plan, False, 0.0)
+    assert found.losses == pytest.approx(expected.losses, rel=0, abs=1e-12)
+    for name, x in expected.state.items():
+        assert torch.allclose(found.state[name], x, rtol=0, atol=1e-11), name
+    assert (len(graphs.forward), len(graphs.backward)) == (SIZES["layers"],) * 2
+    # an eager block stops when all is there that its backward pass asks for; a graph runs to its end
+    (calls, sent), (before, bytes_before) = (
+        book.by_op().pop(("tensor", "all_reduce")) for book in (found.book, eager.book)
+    )
+    assert calls == before + SIZES["layers"] * (STEPS - 1) and sent > bytes_before
+
+
+def test_blocks_of_a_tensor_axis_are_recomputed(ranks: Callable[..., Any]) -> None:
+    ranks(2, _recomputes)
 
 
 class _Saved:
