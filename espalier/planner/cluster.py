@@ -250,8 +250,8 @@ class Cluster(Settings):
             try:
                 text = Path(path).read_text("utf-8")
             except OSError as error:
-                near = did_you_mean(str(path), known, f"those that are shipped are {', '.join(known)}")
-                raise ValueError(f"The cluster {path} cannot be read: {error.strerror}; {near}.") from None
+                near = did_you_mean(str(path), known, f"those that are shipped are {', '.join(known)}.")
+                raise ValueError(f"The cluster {path} cannot be read: {error.strerror}; {near}") from None
         try:
             tables = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:

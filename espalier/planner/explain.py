@@ -85,6 +85,16 @@ class Checked:
         return by_axis
 
 
+def gigabytes(count: float) -> str:
+    """So many bytes in 10^9 bytes: two digits after the point; of less than one, three in all."""
+    return f"{count / 1e9:.2f}" if count >= 1e9 or not count else f"{count / 1e9:.3g}"
+
+
+def change(share: float) -> str:
+    """What is so much more or less, in percent."""
+    return f"{round(share, 3) + 0.0:+.1%}"  # never -0.0
+
+
 def words(plan: Any) -> str:
     """A plan in a few words."""
     said = [
@@ -127,7 +137,7 @@ def report(
             (f"  ({name}, beside the program)", f"{x:.4g} s", "", "") for name, x in first.beside.items()
         ]
         lines += [*in_columns(rows, "<>><"), "", "memory of its fullest rank, 10^9 bytes:"]
-        lines += in_columns([(f"  {k}", f"{n / 1e9:.2f}") for k, n in first.memory.items()], "<>")
+        lines += in_columns([(f"  {k}", gigabytes(n)) for k, n in first.memory.items()], "<>")
         lines += off_the_device(first, cluster)
         if timeline is not None and len(timeline.spans) <= _SHOWN:
             of = f"{timeline.schedule.micro_batches} of {first.plan.accumulate} micro-batches"
@@ -160,9 +170,9 @@ def _step(first: Prediction, step: Step) -> list[str]:
 
 
 def _checked(x: Checked) -> tuple[str, str, str, str]:
-    left = "" if x.fits else f"left out: more than the {x.limit / 1e9:.2f} that it may take"
-    left = left or "".join(f"and {n / 1e9:.2f} on {place}" for place, n in x.away.items())
-    return f"  {words(x.prediction.plan)}", f"{x.prediction.bytes / 1e9:.2f}", f"{x.bytes / 1e9:.2f}", left
+    left = "" if x.fits else f"left out: more than the {gigabytes(x.limit)} that it may take"
+    left = left or "".join(f"and {gigabytes(n)} on {place}" for place, n in x.away.items())
+    return f"  {words(x.prediction.plan)}", gigabytes(x.prediction.bytes), gigabytes(x.bytes), left
 
 
 def _table(rows: Iterable[Prediction], result: Found) -> list[str]:
@@ -172,10 +182,10 @@ def _table(rows: Iterable[Prediction], result: Found) -> list[str]:
     for number, x in enumerate(rows):
         name = "plain" if id(x) in plain and number >= min(len(result.best), _SHOWN) else f"{number + 1}"
         sent = " ".join(f"{axis} {n / 1e9:.3g}" for axis, n in x.sent.items() if n)
-        size = f"{x.bytes / 1e9:.1f}{'' if x.fits else ' (too much)'}"
+        size = f"{gigabytes(x.bytes)}{'' if x.fits else ' (too much)'}"
         known = result.cluster.weakest(key for term, n in x.terms.items() if n for key in constants(term))
         time = f"{x.seconds:.4g}", f"{x.error:.0%}", known, f"{result.batch / x.seconds:.4g}"
-        size += "".join(f" + {n / 1e9:.1f} on {place}" for place, n in x.away.items())
+        size += "".join(f" + {gigabytes(n)} on {place}" for place, n in x.away.items())
         lines.append((name, words(x.plan), str(x.rows), *time, size, sent))
     return in_columns(lines, "<<>>><>><")
 
@@ -184,7 +194,7 @@ def off_the_device(x: Prediction, cluster: Cluster) -> list[str]:
     """What of a rank lies where, of how much room it has there, one line each place."""
     rooms = {place: cluster.room(place, x.plan.world_size) / 1e9 for place in x.away}
     return [
-        f"beside that, {n / 1e9:.2f} in {_PLACES[place]}, of {rooms[place]:.4g}"
+        f"beside that, {gigabytes(n)} in {_PLACES[place]}, of {rooms[place]:.4g}"
         for place, n in x.away.items()
     ]
 
@@ -207,7 +217,7 @@ def why_not(result: Found) -> list[str]:
         if key == "schedule":
             others = [x for x in others if x.plan.pipe > 1]
         if not others:
-            lines.append(f"{key} other than {_said(own)}: none fits")
+            lines.append(f"{key} other than {_said(own)}: none that was tried fits")
             continue
         x = min(others, key=lambda x: x.seconds)
         names = first.terms.keys() | x.terms.keys()
@@ -215,7 +225,9 @@ def why_not(result: Found) -> list[str]:
         more = x.terms.get(worst, 0.0) - first.terms.get(worst, 0.0)
         by = x.seconds / first.seconds - 1
         same = " (within the error)" if by < first.error / 3 else ""
-        other = f"{by:+.1%}{same}, {worst} {more:+.3g} s ({words(x.plan)}, {x.rows} row{'s' * (x.rows != 1)})"
+        other = (
+            f"{change(by)}{same}, {worst} {more:+.3g} s ({words(x.plan)}, {x.rows} row{'s' * (x.rows != 1)})"
+        )
         lines.append(f"{key} {_said(getattr(x.plan, key))}: {other}")
     return lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,6 +124,7 @@ class Found:
         recorded: dry runs that it took.
         refused: what the engine does not run, and why.
         fixed: keys of the plan that were not searched.
+        limit: bytes that a plan may take of a device.
     """
 
     cluster: Cluster
@@ -134,3 +136,4 @@ class Found:
     recorded: int
     refused: Mapping[str, str] = field(default_factory=dict)
     fixed: frozenset[str] = frozenset()
+    limit: float = math.inf

@@ -10,11 +10,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from pydantic import model_validator
 
 from espalier.later import uncollected
 from espalier.parallel import Plan, PlanError
 from espalier.parallel.fused import has_host_kernel
-from espalier.parallel.plan import ROWS, Mode, Offload
+from espalier.parallel.plan import ROWS, Mode, Offload, known_as
 from espalier.parallel.schedules import Costs as Times
 from espalier.parallel.schedules import Schedule, Timeline, find_schedule, live, simulate
 from espalier.planner.away import NOTHING, carried, share_here, ways
@@ -33,6 +34,14 @@ _ZEROS = (0, 1, 2, 3)
 _RECOMPUTES = ("none", "selective", "full")
 _GRIDS: tuple[tuple[Mode, int, int], ...] = (("2d", 1, 4), ("2.5d", 2, 8), ("3d", 1, 8))
 """Modes beside 1D that are searched: how deep, and on how many ranks, which is the least of each."""
+
+
+class _Given(Plan):
+    """Values of a plan, each by itself: if they go together is seen when plans are made of them."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> _Given:
+        return self
 
 
 class Search:
@@ -61,15 +70,16 @@ class Search:
         self.ranks = cluster.ranks if ranks is None else ranks
         if self.ranks > cluster.ranks:
             raise ValueError(f"--ranks {ranks}: the cluster has {cluster.ranks}.")
+        if self.ranks < 1:
+            raise ValueError(f"ranks = {ranks}: expected 1 or more, of the cluster's {cluster.ranks}.")
         if not 0 < memory <= 1:
             raise ValueError(f"--memory {memory}: expected a share of the device's memory, as 0.92")
         self._share = memory
-        self._fixed, self.limit = dict(fixed or {}), memory * cluster.memory_bytes  # bytes of a rank
-        unknown = [key for key in self._fixed if key not in Plan.model_fields]
-        if unknown:
-            known = ", ".join(SEARCHED)
-            raise ValueError(f"--fix {unknown[0]}: a plan has no such key; searched are {known}")
+        self._fixed, self.limit = known_as(fixed or {}), memory * cluster.memory_bytes  # bytes of a rank
+        _Given(**self._fixed)
         sizes = {x.shape[0] for x in leaves(recorder.batch, torch.Tensor) if x.ndim}
+        if not sizes:
+            raise ValueError("The batch has no tensors: expected its inputs and labels, on the meta device.")
         if len(sizes) != 1:
             raise ValueError(f"The batch's tensors have {sorted(sizes)} rows: expected as many in each.")
         self._batch = sizes.pop()
@@ -165,7 +175,7 @@ class Search:
                         try:
                             plan = Plan(**fields)
                         except PlanError as error:
-                            self.refused.setdefault(str(error.mistakes[0]), "the plan's own checks")
+                            self.refused.setdefault(error.mistakes[0].text(), "the plan's own checks")
                             continue
                         unit = math.prod(plan.axes[x] for x in ROWS[plan.tensor_mode])
                         few = unit == 1 or rows <= 2 * unit or "tensor_mode" in self._fixed
@@ -624,9 +634,11 @@ class Search:
         scored = self._scored(candidates)
         if not scored:
             why = "; ".join(f"{key}: {reason}" for key, reason in list(self.refused.items())[:4])
+            fixed = ", ".join(f"{key} = {value}" for key, value in self._fixed.items())
             raise ValueError(
-                f"No plan uses {self.ranks} ranks for a batch of {self._batch} rows with what is fixed"
-                f"{': ' + why if why else ''}. Change --ranks, the batch, or --fix."
+                f"No plan uses {self.ranks} ranks for a batch of {self._batch} rows"
+                f"{f', where {fixed}' if fixed else ''}{': ' + why if why else ''}. "
+                f"Change the ranks, the batch{', or what is fixed' if fixed else ''}."
             )
         scored += self._asynchronous(scored)
         scored += self._fewer_experts_apart(scored)
@@ -645,6 +657,7 @@ class Search:
             self._recorder.recorded,
             self.refused,
             frozenset(self._fixed),
+            self.limit,
         )
 
     def _asynchronous(self, scored: Sequence[Prediction]) -> list[Prediction]:

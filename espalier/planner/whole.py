@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from espalier.parallel import Plan
 from espalier.planner.cells import Recorder
 from espalier.planner.cluster import Cluster, cache
-from espalier.planner.explain import Checked, variants, words
+from espalier.planner.explain import Checked, change, gigabytes, variants, words
 from espalier.planner.prediction import Found, Prediction
 from espalier.planner.search import Search
 
@@ -79,13 +80,15 @@ def why(result: Found) -> str:
     return text
 
 
-def too_large(result: Found) -> str:
-    """What is said where nothing fits."""
-    least, cluster = result.least, result.cluster
+def too_large(result: Found, dry: Sequence[Checked] = ()) -> str:
+    """What is said where nothing fits; of what was run dry, by that."""
+    least, limit = result.least, min(result.limit, result.cluster.memory_bytes)
     assert least is not None
+    rows = f"{least.rows} row{'s' * (least.rows != 1)}"
+    needs = next((x.bytes for x in dry if x.prediction is least), least.bytes)
     return (
-        f"No plan fits: {words(least.plan)} with {least.rows} row(s) a micro-batch needs least, "
-        f"{least.bytes / 1e9:.1f} GB on a rank, of {cluster.memory_bytes / 1e9:.1f} there are. "
+        f"No plan fits: {words(least.plan)} with {rows} a micro-batch needs "
+        f"least, {gigabytes(needs)} GB on a rank, of {gigabytes(limit)} that it may take. "
         f"{_room(result)}Take more ranks, or a smaller model or sequence."
     )
 
@@ -163,8 +166,8 @@ def sensitivity(search: Search, result: Found) -> list[str]:
         best = min(scored, key=lambda x: x.seconds)
         own = next(y for y in scored if y.plan == first.plan and y.rows == first.rows)
         by = own.seconds / _closed(search, first) - 1
-        change = "the same plan" if best.seconds > own.seconds * 0.995 else f"then {words(best.plan)}"
-        lines.append(f"{name}: {by:+.1%}, {change}")
+        then = "the same plan" if best.seconds > own.seconds * 0.995 else f"then {words(best.plan)}"
+        lines.append(f"{name}: {change(by)}, {then}")
     tight = [x for x in result.best if x.bytes <= 0.8 * result.cluster.memory_bytes]
     if first.bytes > 0.8 * result.cluster.memory_bytes and tight:
         lines.append(

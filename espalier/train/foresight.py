@@ -95,7 +95,7 @@ def foresee(
     if searched.best and not quick:
         searched, dry = check(search, searched, recorder)
     if not searched.best:
-        text = f"{report(searched, dry)}\n\n{too_large(searched)}"
+        text = f"{report(searched, dry)}\n\n{too_large(searched, dry)}"
         enough = more_ranks(search)
         if enough is not None:
             text += f" With {enough} ranks something fits."

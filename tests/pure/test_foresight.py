@@ -22,8 +22,9 @@ from espalier.parallel.schedules import Costs, generate, live, simulate
 from espalier.planner import Cluster, Recorder, Search
 from espalier.planner.cells import Cell, Refused
 from espalier.planner.compare import Comparison, Measured
+from espalier.planner.compose import Totals
 from espalier.planner.events import drawn, lanes
-from espalier.planner.explain import report, to_dict, to_toml, why_not, words
+from espalier.planner.explain import Checked, gigabytes, report, to_dict, to_toml, why_not, words
 from espalier.planner.prediction import plan_table
 from espalier.planner.prices import Prices
 from espalier.planner.recording import Op, Recording, Sent, added, grown
@@ -342,18 +343,25 @@ def test_nothing_fits(recorder: Recorder) -> None:
     found = search.run()
     assert not found.best and found.least is not None
     assert re.search(r"No plan fits: states \+ .* on host .* needs least, .* GB on a rank", too_large(found))
+    assert "of 0.000276 that it may take" in too_large(found)
+    run = Totals(found.least.plan, {}, 0, {}, {}, 0, 0, {"backward": 5_120_000})
+    assert "needs least, 0.00512 GB" in too_large(found, [Checked(found.least, [run])])
+    assert gigabytes(0) == "0.00" and gigabytes(27.4e9) == "27.40"
     assert "Nothing fits." in report(found) and more_ranks(search) in (2, 4, 8, None)
 
 
 def test_bad_input_gets_a_sentence(recorder: Recorder) -> None:
     for change, told in (
         ({"ranks": 5000}, "the cluster has 4096"),
-        ({"fixed": {"tensr": 2}}, "--fix tensr: a plan has no such key"),
+        ({"ranks": -3}, "ranks = -3: expected 1 or more"),
+        ({"fixed": {"tensr": 2}}, "tensr = 2: unknown key; did you mean tensor"),
+        ({"fixed": {"tensor": "two"}}, "tensor = 'two': expected a valid integer"),
+        ({"fixed": {"tp": 0}}, "tensor = 0: expected greater than or equal to 1"),
         ({"memory": 1.5}, "expected a share of the device's memory"),
     ):
         with pytest.raises(ValueError, match=told):
             Search(recorder, H100, Plan(), **change)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="No plan uses 7 ranks for a batch of 8 rows"):
+    with pytest.raises(ValueError, match="7 ranks for a batch of 8 rows, where pipe = 1, tensor = 1. Change"):
         Search(recorder, H100, Plan(), ranks=7, fixed={"pipe": 1, "tensor": 1}).run()
 
 
