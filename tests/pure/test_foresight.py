@@ -457,7 +457,7 @@ def test_what_does_not_fit_when_run_dry_is_left_out(recorder: Recorder) -> None:
     wrong = [run.prediction for run in runs if not run.fits]
     assert wrong and sum(run.fits for run in runs) == 3
     assert [x for x in found.best if all(x is not y for y in wrong)] == left.best
-    assert f"left out: more than the {search.limit / 1e9:.2f} that it may take" in report(left, runs)
+    assert f"left out: more than the {gigabytes(search.limit)} that it may take" in report(left, runs)
     search.limit = 1
     nothing, runs = check(search, found, recorder)
     assert len(runs) == 8 and not any(run.fits for run in runs)
