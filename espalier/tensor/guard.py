@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from espalier.comm import move
-from espalier.comm.custom_ops import recorders
+from espalier.comm.custom_ops import recorders, recording
 from espalier.comm.redistribute import on_dry
 from espalier.layout import Layout, any_alive, gradient_layout, local_box, same_cuts, same_data
 from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec
@@ -466,6 +466,8 @@ def _transform(door: Callable[..., Any], gives: bool = False) -> Callable[..., A
     def entered(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return door(*args, **kwargs)
+        if recording():
+            raise _not_recorded(f"a function is transformed (torch.vmap, torch.func.grad: {door.__name__})")
         has_dtensors = any(type(x) is DTensor for x in flatten((args, kwargs))[0])
         if not has_dtensors and (not any_alive() or in_transform() is not None):
             return door(*args, **kwargs)
@@ -473,6 +475,16 @@ def _transform(door: Callable[..., Any], gives: bool = False) -> Callable[..., A
         return (out[0], _transform(out[1]), *out[2:]) if gives else out
 
     return entered
+
+
+def _not_recorded(what: str) -> NotImplementedError:
+    """What says that a compiled region calls something that no graph has."""
+    return NotImplementedError(
+        f"espalier.compile: {what} inside the compiled region. A graph is recorded of calls on tensors, not of "
+        "functions that are called for each row or score. Leave this part out of the region: compile the "
+        "modules around it, each on its own. Or write it on whole batches; attention as "
+        "F.scaled_dot_product_attention(..., attn_mask=...), whose mask may be an argument or a buffer."
+    )
 
 
 def in_transform() -> Inside | None:
@@ -547,6 +559,8 @@ def install_attention() -> None:
 
     @functools.wraps(original)
     def flex_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if recording():
+            raise _not_recorded("flex_attention is called")
         if torch.compiler.is_compiling() or not any(type(x) is DTensor for x in (query, key, value)):
             return original(query, key, value, *args, **kwargs)
         return _on_dtensors(query, key, value, *args, **kwargs)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import flex_attention as flex
 
 import espalier
 from espalier import Partial, Replicate, Shard
@@ -345,6 +346,16 @@ def test_refusals() -> None:
     ]
     for region, message in regions:
         with pytest.raises(RuntimeError, match=message):
+            espalier.compile(region, backend="eager")(x.clone())
+    flex_attention = flex.flex_attention  # as it is now, not as it was imported
+    heads = espalier.ones(1, 1, 4, 16, device_mesh=mesh)
+    functional: list[tuple[Callable[[torch.Tensor], Any], str]] = [
+        (lambda x: torch.vmap(lambda row: row * 2)(x), r"torch\.vmap.* each on its own"),
+        (lambda x: torch.func.grad(lambda y: (y * y).sum())(x), r"torch\.func\.grad.* each on its own"),
+        (lambda x: flex_attention(heads, heads, heads), "flex_attention is called .*attn_mask="),
+    ]
+    for region, message in functional:
+        with pytest.raises(NotImplementedError, match=message):
             espalier.compile(region, backend="eager")(x.clone())
     with pytest.raises(ValueError, match="shapes are static"):
         espalier.compile(model, dynamic=True)
