@@ -480,8 +480,8 @@ def _transform(door: Callable[..., Any], gives: bool = False) -> Callable[..., A
 def _not_recorded(what: str) -> NotImplementedError:
     """What says that a compiled region calls something that no graph has."""
     return NotImplementedError(
-        f"espalier.compile: {what} inside the compiled region. A graph is recorded of calls on tensors, not of "
-        "functions that are called for each row or score. Leave this part out of the region: compile the "
+        f"espalier.compile: {what} inside the compiled region. A graph is recorded of calls on tensors, not "
+        "of functions that are called for each row or score. Leave this part out of the region: compile the "
         "modules around it, each on its own. Or write it on whole batches; attention as "
         "F.scaled_dot_product_attention(..., attn_mask=...), whose mask may be an argument or a buffer."
     )
