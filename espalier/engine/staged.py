@@ -127,6 +127,7 @@ class Staged(Passes):
         self.seen.watch(m.p for m in data.members)
         self.seen.watch_clipping()
         data.gradients.share({id(p) for p, _ in self._shared(data)})
+        self.mesh.copied = tuple(name for name, users in self.stages.users.items() if len(users) > 1)
         self._share_values(data)
         self._copies.lay_out(self.call.module)
 

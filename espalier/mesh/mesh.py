@@ -51,6 +51,7 @@ class Mesh:
             ``built``: the running world, and its meshes (a cache); ``joined``: who is called when a world
             gets its first mesh.
         within: the mesh of which it is a coordinate's ranks (see ``espalier.mesh.parts.at``); None of others.
+        copied: parameters that several coordinates have a copy of, as the last engine on it laid them out.
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
         kept: what stands for the last gathered tensor that the backward pass wants again, weakly.
         comparing: what compares gradients that nobody spoke of along all its axes (see
@@ -104,6 +105,7 @@ class Mesh:
         self.emptied: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.streams: dict[int, Any] = {}
         self.within: Mesh | None = None
+        self.copied: tuple[str, ...] = ()
         self.under_way: dict[int, Any] = {}
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
         self._backends: dict[tuple[int, torch.device], Any] = {}
@@ -395,6 +397,8 @@ class Mesh:
             )
 
     def _world(self) -> str:
+        if self.within is not None:
+            return self.within._world()
         if self._device_mesh is not None:
             return f"of the running world ({self._device_mesh.device_type})"
         return f"dry, seen from rank {self.world_rank}" if self.is_dry else "one process alone"

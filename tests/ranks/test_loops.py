@@ -436,6 +436,35 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.middle(self.embed(x))))
 
 
+@torch.no_grad()
+def of_all(net: nn.Module) -> list[torch.Tensor]:
+    """What programs make of all parameters, which lie in several stages of a pipeline."""
+    weights = list(net.parameters())
+    decayed = torch._foreach_mul(weights, 0.9)
+    return [
+        sum(p.square().sum() for p in weights),
+        torch.stack([p.detach().norm() for p in weights]),
+        torch.stack(torch._foreach_norm(weights)),
+        nn.utils.parameters_to_vector(weights),
+        torch.cat([x.flatten() for x in decayed]),
+        weights[0].norm() * weights[-1],
+    ]
+
+
+def together(rank: int, world: int, plan: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)], nn.Linear(6, 1)).double()
+    plain = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine = espalier.initialize(net, optimizer, plan, loss_fn=nn.functional.mse_loss)
+    x = batch(0)[0]
+    engine.lay_out((x, x[:, :1]))
+    with pytest.warns(espalier.GatherWarning, match="several stages"):
+        found = of_all(net)
+    for a, b in zip(found, of_all(plain), strict=True):
+        assert (espalier.full_tensor(a) - b).abs().max() < TOLERANCE, plan
+
+
 def clipped(rank: int, world: int, plan: dict[str, Any], dtype: torch.dtype) -> None:
     """A loop that clips by itself: by norms of several orders, of all parameters, and of one stage's."""
     torch.manual_seed(0)
@@ -452,6 +481,10 @@ def clipped(rank: int, world: int, plan: dict[str, Any], dtype: torch.dtype) -> 
             engine.finish_gradients()
         else:
             engine.backward(engine((x, x)))
+        if step == 0 and plan.get("pipe", 1) > 1:
+            away = any(p.is_meta for p in net.parameters())
+            with pytest.raises(ValueError, match=r"copies of embed\.weight") if away else nullcontext():
+                of_all(net)
         for of in ("", "middle", "embed"):
             parts = [m.get_submodule(of).parameters() for m in (net, plain)]
             norm, expected = (clip(part, 0.5**step / 20, order) for part in parts)
@@ -469,6 +502,7 @@ def clipped(rank: int, world: int, plan: dict[str, Any], dtype: torch.dtype) -> 
 def all_clipped(rank: int, world: int) -> None:
     staged = {"pipe": 2, "accumulate": 2, "cuts": ["head"]}
     clipped(rank, world, staged, torch.float64)
+    together(rank, world, {"pipe": 2, "accumulate": 2})
     scaled = {"compute": "float16", "loss_scale": {"init_scale": 1024.0}}
     clipped(rank, world, {"data": 2, "zero": 2, "precision": scaled}, torch.float32)
 
@@ -477,6 +511,8 @@ def clipped_on_four(rank: int, world: int) -> None:
     for zero in (0, 3):
         clipped(rank, world, {"pipe": 2, "data": 2, "zero": zero, "accumulate": 2}, torch.float64)
     clipped(rank, world, {"pipe": 2, "tensor": 2, "accumulate": 2}, torch.float64)
+    for more in ({"zero": 3, "data": 2}, {"tensor": 2}):
+        together(rank, world, {"pipe": 2, "accumulate": 2, **more})
 
 
 def test_clipping_by_hand_takes_the_norm_of_all_stages(ranks: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ from espalier.sharding.spec import (
     special,
 )
 from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp
-from espalier.tensor.loans import await_values
+from espalier.tensor.loans import StandIn, await_values, loans_in, refresh
 from espalier.torch_private import check_and_unscale_, foreach_norms, plain_call, raw
-from espalier.trees import leaves, tensors_in
+from espalier.trees import leaves, tensors_in, tree_map
 
 # f(x) linear in x: a Partial passes through
 LINEAR = """
@@ -306,10 +307,13 @@ def foreach(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """An elementwise function over lists of tensors."""
-    await_values(tensors_in((args, kwargs)))
-    layouts = [x._layout if type(x) is DTensor else None for x in args[0]]
     name = func.__name__
     written = name.endswith("_")
+    tensors = tensors_in((args, kwargs))
+    await_values(tensors)
+    if not written and loans_in(tensors):
+        args, kwargs = tree_map(partial(_read, func), (args, kwargs))
+    layouts = [x._layout if type(x) is DTensor else None for x in args[0]]
     args = tuple(map(_whole_scalar, args))
     kwargs = {name: _whole_scalar(x) for name, x in kwargs.items()}
     if not _alike((*args, *kwargs.values()), layouts):
@@ -329,6 +333,18 @@ def foreach(
             if lay is not None:
                 stamp(x, lay)
     return out
+
+
+def _read(func: Callable[..., Any], x: Any) -> Any:
+    """What a call computes with in place of a loan."""
+    if type(x) is not DTensor or x._layout.own is x._layout:
+        return x
+    source = x._source  # type: ignore[attr-defined]
+    if isinstance(source, StandIn):
+        return source.stand_in(func)
+    refresh(x)
+    with raw():
+        return stamp(x.view_as(x), x._layout.own)
 
 
 def _alike(lists: tuple[Any, ...], layouts: list[Layout | None]) -> bool:
