@@ -38,7 +38,8 @@ def together(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments of a call on one mesh, where they lie in stages or branches of it; else None.
 
-    A collective: every rank of that mesh must make the call. None for calls that write: what they write to stays where it is.
+    A collective: every rank of that mesh must make the call. What is written to stays where it is: so calls
+    that write are none.
     """
     meshes = {id(t._layout.mesh): t._layout.mesh for t in tensors_in((args, kwargs)) if type(t) is DTensor}
     wholes = {id(whole): whole for whole in map(_outermost, meshes.values())}
