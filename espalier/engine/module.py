@@ -99,6 +99,11 @@ class EngineModule(nn.Module):
         """The model's, under its own names."""
         return self.module.named_parameters(*args, **kwargs)
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Names begin below ``module``, for ``torch.distributed.checkpoint.state_dict``."""
+        below = [name for name, _ in self.module.named_children()]
+        return dict.fromkeys(below or [""], "module")
+
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's, under its own names."""
         return self.module.named_buffers(*args, **kwargs)

@@ -65,6 +65,7 @@ def holding(optimizer: torch.optim.Optimizer) -> Iterator[list[Substitute]]:
     """While open, the groups of an optimizer may hold others than its parameters: those noted in the list."""
     kept = [(group, group["params"], group.get("fused")) for group in optimizer.param_groups]
     substitutes: list[Substitute] = []
+    count = len(optimizer.state)
     try:
         yield substitutes
     finally:
@@ -74,6 +75,17 @@ def holding(optimizer: torch.optim.Optimizer) -> Iterator[list[Substitute]]:
                 group["fused"] = said
         for substitute in reversed(substitutes):
             substitute.close(optimizer)
+        if substitutes and len(optimizer.state) != count:
+            _put_in_order(optimizer)
+
+
+def _put_in_order(optimizer: torch.optim.Optimizer) -> None:
+    """Let states stand as their parameters do, on all ranks alike, whatever of these lies together here."""
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    places = {id(p): place for place, p in enumerate(held)}
+    states = sorted(optimizer.state.items(), key=lambda pair: places.get(id(pair[0]), len(places)))
+    optimizer.state.clear()
+    optimizer.state.update(states)
 
 
 @contextmanager

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import multiprocessing
 import os
 import runpy
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks as fsdp_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import (
     CPUOffload,
     MixedPrecision,
@@ -467,3 +470,66 @@ def written(rank: int, world: int) -> None:
 
 def test_what_is_written_to_whole_parameters_is_carried_over(ranks: Any) -> None:
     ranks(2, written)
+
+
+def state_dicts_by_torch(rank: int, world: int) -> None:
+    """By torch.distributed.checkpoint.state_dict, of each wrapper: names and values of one process."""
+    x, y = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
+    own = slice(rank * 4, rank * 4 + 4)
+
+    def made(wrap: Any) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = wrap(nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3)))
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def train(model: Any, optimizer: torch.optim.Optimizer, rows: slice) -> None:
+        F.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain, by = made(lambda model: model)
+    train(plain, by, slice(None))
+    right, states = plain.state_dict(), state_dict.get_optimizer_state_dict(plain, by)["state"]
+    whole = state_dict.StateDictOptions(full_state_dict=True)
+    sent = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    prepared = partial(espalier.prepare, plan={"data": world, "zero": 3}, rows="own")
+    for wrap in (here.FullyShardedDataParallel, here.DistributedDataParallel, prepared):
+        model, optimizer = made(wrap)
+        train(model, optimizer, own)
+        assert [*optimizer.state] == [*model.parameters()], "on all ranks in one order"
+        found = state_dict.get_optimizer_state_dict(model, optimizer, options=whole)["state"]
+        assert {*found} == {*states}
+        for name, of in states.items():
+            for key, value in of.items():
+                assert torch.allclose(found[name][key], value, atol=1e-6), (name, key)
+        parts = state_dict.get_state_dict(model, optimizer)
+        again, other = made(wrap)
+        train(again, other, own)
+        train(again, other, own)
+        state_dict.set_state_dict(
+            again, other, model_state_dict=parts[0], optim_state_dict=copy.deepcopy(parts[1])
+        )
+        train(model, optimizer, own)
+        train(again, other, own)
+        one, two = (state_dict.get_model_state_dict(m, options=whole) for m in (model, again))
+        assert all(torch.equal(value, two[name]) for name, value in one.items())
+        for told, options in ((right, whole), (right if rank == 0 else {}, sent)):
+            state_dict.set_model_state_dict(again, {k: v.clone() for k, v in told.items()}, options=options)
+            found = state_dict.get_model_state_dict(again, options=whole)
+            assert [*found] == [*right] and all(torch.allclose(found[k], v) for k, v in right.items())
+
+
+@pytest.mark.world(2)
+def test_state_dicts_by_torch(ranks: Any) -> None:
+    """Of FSDP, DDP and ``espalier.prepare``; states stand in one order on all ranks."""
+    ranks(2, state_dicts_by_torch)
+
+
+def test_names_of_fsdp() -> None:
+    """All that torch has beside it; what means nothing here says what to do."""
+    import torch.distributed.fsdp as theirs
+
+    assert [name for name in theirs.__all__ if not hasattr(here.fsdp, name)] == []
+    assert here.fsdp.lambda_auto_wrap_policy is theirs.wrap.lambda_auto_wrap_policy
+    with pytest.raises(NotImplementedError, match=r"register_fsdp_forward_method is not there: call"):
+        here.fsdp.register_fsdp_forward_method(None, "encode")

@@ -24,6 +24,10 @@ Said = Plan | Mapping[str, Any] | None
 class _Prefixed(LateModule):
     """Parameters, buffers and state dicts have the names that torch's wrapper gives them: ``module.NAME``."""
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """``torch.distributed.checkpoint.state_dict`` knows by its own rules what names begin with."""
+        return {}
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As torch's wrapper names them."""
         return nn.Module.named_parameters(self, *args, **kwargs)
@@ -115,6 +119,11 @@ class DistributedDataParallel(_Prefixed):
         forward_sync_buffers: no effect: parameters and buffers are in step, unused parameters are seen.
         plan: keys of a :class:`~espalier.Plan`: what else there is to be beside ``data``.
     """
+
+    @property  # type: ignore[misc]  # not to be written to
+    def __class__(self) -> Any:
+        """Torch's, for who asks whether names begin with ``module.``: ``isinstance`` says yes to both."""
+        return nn.parallel.DistributedDataParallel
 
     def __init__(
         self,

@@ -16,23 +16,32 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OptimStateDictConfig,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
     ModuleWrapPolicy,
+    always_wrap_policy,
     enable_wrap,
+    lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
     wrap,
 )
 
+from espalier.compat.absent import or_absent
 from espalier.compat.plans import LateModule, precision_of, world_size
 from espalier.compat.torch.data_parallel import Said, of_group, take_hook, whole_states
 from espalier.engine import Engine
@@ -554,21 +563,40 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CustomPolicy",
     "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
     "StateDictType",
+    "always_wrap_policy",
     "enable_wrap",
     "fully_shard",
+    "lambda_auto_wrap_policy",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "wrap",
 ]
+
+__getattr__ = or_absent(
+    __name__,
+    "torch.distributed.fsdp",
+    {
+        "FlatParameter UnshardHandle share_comm_ctx": "the engine gathers parameters, and lets them go",
+        "DataParallelMeshDims": "say fully_shard(mesh=...), of the axes replicate and shard",
+        "register_fsdp_forward_method": "call the module itself: its forward may call other methods",
+    },
+)
