@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from espalier.device import accelerator
+from espalier.later import uncollected
 from espalier.parallel.several import Several
 from espalier.texts import Mistake
 from espalier.train.sections import OptimizerSection, as_arguments
@@ -116,7 +117,8 @@ def optimizer_mistakes(section: OptimizerSection) -> Iterator[Mistake]:
         p.grad = torch.ones_like(p)
         left_out = {"capturable"} if accelerator() is not None else set()
         try:
-            chosen([p], **{k: v for k, v in options.items() if k not in left_out}).step()
+            with uncollected():  # the first one brings torch's compiler, which takes a second or two
+                chosen([p], **{k: v for k, v in options.items() if k not in left_out}).step()
         except (ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError) as error:
             yield Mistake("optimizer", dict(options), f"torch.optim.{name} says: {error}")
             return
