@@ -13,7 +13,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
 from types import CellType, FunctionType
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -37,7 +38,7 @@ from espalier.tensor.fallback import writes
 from espalier.tensor.loans import await_values
 from espalier.tensor.observers import watchers
 from espalier.tensor.random import draw_key
-from espalier.tensor.saved import close_saving, gather_before_backward, hold, open_saving
+from espalier.tensor.saved import close_saving, gather_before_backward, hold, open_saving, outer_hooks
 from espalier.torch_private import (
     aot_eager,
     compiler,
@@ -423,14 +424,14 @@ def _backend(
 
 
 class Ways:
-    """How the calls of regions within a block went, which is recomputed: by their graphs, or as written.
+    """How the calls of regions within a block went, which is recomputed: what each keeps is its own.
 
-    What a graph keeps for its backward pass is not what the program keeps that it was recorded of.
+    By a ``"graph"``, ``"recorded"`` as they ran, or as ``"written"``.
     """
 
     def __init__(self) -> None:
-        self._graphs: list[bool] = []
-        self._again: Iterator[bool] | None = None
+        self._went: list[str] = []
+        self._again: Iterator[str] | None = None
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -440,19 +441,18 @@ class Ways:
             yield
         finally:
             _ways.reset(token)
-            self._again = iter(self._graphs)
+            self._again = iter(self._went)
 
     def call(self, region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a region."""
         if self._again is not None:
-            return (
-                region.called(args, kwargs)[0]
-                if next(self._again, False)
-                else region.as_written(args, kwargs)
-            )
-        place = len(self._graphs)
-        self._graphs.append(False)
-        out, self._graphs[place] = region.called(args, kwargs)
+            way = next(self._again, "written")
+            if way == "graph":
+                return region.called(args, kwargs)[0]
+            return (region.as_recorded if way == "recorded" else region.as_written)(args, kwargs)
+        place = len(self._went)
+        self._went.append("written")
+        out, self._went[place] = region.called(args, kwargs)
         return out
 
 
@@ -481,10 +481,17 @@ class _Region:
         """What the function gives, without a graph."""
         return self._call(*args, **kwargs)
 
-    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-        """What it gives, and whether that is of its graph."""
+    def as_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same while it is followed, and for nothing."""
+        leaves, form = flatten((args, kwargs))
+        places: dict[int, HolderSlot] = {}
+        list(_watched(self.owner, places))
+        return _followed(self._call, places, leaves, form)[2]
+
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
+        """What it gives, and by which way: see :class:`Ways`."""
         if observed() or any(watcher.inside for watcher in watchers()):
-            return self.as_written(args, kwargs), False
+            return self.as_written(args, kwargs), "written"
         leaves, form = flatten((args, kwargs))
         key = (_state(), *map(_kind, leaves), _repeats(leaves), form)
         for variant in self._variants.get(key, ()):
@@ -492,17 +499,17 @@ class _Region:
                 inputs = variant.inputs(leaves)
                 if variant.written and _share_memory(inputs, variant.written):
                     break  # traced as if each had memory of its own
-                return variant.run(leaves, inputs), True
+                return variant.run(leaves, inputs), "graph"
         else:
             if self._count < _LIMIT and all(map(_compilable, leaves)):
                 self._count += 1
                 recorded, out = _record(self._call, self.owner, leaves, form, self._backend)
                 self._variants.setdefault(key, []).append(recorded)
-                return out, False
+                return out, "recorded"
             if self._count == _LIMIT:
                 self._count += 1
                 warnings.warn(_too_many(self.__name__), stacklevel=2)
-        return self.as_written(args, kwargs), False
+        return self.as_written(args, kwargs), "written"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self  # a copy of a module is not its owner
@@ -624,12 +631,10 @@ class _Variant:
         return unflatten(outs, self._form)
 
 
-def _record(
-    call: Callable[..., Any], owner: Any, leaves: list[Any], form: Any, backend: Backend
-) -> tuple[_Variant, Any]:
-    """Run the region once, and compile what it did."""
-    places: dict[int, HolderSlot] = {}
-    guards = list(_watched(owner, places))
+def _followed(
+    call: Callable[..., Any], places: dict[int, HolderSlot], leaves: list[Any], form: Any
+) -> tuple[Recorder, list[Any], Any]:
+    """Run a region once; what it did, what it was given, and what it gave."""
     for place in places.values():
         place.get().__dict__.pop("_moved", None)  # what was moved before would not be seen to move
         await_values((place.get(),))
@@ -645,13 +650,26 @@ def _record(
     args, kwargs = unflatten(entered, form)
     with recorder:
         out = call(*args, **kwargs)
+    return recorder, entered, out
+
+
+def _record(
+    call: Callable[..., Any], owner: Any, leaves: list[Any], form: Any, backend: Backend
+) -> tuple[_Variant, Any]:
+    """Run the region once, and compile what it did."""
+    places: dict[int, HolderSlot] = {}
+    guards = list(_watched(owner, places))
+    recorder, entered, out = _followed(call, places, leaves, form)
     _refuse_changes(guards, owner, places)
     results, out_form = flatten(out)
     numbers = {node: i for i, node in enumerate(n for n in recorder.graph.nodes if n.op == "placeholder")}
     positions: dict[Any, int] = {}
     outputs = [_output(x, recorder, numbers, positions) for x in results]
     module = recorder.finish(positions)
-    compiled = backend(module, [_example(source, entered) for source in recorder.sources])
+    # what is traced keeps for its backward pass what it is given: not what the caller would have kept for it
+    apart = nullcontext() if outer_hooks(True) is None else saved_tensors_hooks(lambda x: x, lambda x: x)
+    with apart:
+        compiled = backend(module, [_example(source, entered) for source in recorder.sources])
     for i, (what, which, _) in enumerate(outputs):
         source = recorder.sources[which] if what == "source" else None
         if type(source) is int:

@@ -111,14 +111,18 @@ def test_trains_as_one_process(
     ranks(world, _trains, plan, dropout, late)
 
 
-def _recomputes(rank: int, world: int) -> None:
+def _recomputes(rank: int, world: int, sequence: bool) -> None:
     plan = {"tensor": world, "recompute": "full", "recompute_inputs": "sharded"}
+    if sequence:
+        plan |= {"sequence_parallel": True, "async_tensor_parallel": True}
     graphs, expected = Graphs(), plain()
     found, eager = trained(plan, graphs, 0.0, late=True), trained(plan, False, 0.0)
     assert found.losses == pytest.approx(expected.losses, rel=0, abs=1e-12)
     for name, x in expected.state.items():
         assert torch.allclose(found.state[name], x, rtol=0, atol=1e-11), name
     assert (len(graphs.forward), len(graphs.backward)) == (SIZES["layers"],) * 2
+    if sequence:
+        return
     # an eager block stops when all is there that its backward pass asks for; a graph runs to its end
     (calls, sent), (before, bytes_before) = (
         book.by_op().pop(("tensor", "all_reduce")) for book in (found.book, eager.book)
@@ -126,8 +130,28 @@ def _recomputes(rank: int, world: int) -> None:
     assert calls == before + SIZES["layers"] * (STEPS - 1) and sent > bytes_before
 
 
-def test_blocks_of_a_tensor_axis_are_recomputed(ranks: Callable[..., Any]) -> None:
-    ranks(2, _recomputes)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_blocks_of_a_tensor_axis_are_recomputed(ranks: Callable[..., Any], sequence: bool) -> None:
+    ranks(2, _recomputes, sequence)
+
+
+def _eight_bits(rank: int, world: int) -> None:
+    def losses(compiled: Any) -> list[float]:
+        torch.manual_seed(0)
+        net = build("gpt", {**SIZES, "hidden": 32, "ffn": 64, "layers": 2})
+        plan = {"data": world, "zero": 3, "precision": "float8", "recompute": "full"}
+        engine = espalier.initialize(
+            net, torch.optim.AdamW(net.parameters(), lr=1e-2), plan, compile=compiled
+        )
+        return [engine.train_step(batch).item() for batch in batches()]
+
+    graphs = Graphs()
+    assert losses(graphs) == losses(False)
+    assert (len(graphs.forward), len(graphs.backward)) == (2, 2)
+
+
+def test_products_of_8_bits_are_compiled(ranks: Callable[..., Any]) -> None:
+    ranks(2, _eight_bits)
 
 
 class _Saved:

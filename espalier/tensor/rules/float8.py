@@ -21,6 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from espalier.comm.custom_ops import recorders
 from espalier.sharding.spec import Operand, Spec, rule
+from espalier.tensor.dtensor import DTensor
 from espalier.tensor.rules.matmul import linear
 from espalier.torch_private import scaled_mm
 
@@ -44,10 +45,15 @@ def float8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         out: torch.Tensor = handle_torch_function(float8_linear, operands, *operands)
         return out
     # plain for the backward pass
-    flat, matrix = (t.as_subclass(torch.Tensor) for t in (x.reshape(-1, x.shape[-1]), weight))
+    flat, matrix = map(_plain, (x.reshape(-1, x.shape[-1]), weight))
     product: torch.Tensor = _Float8Product.apply(flat, matrix)
     product = product.view(*x.shape[:-1], weight.shape[0])
     return product if bias is None else product + bias
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """What a tracer stands a tensor in for stays what it is."""
+    return x.as_subclass(torch.Tensor) if isinstance(x, DTensor | torch.nn.Parameter) else x
 
 
 @rule(float8_linear, loose=True)
