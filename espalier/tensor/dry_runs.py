@@ -836,13 +836,23 @@ class DryAutocast:
             return op.redispatch(below, *args, **kwargs)
 
     def _cast(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        leaf = _leaf_of(x)
         lasting = dtype is torch.get_autocast_dtype(_LIKE) and x.dtype is torch.float32
-        lasting = lasting and x.requires_grad and x.is_leaf and not x._is_view()
-        if not lasting or not torch.is_autocast_cache_enabled():
+        if leaf is None or not lasting or not torch.is_autocast_cache_enabled():
             return x.to(dtype)
-        if id(x) not in self._copies:
-            self._copies[id(x)] = x, x.to(dtype)
-        return self._copies[id(x)][1]
+        if id(leaf) not in self._copies:
+            self._copies[id(leaf)] = leaf, x.to(dtype)
+        return self._copies[id(leaf)][1]
+
+
+def _leaf_of(x: torch.Tensor) -> torch.Tensor | None:
+    """The leaf with a gradient that a tensor is, or that it is without its class: a dry run's is an alias."""
+    if not x.requires_grad:
+        return None
+    if not x.is_leaf and type(x.grad_fn).__name__ == "AliasBackward0":
+        node = x.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        x = getattr(node, "variable", x)
+    return x if x.is_leaf and not x._is_view() else None
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import espalier
+from espalier.models import GPT, GPTConfig
 from espalier.tensor.dry_runs import DryAutocast, autocast_dtype
 
 
@@ -89,3 +91,23 @@ def test_nothing_is_left_behind() -> None:
             raise ZeroDivisionError
     with cast:
         assert (x @ x).dtype is torch.float32
+
+
+def test_copies_of_parameters_live_as_long_as_real_ones() -> None:
+    plan = {"precision": "autocast-bfloat16", "recompute": "selective"}
+    nets = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            nets.append(GPT(GPTConfig(vocab_size=128, max_positions=64, layers=4, hidden=64, heads=4)))
+    ids = torch.arange(256).view(4, 64) % 128
+    engine = espalier.initialize(
+        nets[0], torch.optim.AdamW(nets[0].parameters()), plan, example={"input_ids": ids, "labels": ids}
+    )
+    engine.train_step({"input_ids": ids, "labels": ids})
+    watch = engine.watch()
+    with watch:
+        engine.train_step({"input_ids": ids, "labels": ids})
+    optimizer, told = torch.optim.AdamW(nets[1].parameters()), {"input_ids": ids, "labels": ids}
+    assert espalier.dry_run(nets[1], plan, told, optimizer=optimizer).peak_bytes == pytest.approx(
+        watch.peak, rel=1e-3
+    )
