@@ -566,3 +566,22 @@ def test_arguments_of_optimizers() -> None:
     assert type(HybridAdam(one, adamw_mode=False)) is torch.optim.Adam
     with pytest.raises(ValueError, match=r"HybridAdam: 2 mistakes(.|\n)*bias_correction(.|\n)*weight_decai"):
         HybridAdam(one, bias_correction=False, weight_decai=0.1)
+
+
+def test_names_beside_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    """A coordinator, models without memory, and what is not there."""
+    coordinator = colossalai.cluster.DistCoordinator()
+    assert coordinator.is_master() and coordinator.is_node_master() and coordinator.world_size == 1
+    with coordinator.priority_execution():
+        coordinator.print_on_master("here")
+    assert capsys.readouterr().out == "here\n"
+    assert coordinator.on_master_only()(lambda x: x + 1)(2) == 3
+    torch.manual_seed(0)
+    with colossalai.lazy.LazyInitContext():
+        model = torch.nn.Linear(3, 2)
+    assert model.weight.is_meta
+    colossalai.lazy.LazyInitContext.materialize(model)
+    torch.manual_seed(0)
+    assert torch.equal(model.weight, torch.nn.Linear(3, 2).weight)
+    with pytest.raises(NotImplementedError, match="shardformer is not there: Booster"):
+        colossalai.shardformer.ShardConfig()
