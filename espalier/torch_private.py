@@ -15,6 +15,7 @@ import importlib
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -180,6 +181,16 @@ def method(name: str) -> Callable[..., Any]:
 def tensor_attributes() -> dict[str, Any]:
     """All that tensors have from C, by name."""
     return dict(vars(_of_tensors))
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """How long collectives of the running world may wait from now on."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout)
+
+
+def forget_failed_world() -> None:
+    """Let the next world have the first one's name on all ranks, also where a try to join one has failed."""
+    torch.distributed.distributed_c10d._world.group_count = 0
 
 
 def default_store() -> Any:

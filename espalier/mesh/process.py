@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from espalier.device import backends, choose, count, use
+from espalier.torch_private import forget_failed_world, set_group_timeout
 
 # Names the folder of a launch, where the ranks leave their notes of failure.
 FOLDER = "ESPALIER_LAUNCH_FOLDER"
@@ -36,6 +37,9 @@ FOLDER = "ESPALIER_LAUNCH_FOLDER"
 ACCOUNT = "account"
 STOPPED = 76
 STANDARD_TIMEOUT = 600.0
+# In which the ranks of a world, once all are there, must have found each other, and how often they try.
+MEETING = 60.0
+TRIES = 2
 
 # Errors that a rank sees because another one has gone, and how long such a rank lets that one die first.
 _CONSEQUENCE = re.compile(
@@ -96,13 +100,16 @@ def start(device_type: str | None = None, timeout: float = STANDARD_TIMEOUT) -> 
     if local_size == world_size:
         use_loopback(os.environ)
     use(device)
-    options = backends(device) | {"timeout": timedelta(seconds=timeout)}
+    options = backends(device)
     if place is None:
         # A store inside the process: a world of one needs no port.
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
-        dist.init_process_group(**options)
-    except dist.DistError as error:
+        if world_size > 1 and options["backend"] == dist.Backend.GLOO:
+            _meet(rank, world_size, timeout)
+        else:
+            dist.init_process_group(**options, timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
         meeting = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RuntimeError(
             f"rank {rank} of {world_size} could not meet the others at {meeting}: {first_line(error)}\n"
@@ -112,6 +119,53 @@ def start(device_type: str | None = None, timeout: float = STANDARD_TIMEOUT) -> 
     if world_size > 1:
         die_fast(rank)
     return Process(rank, world_size, local_rank, device)
+
+
+def _meet(rank: int, world_size: int, timeout: float) -> None:
+    """Join a world of gloo, once more where the ranks waited for each other in vain.
+
+    That is rare, and nobody knows why. All ranks try again, or none: each tells how it went.
+
+    Raises:
+        RuntimeError: a rank has not come in ``timeout`` seconds, or they have not met in the last try.
+    """
+    patience = timedelta(seconds=timeout)
+    store, *_ = next(dist.rendezvous("env://", timeout=patience))
+    # torchrun's store outlives a world, and this process may have more than one
+    store = dist.PrefixStore(f"start {store.add(f'started {rank}', 1)}", store)
+    limit = timedelta(seconds=min(timeout, MEETING))
+    for attempt in range(TRIES):
+        _told_by_all(store, f"here {attempt}", rank, world_size, "", patience)
+        error = ""
+        try:
+            dist.init_process_group(
+                dist.Backend.GLOO,
+                store=dist.PrefixStore(f"attempt {attempt}", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=limit,
+            )
+        except RuntimeError as failure:
+            error = first_line(failure) or type(failure).__name__
+        told = _told_by_all(store, f"met {attempt}", rank, world_size, error, 2 * limit)
+        if not any(told):
+            set_group_timeout(patience)
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        forget_failed_world()
+    failed = next(i for i, words in enumerate(told) if words)
+    raise RuntimeError(f"rank {failed}: {told[failed]} (tried {TRIES} times)")
+
+
+def _told_by_all(
+    store: dist.Store, what: str, rank: int, world_size: int, words: str, limit: timedelta
+) -> list[str]:
+    """What each rank has to say, in order, when all have said it."""
+    store.set(f"{what} {rank}", words)
+    keys = [f"{what} {i}" for i in range(world_size)]
+    store.wait(keys, limit)
+    return [store.get(key).decode() for key in keys]
 
 
 def finish() -> None:

@@ -87,6 +87,47 @@ def test_ranks_meet_print_and_leave(script, capfd):
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
+def test_ranks_that_wait_for_each_other_in_vain_try_again(tmp_path, capfd):
+    """A rank does not answer the first time; then never."""
+    path = tmp_path / "late.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import os
+            import torch, torch.distributed as dist
+            from espalier.mesh import process
+            from espalier.mesh.process import finish, start
+
+            process.MEETING, join, away = 1.0, dist.init_process_group, 1
+
+            def late(*args, **options):
+                global away
+                away -= 1
+                if os.environ["RANK"] == "1" and away >= 0:
+                    raise RuntimeError("nobody answers")
+                return join(*args, **options)
+
+            dist.init_process_group = late
+            me = start("cpu")
+            value = torch.tensor([me.rank + 1.0])
+            dist.all_reduce(value)
+            limit = dist.group.WORLD._get_backend(value.device).options._timeout
+            print("sum", value.item(), limit.total_seconds())
+            finish()
+            away = 9
+            try:
+                start("cpu")
+            except RuntimeError as error:
+                print(error)
+            """
+        )
+    )
+    launch([str(path)], 2)
+    out = capfd.readouterr().out
+    assert out.startswith("sum 3.0 600.0\nrank 0 of 2 could not meet the others at 127.0.0.1:"), out
+    assert "rank 1: nobody answers (tried 2 times)" in out or "(tried 2 times)" in out, out
+
+
 def test_a_rank_that_raises_is_named_and_quoted(script, capfd):
     path = script(
         """
