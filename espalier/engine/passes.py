@@ -37,7 +37,7 @@ from espalier.parallel.compose import Stages
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline.record import TorchState, called, leaves, mapped
 from espalier.tensor import DTensor, full_tensor, stamp
-from espalier.tensor.dry_runs import DryAutocast
+from espalier.tensor.dry_autocast import DryAutocast
 from espalier.tensor.rules.joint_failure import CountsAhead
 from espalier.torch_private import after_backward, current_graph_task_id, raw
 from espalier.trees import tensors_in, tree_map

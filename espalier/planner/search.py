@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 from pydantic import model_validator
 
 from espalier.later import uncollected
-from espalier.parallel import Plan, PlanError
+from espalier.parallel import Plan
 from espalier.parallel.fused import has_host_kernel
-from espalier.parallel.plan import ROWS, Mode, Offload, known_as
+from espalier.parallel.plan import Offload, known_as
 from espalier.parallel.schedules import Costs as Times
 from espalier.parallel.schedules import Schedule, Timeline, find_schedule, live, simulate
 from espalier.planner.away import NOTHING, carried, share_here, ways
@@ -24,16 +23,13 @@ from espalier.planner.cluster import Cluster
 from espalier.planner.compose import pipe_rank
 from espalier.planner.events import Step, step_of
 from espalier.planner.memory import memory_by_rank
-from espalier.planner.prediction import DIVIDED, SEARCHED, UNPRICED, Found, Prediction, kinds_of, plan_table
+from espalier.planner.prediction import DIVIDED, UNPRICED, Found, Prediction, kinds_of, plan_table
 from espalier.planner.prices import HIDDEN, Prices, Spent, Stage, spent_on
+from espalier.planner.space import Space, divisors
 from espalier.trees import leaves
 
 _TIMELINES = 10  # of the best are simulated, schedule by schedule
 _CLOSER = 4  # kinds of the best that are tried otherwise: with experts on fewer ranks, asynchronously
-_ZEROS = (0, 1, 2, 3)
-_RECOMPUTES = ("none", "selective", "full")
-_GRIDS: tuple[tuple[Mode, int, int], ...] = (("2d", 1, 4), ("2.5d", 2, 8), ("3d", 1, 8))
-"""Modes beside 1D that are searched: how deep, and on how many ranks, which is the least of each."""
 
 
 class _Given(Plan):
@@ -84,6 +80,7 @@ class Search:
             raise ValueError(f"The batch's tensors have {sorted(sizes)} rows: expected as many in each.")
         self._batch = sizes.pop()
         self.refused: dict[str, str] = {}
+        self.space = Space(recorder, cluster, base, self._batch, self.ranks, self._fixed, self.refused)
         self._prices: dict[tuple[tuple[str, int], ...], Prices] = {}
         self._spent: dict[Any, Spent] = {}
         self._lives: dict[Any, Sequence[float]] = {}
@@ -115,129 +112,7 @@ class Search:
             memory=self._share,
         )
 
-    # ---- the space
-
-    def candidates(self) -> Iterator[tuple[Plan, int]]:
-        """All plans, each with the rows of its micro-batches."""
-        node = self.cluster.level[0].ranks
-        depth = self._recorder.blocks
-        for tensor in self._values("tensor", [n for n in _powers(self.ranks) if n <= max(node, 8)]):
-            for context in self._values("context", [1]):
-                for pipe in self._values("pipe", _divisors(self.ranks) if depth else [1]):
-                    rest, left = divmod(self.ranks, tensor * context * pipe)
-                    wanted = self._fixed.get("data", 0) * self._fixed.get("replicate", 1) or rest
-                    if left or pipe > max(depth, 1) or wanted != rest:
-                        continue
-                    yield from self._with(tensor, context, pipe, rest)
-
-    def _with(self, tensor: int, context: int, pipe: int, data: int) -> Iterator[tuple[Plan, int]]:
-        each, left = divmod(self._batch, data)
-        if left or not each:
-            return
-        replicas = self._replicas(tensor, context, pipe, data)
-        base = plan_table(self._base)
-        for key in (*SEARCHED, "cuts"):
-            if key != "offload":  # the base's holds for all
-                base.pop(key, None)
-        for schedule, virtual in self._schedules_of(pipe):
-            for rows in [n for n in _powers(each) if each % n == 0 and n <= 16]:
-                micro = each // rows
-                if self._fixed.get("accumulate", micro) != micro or (pipe > 1 and micro < pipe):
-                    continue
-                cuts = self._cuts(pipe * virtual)
-                for way, recompute in self._ways(tensor, schedule):
-                    zeros = _ZEROS if data * context > 1 else (0,)
-                    mixes = itertools.product(
-                        self._values("zero", list(zeros)), self._experts(data, way), replicas
-                    )
-                    for zero, expert, replicate in mixes:
-                        if replicate > 1 and "replicate" not in self._fixed and (zero < 3 or expert > 1):
-                            continue  # what is cut is sent once a step
-                        if pipe > 1 and zero > 1 and "zero" not in self._fixed:
-                            continue  # gathered or reduced for each micro-batch
-                        fields = {
-                            **base,
-                            "tensor": tensor,
-                            "context": context,
-                            "pipe": pipe,
-                            "data": data // replicate,
-                            "replicate": replicate,
-                            "expert": expert,
-                            "accumulate": micro,
-                            **way,
-                            "recompute": recompute,
-                            "zero": zero,
-                            "schedule": schedule,
-                            "stages_per_rank": virtual,
-                            "cuts": cuts,
-                            **self._fixed,
-                        }
-                        try:
-                            plan = Plan(**fields)
-                        except PlanError as error:
-                            self.refused.setdefault(error.mistakes[0].text(), "the plan's own checks")
-                            continue
-                        unit = math.prod(plan.axes[x] for x in ROWS[plan.tensor_mode])
-                        few = unit == 1 or rows <= 2 * unit or "tensor_mode" in self._fixed
-                        if few and rows % unit == 0:
-                            yield plan, rows
-
-    def _replicas(self, tensor: int, context: int, pipe: int, data: int) -> list[int]:
-        """Into how many groups that hold the same the data axis is divided: one, or one a host."""
-        fixed = self._fixed.get("replicate")
-        if fixed is not None:
-            return [fixed] if data % fixed == 0 else []
-        inside = self.cluster.level[0].ranks // (tensor * context)
-        crosses = inside > 1 and data > inside and data % inside == 0
-        return [1, data // inside] if crosses and pipe == 1 and "data" not in self._fixed else [1]
-
-    def _experts(self, data: int, way: Mapping[str, Any]) -> list[int]:
-        """Among how many ranks a model's experts are divided: one, or as many as can be."""
-        most = math.gcd(data, self._recorder.experts or 1) if way["tensor_mode"] == "1d" else 1
-        return self._values("expert", [1, most] if most > 1 else [1])
-
-    def _ways(self, tensor: int, schedule: str) -> Iterator[tuple[dict[str, Any], str]]:
-        """How tensor ranks share layers, each with a kind of recomputation."""
-        modes: list[tuple[Any, int]] = [("1d", 1)]
-        if schedule == "1f1b" and tensor <= self.cluster.level[0].ranks:
-            modes += [(mode, deep) for mode, deep, n in _GRIDS if n == tensor]
-        if (fixed := self._fixed.get("tensor_mode")) is not None:
-            modes = [(fixed, self._fixed.get("depth", 1))]
-        for mode, deep in modes:
-            line = mode == "1d"
-            sequences = [False, True] if line and tensor > 1 else [False]
-            recomputes = list(_RECOMPUTES) if line else ["none", "full"]
-            for sequence in self._values("sequence_parallel", sequences):
-                if sequence and not line:
-                    continue
-                for recompute in self._values("recompute", recomputes):
-                    yield {"tensor_mode": mode, "depth": deep, "sequence_parallel": sequence}, recompute
-
-    def _values(self, key: str, all_of: list[Any]) -> list[Any]:
-        return [self._fixed[key]] if key in self._fixed else all_of
-
-    def _schedules_of(self, pipe: int) -> list[tuple[str, int]]:
-        if pipe == 1:
-            return [("1f1b", 1)]
-        depth, known = self._recorder.blocks, [("1f1b", 1), ("zb-h1", 1)]
-        known += [("interleaved", v) for v in (2, 3, 4, 6) if pipe * v <= depth]
-        known += [("zbv", 2)] if 2 * pipe <= depth else []
-        asked = [self._fixed.get(key) for key in ("schedule", "stages_per_rank")]
-        return [x for x in known if all(a is None or a == b for a, b in zip(asked, x, strict=True))]
-
-    def _cuts(self, stages: int) -> tuple[str, ...] | None:
-        if stages == 1:
-            return None
-        if "cuts" in self._fixed:
-            return tuple(self._fixed["cuts"])
-        layers = self._layers(stages)
-        names = self._recorder.names
-        return tuple(names[sum(layers[: i + 1])] for i in range(stages - 1))
-
-    def _layers(self, stages: int) -> list[int]:
-        """Blocks of each stage: as even as can be, the last ones, which end in the head, with fewer."""
-        few, more = divmod(self._recorder.blocks, stages)
-        return [few + (i < more) for i in range(stages)]
+    # ---- what one takes
 
     def _layers_of(self, plan: Plan, stages: int) -> list[int]:
         """Blocks of each of a plan's stages: by its cuts where they name blocks."""
@@ -245,7 +120,7 @@ class Search:
         if key not in self._cut_layers:
             depth, names = self._recorder.blocks, self._recorder.names
             if plan.cuts is None or not set(plan.cuts) <= set(names):
-                self._cut_layers[key] = self._layers(stages) if stages > 1 else [depth]
+                self._cut_layers[key] = self.space.layers(stages) if stages > 1 else [depth]
             else:
                 starts = [0, *map(names.index, plan.cuts), depth]
                 self._cut_layers[key] = [b - a for a, b in pairwise(starts)]
@@ -257,8 +132,6 @@ class Search:
         if key not in self._ranks_of:
             self._ranks_of[key] = [pipe_rank(plan, i) for i in range(stages)]
         return self._ranks_of[key]
-
-    # ---- what one takes
 
     def of(self, plan: Plan) -> Prediction:
         """What one plan takes, its pipeline done action by action, whether it would be searched or not.
@@ -628,7 +501,7 @@ class Search:
     @uncollected()
     def run(self) -> Found:
         """Score all, simulate the best."""
-        candidates = list(self.candidates())
+        candidates = list(self.space.candidates())
         cells = dict.fromkeys(self._cell(plan, rows) for plan, rows in candidates)
         self._recorder.ahead(cells, {plan.zero for plan, _ in candidates}, self._precision)
         scored = self._scored(candidates)
@@ -690,7 +563,7 @@ class Search:
         by_cell: dict[Cell, Prediction] = {}
         for x in sorted(apart, key=lambda x: x.seconds):
             by_cell.setdefault(self._cell(x.plan, x.rows), x)
-        tried = ((x, n) for x in list(by_cell.values())[:_CLOSER] for n in _divisors(x.plan.expert)[1:-1])
+        tried = ((x, n) for x in list(by_cell.values())[:_CLOSER] for n in divisors(x.plan.expert)[1:-1])
         return self._scored((x.plan.model_copy(update={"expert": n}), x.rows) for x, n in tried)
 
     def _offloaded(self, scored: Sequence[Prediction]) -> list[Prediction]:
@@ -745,11 +618,3 @@ class Search:
 
 
 _PHASES = ("forward", "backward")
-
-
-def _powers(most: int) -> list[int]:
-    return [2**i for i in range(most.bit_length()) if 2**i <= most]
-
-
-def _divisors(n: int) -> list[int]:
-    return [i for i in range(1, min(n, 128) + 1) if n % i == 0]

@@ -1,16 +1,15 @@
-"""What a run without data tells of a program: memory and work it takes, what it draws; and its autocast."""
+"""What a run without data tells of a program: memory and work it takes, and what it draws."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.library import Library, fallthrough_kernel
 
 from espalier.comm.control import gather_objects
 from espalier.comm.dry import know, values_of, without_data
@@ -20,21 +19,16 @@ from espalier.tensor.observers import site, user_frame
 from espalier.tensor.random import at_position, same_position, same_seed, without_tag
 from espalier.tensor.traces import Generators
 from espalier.torch_private import (
-    AUTOCAST_KEY,
-    BELOW_AUTOCAST,
     DispatchMode,
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
-    autocast_operators,
     disable_modes,
     dispatch_mode_stack,
-    past_autocast_key,
     raw,
-    with_autocast_key,
     without_torch_functions,
 )
-from espalier.trees import flatten, tensors_in, tree_map, unflatten
+from espalier.trees import tensors_in, tree_map
 
 # ---- the memory that tensors take while a program runs: each storage, from first appearance to release
 
@@ -747,164 +741,3 @@ class Dice:
         has_drawn = is_seeded or not equal(now, was)
         torchs = (is_seeded, (without_tag(now[0]), *now[1:])) if has_drawn else None
         return torchs, None if self._others.as_now() else Generators()
-
-
-# ---- autocast for tensors without data
-#
-# ``torch.autocast`` casts what lies on the device it is opened for, and the ``meta`` device is none of
-# these. While :class:`DryAutocast` is open, calls on meta tensors are cast as autocast casts them on the
-# CPU, where it is open there. There is no second table of what is cast: torch is asked once for each
-# operation and its inputs' dtypes, with tensors that pretend to lie on the CPU.
-
-
-# its devices have no tensors here: so nothing else comes this way
-_KIND = "ipu"
-_LIKE = "cpu"
-
-
-class DryAutocast:
-    """While open, meta tensors are cast as ``torch.autocast("cpu", ...)`` would, wherever that is open.
-
-    A copy of a parameter is kept until autocast ends, as autocast keeps it. May be opened within itself.
-
-    Raises:
-        ValueError: this torch has no place for it.
-    """
-
-    def __init__(self) -> None:
-        if AUTOCAST_KEY is None:
-            raise ValueError(
-                f"torch {torch.__version__} has no autocast for tensors without data: a dry run cannot know "
-                "their dtypes. Use precision = 'bfloat16' or 'float16' for it."
-            )
-        self._open: list[ExitStack | None] = []
-        self._casts: dict[Any, tuple[tuple[int, torch.dtype], ...]] = {}
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __enter__(self) -> None:
-        if torch.is_autocast_enabled(_KIND):
-            self._open.append(None)
-            return
-        with ExitStack() as stack:
-            others, library = Library("_", "IMPL"), Library("aten", "IMPL")
-            stack.callback(others._destroy)
-            stack.callback(library._destroy)
-            others.fallback(fallthrough_kernel, AUTOCAST_KEY.name)
-            for op in _all_cast():
-                library.impl(op, partial(self._call, op), AUTOCAST_KEY.name, with_keyset=True)
-            clear = torch.clear_autocast_cache
-            stack.callback(setattr, torch, "clear_autocast_cache", clear)
-
-            def cleared() -> None:
-                self._copies.clear()
-                clear()
-
-            torch.clear_autocast_cache = cleared  # which torch.autocast calls when the outermost one ends
-            stack.callback(self._copies.clear)
-            torch.set_autocast_enabled(_KIND, True)
-            stack.callback(torch.set_autocast_enabled, _KIND, False)
-            stack.enter_context(with_autocast_key())
-            self._open.append(stack.pop_all())
-
-    def __exit__(self, *error: Any) -> None:
-        stack = self._open.pop()
-        if stack is not None:
-            stack.close()
-
-    @contextmanager
-    def autocast(self, dtype: torch.dtype) -> Iterator[None]:
-        """While open, this is, and autocast beneath it."""
-        with self, torch.autocast(_LIKE, dtype):
-            yield
-
-    def _call(self, op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the place of an operation."""
-        below = keys & BELOW_AUTOCAST
-        if not torch.is_autocast_enabled(_LIKE):
-            return op.redispatch(below, *args, **kwargs)
-        flat, form = flatten((args, kwargs))
-        places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
-        key = op, torch.get_autocast_dtype(_LIKE), str(form), tuple((i, flat[i].dtype) for i in places)
-        with without_torch_functions():
-            if key not in self._casts:
-                self._casts[key] = _asked(op, flat, places, form)
-            for i, dtype in self._casts[key]:
-                if flat[i].is_meta:
-                    flat[i] = self._cast(flat[i], dtype)
-        args, kwargs = unflatten(flat, form)
-        with past_autocast_key():
-            return op.redispatch(below, *args, **kwargs)
-
-    def _cast(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        leaf = _leaf_of(x)
-        lasting = dtype is torch.get_autocast_dtype(_LIKE) and x.dtype is torch.float32
-        if leaf is None or not lasting or not torch.is_autocast_cache_enabled():
-            return x.to(dtype)
-        if id(leaf) not in self._copies:
-            self._copies[id(leaf)] = leaf, x.to(dtype)
-        return self._copies[id(leaf)][1]
-
-
-def _leaf_of(x: torch.Tensor) -> torch.Tensor | None:
-    """The leaf with a gradient that a tensor is, or that it is without its class: a dry run's is an alias."""
-    if not x.requires_grad:
-        return None
-    if not x.is_leaf and type(x.grad_fn).__name__ == "AliasBackward0":
-        node = x.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        x = getattr(node, "variable", x)
-    return x if x.is_leaf and not x._is_view() else None
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """In which dtype autocast computes on a type of device; None where it is not open."""
-    if device == "meta":
-        device = _LIKE if torch.is_autocast_enabled(_KIND) else device
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def without_autocast(device: str) -> torch.autocast:
-    """While open, autocast casts nothing on a type of device on which there is autocast."""
-    return torch.autocast(_LIKE if device == "meta" else device, enabled=False)
-
-
-def _all_cast() -> list[Any]:
-    """The operations that autocast knows."""
-    names = autocast_operators()
-    parts = (name.removeprefix("aten::").partition(".") for name in names if name.startswith("aten::"))
-    return [getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in parts]
-
-
-def _asked(
-    op: Any, flat: Sequence[Any], places: Sequence[int], form: Any
-) -> tuple[tuple[int, torch.dtype], ...]:
-    """Which of an operation's tensors autocast casts, and to which dtypes, one after the other as it does."""
-    stand_ins = list(flat)
-    with ExitStack() as stack:
-        stack.enter_context(past_autocast_key())
-        stack.enter_context(disable_modes())
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(FakeTensorMode())
-        casts = stack.enter_context(_Casts())
-        for i in places:
-            x = flat[i]
-            stand_ins[i] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_LIKE)
-        args, kwargs = unflatten(stand_ins, form)
-        op(*args, **kwargs)
-    at = {id(stand_ins[i]): i for i in places}
-    return tuple((at[id(x)], to) for x, to in casts.seen if id(x) in at)
-
-
-class _Casts(DispatchMode):
-    """Notes which tensors are cast, and to what."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[torch.Tensor, torch.dtype]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is not None:
-            self.seen.append((args[0], kwargs["dtype"]))
-        return func(*args, **kwargs)

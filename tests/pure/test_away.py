@@ -120,7 +120,7 @@ def test_offload_is_found_where_nothing_fits_without(recorder: Recorder) -> None
     # and it is what all the ways of all plans would have told
     every = [
         y
-        for plan, rows in search.candidates()
+        for plan, rows in search.space.candidates()
         for offload in ways(plan, "offload")
         if (y := search.score(plan.model_copy(update={"offload": offload}), rows)) and y.fits
     ]

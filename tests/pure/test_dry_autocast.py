@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import espalier
 from espalier.models import GPT, GPTConfig
-from espalier.tensor.dry_runs import DryAutocast, autocast_dtype
+from espalier.tensor.dry_autocast import DryAutocast, autocast_dtype
 
 
 class Casts(TorchDispatchMode):

@@ -170,7 +170,7 @@ def search(recorder: Recorder) -> Search:
 
 def test_the_best_is_the_best_of_all(search: Search) -> None:
     found = search.run()
-    scored = [x for plan, rows in search.candidates() if (x := search.score(plan, rows)) and x.fits]
+    scored = [x for plan, rows in search.space.candidates() if (x := search.score(plan, rows)) and x.fits]
     assert len(found.best) == found.scored
     assert len(scored) == sum(not x.plan.offload.away for x in found.best)
     assert found.best[0].seconds == min(search.simulated(x).seconds for x in scored) <= scored[0].seconds
@@ -323,7 +323,7 @@ def test_slower_parts_never_make_it_faster(search: Search) -> None:
 
 
 def test_a_pipeline_of_equal_stages_takes_its_closed_form(search: Search) -> None:
-    plan = next(p for p, _ in search.candidates() if p.pipe == 4 and p.schedule == "1f1b")
+    plan = next(p for p, _ in search.space.candidates() if p.pipe == 4 and p.schedule == "1f1b")
     real = simulate(generate("1f1b", 4, plan.accumulate), Costs(1.0, 2.0, 0.0)).step_time
     assert math.isclose(search._closed(plan, [3.0] * 4), real)
 

@@ -28,7 +28,7 @@ from espalier.layout import Layout, chunk_bounds
 from espalier.layout.layout import D, R
 from espalier.mesh import Mesh
 from espalier.tensor.dispatch import Move, known_gathered, remember_gathered
-from espalier.tensor.dry_runs import autocast_dtype
+from espalier.tensor.dry_autocast import autocast_dtype
 from espalier.tensor.dtensor import DTensor, plain, stamp, up_to_date
 from espalier.tensor.saved import Shard, gather_before_backward
 from espalier.torch_private import raw

@@ -15,7 +15,7 @@ from espalier.layout import Layout, local_box, same_cuts
 from espalier.layout.layout import AxisState, D, R
 from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec, bound_to, of_nothing, rule
 from espalier.tensor import fused_kernels
-from espalier.tensor.dry_runs import autocast_dtype
+from espalier.tensor.dry_autocast import autocast_dtype
 from espalier.tensor.random import draw_key
 from espalier.tensor.rules.attention_blocks import Block, RingLayout, fused
 from espalier.tensor.rules.pointwise import letters

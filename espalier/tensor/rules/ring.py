@@ -24,7 +24,7 @@ from torch.overrides import handle_torch_function
 from espalier.comm import collectives
 from espalier.comm.custom_ops import recorders
 from espalier.comm.row_exchange import Spans, exchange
-from espalier.tensor.dry_runs import autocast_dtype, without_autocast
+from espalier.tensor.dry_autocast import autocast_dtype, without_autocast
 from espalier.tensor.random import Key
 from espalier.tensor.rules.attention_blocks import (
     Block,

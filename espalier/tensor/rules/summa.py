@@ -32,7 +32,7 @@ from espalier.layout import chunk_bounds
 from espalier.layout.layout import AxisState, R
 from espalier.mesh import Mesh
 from espalier.sharding.spec import Operand, Placed, Runner, Spec, bound_to
-from espalier.tensor.dry_runs import autocast_dtype
+from espalier.tensor.dry_autocast import autocast_dtype
 
 
 class Grid(NamedTuple):
