@@ -6,7 +6,8 @@ A row of the file is a run: GPU, sizes of the model, how it was cut, and one met
 ``tokens_per_s_per_gpu``, ``mfu_pct``, ``hw_tflops_per_gpu``; rows of other metrics are counted and left
 out). The model is built on the meta device, recorded as `espalier plan` records it, and priced under that
 plan on the shipped cluster of that GPU, with the constants of the row's ``profile`` in published.toml. No
-row, and no source, is known to the code. ``--fit`` looks for a profile's constants on the file's rows.
+row, and no source, is known to the code. ``--fit`` looks for a profile's constants on the file's rows;
+``--unknown`` takes each profile for one that nobody knows, with the medians of the file's others.
 
 Bars: a mean absolute error of 5 % on the sources whose profile is ``korthikanti`` or ``sc21-t1``, 8 % on
 the others. Regret is the time lost by taking the run that is predicted the fastest of those with one model,
@@ -64,6 +65,7 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--fit", metavar="PROFILE", help="print constants that fit this profile's rows best")
     parser.add_argument("--profile", help="score rows of this profile alone")
+    parser.add_argument("--unknown", action="store_true", help="score rows by the other profiles' medians")
     given = parser.parse_args()
     with given.file.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -82,7 +84,7 @@ def main() -> int:
         return 0
     by_source: dict[tuple[str, str], list[tuple[Run, float]]] = defaultdict(list)
     for run in runs:
-        told = predicted(run, constants(run))
+        told = predicted(run, medians(run, runs) if given.unknown else constants(run))
         if told is None:
             left += 1
         else:
@@ -179,6 +181,17 @@ def constants(run: Run) -> dict[str, Any]:
     found = dict(table.get(run.row["profile"], table["default"]))
     found |= found.pop("gpu", {}).get(run.row["gpu"], {})
     return {key: x for key, x in found.items() if key != "from"}
+
+
+def medians(run: Run, runs: list[Run]) -> dict[str, Any]:
+    """Of the profiles that other runs have: of all, and the share of the peak of those on this GPU."""
+    own, gpu = run.row["profile"], run.row["gpu"]
+    others = {(x.row["profile"], x.row["gpu"]): constants(x) for x in runs if x.row["profile"] != own}
+    known = {key: x for key, x in others.items() if key[0] in _PROFILES["profile"]}
+    found = {"unfused": statistics.median({name: x["unfused"] for (name, _), x in known.items()}.values())}
+    if shares := [x["ceiling"] for (_, its), x in known.items() if its == gpu and "ceiling" in x]:
+        found["ceiling"] = statistics.median(shares)
+    return found
 
 
 def predicted(run: Run, change: dict[str, Any], *, closed: bool = False) -> float | None:
