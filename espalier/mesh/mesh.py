@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from espalier.device import accelerator, backend_of, current, is_accelerator, of_world
-from espalier.mesh.process import start
+from espalier.mesh.process import running_size, start
 from espalier.torch_private import mesh_resources
 
 MAX_AXES = 8
@@ -651,7 +651,7 @@ def known_mesh(
     axes = dict(zip(names, shape, strict=True))
     if is_dry and device_type == "meta":
         return Mesh.dry(axes, ranks=ranks, world_rank=world_rank).telling(**words_by_axis)
-    if ranks == tuple(range(dist.get_world_size() if dist.is_initialized() else 1)):
+    if ranks == tuple(range(running_size())):
         return Mesh.from_env(axes, device_type).telling(**words_by_axis)
     asked_for = " × ".join(f"{name} {n}" for name, n in axes.items())
     raise ValueError(

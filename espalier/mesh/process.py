@@ -321,6 +321,16 @@ def _leave_quietly() -> None:
             dist.destroy_process_group()
 
 
+def running_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This rank's number, in a group; 0 of a process without a world."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def running_size(group: dist.ProcessGroup | None = None) -> int:
+    """How many ranks there are, in a group; 1 of a process without a world."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
 def is_fake() -> bool:
     """Whether the running world is torch's of one process, in which nobody else is there (backend "fake")."""
     return dist.get_backend() == "fake"

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from espalier.compat.absent import or_absent
+from espalier.mesh.process import running_rank, running_size
 
 
 class DistCoordinator:
@@ -21,9 +22,7 @@ class DistCoordinator:
     """
 
     def __init__(self) -> None:
-        is_one_of_many = dist.is_initialized()
-        self.rank = dist.get_rank() if is_one_of_many else 0
-        self.world_size = dist.get_world_size() if is_one_of_many else 1
+        self.rank, self.world_size = running_rank(), running_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
 
     def is_master(self, process_group: Any = None) -> bool:

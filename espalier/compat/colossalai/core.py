@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from espalier.compat.colossalai.config import Settings, load
-from espalier.mesh.process import start
+from espalier.mesh.process import running_rank, running_size, start
 
 _config: ContextVar[Settings] = ContextVar("config")
 
@@ -27,11 +27,11 @@ class GlobalContext:
 
     def get_global_rank(self) -> int:
         """This process's."""
-        return dist.get_rank() if dist.is_initialized() else 0
+        return running_rank()
 
     def get_world_size(self, parallel_mode: Any = None) -> int:
         """Ranks in all: axes and their sizes are in ``engine.mesh``."""
-        return dist.get_world_size() if dist.is_initialized() else 1
+        return running_size()
 
     def get_local_rank(self, parallel_mode: Any = None) -> int:
         """This process's number on its host."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from espalier.compat.colossalai.config import plan_of
@@ -15,6 +14,7 @@ from espalier.compat.plans import counts_one
 from espalier.engine import Engine as Inner
 from espalier.engine import EngineModule
 from espalier.engine import initialize as lay_on_mesh
+from espalier.mesh.process import running_size
 from espalier.parallel import Plan
 from espalier.tensor import full_tensor
 
@@ -132,7 +132,7 @@ def initialize(
     Returns:
         engine, both loaders, schedule.
     """
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = running_size()
     if plan is None:
         plan = plan_of(global_context.config if config is None else config, ranks)
     if plan.accumulate > 1:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
+from espalier.mesh.process import running_rank
 
 
 class DistributedLogger:
@@ -29,7 +29,7 @@ class DistributedLogger:
         self._log(logging.ERROR, message, ranks)
 
     def _log(self, level: int, message: Any, ranks: Sequence[int] | None) -> None:
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = running_rank()
         if ranks is not None and rank not in ranks:
             return
         if self.logger.hasHandlers() and self.logger.isEnabledFor(level):

@@ -26,6 +26,7 @@ from espalier.device import (
     set_rng_state,
     synchronize,
     timed_event,
+    total_memory,
     use,
 )
 
@@ -169,7 +170,7 @@ class Accelerator:
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes that it has; on the CPU those of the host."""
         if self.is_available():
-            return int(self._module.get_device_properties(self._at(device_index)).total_memory)
+            return total_memory(self._at(device_index))
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def available_memory(self, device_index: int | None = None) -> int:

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed.axes import init_distributed
 from espalier.device import accelerator
+from espalier.mesh.process import running_rank as get_rank
+from espalier.mesh.process import running_size as get_world_size
 
 __all__ = [
     "all_gather_coalesced",
@@ -47,16 +49,6 @@ _LOGGED = frozenset({"prof", "log_name", "debug"})
 def get_local_rank() -> int:
     """This rank's number on its host."""
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def get_rank(group: Any = None) -> int:
-    """This rank's number, in a group; 0 of a process by itself."""
-    return _dist.get_rank(group) if _dist.is_initialized() else 0
-
-
-def get_world_size(group: Any = None) -> int:
-    """How many ranks there are, in a group; 1 of a process by itself."""
-    return _dist.get_world_size(group) if _dist.is_initialized() else 1
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, **_: Any) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -20,6 +19,7 @@ from espalier.compat.deepspeed.pipe_engine import PipelineEngine
 from espalier.compat.plans import counts_one
 from espalier.engine import Spikes
 from espalier.engine import initialize as lay_on_mesh
+from espalier.mesh.process import running_size
 
 _LIMIT = 2**31  # DeepSpeed skips steps that are not finite as long as it takes
 
@@ -74,7 +74,7 @@ def initialize(
     is_pipeline = isinstance(model, PipelineModule)
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     tables = with_tensor_axis(load(source), model)
-    settings = read(tables, _ranks(), pipe=stages, plan={**axes_of_experts(model), **(plan or {})})
+    settings = read(tables, running_size(), pipe=stages, plan={**axes_of_experts(model), **(plan or {})})
     if isinstance(model, PipelineModule):
         settings = model.arranged(settings)
         options.setdefault("loss_fn", model.loss_fn)
@@ -133,7 +133,3 @@ def with_tensor_axis(tables: dict[str, Any], model: nn.Module) -> dict[str, Any]
             f"tp_size={size}): expected the same."
         )
     return {**tables, "tensor_parallel": {**section, "autotp_size": size}}
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-import torch.distributed as dist
+from espalier.mesh.process import running_rank
 
 FORWARD: Final = "fwd"
 BACKWARD: Final = "bwd"
@@ -99,7 +99,7 @@ class Timers:
     ) -> None:
         """Print, on rank 0 or on ``ranks``, the milliseconds of each."""
         line = self.told(names, normalizer, reset)
-        if (dist.get_rank() if dist.is_initialized() else 0) in (ranks or [0]):
+        if running_rank() in (ranks or [0]):
             print(f"milliseconds: {line}", flush=True)
 
 

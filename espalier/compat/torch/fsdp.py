@@ -47,6 +47,7 @@ from espalier.compat.torch.data_parallel import Said, of_group, take_hook, whole
 from espalier.engine import Engine
 from espalier.engine.module import optimizer_of
 from espalier.engine.surface import bound
+from espalier.mesh.process import running_rank
 from espalier.texts import refuse
 from espalier.trees import tree_map
 
@@ -265,7 +266,7 @@ class FullyShardedDataParallel(LateModule):
     ) -> dict[str, Any]:
         """:meth:`optim_state_dict`, on rank 0 alone unless said otherwise (a collective)."""
         state = FullyShardedDataParallel.optim_state_dict(model, optim)
-        return {} if rank0_only and state and dist.is_initialized() and dist.get_rank() else state
+        return {} if rank0_only and state and running_rank() else state
 
     @staticmethod
     def sharded_optim_state_dict(

@@ -20,6 +20,7 @@ from espalier.compat.plans import counts_one
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import EngineModule
 from espalier.engine import initialize as lay_on_mesh
+from espalier.mesh.process import running_size
 from espalier.parallel import Plan
 
 _STATES = "pytorch_optim.bin"  # in the folder of a sharded optimizer
@@ -82,7 +83,7 @@ class Booster:
         Returns:
             all five; all but the model as they are.
         """
-        plan = self.plugin.plan(dist.get_world_size() if dist.is_initialized() else 1)
+        plan = self.plugin.plan(running_size())
         if self._precision is not None and plan.precision.compute == "float32":
             plan = Plan(**{**plan.model_dump(), "precision": self._precision})
         if plan.accumulate > 1:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from espalier.compat.colossalai.logging import get_dist_logger
 from espalier.compat.colossalai.utils import MultiTimer
+from espalier.mesh.process import running_rank
 
 if TYPE_CHECKING:
     from espalier.compat.colossalai.trainer import Trainer
@@ -277,7 +276,7 @@ class TensorboardHook(BaseHook):
         super().__init__(priority)
         from torch.utils.tensorboard import SummaryWriter
 
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = running_rank()
         writes = rank in (ranks if ranks is not None else (0,))
         self.writer: Any = SummaryWriter(f"{log_dir}/rank_{rank}") if writes else None
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from espalier.compat.deepspeed.axes import init_distributed
 from espalier.compat.deepspeed.config import load
 from espalier.engine import Engine, EngineModule, initialize
+from espalier.mesh.process import running_size
 from espalier.texts import MistakeError, unknown_key
 
 _OWNER: Final = "deepspeed.init_inference"
@@ -177,7 +177,7 @@ def init_inference(
     size = section.get("tp_size", 1) if section.get("enabled", True) else 1
     size = max(int(size), int(tables.get("mp_size", 1)))
     init_distributed()
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = running_size()
     if ranks % size:
         wrong.append(("tensor_parallel.tp_size", size, f"expected a divisor of the {ranks} rank(s)"))
     if tables.get("checkpoint") is not None and size > 1 and example is None:

@@ -7,10 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-import torch.distributed as dist
-
 from espalier.compat.deepspeed import answers
 from espalier.compat.deepspeed.config import Config, load, read
+from espalier.mesh.process import running_rank, running_size
 from espalier.texts import MistakeError as DeepSpeedConfigError
 
 # sections that DeepSpeed has under another name
@@ -51,8 +50,8 @@ class DeepSpeedConfig:
         self, config: str | Path | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None
     ) -> None:
         self._param_dict = load(config)
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        ranks = running_size()
+        self.global_rank = running_rank()
         if mpu is not None:
             ranks = mpu.get_data_parallel_world_size()
         self.settings: Config = read(self._param_dict, ranks)

@@ -6,15 +6,16 @@ import gc
 import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext as noop_context  # noqa: F401
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed.accelerator import get_accelerator
+from espalier.mesh.process import running_rank
 from espalier.trees import tree_map
 
 _GB = 2**30
@@ -29,16 +30,6 @@ class DummyOptim:
 
     def __init__(self, params: Iterable[Any]) -> None:
         self.param_groups = [{"params": list(params)}]
-
-
-class noop_context:
-    """Nothing, as a context."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: Any) -> None:
-        pass
 
 
 def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +174,7 @@ def empty_cache() -> None:
 
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Print, on rank 0, bytes of the accelerator and the host; nothing without ``force``."""
-    if not force or (dist.is_initialized() and dist.get_rank() != 0):
+    if not force or running_rank():
         return
     gc.collect()
     device = get_accelerator()
@@ -195,7 +186,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
     """:func:`see_memory_usage`."""
-    if print_rank in (-1, dist.get_rank() if dist.is_initialized() else 0):
+    if print_rank in (-1, running_rank()):
         see_memory_usage(msg, force=True)
 
 
@@ -209,8 +200,7 @@ def _host() -> int:
 
 def get_ma_status() -> int:
     """Bytes of the accelerator that are allocated; 0 on all ranks but the first."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    return get_accelerator().memory_allocated() if is_first else 0
+    return get_accelerator().memory_allocated() if running_rank() == 0 else 0
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from espalier.compat.absent import or_absent
@@ -28,6 +27,7 @@ from espalier.compat.deepspeed.utils.tensors import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from espalier.mesh.process import running_rank
 from espalier.tensor import deferred
 
 logger = logging.getLogger("deepspeed")
@@ -35,7 +35,7 @@ logger = logging.getLogger("deepspeed")
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log on some ranks; by default on all."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = running_rank()
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
 

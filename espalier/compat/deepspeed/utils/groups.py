@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from espalier.compat.absent import Absent
 from espalier.compat.deepspeed.axes import Axes, Newest
+from espalier.mesh.process import running_rank, running_size
 
 # DeepSpeed's word, and what its ranks share
 _KINDS: Final = {
@@ -36,8 +37,8 @@ _ANSWERS: Final[dict[str, Callable[[Axes], Any]]] = {
 }
 _ALONE: Final[dict[str, Callable[[], Any]]] = {
     "group": lambda: dist.group.WORLD,
-    "world_size": lambda: dist.get_world_size() if dist.is_initialized() else 1,
-    "rank": lambda: dist.get_rank() if dist.is_initialized() else 0,
+    "world_size": running_size,
+    "rank": running_rank,
     "group_ranks": lambda: list(range(_ALONE["world_size"]())),
     "src_rank": lambda: 0,
 }

@@ -5,7 +5,6 @@ Every rank must call: what is cut over the ranks is gathered, or given to each.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from espalier.comm.collectives import all_gather
+from espalier.compat.deepspeed.axes import Axes, axes_of
 from espalier.engine import Engine
 from espalier.tensor import full_tensor
 
@@ -131,18 +131,16 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     safe_set_full_optimizer_state(param, _whole_of(param, value), optim_state_key)
 
 
-def _shares(param: nn.Parameter) -> tuple[Engine, list[int], int, int]:
-    """Its engine, the axes that share the batch, how many ranks they have, and how long a run is."""
-    engine = _engine_of(param)
-    axes = [engine.mesh.axis(name) for name in engine.plan.batch_axes]
-    ranks = math.prod(engine.mesh.shape[axis] for axis in axes)
-    return engine, axes, ranks, -(-param.numel() // ranks)
+def _shares(param: nn.Parameter) -> tuple[Axes, int]:
+    """The ranks that share the batch, and how long a run is."""
+    sharing = axes_of(_engine_of(param), "data")
+    return sharing, -(-param.numel() // sharing.size)
 
 
 def _run_of(param: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    engine, axes, ranks, size = _shares(param)
-    filled = nn.functional.pad(whole.flatten(), (0, ranks * size - whole.numel()))
-    return filled.view(ranks, size)[engine.mesh.place(axes)].clone()
+    sharing, size = _shares(param)
+    filled = nn.functional.pad(whole.flatten(), (0, sharing.size * size - whole.numel()))
+    return filled.view(sharing.size, size)[sharing.rank].clone()
 
 
 def _whole_of(param: nn.Parameter, run: torch.Tensor) -> torch.Tensor:
@@ -151,15 +149,15 @@ def _whole_of(param: nn.Parameter, run: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: it is not as long as one.
     """
-    engine, axes, _, size = _shares(param)
+    sharing, size = _shares(param)
     if run.numel() != size:
         raise ValueError(
             f"This rank's part of a parameter of the shape {list(param.shape)} has {size} elements, as "
             f"safe_get_local_fp32_param gives them; got {run.numel()}."
         )
     runs = run.detach().reshape(1, size)
-    for axis in reversed(axes):
-        runs = all_gather(runs, engine.mesh, axis, 0, runs.shape[0] * engine.mesh.shape[axis])
+    for axis in reversed(sharing.axes):
+        runs = all_gather(runs, sharing.mesh, axis, 0, runs.shape[0] * sharing.mesh.shape[axis])
     return runs.flatten()[: param.numel()].view(param.shape)
 
 

@@ -2,26 +2,10 @@
 
 from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed.runtime.zero import partition_parameters, stage3, stage_1_and_2
-from espalier.compat.deepspeed.zero import (
-    GatheredParameters,
-    Init,
-    ZeroParamStatus,
-    ZeroParamType,
-    register_external_parameter,
-    unregister_external_parameter,
-)
+from espalier.compat.deepspeed.runtime.zero.partition_parameters import *  # noqa: F403
 
-__all__ = [
-    "GatheredParameters",
-    "Init",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "partition_parameters",
-    "register_external_parameter",
-    "stage3",
-    "stage_1_and_2",
-    "unregister_external_parameter",
-]
+__all__ = ["partition_parameters", "stage3", "stage_1_and_2"]
+__all__ += partition_parameters.__all__
 
 __getattr__ = or_absent(
     __name__,
