@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -383,6 +384,16 @@ def restart_peak(device: torch.device) -> None:
 
 
 # ---- the host beside a device
+
+
+def process_memory(field: str) -> int | None:
+    """Bytes of this process, where Linux tells: ``"VmRSS"``, what it has; ``"VmHWM"``, at most so far."""
+    try:
+        lines = Path("/proc/self/status").read_text("utf-8").splitlines()
+    except OSError:
+        return None
+    sizes = (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+    return next(sizes, None)
 
 
 @contextmanager

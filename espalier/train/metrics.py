@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from espalier.device import has_peak
+from espalier.device import has_peak, process_memory
 from espalier.device import peak_memory as device_peak
 from espalier.files import write_file
 
@@ -170,12 +170,8 @@ def peak_memory(device: torch.device) -> int:
     if has_peak(device):
         return device_peak(device)
     # Linux's ru_maxrss is inherited through exec, so that a child would show its parent's peak.
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    if (told := process_memory("VmHWM")) is not None:
+        return told
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed.accelerator import get_accelerator
+from espalier.device import process_memory
 from espalier.mesh.process import running_rank
 from espalier.trees import tree_map
 
@@ -180,7 +181,8 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     device = get_accelerator()
     peak = device.max_memory_allocated() / _GB
     print(f"{message}\nallocated {device.memory_allocated() / _GB:.2f} GB, at most {peak:.2f} GB, ", end="")
-    print(f"kept {device.memory_reserved() / _GB:.2f} GB; this process on the host {_host() / _GB:.2f} GB")
+    host = process_memory("VmRSS") or 0
+    print(f"kept {device.memory_reserved() / _GB:.2f} GB; this process on the host {host / _GB:.2f} GB")
     device.reset_peak_memory_stats()
 
 
@@ -188,14 +190,6 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     """:func:`see_memory_usage`."""
     if print_rank in (-1, running_rank()):
         see_memory_usage(msg, force=True)
-
-
-def _host() -> int:
-    """Bytes of this process."""
-    for line in Path("/proc/self/status").read_text("utf-8").splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def get_ma_status() -> int:
