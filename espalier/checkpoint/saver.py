@@ -24,7 +24,7 @@ import torch
 from espalier.checkpoint.folder import cannot, commit, final_of, hidden, prepare, settle, tidy, withdraw
 from espalier.checkpoint.index import Boxes, CheckpointError, Index, TensorInfo
 from espalier.checkpoint.tensor_file import LARGEST, TensorFile
-from espalier.comm.control import agree, gather_objects
+from espalier.comm.control import agree, any_says, gather_objects
 from espalier.device import current_stream, host_buffer, new_stream, on, wait_for
 from espalier.files import write_file
 from espalier.layout import Layout, chunk_bounds, local_box
@@ -118,13 +118,20 @@ class Saver:
             self._see(work, *work.pending)
 
     def _see(self, work: SaveWork, *done: Future[None]) -> None:
-        """Raise on all ranks what one of them has met."""
-        try:
-            for each in done:
-                agree(_error_of(each), self.mesh, range(self.mesh.ndim))
-        except (RuntimeError, ValueError) as error:
-            work.give_up()
-            raise CheckpointError(str(error)) from error
+        """Raise on all ranks what one of them has met, and undo the checkpoint."""
+        for each in done:
+            error = _error_of(each)
+            try:
+                failed = any_says(error is not None, self.mesh)
+            except BaseException:  # a rank has gone, maybe after all was written: what is whole stays
+                work.give_up(undo=False)
+                raise
+            if failed:
+                try:
+                    agree(error, self.mesh, range(self.mesh.ndim))
+                except (RuntimeError, ValueError) as met:
+                    work.give_up(undo=True)
+                    raise CheckpointError(str(met)) from met
 
 
 def index_of(tree: Mapping[str, Lying]) -> dict[str, Boxes]:
@@ -272,14 +279,14 @@ class SaveWork:
         self._check()
         wait_for(self.staged.result(), self._staging.device)
 
-    def give_up(self) -> None:
-        """What was done for it is undone."""
+    def give_up(self, *, undo: bool) -> None:
+        """What is not a checkpoint yet does not become one; ``undo``: what is one is none any more."""
         self.given_up.set()
         if self._thread is not None:
             self._thread.join()
         if self._file is not None:
             self._file.close(last=False)
-        if self.rank == 0:
+        if self.rank == 0 and (undo or self._final is None):
             withdraw(self.folder, there=self._final is not None)
 
     # ---- what the thread does

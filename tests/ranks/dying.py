@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import espalier
+from espalier.checkpoint import newest
 from espalier.comm import all_reduce
 
 FAULTS = espalier.Faults(limit=4.0, outside=30.0)
@@ -107,6 +108,10 @@ def train(kind: str, bad: bool, place: Path) -> None:
             (place / "deed").write_text(str(time.time()))
             if misbehave(kind, engine):
                 continue
+        if kind == "save" and step >= AT - 1:  # the last of two waits for the first, and for the dead
+            engine.save(place / "checkpoints", asynchronous=True, keep=1)
+            while newest(place / "checkpoints") is None:
+                time.sleep(0.01)
         engine.train_step(batch)
     print("trained", flush=True)
 
@@ -123,7 +128,7 @@ def move(bad: bool, place: Path) -> None:
 
 def misbehave(kind: str, engine: espalier.Engine) -> bool:
     """Do what the test asks for; whether to leave the step out."""
-    if kind in ("kill", "pipe", "host"):
+    if kind in ("kill", "pipe", "host", "save"):
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "raise":
         raise ValueError("a bad thing")

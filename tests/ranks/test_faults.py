@@ -8,13 +8,16 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+
+from espalier.checkpoint import newest
 
 WORLDS = (
     # those that last longest first
     "compute:2:0 patient:2:1 bare:2:1 stop:2:1 sleep:4:2 sleep:2:0 kill:4:0 raise:4:2 differ:2:1 kill:2:1 "
-    "raise:2:1 exit:2:1 skip:2:1 pipe:2:1 host:3:0"
+    "raise:2:1 exit:2:1 skip:2:1 save:2:1 pipe:2:1 host:3:0"
 ).split()
 PROMISED = 10.0  # seconds
 
@@ -23,6 +26,7 @@ PROMISED = 10.0  # seconds
 class End:
     """How a world ended."""
 
+    place: Path
     codes: dict[int, int]
     seconds: float
     errors: list[str]
@@ -56,7 +60,7 @@ def ended(tmp_path_factory) -> dict[str, End]:
         errors = [(place / f"err{rank}").read_text() for rank in range(len(ends))]
         last = max(time for _, time in ends)
         codes = {rank: code for rank, (code, _) in enumerate(ends)}
-        found[world] = End(codes, last - float((place / "deed").read_text()), errors)
+        found[world] = End(place, codes, last - float((place / "deed").read_text()), errors)
     return found
 
 
@@ -96,6 +100,11 @@ def test_an_error_is_told_by_the_rank_that_raised_it(ended):
         assert f"rank {who} of {world[6]} failed: ValueError: a bad thing, at step 3" in end.reports[0]
         assert [rank for rank, error in enumerate(end.errors) if "Traceback" in error] == [who]
         assert end.codes[who] == 1
+
+
+def test_a_checkpoint_stays_whose_ranks_die_before_they_agreed_on_it(ended):
+    """The next save, which asks how it went, meets a rank that is gone; ``keep = 1`` left no other."""
+    assert newest(ended["save:2:1"].place / "checkpoints") is not None
 
 
 def test_in_a_pipeline_the_action_of_the_schedule_is_named(ended):
