@@ -8,7 +8,8 @@ sequence, context, pipelines of several schedules, recomputation, micro-batches,
 parameters in the host's memory and on disk. Each is predicted by the
 search's own score from dry recordings. All are measured in three rounds, of which the quietest counts: the
 median of its steps (others on the machine delay a step, and nobody hastens it). How much of the machine
-others had meanwhile is told, where Linux tells it: with more than a tenth the figures say nothing.
+others had meanwhile is told, where Linux tells it, and by how much longer than at its best a core took for the
+same work (a virtual machine's core is a part of a real one): with more than a tenth the figures say nothing.
 
 Bars: a mean absolute error of 8 %, nine in ten plans within 15 %; of each size the plan that is predicted the
 fastest is on average at most 1 % slower than the fastest measured, and 5 % at worst (plans within the scatter
@@ -39,6 +40,7 @@ from espalier.mesh.launch import spawn
 from espalier.models import GPT, GPTConfig
 from espalier.planner import Cluster, Prediction, Recorder, Search
 from espalier.planner.calibrate import calibrate, show
+from espalier.planner.calibrate.timing import slowed, taken_by_others
 from espalier.planner.explain import words
 
 try:
@@ -227,6 +229,7 @@ def main() -> int:
     kept = json.loads(given.keep.read_text("utf-8")) if given.keep and given.keep.exists() else {}
     rows: list[Row] = []
     start, busy, own = time.perf_counter(), machine_busy(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    pieces = taken_by_others().pieces
     for size in SIZES:
         tried = plans(size)
         told = predict(size, tried, cluster)
@@ -234,6 +237,7 @@ def main() -> int:
             kept[size.name] = spawn(measure, {"data": 2}, size, tried, device_type="cpu")[0]
             if given.keep:
                 given.keep.write_text(json.dumps(kept), "utf-8")
+        pieces += taken_by_others().pieces
         for prediction, rounds in zip(told, kept[size.name], strict=True):
             times = min(rounds, key=statistics.median)
             low, middle, high = statistics.quantiles(times, n=4)
@@ -255,6 +259,7 @@ def main() -> int:
     ours = after.ru_utime + after.ru_stime - own.ru_utime - own.ru_stime + time.process_time()
     others = max(0.0, machine_busy() - busy - ours) / (time.perf_counter() - start)
     print(f"\nothers had {others:.0%} of a core meanwhile")
+    print(f"a core took {slowed(pieces):.0%} longer than at its best, half of the time")
     missed = 0
     print(f"\n{len(rows)} plans of {len(SIZES)} sizes, none of whose shapes was calibrated:")
     for name, figure in judged(rows).items():

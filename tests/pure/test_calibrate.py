@@ -18,7 +18,8 @@ from espalier.cli.main import app
 from espalier.models import GPT, GPTConfig
 from espalier.planner import Cluster, Recorder, Search
 from espalier.planner import calibrate as calibration
-from espalier.planner.calibrate import disks, local
+from espalier.planner.calibrate import disks, engine, local
+from espalier.planner.calibrate.timing import Taken, slowed
 from espalier.planner.cluster import here
 from espalier.planner.curves import Grid, between
 from espalier.planner.explain import report
@@ -47,6 +48,7 @@ def measured() -> dict[str, Any]:
     sizes = (16.0, 64.0)
     return {
         "lost": [0.0, 0.02],
+        "uneven": 0.0,
         "products": {"float32": [(m, n, k, m + n + k) for m in sizes for n in sizes for k in sizes]},
         "attentions": {"float32": [(16.0, 16.0, 4.0, 2.0)]},
         "operations": {"add": [(10.0, 1.0), (1000.0, 0.9)], "copy_": [(1000.0, 2.0)]},
@@ -126,9 +128,24 @@ def test_a_disk_that_takes_nothing_is_left_as_assumed(tmp_path: Path) -> None:
     assert made.source("disk").source == "assumed" and made.source("host").source == "measured"
 
 
+def test_of_several_rounds_the_quietest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet, slow = measured(), measured()
+    slow["products"] = {"float32": [(*row[:-1], row[-1] / 2) for row in quiet["products"]["float32"]]}
+    slow["operations"] = {"add": [(10.0, 0.8), (1000.0, 3.0)], "copy_": [(1000.0, 3.0)]}
+    rounds = iter([slow, quiet, slow])
+    monkeypatch.setattr(local, "_round", lambda *given: next(rounds))
+    best = local.alone(Mesh.single(("data",)), (torch.float32,), print)
+    assert best["products"] == quiet["products"] and best["attentions"] == quiet["attentions"]
+    assert best["operations"] == {"add": [(10.0, 0.8), (1000.0, 0.9)], "copy_": [(1000.0, 2.0)]}
+    assert best["spreads"] == {"products": [0.01, 0.2] * 3, "operations": [0.04] * 3}
+    visits = [[{"forward": 3.0, "step": 1.0}, {"step": 1.0}], [{"forward": 1.0, "step": 2.0}, {"step": 2.0}]]
+    assert engine.quietest(visits) == [{"forward": 1.0, "step": 2.0}, {"step": 1.0}]
+    assert slowed([2.0, 2.0, 3.0, 3.2, 3.4]) == 0.5
+
+
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch)
-    monkeypatch.setattr(calibration, "taken_by_others", lambda: 0.4)
+    monkeypatch.setattr(calibration, "taken_by_others", lambda: Taken(0.4, [1.0]))
     with pytest.raises(calibration.BusyError, match="others had 40% of a core .* --anyway"):
         calibration.calibrate(1)
 
@@ -138,12 +155,15 @@ def test_the_command_measures_and_plan_takes_it(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ValueError, match="run espalier calibrate first"):
         Cluster.load("here")
     small(monkeypatch)
+    monkeypatch.setattr(calibration, "taken_by_others", lambda: Taken(0.0, [1.0, 2.0, 2.0]))
     folder = tmp_path / "scratch"
     done = CliRunner().invoke(app, ["calibrate", "-n", "1", "--anyway", "--disk", str(folder)])
     assert done.exit_code == 0, done.output
     assert not list(folder.iterdir()), "files are removed"
     assert "matrix products in float32" in done.output and "--cluster here" in done.output
+    assert "cores took 100% longer" in done.output
     made = Cluster.load("here")
+    assert made.source("level").spread > 1, "as uncertain as the cores"
     assert made == Cluster.load(here()) and made.device.waits and made.ranks == 1
     assert {"add", "silu_backward", "_log_softmax", "_fused_adamw_"} <= made.device.operations.keys()
     assert all(len(row) == 4 and min(row) > 0 for row in made.device.attentions["float32"])

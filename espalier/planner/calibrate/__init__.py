@@ -20,7 +20,7 @@ from espalier.device import accelerator, count, is_accelerator, name, room, sync
 from espalier.mesh import Mesh
 from espalier.mesh.launch import spawn
 from espalier.planner.calibrate import disks, engine, kinds, links, local
-from espalier.planner.calibrate.timing import taken_by_others
+from espalier.planner.calibrate.timing import slowed, taken_by_others
 from espalier.planner.cluster import Cluster, Device, Disk, Host, Level, Provenance, cache
 from espalier.planner.prices import Prices
 
@@ -41,7 +41,7 @@ def calibrate(
     disk: Path | None = None,
     device_type: str | None = None,
 ) -> Cluster:
-    """Measure this machine, in a minute.
+    """Measure this machine, in a minute or a little more.
 
     Args:
         ranks: that do the same at once, as in a run; by default one for each accelerator, or core of a CPU.
@@ -70,7 +70,13 @@ def calibrate(
             "would be measured holds for no run. Wait until it is quiet, measure fewer ranks (-n), or take "
             "it as it is with --anyway."
         )
-    cluster = combined(measured, lost if lost > _BUSY else 0.0)
+    uneven = measured[0]["uneven"]
+    if uneven > _BUSY:
+        say(
+            f"This machine's cores took {uneven:.0%} longer for the same work than at their best half of the "
+            "time, by their own clock: others use the real cores behind them. Predictions may be off by as much."
+        )
+    cluster = combined(measured, sum(x for x in (lost, uneven) if x > _BUSY))
     say("what the engine's own step takes beside its operations")
     phases = {name: statistics.mean(x["phases"][name] for x in measured) for name in measured[0]["phases"]}
     left = engine.overhead(Prices(cluster, {"data": 1}), phases)
@@ -96,7 +102,8 @@ def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool, disk: Path) ->
     """What one rank measures."""
     tell = say if mesh.coordinate[0] == 0 else _nothing
     tell(f"whether this machine is quiet, on {mesh.size()} ranks")
-    lost = [_most(mesh, taken_by_others())]
+    before = taken_by_others()
+    lost = [_most(mesh, before.share)]
     if lost[0] > _BUSY and not anyway:
         return {"lost": lost}
     device = mesh.device()
@@ -107,15 +114,21 @@ def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool, disk: Path) ->
     with torch.no_grad():
         sent = links.collectives(mesh, tell)
     tell("the engine's step on three models")
-    took = engine.phases(mesh, engine.SMALL, by_host=True)
-    steps = [engine.phases(mesh, trial) for trial in engine.large(mesh.device_type)]
+    visits = [engine.visit(mesh)]
     tell("steps under each kind of plan")
     tried = zip(kinds.trials(mesh.size(), mesh.device_type), kinds.STEPS, strict=True)
     under = [kinds.measure(mesh, trial, steps) for trial, steps in tried]
+    visits.append(engine.visit(mesh))
+    between = taken_by_others()
     alone = local.alone(mesh, (torch.float32, torch.bfloat16), tell)
     tell(f"the disk of {disk}")
     stored = disks.speeds(mesh, disk)
-    lost.append(_most(mesh, taken_by_others()))
+    tell("the engine's step once more")
+    visits.append(engine.visit(mesh))
+    took, *steps = engine.quietest(visits)
+    after = taken_by_others()
+    lost.append(_most(mesh, after.share))
+    uneven = _most(mesh, slowed([*before.pieces, *between.pieces, *after.pieces]))
     if beside:
         synchronize(device)
         own = beside["accelerator"]
@@ -123,7 +136,7 @@ def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool, disk: Path) ->
         # what the runtime and the communicators keep, which no tensor can have
         own["reserved"] = 0.0 if free is None else max(0.0, own["memory"] - free)
     rest = {"links": sent, "phases": took, "steps": steps, "kinds": under, "disk": stored}
-    return {"lost": lost, **rest, **alone, **beside}
+    return {"lost": lost, "uneven": uneven, **rest, **alone, **beside}
 
 
 def _nothing(text: str) -> None:
@@ -135,7 +148,7 @@ def _most(mesh: Mesh, x: float) -> float:
 
 
 def combined(measured: Sequence[Mapping[str, Any]], lost: float) -> Cluster:
-    """A cluster of what the ranks measured; ``lost`` is the share of a core that others had meanwhile."""
+    """A cluster of what the ranks measured; ``lost`` is what others had of a core meanwhile, as a share."""
     n = len(measured)
     products = {dtype: _mean([x["products"][dtype] for x in measured]) for dtype in measured[0]["products"]}
     attentions = {

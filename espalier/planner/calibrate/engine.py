@@ -3,10 +3,9 @@ and with them, on models whose products take most of the time."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from espalier.engine.engine import Engine, initialize
 from espalier.mesh import Mesh
 from espalier.models import GPT, GPTConfig
 from espalier.parallel import Plan
-from espalier.planner.calibrate.timing import level
+from espalier.planner.calibrate.timing import level, quiet
 from espalier.planner.cells import Cell, Recorder
 from espalier.planner.prices import VIEW, Prices
 from espalier.planner.recording import Event, Op
@@ -100,7 +99,22 @@ def phases(mesh: Mesh, trial: Trial, *, by_host: bool = False) -> dict[str, floa
             spent[name] = spent.get(name, 0.0) + ended - began
         for name, seconds in spent.items():
             took.setdefault(name, []).append(seconds)
-    return {name: statistics.median(times) for name, times in took.items()}
+    return {name: quiet(times).seconds for name, times in took.items()}
+
+
+def visit(mesh: Mesh) -> list[dict[str, float]]:
+    """:func:`phases` of the small model, by the host, and of the large ones."""
+    trials = large(mesh.device_type)
+    return [phases(mesh, SMALL, by_host=True), *(phases(mesh, trial) for trial in trials)]
+
+
+def quietest(visits: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, float]]:
+    """Of each model the visit in which its step took least.
+
+    What others do with a machine slows a core for a tenth of a second or for minutes, and shows in no clock:
+    a virtual machine's core shares a real one.
+    """
+    return [min(of_one, key=lambda spent: sum(spent.values())) for of_one in zip(*visits, strict=True)]
 
 
 def counts(trial: Trial) -> Mapping[str, Counter[Event]]:

@@ -7,7 +7,6 @@ steps of a small and of a larger model are taken under each kind, in turns with 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from espalier.mesh import Mesh
 from espalier.models import GPTConfig
 from espalier.parallel import Plan
 from espalier.planner.calibrate.engine import Trial
-from espalier.planner.calibrate.timing import level
+from espalier.planner.calibrate.timing import level, quiet
 from espalier.planner.cells import Recorder
 from espalier.planner.cluster import Cluster
 from espalier.planner.prediction import Prediction
@@ -80,7 +79,7 @@ def measure(mesh: Mesh, trial: Trial, steps: int) -> dict[str, float]:
             if i >= _WARM:
                 took[name].append(time.perf_counter() - began)
     slower = all_reduce(torch.tensor(list(took.values()), dtype=torch.float64), mesh, 0, "max")
-    return {name: statistics.median(times) for name, times in zip(took, slower.tolist(), strict=True)}
+    return {name: quiet(times).seconds for name, times in zip(took, slower.tolist(), strict=True)}
 
 
 def recorders(ranks: int, device_type: str = "cpu") -> list[Recorder]:

@@ -22,6 +22,7 @@ _FEWEST, _MOST = 3, 200  # times that something is done
 _QUEUE = 256  # calls that a device is asked for ahead: drivers hold a thousand kernels
 _BACK_TO_BACK = 8  # messages that are timed as one, on a device
 _CPU = torch.device("cpu")
+_PIECE = 20_000  # rounds of an empty loop, under a millisecond
 
 
 class Took(NamedTuple):
@@ -58,7 +59,7 @@ def timed(runs: Sequence[Callable[[], object]], budget: float, device: torch.dev
         for i in range(inner):
             kept[i % count] = runs[i % count]()
         times.append((clock() - began) / inner)
-    return _quiet(times)
+    return quiet(times)
 
 
 def _timed_there(runs: Sequence[Callable[[], object]], budget: float, device: torch.device) -> Took:
@@ -83,7 +84,7 @@ def _timed_there(runs: Sequence[Callable[[], object]], budget: float, device: to
         last = timed_event(device)
         last.synchronize()
         times.append(max(first.elapsed_time(last) * 1e-3, 1e-9) / inner)
-    return _quiet(times)
+    return quiet(times)
 
 
 def together(
@@ -119,10 +120,10 @@ def together(
         began = time.perf_counter()
         run()
         took.append(time.perf_counter() - began)
-    return _quiet(took)
+    return quiet(took)
 
 
-def _quiet(times: Sequence[float]) -> Took:
+def quiet(times: Sequence[float]) -> Took:
     """The lower quartile: others on the machine make work slower, even by its own clock, and never faster."""
     low, middle, high = statistics.quantiles(times, n=4)
     return Took(low, (high - low) / middle)
@@ -133,9 +134,32 @@ def level(mesh: Mesh) -> None:
     all_reduce(torch.zeros(1), mesh, 0)
 
 
-def taken_by_others(seconds: float = 0.3) -> float:
-    """The share of a core's time that others have while this process wants all of it."""
+class Taken(NamedTuple):
+    """What others have of a core while this process wants all of it.
+
+    Attributes:
+        share: of its time.
+        pieces: seconds of pieces of work, all the same, by this thread's clock: they differ where a virtual
+            machine's core is a part of a real one, which no other clock shows.
+    """
+
+    share: float
+    pieces: list[float]
+
+
+def taken_by_others(seconds: float = 0.3) -> Taken:
+    """What others have of a core, for so long."""
+    pieces = []
     began, used = time.perf_counter(), time.thread_time()
     while time.perf_counter() - began < seconds:
-        pass
-    return max(0.0, 1 - (time.thread_time() - used) / (time.perf_counter() - began))
+        start = time.thread_time()
+        for _ in range(_PIECE):
+            pass
+        pieces.append(time.thread_time() - start)
+    share = 1 - (time.thread_time() - used) / (time.perf_counter() - began)
+    return Taken(max(0.0, share), pieces)
+
+
+def slowed(pieces: Sequence[float]) -> float:
+    """By how much more than at its best a core takes in the middle, as a share."""
+    return statistics.median(pieces) / min(pieces) - 1
