@@ -8,8 +8,9 @@ sequence, context, pipelines of several schedules, recomputation, micro-batches,
 parameters in the host's memory and on disk. Each is predicted by the
 search's own score from dry recordings. All are measured in three rounds, of which the quietest counts: the
 median of its steps (others on the machine delay a step, and nobody hastens it). How much of the machine
-others had meanwhile is told, where Linux tells it, and by how much longer than at its best a core took for the
-same work (a virtual machine's core is a part of a real one): with more than a tenth the figures say nothing.
+others had meanwhile is told, where Linux tells it, and by how much longer than at its best a core took for
+the same work (a virtual machine's core is a part of a real one): with more than a tenth the figures say
+nothing.
 
 Bars: a mean absolute error of 8 %, nine in ten plans within 15 %; of each size the plan that is predicted the
 fastest is on average at most 1 % slower than the fastest measured, and 5 % at worst (plans within the scatter

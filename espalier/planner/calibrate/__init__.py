@@ -74,7 +74,8 @@ def calibrate(
     if uneven > _BUSY:
         say(
             f"This machine's cores took {uneven:.0%} longer for the same work than at their best half of the "
-            "time, by their own clock: others use the real cores behind them. Predictions may be off by as much."
+            "time, by their own clock: others use the real cores behind them. Predictions may be off by as "
+            "much."
         )
     cluster = combined(measured, sum(x for x in (lost, uneven) if x > _BUSY))
     say("what the engine's own step takes beside its operations")
