@@ -214,10 +214,9 @@ def _updates(n: int, device: torch.device) -> Iterator[Run]:
 
 def alone(mesh: Mesh, dtypes: Sequence[torch.dtype], say: Callable[[str], object]) -> dict[str, Any]:
     """All of it, in rounds, of which each figure is the quietest's; spreads stand under ``"spreads"``."""
-    rounds = [
-        _round(mesh, dtypes, lambda text, i=i: say(f"{text}, round {i + 1} of {_ROUNDS}"))
-        for i in range(_ROUNDS)
-    ]
+    rounds = []
+    for i in range(1, _ROUNDS + 1):
+        rounds.append(_round(mesh, dtypes, partial(_say_of, say, i)))
     measured: dict[str, Any] = {}
     for kind, quickest in (("products", _fastest), ("attentions", _fastest), ("operations", _shortest)):
         of_kind = [x[kind] for x in rounds]
@@ -228,6 +227,10 @@ def alone(mesh: Mesh, dtypes: Sequence[torch.dtype], say: Callable[[str], object
     spreads = [x["spreads"] for x in rounds]
     measured["spreads"] = {kind: list(itertools.chain(*(x[kind] for x in spreads))) for kind in spreads[0]}
     return measured
+
+
+def _say_of(say: Callable[[str], object], number: int, text: str) -> None:
+    say(f"{text}, round {number} of {_ROUNDS}")
 
 
 def _fastest(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
