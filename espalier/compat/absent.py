@@ -1,9 +1,14 @@
-"""Names of other systems that mean nothing here: a program can import them, and a use says what to do."""
+"""Names and modules of other systems that mean nothing here: they can be imported, a use says what to do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import MappingProxyType, ModuleType
+from typing import Any, NoReturn, Union
 
 
 class Absent:
@@ -34,28 +39,134 @@ class Absent:
     def __instancecheck__(self, instance: Any) -> bool:
         return False
 
+    def __or__(self, other: Any) -> Any:  # in the type of an argument
+        return Union[self, other]  # noqa: UP007
+
+    def __ror__(self, other: Any) -> Any:
+        return Union[other, self]  # noqa: UP007
+
     def __repr__(self) -> str:
         return f"<{self.name}: not there>"
 
 
+class AbsentModule(ModuleType):
+    """Stands for a module of such names, and of modules of such.
+
+    Args:
+        name: under which it is imported.
+        theirs: its name in the other system.
+        instead: what to do in place of all that it has, without a full stop.
+    """
+
+    def __init__(self, name: str, theirs: str, instead: str) -> None:
+        super().__init__(name, f"{theirs} is not there: {instead}.")
+        self.theirs, self.instead = theirs, instead
+
+    def __getattr__(self, name: str) -> Absent:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return Absent(f"{self.theirs}.{name}", self.instead)
+
+
+class _Other(ModuleType):
+    """A module that has the names of another."""
+
+    def __init__(self, name: str, home: ModuleType) -> None:
+        super().__init__(name, home.__doc__)
+        self._home = home
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(self._home, name)
+
+
+class Names:
+    """A module's ``__getattr__``, which has what is not there, or is elsewhere: see :func:`or_absent`."""
+
+    def __init__(
+        self,
+        package: str,
+        theirs: str,
+        instead: Mapping[str, str],
+        getter: Callable[[str], Any] | None,
+        elsewhere: Mapping[str, str],
+    ) -> None:
+        self._package, self._theirs, self._getter = package, theirs, getter
+        self._instead, self._elsewhere = _one_by_one(instead), _one_by_one(elsewhere)
+
+    def __call__(self, name: str) -> Any:
+        if name in self._elsewhere:
+            return import_module(self._elsewhere[name])
+        if name in self._instead:
+            return Absent(f"{self._theirs}.{name}", self._instead[name])
+        if self._getter is None:
+            raise AttributeError(f"module {self._package!r} has no attribute {name!r}")
+        return self._getter(name)
+
+    def module(self, name: str) -> ModuleType | None:
+        """What ``import package.name`` finds where there is no such file."""
+        here = f"{self._package}.{name}"
+        if name in self._elsewhere:
+            return _Other(here, import_module(self._elsewhere[name]))
+        if name in self._instead:
+            return AbsentModule(here, f"{self._theirs}.{name}", self._instead[name])
+        return None
+
+
 def or_absent(
-    package: str, theirs: str, instead: Mapping[str, str], getter: Callable[[str], Any] | None = None
+    package: str,
+    theirs: str,
+    instead: Mapping[str, str],
+    getter: Callable[[str], Any] | None = None,
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[str], Any]:
     """A module's ``__getattr__``, which has the names that are not there.
+
+    Of a package they are also modules that can be imported, with all that is below them.
 
     Args:
         package: its ``__name__``.
         theirs: the module's name in the other system.
         instead: names, apart by spaces, to what to do in their place.
         getter: finds the others; by default there are none.
+        elsewhere: names of modules, apart by spaces, to the module that has their names here.
     """
-    by_name = {name: text for names, text in instead.items() for name in names.split()}
+    return Names(package, theirs, instead, getter, elsewhere)
 
-    def get(name: str) -> Any:
-        if name in by_name:
-            return Absent(f"{theirs}.{name}", by_name[name])
-        if getter is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getter(name)
 
-    return get
+def _one_by_one(table: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for names, text in table.items() for name in names.split()}
+
+
+class _Made(Loader):
+    """Gives a module that is made."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: it has all it needs."""
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules of which a package's :class:`Names` tell, and no file. It holds nothing."""
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, name = fullname.rpartition(".")
+        parent = sys.modules.get(package)
+        module: ModuleType | None = None
+        if isinstance(parent, AbsentModule):
+            module = AbsentModule(fullname, f"{parent.theirs}.{name}", parent.instead)
+        elif parent is not None and isinstance(names := vars(parent).get("__getattr__"), Names):
+            module = names.module(name)
+        return None if module is None else ModuleSpec(fullname, _Made(module), is_package=True)
+
+
+sys.meta_path.append(_Finder)  # behind Python's own: a module that is a file is that file

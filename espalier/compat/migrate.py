@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Final, NamedTuple
 
-from espalier.compat.absent import Absent
+from espalier.compat.absent import Absent, AbsentModule
 from espalier.texts import MistakeError
 
 
@@ -234,8 +234,9 @@ class _Program:
             self.systems.add(move.system)
             target = move.to + alias.name.removeprefix(root)
             package, _, last = target.rpartition(".")
-            if _module(target) is None:
-                self._missing(node.lineno, alias.name, move)
+            there = _module(target)
+            if there is None or isinstance(there, AbsentModule):
+                self._missing(node.lineno, alias.name, move, getattr(there, "instead", ""))
                 stays.append(alias)
             elif alias.asname:
                 lines.append(f"from {package} import {_as(last, alias.asname)}")
@@ -449,14 +450,14 @@ def _module(name: str) -> ModuleType | None:
 
 def _has(module: Any, name: str) -> bool:
     if hasattr(module, name):
-        return not isinstance(getattr(module, name), Absent)
+        return not isinstance(getattr(module, name), Absent | AbsentModule)
     return isinstance(module, ModuleType) and _module(f"{module.__name__}.{name}") is not None
 
 
 def _instead(module: Any, name: str) -> str:
     """What to do in place of a name that a module has not."""
     there = getattr(module, name, None)
-    return there.instead if isinstance(there, Absent) else ""
+    return there.instead if isinstance(there, Absent | AbsentModule) else ""
 
 
 def _as(name: str, other: str | None) -> str:

@@ -22,6 +22,7 @@ from espalier.checkpoint.sinks import Write, laid_out, root_of, stream
 from espalier.checkpoint.sources import Loaded, TensorSource, open_any
 from espalier.comm.collectives import reduce, sum_whole
 from espalier.comm.control import agree, gather_objects
+from espalier.comm.redistribute import carry_out
 from espalier.device import get_rng_state, set_rng_state
 from espalier.engine.batches import Loader, restore_loaders
 from espalier.engine.norm import LossScaler
@@ -32,7 +33,7 @@ from espalier.layout.layout import Box, overlap
 from espalier.mesh import Mesh
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.several import parts_of
-from espalier.tensor import DTensor, layout_of, plain, stamp
+from espalier.tensor import DTensor, full_tensor, layout_of, plain, stamp
 from espalier.tensor.random import state_of_keys
 from espalier.torch_private import raw
 
@@ -337,6 +338,45 @@ class Loading:
                 self._checkpoint.fill(name, local, box)
         except FormatError as error:
             self.error = error
+
+
+def held(p: nn.Parameter) -> torch.Tensor:
+    """See :meth:`espalier.Engine.held_parameter`."""
+    with raw():
+        here = plain(p.detach()).clone()
+        return stamp(here, _layout(p)) if isinstance(p, DTensor) else here
+
+
+def set_parameter(own: EngineState, data: ZeroState | None, p: nn.Parameter, value: torch.Tensor) -> None:
+    """See :meth:`espalier.Engine.set_parameter`; ``data`` as for :func:`restore`.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if value.shape != p.shape:
+        raise ValueError(
+            f"engine.set_parameter: the parameter has the shape {list(p.shape)}, the value "
+            f"{list(value.shape)}: "
+            "expected the same."
+        )
+
+    def fill(member: torch.Tensor) -> None:
+        if member is not p or not (layout := _layout(p)).mesh.is_member:
+            return
+        if isinstance(value, DTensor):
+            part = plain(carry_out(plain(value.detach()), _layout(value), layout))
+        else:
+            part = value.detach()[local_box(layout).slices]
+        with raw():
+            plain(p.detach()).copy_(part)
+
+    with torch.no_grad():
+        if data is not None and any(m.p is p for chunk in data.chunks for m in chunk.members):
+            data.fill(fill, {} if own.optimizer is None else own.optimizer.state)
+        elif isinstance(p, DTensor):
+            fill(p)
+        else:
+            p.copy_(full_tensor(value))
 
 
 def set_options(optimizer: torch.optim.Optimizer, module: nn.Module, groups: list[Any]) -> None:

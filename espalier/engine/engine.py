@@ -30,11 +30,13 @@ from espalier.engine.checkpointing import (
     candidates,
     export,
     gradients_of,
+    held,
     index_and_tree,
     load_weights,
     named_values,
     opened,
     restore,
+    set_parameter,
     state_of,
 )
 from espalier.engine.compiling import compilable, warn_of_compiled
@@ -916,6 +918,21 @@ class Engine(Surface):
         name = next(name for name, p in self.module.named_parameters() if p is parameter)
         with torch.no_grad(), nullcontext() if self._data is None else self._data.precise():
             return self.passes.everywhere(name, parameter)
+
+    def held_parameter(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy of what this rank holds of one parameter, of its float32 master if it has one: a DTensor.
+
+        Nothing is sent.
+        """
+        self.wait_staged()
+        with torch.no_grad(), nullcontext() if self._data is None else self._data.precise():
+            return held(parameter)
+
+    def set_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Let one parameter, and its float32 master, be a tensor (a collective): whole and the same on all
+        ranks, or a DTensor."""
+        self.wait_staged()
+        set_parameter(self._state, self._to_fill(), parameter, value)
 
     def _whole(self, name: str, x: Any) -> torch.Tensor:
         """The plain global value of a DTensor on every rank, also of one that lies as that parameter does."""

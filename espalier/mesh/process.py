@@ -65,6 +65,19 @@ class Exits:
         return any(answers)
 
 
+class World:
+    """What belongs to the running world and goes with it: a new one begins with nothing."""
+
+    _own: ClassVar[tuple[Any, dict[str, Any]]] = (None, {})
+
+    @classmethod
+    def own(cls) -> dict[str, Any]:
+        """By what it is; a process without a world has its own."""
+        if cls._own[0] is not dist.group.WORLD:
+            cls._own = (dist.group.WORLD, {})
+        return cls._own[1]
+
+
 @dataclass(frozen=True)
 class Process:
     """This process's place in its world: rank of ``world_size``, ``local_rank`` on its node, its device."""

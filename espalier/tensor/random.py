@@ -16,16 +16,16 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch.overrides import handle_torch_function
 
 from espalier.comm.control import compared_with_first
 from espalier.comm.custom_ops import recorders
 from espalier.layout import Layout, local_box
 from espalier.mesh import Mesh
+from espalier.mesh.process import World
 
 
 def _signed(value: int) -> int:
@@ -189,19 +189,21 @@ class Seeding:
     Attributes:
         seeds: the true seed, by tag (the last ones).
         count: of tags made.
-        streams: the running world, and what its ranks agreed on, by tag (a cache).
     """
 
     seeds: ClassVar[dict[int, int]] = {}
     count: ClassVar[int] = 0
-    streams: ClassVar[tuple[Any, dict[int, list[Stream]]]] = (None, {})
+
+    @staticmethod
+    def streams() -> dict[int, list[Stream]]:
+        """What the ranks of the running world agreed on, by tag (a cache)."""
+        streams: dict[int, list[Stream]] = World.own().setdefault("random streams", {})
+        return streams
 
     @classmethod
     def known(cls, tag: int) -> list[Stream]:
         """The streams of a tag in the running world."""
-        if cls.streams[0] is not dist.group.WORLD:
-            cls.streams = (dist.group.WORLD, {})
-        return cls.streams[1].setdefault(tag, [])
+        return cls.streams().setdefault(tag, [])
 
     @classmethod
     def tag(cls, generator: torch.Generator) -> int:
@@ -215,7 +217,7 @@ class Seeding:
         if len(cls.seeds) > _TAGS:
             oldest = next(iter(cls.seeds))
             del cls.seeds[oldest]
-            cls.streams[1].pop(oldest, None)
+            cls.streams().pop(oldest, None)
         generator.set_state(_with_seed(state, tag))
         return tag
 

@@ -19,6 +19,10 @@ from torch.nn import functional as F
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from espalier.compat import deepspeed
+from espalier.compat.deepspeed.runtime.pipe.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+)
 from espalier.tensor import DTensor
 from tests.compat.migrated import PROGRAMS, migrate
 
@@ -103,13 +107,39 @@ def test_every_stage_is_a_plain_loop(ranks: Any) -> None:
             assert run == pytest.approx(found[len(RUNS) + accumulate - 1], rel=1e-10)
 
 
+def runs(engine: Any, utils: Any, rank: int, world: int) -> list[list[float]]:
+    """What a rank holds of parameters, gradients and states as DeepSpeed's stage 3 cuts, read and written."""
+    found, (x, y) = [], next(batches(world))
+    own = slice(rank * ROWS, rank * ROWS + ROWS)
+    engine.backward(F.cross_entropy(engine(x[own]), y[own]))
+    for p in engine.module.parameters():
+        grad = utils.safe_get_local_grad(p)
+        found.append(grad.tolist())
+        utils.safe_set_local_grad(p, grad * (rank + 2))
+        found.append(utils.safe_get_local_grad(p).tolist())
+    engine.step()
+    for p in engine.module.parameters():
+        for value, write in (
+            (utils.safe_get_local_fp32_param(p), utils.safe_set_local_fp32_param),
+            (utils.safe_get_local_optimizer_state(p, "exp_avg"), None),
+        ):
+            found.append(value.tolist())
+            if write is not None:
+                write(p, value * (rank + 0.5))
+            else:
+                utils.safe_set_local_optimizer_state(p, value * (rank + 3), "exp_avg")
+        found.append(utils.safe_get_local_fp32_param(p).tolist())
+        found.append(utils.safe_get_local_optimizer_state(p, "exp_avg").tolist())
+    return found
+
+
 REFERENCE = """
 import json, logging, sys
 sys.path.insert(0, {root!r})
 import deepspeed
 import torch
 from deepspeed.utils import logger
-from tests.compat.test_deepspeed import RUNS, config, net, train
+from tests.compat.test_deepspeed import RUNS, config, net, runs, train
 
 logger.setLevel(logging.ERROR)
 deepspeed.init_distributed(dist_backend="gloo")
@@ -118,23 +148,29 @@ found = []
 for stage, accumulate in RUNS:
     engine = deepspeed.initialize(model=net(), config=config(stage, accumulate))[0]
     found.append(train(engine, rank, world))
+    if (stage, accumulate) == (3, 1):
+        held = runs(engine, deepspeed.utils, rank, world)
+found.append(held)
 with open(f"{{sys.argv[1]}}/{{rank}}.json", "w") as file:
     json.dump(found, file)
 """
 
 
-def singles(rank: int, world: int) -> list[list[float]]:
-    """Every stage, in float32."""
-    found = []
+def singles(rank: int, world: int) -> list[Any]:
+    """Every stage, in float32; and the runs of each without accumulation."""
+    found, held = [], []
     for stage, accumulate in RUNS:
         engine, *_ = deepspeed.initialize(model=net(), config=config(stage, accumulate))
         found.append(train(engine, rank, world))
-    return found
+        if accumulate == 1:
+            held.append(runs(engine, deepspeed.utils, rank, world))
+    return [*found, held]
 
 
 @pytest.mark.world(2)
 def test_every_stage_is_deepspeed(ranks: Any, tmp_path: Path) -> None:
-    """The same program under DeepSpeed itself: the same losses and learning rates, in float32."""
+    """The same program under DeepSpeed itself: the same losses and rates, in float32; and the same runs of
+    parameters, gradients and states, which here every stage has."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip(
             "needs DeepSpeed: pip install --no-deps deepspeed einops hjson msgpack ninja psutil py-cpuinfo"
@@ -152,7 +188,11 @@ def test_every_stage_is_deepspeed(ranks: Any, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     for rank, found in enumerate(ranks(2, singles)):
         theirs = json.loads((tmp_path / f"{rank}.json").read_text())
-        for run, ours, right in zip(RUNS, found, theirs, strict=True):
+        for held in found[-1]:
+            assert [len(x) for x in held] == [len(x) for x in theirs[-1]]
+            for ours, right in zip(held, theirs[-1], strict=True):
+                assert ours == pytest.approx(right, abs=2e-6)
+        for run, ours, right in zip(RUNS, found[:-1], theirs[:-1], strict=True):
             assert ours[::3] == pytest.approx(right[::3], abs=1e-6), run
             assert ours[1::3] == pytest.approx(right[1::3], abs=1e-9), run
 
@@ -242,7 +282,7 @@ def surface(rank: int, world: int, folder: str) -> None:
     assert again.get_lr() == [pytest.approx(after[1])] or again.lr_scheduler.last_batch_iteration == 1
     assert train(again, rank, world, 2) == pytest.approx(after, rel=1e-5)
     lines = Path(f"{folder}/csv/Train_Samples_train_loss.csv").read_text().splitlines()
-    assert len(lines) >= 3 and lines[0] == "step,Train/Samples/train_loss"
+    assert len(lines) >= 3 and lines[0] == "step,train_loss"
     with pytest.warns(UserWarning, match="nothing was loaded"):
         assert again.load_checkpoint(f"{folder}/none") == (None, {})
 
@@ -290,7 +330,60 @@ def pipeline(rank: int, world: int) -> list[list[float]]:
         assert engine.gradient_accumulation_steps() == 3
         losses += [float(engine.train_batch(data)) for _ in range(2)]
         found.append(losses)
+        same_grid(engine, rank, world, pipe)
     return found
+
+
+def same_grid(engine: Any, rank: int, world: int, pipe: int) -> None:
+    """Its places and groups are those of DeepSpeed's topology."""
+    topology = PipeDataParallelTopology(pipe, world // pipe)
+    assert engine.module.topology().mapping == topology.mapping and engine.mpu is engine.grid
+    assert engine.grid.topology() is engine.module.topology() and engine.module.num_pipeline_stages() == pipe
+    at = topology.get_coord(rank)
+    assert (engine.grid.get_stage_id(), engine.grid.get_data_parallel_id()) == (at.pipe, at.data)
+    assert (
+        engine.stage_id == at.pipe
+        and engine.grid.stage_to_global(pipe - 1, data=0) == (pipe - 1) * world // pipe
+    )
+    for axis, group in (
+        ("pipe", engine.grid.get_pipe_parallel_group()),
+        ("data", engine.grid.get_data_parallel_group()),
+        ("model", engine.grid.get_slice_parallel_group()),
+    ):
+        ranks = [x for x in topology.get_axis_comm_lists(axis) if rank in x] or [[rank]]
+        assert torch.distributed.get_process_group_ranks(group) == ranks[0]
+
+
+def topologies(rank: int, world: int) -> None:
+    """One that is given cuts layers over its axis model, and is that of the plan or refused."""
+    rows = [(x, y) for x, y in islice(batches(1, torch.float64), 2)]
+    losses = []
+    for grid in (PipeModelDataParallelTopology(1, world, 1), PipeModelDataParallelTopology(world, 1, 1)):
+        torch.manual_seed(0)
+        model = deepspeed.PipelineModule(layers(), topology=grid, loss_fn=F.cross_entropy).double()
+        engine, *_ = deepspeed.initialize(model=model, config=config(0, 2))
+        assert (
+            engine.grid.topology() is grid
+            and engine.grid.get_slice_parallel_rank() == grid.get_coord(rank).model
+        )
+        assert (engine.plan.pipe, engine.plan.tensor) == (grid.get_dim("pipe"), grid.get_dim("model"))
+        losses.append([float(engine.train_batch(cycle(rows))) for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+    for wrong, more in (
+        (PipeModelDataParallelTopology(1, 1, world), {"tensor_parallel": {"autotp_size": world}}),
+        (PipeModelDataParallelTopology(1, world, 1), {"tensor_parallel": {"autotp_size": 2 * world}}),
+    ):
+        model = deepspeed.PipelineModule(layers(), topology=wrong, loss_fn=F.cross_entropy)
+        with pytest.raises(ValueError, match="expected the same"):
+            deepspeed.initialize(model=model, config=config(0, 1, **more))
+    with pytest.raises(ValueError, match=r"num_stages=3\): expected a divisor"):
+        deepspeed.PipelineModule(layers(), num_stages=3).topology()
+
+
+@pytest.mark.world(2)
+def test_topologies(ranks: Any) -> None:
+    """On two ranks."""
+    ranks(2, topologies)
 
 
 @pytest.mark.world(2)

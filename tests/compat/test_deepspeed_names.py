@@ -11,7 +11,9 @@ import os
 import pkgutil
 import subprocess
 import sys
+import tempfile
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from espalier.comm.ledger import ledger
 from espalier.compat import deepspeed
 from espalier.compat.absent import Absent
 from espalier.compat.deepspeed import utils
+from espalier.compat.deepspeed.monitor.config import get_monitor_config
+from espalier.compat.deepspeed.monitor.monitor import MonitorMaster
 from espalier.compat.deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from espalier.compat.deepspeed.runtime import utils as runtime_utils
 from espalier.compat.deepspeed.runtime.activation_checkpointing import checkpointing
@@ -165,7 +170,14 @@ def runs_of_this_rank(rank: int, world: int) -> None:
             assert state is not None
             utils.safe_set_local_optimizer_state(p, state / 2, "exp_avg")
             optimizer.state[right]["exp_avg"].div_(2)
-    weight = held[0][0]
+    weight, bias = held[0][0], held[1][0]
+    with ledger(engine.engine.mesh) as sent:  # rows that are divided evenly are runs
+        utils.safe_get_local_fp32_param(weight)
+        utils.safe_get_local_optimizer_state(weight, "exp_avg")
+    assert not any(sent.by_axis().values())
+    with ledger(engine.engine.mesh) as sent:
+        utils.safe_get_local_fp32_param(bias)
+    assert 0 <= sum(sent.by_axis().values()) <= 4 * bias.numel()
     with pytest.raises(ValueError, match=r"has 48 elements, .* got 3"):
         utils.safe_set_local_fp32_param(weight, torch.ones(3))
     with pytest.raises(ValueError, match="between backward and step"):
@@ -246,8 +258,6 @@ def test_every_module_has_its_names() -> None:
         with pytest.raises(NotImplementedError, match="DeepSpeedHybridEngine is not there"):
             use()
     assert not isinstance(3, absent)
-    with pytest.raises(NotImplementedError, match=r"topology\.PipelineParallelGrid is not there: the engine"):
-        topology.PipelineParallelGrid(None)
     with pytest.raises(NotImplementedError, match=r"CheckOverflow is not there: engine\.skipped_steps"):
         runtime_utils.CheckOverflow()
     with pytest.raises(NotImplementedError, match=r"comm\.mpi_discovery is not there: init_distr"):
@@ -302,6 +312,17 @@ def plain_values() -> dict[str, Any]:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(64, 5, bias=False))
     found["macs"] = get_model_profile(model, (3, 2, 6, 6), print_profile=False, as_string=False)[1:]
     config = DeepSpeedConfig({"train_batch_size": 6, "gradient_accumulation_steps": 2, "optimizer": ADAM})
+    with tempfile.TemporaryDirectory() as folder:
+        section = {"enabled": True, "output_path": folder, "job_name": "run"}
+        monitors = MonitorMaster(
+            DeepSpeedConfig({"train_batch_size": 6, "csv_monitor": section}).monitor_config
+        )
+        for i in range(2):
+            monitors.write_events([("Train/loss of all", 0.5 + i, i), ("lr", 1.0, i)])
+        found["csv"] = {x.name: x.read_text() for x in sorted(Path(folder, "run").iterdir())}
+        found["monitors"] = monitors.enabled
+    off = get_monitor_config({"tensorboard": {"job_name": "x"}})
+    found["off"] = [off.enabled, off.tensorboard.job_name, off.wandb.project, off.csv_monitor.output_path]
     found["config"] = [
         config.train_micro_batch_size_per_gpu, config.optimizer_name, config.zero_enabled,
         config.zero_config.stage, config.gradient_clipping, config.optimizer_params, config.dump_state,
@@ -309,10 +330,47 @@ def plain_values() -> dict[str, Any]:
     return found
 
 
+QUESTIONS = (
+    "get_stage_id get_data_parallel_id get_global_rank get_pipe_parallel_rank get_pipe_parallel_world_size "
+    "get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size get_data_parallel_rank "
+    "get_data_parallel_world_size get_data_parallel_group_ranks get_model_parallel_rank "
+    "get_model_parallel_world_size get_slice_parallel_rank get_slice_parallel_world_size "
+    "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size get_pipe_parallel_group "
+    "get_data_parallel_group get_model_parallel_group get_slice_parallel_group"
+).split()
+PLACES = (
+    "global_rank world_size data_parallel_size pipe_parallel_size model_parallel_size slice_parallel_size "
+    "stage_id data_parallel_id ds_model_world_size ds_model_rank dp_group dp_groups is_first_stage "
+    "is_last_stage p2p_groups pp_group pipe_groups slice_group ds_model_proc_group dp_proc_group "
+    "pp_proc_group slice_proc_group"
+).split()
+
+
+def grids(where: Any, become: Callable[[int, int], None]) -> list[Any]:
+    """What grids answer on each rank; ``become(rank, ranks)`` makes this process one of them, whose groups
+    are their ranks."""
+    make, found = where.PipelineParallelGrid, []
+    for given in (
+        where.PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3),
+        where.PipeDataParallelTopology(3, 2),
+        where.ProcessTopology(["data", "pipe"], [2, 2]),
+        12,
+    ):
+        ranks = given if isinstance(given, int) else given.world_size()
+        for rank in range(ranks):
+            become(rank, ranks)
+            grid = make(None if isinstance(given, int) else given)
+            found.append([getattr(grid, name)() for name in QUESTIONS])
+            found.append([getattr(grid, name) for name in PLACES])
+            found.append([str(grid.topology()), grid.stage_to_global(grid.pipe_parallel_size - 1)])
+    return found
+
+
 REFERENCE = """
-import json, sys
+import contextlib, io, json, sys, types
 sys.path.insert(0, {root!r})
 import deepspeed
+deepspeed.init_distributed(dist_backend="gloo", distributed_port=0)
 for name in [*sys.modules]:
     if name == "deepspeed" or name.startswith("deepspeed."):
         sys.modules["espalier.compat." + name] = sys.modules[name]
@@ -320,12 +378,33 @@ import espalier.compat
 espalier.compat.deepspeed = deepspeed
 import tests.compat.test_deepspeed_names as names
 assert names.stage3.__name__ == "deepspeed.runtime.zero.stage3"
-json.dump(names.plain_values(), open(sys.argv[1], "w"))
+values = names.plain_values()
+
+def become(rank, ranks):
+    where.dist = types.SimpleNamespace(
+        get_rank=lambda: rank, get_world_size=lambda: ranks, new_group=lambda ranks: sorted(ranks)
+    )
+
+where = names.topology
+with contextlib.redirect_stdout(io.StringIO()):
+    values["grids"] = names.grids(where, become)
+json.dump(values, open(sys.argv[1], "w"))
 """
 
 
-def test_values_are_deepspeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Grids, parts, estimates, products, configurations."""
+def test_values_are_deepspeeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grids, parts, estimates, products, configurations, files of a monitor."""
+    from espalier.compat.deepspeed import topologies  # which DeepSpeed has not
+
+    def become(rank: int, ranks: int) -> None:
+        monkeypatch.setattr(topologies, "running_rank", lambda: rank)
+        monkeypatch.setattr(topologies, "running_size", lambda: ranks)
+        monkeypatch.setattr(topologies, "_group", sorted)
+
+    ours = plain_values() | {"grids": grids(topology, become)}
+    monkeypatch.undo()
     assert plain_values()["macs"] == (3 * (16 * 4 * 18 + 64 * 5), 4 * 18 + 4 + 64 * 5)
     stage3.estimate_zero3_model_states_mem_needs_all_live(net(), 8, 2)
     stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live(net(), 1, 1)
@@ -336,10 +415,14 @@ def test_values_are_deepspeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str
     script.write_text(REFERENCE.format(root=str(Path(__file__).parents[2])))
     done = subprocess.run(
         [sys.executable, str(script), str(to)], capture_output=True, text=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        env={
+            **os.environ, "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+        },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(to.read_text()) == json.loads(json.dumps(plain_values()))
+    theirs, ours = json.loads(to.read_text()), json.loads(json.dumps(ours))
+    assert {name for name, x in theirs.items() if ours[name] != x} == set() and {*theirs} == {*ours}
 
 
 def test_what_takes_a_model_or_rows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
         checkpointing,
         comm,
         inference,
+        launcher,
         moe,
+        monitor,
         ops,
         pipe,
         profiling,
@@ -50,20 +52,29 @@ else:  # what starts the ranks needs none of it
             ),
             "DeepSpeedInferenceConfig default_inference_config": "init_inference(config={...}) takes a dict",
             "DeepSpeedOptimizer": "engine.optimizer is torch's own",
-            "set_autotp_mode": "leave it out: tensor_parallel.autotp_size in the configuration is enough",
+            "set_autotp_mode set_optimizer_flags resolve_per_head_muon_after_sharding": "leave it out: "
+            "tensor_parallel.autotp_size in the configuration is enough",
             "autotuning": "`espalier plan JOB.toml` searches for the fastest plan",
+            "compile": "engine.compile() compiles the model's blocks, collectives included",
+            "model_implementations": "models run as they are written: engine.compile() compiles their blocks",
+            "datastates": "engine.engine.save(folder, asynchronous=True) writes beside the training",
+            "elasticity": "DeepSpeed has dropped it. Say the batch; a checkpoint loads on any number of "
+            "ranks",
+            "compat constants git_version_info git_version_info_installed": (
+                "deepspeed.__version__ says whose interface this is"
+            ),
             "compression": "weights are not quantised or pruned in training",
             "nvme io": "Offload(directory=) says where states lie on a disk",
             "linear": "peft's LoRA is laid out as it is",
-            "launcher": "espalier run, or python -m espalier.compat.deepspeed, starts ranks",
             "checkpoint": "engine.load_checkpoint and `espalier import` read what DeepSpeed wrote",
             "env_report": "`espalier doctor` tells of the machine",
         },
         on_use(
             __name__,
             {
-                "": "accelerator checkpointing comm inference moe ops pipe profiling runtime sequence utils "
-                "zero",
+                "": "accelerator checkpointing comm inference launcher moe monitor ops pipe profiling "
+                "runtime "
+                "sequence utils zero",
                 "accelerator": "get_accelerator",
                 "axes": "init_distributed",
                 "config": "Config read",
@@ -109,9 +120,11 @@ __all__ = [
     "init_distributed",
     "init_inference",
     "initialize",
+    "launcher",
     "log_dist",
     "logger",
     "moe",
+    "monitor",
     "ops",
     "pipe",
     "profiling",

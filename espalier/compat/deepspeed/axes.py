@@ -6,14 +6,14 @@ import math
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
 from espalier.engine import Engine
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import group_among
-from espalier.mesh.process import start
+from espalier.mesh.process import World, start
 
 # what a program asks for, and axes of the plan
 _NAMES: Final = {
@@ -76,18 +76,15 @@ def axes_of(engine: Engine, kind: str) -> Axes:
     return Axes(mesh, tuple(axis for axis in there if mesh.shape[axis] > 1))
 
 
-class Newest:
-    """The engine that was made last, of which DeepSpeed's functions without an engine tell."""
+def note_newest(engine: Engine) -> None:
+    """Let DeepSpeed's functions that are told of no engine speak of this one, in the running world."""
+    World.own()[_NEWEST] = weakref.ref(engine)
 
-    _engine: ClassVar[weakref.ref[Engine] | None] = None
 
-    @classmethod
-    def becomes(cls, engine: Engine) -> None:
-        """It is made."""
-        cls._engine = weakref.ref(engine)
+def newest_axes(kind: str) -> Axes | None:
+    """:func:`axes_of` the engine that was made last in the running world; None while there is none."""
+    engine = World.own().get(_NEWEST, lambda: None)()
+    return None if engine is None else axes_of(engine, kind)
 
-    @classmethod
-    def axes(cls, kind: str) -> Axes | None:
-        """See :func:`axes_of`; None while there is no engine."""
-        engine = None if cls._engine is None else cls._engine()
-        return None if engine is None else axes_of(engine, kind)
+
+_NEWEST: Final = "newest engine of deepspeed"

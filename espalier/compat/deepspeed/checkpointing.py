@@ -82,7 +82,9 @@ __getattr__ = or_absent(
     {
         "CheckpointFunction": "call deepspeed.checkpointing.checkpoint(function, *inputs)",
         "detach_variable partition_activations gather_partitioned_activations extract_tensors merge_tensors "
-        "get_partitioned_activations_for_backward get_cpu_activations_for_backward": (
+        "get_partitioned_activations_for_backward get_cpu_activations_for_backward get_partition_size "
+        "get_partition_start get_offloaded_activations_for_backward restore_offloaded_activations "
+        "is_activation_to_checkpoint": (
             "Plan(recompute_inputs=) says where the inputs of what is computed again lie"
         ),
     },

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from espalier.compat.deepspeed import answers
-from espalier.compat.deepspeed.axes import Axes, Newest, axes_of
+from espalier.compat.deepspeed.axes import Axes, axes_of, note_newest
 from espalier.compat.deepspeed.checkpoints import load, save
 from espalier.compat.deepspeed.config import Config
 from espalier.compat.deepspeed.moe.layer import layers
@@ -78,12 +78,12 @@ class DeepSpeedEngine(EngineModule):
         self.collate_fn: Any = None
         self.client_optimizer: Any = None
         self.client_lr_scheduler: Any = None
-        self.mpu = None
+        self.mpu: Any = None
         self.num_experts = [layer.num_experts for layer in layers(self.module)]
         self.has_moe_layers = bool(self.num_experts)
         self._is_compiled = False
         own_by(engine)
-        Newest.becomes(engine)
+        note_newest(engine)
         if self.zero_optimization_partition_weights():
             mark_as_cut(engine.module)
         show_scale(self)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections import namedtuple
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
+from espalier.compat.deepspeed.axes import init_distributed
 from espalier.compat.deepspeed.config import Config
+from espalier.compat.deepspeed.topologies import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    ProcessTopology,
+    topology_of,
+)
+from espalier.mesh.process import running_size
 from espalier.parallel import Plan
 from espalier.texts import MistakeError
 
@@ -69,7 +75,7 @@ class PipelineModule(nn.Module):
     Args:
         layers: modules, :class:`LayerSpec` and functions of one value; or an ``nn.Sequential``.
         num_stages: of the pipeline.
-        topology: DeepSpeed's; its ``pipe`` is the number of stages.
+        topology: DeepSpeed's; its ``pipe`` is the number of stages, and layers are cut over its ``model``.
         loss_fn: ``loss_fn(output, labels)``.
         partition_method: ``"uniform"`` and ``"type:REGEX"`` cut as DeepSpeed does, where layers that are
             modules of their own stand at the cuts; with ``"parameters"`` and ``"best"`` the engine balances.
@@ -94,7 +100,10 @@ class PipelineModule(nn.Module):
         super().__init__()
         if num_stages is None and topology is None:
             raise ValueError("PipelineModule needs num_stages=..., or topology=...")
-        self.num_stages: int = topology.get_dim("pipe") if num_stages is None else num_stages
+        self.num_stages: int = int(num_stages or 1) if topology is None else topology.get_dim("pipe")
+        self.tensor_size: int | None = None if topology is None else topology.get_dim("model") or None
+        self._topology: ProcessTopology | None = topology
+        self._grid: PipelineParallelGrid | None = None
         self.loss_fn, self.partition_method = loss_fn, partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.tied_modules = nn.ModuleDict()
@@ -137,8 +146,10 @@ class PipelineModule(nn.Module):
         """A configuration with what this model says of its stages.
 
         Raises:
-            ValueError: ``partition_method`` is unknown, or cuts more stages than there are layers.
+            ValueError: ``partition_method`` is unknown, or cuts more stages than there are layers; or ranks
+                lie otherwise in the plan than in the topology that was given.
         """
+        self._topology, self._grid = topology_of(settings.plan, self._topology), None
         more: dict[str, Any] = {}
         if self.num_stages > 1 and (cuts := self._cuts()) is not None and settings.plan.cuts is None:
             more["cuts"] = cuts
@@ -169,9 +180,34 @@ class PipelineModule(nn.Module):
         own = all(name and not name.startswith("tied_modules.") for name in names)
         return names if own else None
 
-    def topology(self) -> Any:
-        """DeepSpeed's grid of ranks: ask ``engine.mesh``."""
-        raise ValueError("PipelineModule.topology(): engine.engine.mesh names the axes and their sizes.")
+    def topology(self) -> ProcessTopology:
+        """The grid of ranks: that which was given, behind ``initialize`` that of the plan; before it, with as
+        many copies of the pipeline as there are ranks for.
+
+        Raises:
+            ValueError: the number of ranks is no multiple of that of stages.
+        """
+        if self._topology is None:
+            init_distributed()
+            copies, rest = divmod(running_size(), self.num_stages)
+            if rest:
+                raise ValueError(
+                    f"PipelineModule(num_stages={self.num_stages}): expected a divisor of the number of "
+                    f"ranks, "
+                    f"of which there are {running_size()}."
+                )
+            self._topology = PipeDataParallelTopology(self.num_stages, copies)
+        return self._topology
+
+    def mpu(self) -> PipelineParallelGrid:
+        """This rank in it, and its groups."""
+        if self._grid is None:
+            self._grid = PipelineParallelGrid(self.topology())
+        return self._grid
+
+    def num_pipeline_stages(self) -> int:
+        """How many there are."""
+        return self.num_stages
 
 
 def _starts(weights: list[int], stages: int) -> list[int]:
@@ -183,100 +219,3 @@ def _starts(weights: list[int], stages: int) -> list[int]:
             starts.append(i)
         seen += weight
     return starts
-
-
-class ProcessTopology:
-    """A grid of ranks on named axes, the last one varying fastest. It makes nothing: the engine's mesh does.
-
-    Attributes:
-        axes, dims: names and sizes.
-        mapping: coordinates to ranks.
-    """
-
-    def __init__(self, axes: list[str], dims: list[int]) -> None:
-        self.axes, self.dims = axes, dims
-        make: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]  # names as given
-        self.ProcessCoord = make
-        self.mapping: dict[Any, int] = {
-            make(*place): rank for rank, place in enumerate(product(*map(range, dims)))
-        }
-
-    def get_dim(self, axis: str) -> int:
-        """The size of an axis; 0 if there is none of that name."""
-        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
-
-    def get_axis_names(self) -> list[str]:
-        """The outermost first."""
-        return self.axes
-
-    def world_size(self) -> int:
-        """Ranks of the grid."""
-        return len(self.mapping)
-
-    def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a place, which names all axes.
-
-        Raises:
-            ValueError: it does not, or there is no such place.
-        """
-        if {*coord_kwargs} != {*self.axes} or (at := self.ProcessCoord(**coord_kwargs)) not in self.mapping:
-            sizes = ", ".join(f"{axis} below {n}" for axis, n in zip(self.axes, self.dims, strict=True))
-            raise ValueError(f"get_rank({coord_kwargs}): expected {sizes}; filter_match() takes some axes.")
-        return self.mapping[at]
-
-    def get_coord(self, rank: int) -> Any:
-        """Where a rank is, by the axes' names.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
-        if not 0 <= rank < len(self.mapping):
-            raise ValueError(f"get_coord({rank}): expected a rank below {len(self.mapping)}.")
-        return list(self.mapping)[rank]
-
-    def get_rank_repr(
-        self,
-        rank: int,
-        omit_axes: Iterable[str] = ("data", "pipe"),
-        inner_sep: str = "_",
-        outer_sep: str = "-",
-    ) -> str:
-        """Its place in words, as in names of files."""
-        at, left_out = self.get_coord(rank), {*omit_axes}
-        names = [axis for axis in self.axes if axis not in left_out]
-        return outer_sep.join(f"{axis}{inner_sep}{getattr(at, axis):02d}" for axis in names)
-
-    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The ranks that differ along an axis alone; none if there is no such axis."""
-        if axis not in self.axes:
-            return []
-        groups: dict[Any, list[int]] = {}
-        for at, rank in self.mapping.items():
-            groups.setdefault(at._replace(**{axis: 0}), []).append(rank)
-        return list(groups.values())
-
-    def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """The ranks at these places."""
-        wanted = filter_kwargs.items()
-        return [rank for at, rank in self.mapping.items() if all(getattr(at, k) == n for k, n in wanted)]
-
-    def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at a place of an axis."""
-        return self.filter_match(**{axis: idx})
-
-    def __str__(self) -> str:
-        return str(self.mapping)
-
-
-class PipeDataParallelTopology(ProcessTopology):
-    """Pipeline and data."""
-
-    def __init__(self, num_pp: int, num_dp: int) -> None:
-        super().__init__(["pipe", "data"], [num_pp, num_dp])
-
-
-class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipeline, data and tensor."""
-
-    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
-        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from espalier.compat.deepspeed.engine import DeepSpeedEngine
+from espalier.compat.deepspeed.pipe import PipelineModule
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Trains by :meth:`train_batch`; ``forward``, ``backward`` and ``step`` are the pipeline's own."""
+    """Trains by :meth:`train_batch`; ``forward``, ``backward`` and ``step`` are the pipeline's own.
+
+    Attributes:
+        grid, mpu: this rank's place among the ranks of the plan, and its groups.
+    """
 
     _batches: Iterator[Any] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mpu = self.grid = cast("PipelineModule", self.module).mpu()
+        self.is_pipe_parallel = self.grid.pipe_parallel_size > 1
+        self.is_data_parallel = self.grid.data_parallel_size > 1
+        self.is_model_parallel = self.grid.model_parallel_size > 1
+        self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
 
     @property
     def micro_batches(self) -> int:

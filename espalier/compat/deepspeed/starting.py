@@ -118,18 +118,21 @@ def tp_model_init(
 
 
 def with_tensor_axis(tables: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A configuration, with what :func:`tp_model_init` was told of a model.
+    """A configuration, with what :func:`tp_model_init` was told of a model, or a topology says of it.
 
     Raises:
         ValueError: the two differ.
     """
-    size = getattr(model, _TENSOR, None)
+    size, said = getattr(model, _TENSOR, None), "tp_model_init(tp_size=...)"
+    if isinstance(model, PipelineModule) and model.tensor_size is not None:
+        size, said = model.tensor_size, "the topology's axis model"
     if size is None:
         return tables
     section = tables.get("tensor_parallel") or {}
     if section.get("autotp_size") not in (None, 0, size):
         raise ValueError(
-            f"tensor_parallel.autotp_size = {section['autotp_size']} of the configuration, and tp_model_init("
-            f"tp_size={size}): expected the same."
+            f"tensor_parallel.autotp_size = {section['autotp_size']} of the configuration, and {said} is "
+            f"{size}: "
+            "expected the same."
         )
     return {**tables, "tensor_parallel": {**section, "autotp_size": size}}

@@ -9,6 +9,8 @@ __getattr__ = or_absent(
     "deepspeed.inference.config",
     {
         "DeepSpeedInferenceConfig DeepSpeedTPConfig DeepSpeedMoEConfig QuantizationConfig "
-        "InferenceCheckpointConfig": ("deepspeed.init_inference(model, config={...}) takes a dict")
+        "InferenceCheckpointConfig ActivationQuantConfig BaseQuantConfig DtypeEnum MoETypeEnum "
+        "QKVQuantConfig "
+        "QuantTypeEnum WeightQuantConfig": "deepspeed.init_inference(model, config={...}) takes a dict"
     },
 )

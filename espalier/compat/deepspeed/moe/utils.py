@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed.moe.layer import layers
 
 
@@ -54,3 +55,13 @@ __all__ = [
     "split_params_into_different_moe_groups_for_optimizer",
     "split_params_into_shared_and_expert_params",
 ]
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.moe.utils",
+    {
+        "configure_moe_param_groups is_moe_param_group split_params_grads_into_shared_and_expert_params": (
+            "split_params_into_different_moe_groups_for_optimizer makes groups; norms are the engine's"
+        )
+    },
+)

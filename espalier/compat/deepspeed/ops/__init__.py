@@ -11,7 +11,9 @@ __getattr__ = or_absent(
     __name__,
     "deepspeed.ops",
     {
-        "transformer DeepSpeedTransformerLayer DeepSpeedTransformerConfig": _BLOCKS,
+        "transformer DeepSpeedTransformerLayer DeepSpeedTransformerConfig triton_ops compile": _BLOCKS,
+        "deepspeed4science": "write flex_attention of torch in the model",
+        "pin_memory": "get_accelerator().pin_memory(tensor), or tensor.pin_memory()",
         "sparse_attention": "DeepSpeed has dropped it: write flex_attention of torch in the model",
         "fp_quantizer quantizer": "weights are not quantised in training",
         "aio gds op_builder": "threads of the process read and write files; there are no kernels to build",

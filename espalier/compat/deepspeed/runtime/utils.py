@@ -207,6 +207,13 @@ __getattr__ = or_absent(
     __name__,
     "deepspeed.runtime.utils",
     {
+        "OutputBackwardHookManager TLinear check_internal_apis_for_count_used_parameters "
+        "combine_grad_norm_groups "
+        "compare_tensors_in_structures count_used_parameters_in_backward filter_empty_parameters "
+        "get_checkpoint_folder_size get_inactive_params get_only_unique_item get_tensor_bytes "
+        "is_invalid_grad_norm is_optimized_parameter is_transformers_cache mask_nan_or_inf_with_val_inplace "
+        "maybe_loss_for_backward register_output_backward_hooks": "it is DeepSpeed's own: leave it out",
+        "get_norm_with_moe_layers get_norm_with_moe_layers_fast": "engine.get_global_grad_norm() has experts",
         "CheckOverflow": "engine.skipped_steps and engine.was_step_applied() tell of gradients that were not "
         "finite",
         "PartitionedTensor": "espalier.DTensor is a tensor that is cut over ranks",

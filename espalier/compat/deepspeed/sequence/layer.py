@@ -73,5 +73,10 @@ class DistributedAttention(nn.Module):
 __getattr__ = or_absent(
     __name__,
     "deepspeed.sequence.layer",
-    {"single_all_to_all": "DTensor.redistribute() turns a cut of the sequence into one of heads"},
+    {
+        "single_all_to_all pre_all2all_fun post_all2all uneven_heads_all2all register_all_to_all_group": (
+            "DTensor.redistribute() turns a cut of the sequence into one of heads"
+        ),
+        "apply_rotary_pos_emb": "turn queries and keys before they come to the attention",
+    },
 )

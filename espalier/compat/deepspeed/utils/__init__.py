@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 
 from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed.utils import groups, tensors, timer
@@ -27,6 +27,16 @@ from espalier.compat.deepspeed.utils.tensors import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from espalier.compat.deepspeed.utils.z3_leaf_module import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
 from espalier.mesh.process import running_rank
 from espalier.tensor import deferred
 
@@ -38,6 +48,16 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     rank = running_rank()
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """:func:`log_dist`, of each message once."""
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
+@cache
+def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+    log_dist(message, ranks, level)
 
 
 class RepeatingLoader:
@@ -96,53 +116,6 @@ class OnDevice:
         self._stack.close()
 
 
-# ---- stage 3 gathers parameters where they are used: that a module is to be gathered as one is only noted
-
-_LEAF = "_z3_leaf"
-
-
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]
-) -> list[nn.Module]:
-    """The modules of these classes; it has no effect, as parameters are gathered where they are used."""
-    return _of_classes(model, leaf_module_classes, True)
-
-
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]
-) -> list[nn.Module]:
-    """The modules of these classes; nothing is set."""
-    return _of_classes(model, leaf_module_classes, False)
-
-
-def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Note it of one module."""
-    setattr(model, _LEAF, flag)
-
-
-def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether it is noted."""
-    return bool(getattr(model, _LEAF, False))
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """All of which it is."""
-    return [module for module in model.modules() if z3_leaf_module(module)]
-
-
-def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
-    """No parameter is gathered with others."""
-    return False
-
-
-def _of_classes(model: nn.Module, kinds: Sequence[type[nn.Module] | str], flag: bool) -> list[nn.Module]:
-    names = {x if isinstance(x, str) else x.__name__ for x in kinds}
-    found = [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
-    for module in found:
-        set_z3_leaf_module(module, flag)
-    return found
-
-
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
@@ -150,6 +123,7 @@ __all__ = [
     "groups",
     "instrument_w_nvtx",
     "log_dist",
+    "log_dist_once",
     "logger",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -167,6 +141,8 @@ __all__ = [
     "set_log_level_from_string",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "tensors",
     "timer",
     "unset_z3_leaf_modules",
@@ -174,17 +150,20 @@ __all__ = [
     "z3_leaf_parameter",
 ]
 
-_WHOLE = "safe_get_full_fp32_param(p), safe_get_full_grad(p) and their kin give whole values"
-
 __getattr__ = or_absent(
     __name__,
     "deepspeed.utils",
     {
-        "tensor_fragment fragment_address get_full_hp_param set_full_hp_param get_full_hp_grad "
-        "set_full_hp_grad get_hp_fragment_mapping map_to_flat_opt_states link_hp_params": _WHOLE,
-        "get_numactl_cmd": "torchrun and numactl start ranks beside their memory",
-        "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix": "leave it out: parameters are gathered "
-        "where they are used",
+        **tensors.FRAGMENTS,
+        "link_hp_params lazy_init_hp_params_optimizer_state mixed_precision_linkage": tensors.WHOLE,
+        "get_numactl_cmd numa": "torchrun and numactl start ranks beside their memory",
+        "comms_logging get_caller_func": "engine.engine.ledger() tells what a step has sent",
+        "pin_memory pin_memory_tracker": "get_accelerator().pin_memory(tensor), or tensor.pin_memory()",
+        "module_utils recursive_getattr recursive_setattr": "model.get_submodule(name), get_parameter(name)",
+        "bwc": "engine.plan says how many ranks share what",
+        "torch": "torch.__version__ says it",
+        "config debug exceptions static_cache types zero_to_torch": "it is DeepSpeed's own: leave it out",
     },
     lambda name: getattr(groups, name),
+    elsewhere={"init_on_device nvtx": __name__, "tensor_fragment": tensors.__name__},
 )

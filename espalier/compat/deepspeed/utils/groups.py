@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from espalier.compat.absent import Absent
-from espalier.compat.deepspeed.axes import Axes, Newest
+from espalier.compat.deepspeed.axes import Axes, newest_axes
 from espalier.mesh.process import running_rank, running_size
 
 # DeepSpeed's word, and what its ranks share
@@ -46,7 +46,7 @@ _ALONE: Final[dict[str, Callable[[], Any]]] = {
 
 def _answer(name: str, kind: str, what: str, group_name: str = "") -> Any:
     """One of them; a group of experts has a name in DeepSpeed: all layers' experts lie on the same ranks."""
-    axes = Newest.axes(kind)
+    axes = newest_axes(kind)
     if axes is not None:
         return _ANSWERS[what](axes)
     if kind.startswith("data"):

@@ -1,21 +1,28 @@
-"""Whole parameters, gradients and optimizer states of a ``DeepSpeedEngine``, read and written by parameter.
+"""Parameters, gradients and optimizer states of a ``DeepSpeedEngine``, read and written by parameter.
 
-Every rank must call: what is cut over the ranks is gathered, or given to each.
+Every rank must call. ``safe_get_full_...`` gather what is cut over the ranks; ``safe_get_local_...`` send
+what other ranks hold of a run, and that is nothing where the rows of a parameter are divided evenly.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from espalier.comm.collectives import all_gather
-from espalier.compat.deepspeed.axes import Axes, axes_of
+from espalier.comm.redistribute import carry_out
+from espalier.comm.row_exchange import Spans, exchange, spans_of
+from espalier.compat.absent import or_absent
+from espalier.compat.deepspeed.axes import axes_of
 from espalier.engine import Engine
-from espalier.tensor import full_tensor
+from espalier.layout import Layout, Replicate, Shard
+from espalier.tensor import DTensor, full_tensor, plain, stamp
+from espalier.torch_private import raw
 
 _OWNER = "_of_deepspeed"
 
@@ -34,11 +41,15 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Its gradient over all ranks, between ``backward`` and ``step``, times the loss scale; None if it has
     none."""
+    grad = _gradient_of(param)
+    return None if grad is None else full_tensor(grad).float()
+
+
+def _gradient_of(param: nn.Parameter) -> torch.Tensor | None:
     engine = _engine_of(param)
     if engine.passes.may_step and not engine.passes.is_complete:
         engine.finish_gradients()
-    grad = param.grad
-    return None if grad is None else full_tensor(grad).float()
+    return param.grad
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -47,11 +58,11 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         ValueError: it has none.
     """
-    if safe_get_full_grad(param) is None:
+    grad = _gradient_of(param)
+    if grad is None:
         raise ValueError("safe_set_full_grad: expected a gradient: call it between backward and step.")
-    assert param.grad is not None
     with torch.no_grad():
-        param.grad.copy_(value.to(param.grad.dtype))
+        grad.copy_(value.to(grad.dtype))
 
 
 def safe_update_full_grad_vectorized(
@@ -74,9 +85,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Let a parameter, and its float32 master, be a whole tensor, the same on all ranks."""
-    engine = _engine_of(param)
-    name = next(name for name, p in engine.module.named_parameters() if p is param)
-    engine.load_state_dict({name: value}, strict=False)
+    _engine_of(param).set_parameter(param, value.view(param.shape))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -101,64 +110,110 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """This rank's run of :func:`safe_get_full_fp32_param`."""
-    return _run_of(param, safe_get_full_fp32_param(param))
+    engine = _engine_of(param)
+    x = engine.held_parameter(param)
+    return _run_of(param, x if _is_of(engine, x) else engine.full_parameter(param)).float()
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's run of :func:`safe_get_full_grad`."""
-    grad = safe_get_full_grad(param)
-    return None if grad is None else _run_of(param, grad)
+    grad = _gradient_of(param)
+    return None if grad is None else _run_of(param, grad.detach()).float()
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """This rank's run of :func:`safe_get_full_optimizer_state`."""
-    state = safe_get_full_optimizer_state(param, optim_state_key)
+    state = _states_of(param).get(optim_state_key)
     return None if state is None else _run_of(param, state)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Let each rank's run be what that rank gives."""
-    safe_set_full_fp32_param(param, _whole_of(param, value))
+    _engine_of(param).set_parameter(param, _rows_of(param, value))
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Let each rank's run be what that rank gives."""
-    safe_set_full_grad(param, _whole_of(param, value))
+    safe_set_full_grad(param, _rows_of(param, value))
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Let each rank's run be what that rank gives."""
-    safe_set_full_optimizer_state(param, _whole_of(param, value), optim_state_key)
+    safe_set_full_optimizer_state(param, _rows_of(param, value), optim_state_key)
 
 
-def _shares(param: nn.Parameter) -> tuple[Axes, int]:
-    """The ranks that share the batch, and how long a run is."""
-    sharing = axes_of(_engine_of(param), "data")
-    return sharing, -(-param.numel() // sharing.size)
+class _Runs:
+    """Where the runs of a parameter are, beside its rows.
+
+    Attributes:
+        sharing: the ranks that share the batch.
+        rows: the layout that is cut into rows over them, whole along the other axes.
+        size: of a run.
+        held: of the flat parameter, where each rank's rows are.
+        wanted: where its run is.
+    """
+
+    def __init__(self, param: nn.Parameter) -> None:
+        engine = _engine_of(param)
+        mesh, shape, numel = engine.mesh, tuple(param.shape), param.numel()
+        self.sharing = axes_of(engine, "data")
+        states = [
+            Shard(0) if shape and axis in self.sharing.axes else Replicate() for axis in range(mesh.ndim)
+        ]
+        self.rows, ranks = Layout(mesh, states, shape), range(self.sharing.size)
+        self.size = -(-numel // self.sharing.size)
+        self.wanted = [((min(r * self.size, numel), min((r + 1) * self.size, numel)),) for r in ranks]
+        if shape:
+            each = math.prod(shape[1:])
+            spans = [spans for (spans,) in spans_of(self.rows, 0)]
+            self.held: list[Spans] = [((start * each, stop * each),) for start, stop in spans]
+        else:
+            self.held = [((0, 1),)] * len(ranks)
+
+    @property
+    def here(self) -> int:
+        """How much of this rank's run is not filling."""
+        ((start, stop),) = self.wanted[self.sharing.rank]
+        return stop - start
+
+    def send(self, x: torch.Tensor, have: Sequence[Spans], want: Sequence[Spans]) -> torch.Tensor:
+        """What is wanted of the flat parameter."""
+        return exchange(x, self.sharing.mesh, self.sharing.axes, 0, have, want) if self.sharing.axes else x
 
 
-def _run_of(param: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    sharing, size = _shares(param)
-    filled = nn.functional.pad(whole.flatten(), (0, sharing.size * size - whole.numel()))
-    return filled.view(sharing.size, size)[sharing.rank].clone()
+def _run_of(param: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+    """This rank's run of what has a parameter's shape: whole on every rank, or a DTensor."""
+    runs = _Runs(param)
+    if isinstance(x, DTensor) and _is_of(_engine_of(param), x) and x.ndim:
+        with raw():
+            rows = carry_out(plain(x.detach()), x._layout.own, runs.rows).flatten()
+        run = runs.send(rows, runs.held, runs.wanted)
+    else:
+        ((start, stop),) = runs.wanted[runs.sharing.rank]
+        run = full_tensor(x).flatten()[start:stop]
+    return nn.functional.pad(run, (0, runs.size - run.numel())).clone()
 
 
-def _whole_of(param: nn.Parameter, run: torch.Tensor) -> torch.Tensor:
-    """All ranks' runs, as the parameter's shape.
+def _rows_of(param: nn.Parameter, run: torch.Tensor) -> torch.Tensor:
+    """All ranks' runs as one tensor of the parameter's shape, cut into rows; whole for one in a stage.
 
     Raises:
-        ValueError: it is not as long as one.
+        ValueError: this rank's is not as long as one.
     """
-    sharing, size = _shares(param)
-    if run.numel() != size:
+    runs = _Runs(param)
+    if run.numel() != runs.size:
         raise ValueError(
-            f"This rank's part of a parameter of the shape {list(param.shape)} has {size} elements, as "
+            f"This rank's part of a parameter of the shape {list(param.shape)} has {runs.size} elements, as "
             f"safe_get_local_fp32_param gives them; got {run.numel()}."
         )
-    runs = run.detach().reshape(1, size)
-    for axis in reversed(sharing.axes):
-        runs = all_gather(runs, sharing.mesh, axis, 0, runs.shape[0] * sharing.mesh.shape[axis])
-    return runs.flatten()[: param.numel()].view(param.shape)
+    rows = runs.send(run.detach().flatten()[: runs.here], runs.wanted, runs.held)
+    value = stamp(rows.view(runs.rows.local_shape), runs.rows)
+    return value if _is_of(_engine_of(param), param) else full_tensor(value)
+
+
+def _is_of(engine: Engine, x: torch.Tensor) -> bool:
+    """Whether it lies on all ranks, and not on those of a stage or branch."""
+    return not isinstance(x, DTensor) or x._layout.mesh is engine.mesh
 
 
 def _states_of(param: nn.Parameter) -> dict[str, Any]:
@@ -175,3 +230,14 @@ def _engine_of(param: nn.Parameter) -> Engine:
         )
     assert isinstance(engine, Engine)
     return engine
+
+
+WHOLE: Final = "safe_get_full_fp32_param(p), safe_get_full_grad(p) and their kin give whole values"
+FRAGMENTS: Final = MappingProxyType(
+    {
+        "fragment_address get_full_hp_param set_full_hp_param get_full_hp_grad set_full_hp_grad "
+        "get_hp_fragment_mapping map_to_flat_opt_states": WHOLE
+    }
+)
+
+__getattr__ = or_absent(__name__, "deepspeed.utils.tensor_fragment", {**FRAGMENTS, "tensor_fragment": WHOLE})

@@ -12,6 +12,7 @@ from torch import nn
 
 from espalier.checkpoint.sinks import export, weights_in
 from espalier.checkpoint.sources import open_any
+from espalier.compat.absent import or_absent
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -81,3 +82,17 @@ def _tagged(checkpoint_dir: str | Path, tag: str | None) -> Path:
             raise ValueError(f"{folder} has no file 'latest': give tag=...")
         tag = latest.read_text("utf-8").strip()
     return folder / tag
+
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.utils.zero_to_fp32",
+    {
+        "GatheredTensor atoi natural_keys convert_zero_checkpoint_to_state_dict get_checkpoint_files "
+        "get_model_state_file get_model_state_files get_optim_files parse_model_states parse_optim_states "
+        "to_torch_tensor zero3_partitioned_param_info zero_model_state": (
+            "get_fp32_state_dict_from_zero_checkpoint(folder) reads what DeepSpeed wrote, and what is "
+            "written here"
+        )
+    },
+)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from espalier.compat.absent import or_absent
 from espalier.tensor.dry_runs import UNCOUNTED
 
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1.0, ""), (1e-3, "m"))
@@ -186,3 +187,14 @@ def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> s
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
     """Seconds."""
     return f"{number_to_string(duration, units, precision)}s"
+
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.profiling.flops_profiler.profiler",
+    {
+        "get_module_flops get_module_macs get_module_duration wrapFunc": (
+            "FlopsProfiler(model) counts a whole model; torch.profiler breaks it down"
+        )
+    },
+)

@@ -33,6 +33,11 @@ __getattr__ = or_absent(
         "free_param AllGatherHandle AllGatherCoalescedHandle InsertPostInitMethodToModuleSubClasses": (
             "parameters are gathered and dropped by the engine; GatheredParameters shows them whole"
         ),
-        "shutdown_init_context restore_init_context": "leave the `with zero.Init():` block",
+        "AllReduceCoalescedHandle MultipleAllGatherHandles NoGatherCoalescedHandle NoGatherHandle "
+        "CUDAQuantizer "
+        "QuantizationInfo get_allgather_dtype get_all_subclasses get_new_tensor_fn_for_dtype debug_rank0 "
+        "print_rank_0 zero_wrapper_for_fp_tensor_constructor": "it is DeepSpeed's own: leave it out",
+        "shutdown_init_context restore_init_context DeepSpeedTensorOverride": "leave the `with "
+        "zero.Init():` block",
     },
 )

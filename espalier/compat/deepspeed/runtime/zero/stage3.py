@@ -78,6 +78,9 @@ __getattr__ = or_absent(
     __name__,
     "deepspeed.runtime.zero.stage3",
     {
+        "IPGBucketZ3 input isclose lcm model_to_params move_to_cpu print_rank_0": (
+            "it is DeepSpeed's own: leave it out"
+        ),
         "DeepSpeedZeroOptimizer_Stage3": "engine.optimizer is torch's own; engine.plan.zero says what is cut",
         "unwrap_model_for_generation": "engine.engine.generate(ids, n) writes text under any plan",
     },

@@ -68,5 +68,9 @@ def place_told(is_on_host: bool) -> str:
 __getattr__ = or_absent(
     __name__,
     "deepspeed.runtime.zero.stage_1_and_2",
-    {"DeepSpeedZeroOptimizer": "engine.optimizer is torch's own; engine.plan.zero says what is cut"},
+    {
+        "DeepSpeedZeroOptimizer": "engine.optimizer is torch's own; engine.plan.zero says what is cut",
+        "IPGBucket GradPartitionBufferGroup input isclose lcm model_to_params print_rank_msg "
+        "get_alignment_padding split_half_float_double": "it is DeepSpeed's own: leave it out",
+    },
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from espalier.compat.absent import or_absent
 from espalier.device import count
 from espalier.mesh.hosts import PORT, Hosts, find_hosts
 from espalier.mesh.launch import LaunchError, launch
@@ -157,3 +158,19 @@ def run_as_rank(argv: Sequence[str]) -> None:
     else:
         sys.path[0] = str(Path(name).resolve().parent)
         runpy.run_path(name, run_name="__main__")
+
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.launcher",
+    {
+        "constants launch launcher_helper multinode_runner parse_args fetch_hostfile parse_node_config "
+        "parse_node_config_list parse_resource_filter parse_inclusion_exclusion apply_num_nodes_and_gpus "
+        "encode_world_info run_autotuning": (
+            "espalier run, or python -m espalier.compat.deepspeed, starts ranks; several machines are "
+            "told by "
+            "--num_nodes, --node_rank, --master_addr"
+        )
+    },
+    elsewhere={"runner": __name__},
+)

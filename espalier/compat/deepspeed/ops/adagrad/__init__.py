@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed.optimizers import Parameters
 
 
@@ -25,3 +26,11 @@ class DeepSpeedCPUAdagrad:
                 "DeepSpeedCPUAdagrad(fp32_optimizer_states=False): expected True: states are float32."
             )
         return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.ops.adagrad",
+    {},
+    elsewhere={"cpu_adagrad": __name__},
+)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from espalier.compat.absent import Absent
+from espalier.compat.absent import Absent, or_absent
 from espalier.device import (
     accelerator,
     backend_of,
@@ -229,3 +229,17 @@ class Accelerator:
 def get_accelerator() -> Accelerator:
     """The machine's."""
     return Accelerator()
+
+
+_OF_TORCH = "torch tells which accelerator there is: get_accelerator() speaks of it"
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.accelerator",
+    {
+        "abstract_accelerator DeepSpeedAccelerator set_accelerator is_current_accelerator_supported "
+        "cpu_accelerator cuda_accelerator hpu_accelerator klxpu_accelerator mlu_accelerator mps_accelerator "
+        "npu_accelerator sdaa_accelerator supa_accelerator xpu_accelerator": _OF_TORCH,
+    },
+    elsewhere={"real_accelerator": __name__},
+)

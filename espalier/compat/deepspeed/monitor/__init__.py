@@ -11,7 +11,12 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from espalier.compat.absent import or_absent
+from espalier.compat.deepspeed.monitor import config
+from espalier.mesh.process import running_rank
 from espalier.tensor.dry_runs import UNCOUNTED
+
+__all__ = ["CSV", "Flops", "Monitor", "MonitorMaster", "TensorBoard", "WandB", "config"]
 
 Event = tuple[str, float, int]
 
@@ -51,6 +56,25 @@ class Monitor:
             writer.write_events(events)
 
 
+class MonitorMaster(Monitor):
+    """Those of a configuration, on the first rank.
+
+    Args:
+        monitor_config: ``DeepSpeedConfig(config).monitor_config``.
+    """
+
+    def __init__(self, monitor_config: Any) -> None:
+        sections = {} if running_rank() else vars(monitor_config)
+        super().__init__(
+            {
+                f"{name}.{key}": value
+                for name, section in sections.items()
+                if name != "enabled"
+                for key, value in vars(section).items()
+            }
+        )
+
+
 _OPTIONS = ("output_path", "job_name", "team", "group", "project")
 
 
@@ -59,18 +83,18 @@ class CSV:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         job = options["job_name"] or "DeepSpeedJobName"
-        self.folder = Path(options["output_path"] or "csv_monitor_output") / job
+        self.folder = Path(options["output_path"] or "") / job
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def write_events(self, events: Iterable[Event]) -> None:
         """Append them."""
         for name, value, samples in events:
-            path = self.folder / f"{name.replace('/', '_')}.csv"
+            path = self.folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             is_new = not path.exists()
             with path.open("a", newline="") as file:
                 rows = csv.writer(file)
                 if is_new:
-                    rows.writerow(["step", name])
+                    rows.writerow(["step", name.rpartition("/")[2]])
                 rows.writerow([samples, value])
 
 
@@ -81,7 +105,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter  # fails by saying what is missing
 
         job = options["job_name"] or "DeepSpeedJobName"
-        self.writer: Any = SummaryWriter(str(Path(options["output_path"] or "runs") / job))
+        self.writer: Any = SummaryWriter(str(Path(options["output_path"] or "") / job))
 
     def write_events(self, events: Iterable[Event]) -> None:
         """Write them."""
@@ -138,3 +162,20 @@ class Flops:
             Path(self._path).write_text(f"{report}\n", "utf-8")
         elif rank == 0:
             print(report, flush=True)
+
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.monitor",
+    {
+        "csvMonitor TensorBoardMonitor WandbMonitor": "MonitorMaster(config) writes all that a "
+        "configuration asks "
+        "for, and engine.monitor.writers may be added to",
+        "comet CometMonitor EventsLogScheduler": "engine.monitor.writers.append(...) with a write_events "
+        "of your own",
+        "utils check_tb_availability check_wandb_availability check_comet_availability": (
+            "a package that is missing is told when its writer is made"
+        ),
+    },
+    elsewhere={"monitor csv_monitor tensorboard wandb": __name__},
+)

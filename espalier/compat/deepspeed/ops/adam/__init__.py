@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed.optimizers import Parameters, adam
 
 
@@ -44,3 +45,17 @@ class DeepSpeedCPUAdam:
             adam_w_mode=adamw_mode,
             fp32_optimizer_states=fp32_optimizer_states,
         )
+
+
+_KERNELS = "updates are torch's, of many tensors at a time"
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.ops.adam",
+    {
+        "zenflow_cpu_adam zenflow_torch_adam ZenFlowCPUAdam ZenFlowSelectiveAdamW "
+        "ZenFlowSelectiveAdamW_stage3": ("`offload_optimizer` of the configuration lays states on the host"),
+        "multi_tensor_apply multi_tensor_applier": _KERNELS,
+    },
+    elsewhere={"fused_adam cpu_adam": __name__},
+)

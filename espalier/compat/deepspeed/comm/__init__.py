@@ -166,13 +166,16 @@ __getattr__ = or_absent(
     __name__,
     "deepspeed.comm",
     {
-        "comm cdb TorchBackend CCLBackend init_deepspeed_backend set_backend timed_op": "call torch's",
+        "cdb TorchBackend CCLBackend init_deepspeed_backend set_backend timed_op": "call torch's",
         "mpi_discovery in_aml in_aws_sm in_dlts patch_aml_env_for_torch_nccl_backend "
         "patch_aws_sm_env_for_torch_nccl_backend": "init_distributed() reads the launcher's environment",
         "get_logged_comm_ops get_comm_operation_count has_comm_data comms_logger timers timer_summary": (
             "engine.engine.ledger() tells what a step has sent"
         ),
         "enable_symm_mem_for_group": "leave it out",
+        "backend ccl mori torch pg_utils utils constants": "call torch.distributed's functions",
+        "config": "say the section comms_logger as a dict: deepspeed.initialize(config=)",
     },
     _of_torch,
+    elsewhere={"comm reduce_op": __name__},
 )
