@@ -99,7 +99,7 @@ def test_what_programs_do_with_what_is_not_there() -> None:
     text = f"""
 from {OURS}.inference.v2.engine_factory import build_hf_engine
 from {OURS}.inference.v2 import *
-import {OURS}.elasticity.elasticity as elastic
+import {OURS}.elasticity.elasticity as elastic, {OURS}.compression.helper
 
 def ask(engine: build_hf_engine | None = None, config: None | build_hf_engine = None) -> None: ...
 """
