@@ -31,12 +31,21 @@ ALLOWED: dict[str, dict[str, str]] = {
         "Nccl": "the same",
     },
     "comm/nccl.py": {"Nccl": "the same"},
+    "compat/colossalai/accelerator.py": {
+        "CudaAccelerator": "a name of Colossal-AI",
+        "cuda_accelerator": "the same",
+    },
     "compat/colossalai/booster/plugin.py": {
         "steady_cuda_cap_ratio": "a name of Colossal-AI",
         PINNED: "the same",
     },
     "compat/colossalai/config.py": {"cudnn_": "names of Colossal-AI"},
-    "compat/colossalai/utils.py": {PINNED: "a name of Colossal-AI, and of torch's DataLoader"},
+    "compat/colossalai/kernel.py": {"cuda_native": "a name of Colossal-AI"},
+    "compat/colossalai/utils.py": {
+        PINNED: "a name of Colossal-AI, and of torch's DataLoader",
+        "set_to_cuda": "a name of Colossal-AI",
+        "activation_checkpoint ": "the same, of modules",
+    },
     "compat/deepspeed/accelerator/__init__.py": {
         PINNED: "a name of DeepSpeed",
         "cuda_accelerator": "names of DeepSpeed",

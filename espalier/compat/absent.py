@@ -49,7 +49,18 @@ class Absent:
         return f"<{self.name}: not there>"
 
 
-class AbsentModule(ModuleType):
+class _Module(ModuleType):
+    """A module that is made; called, it is the function that had its name, whose place an import takes."""
+
+    function: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.function is None:
+            raise TypeError(f"the module {self.__name__!r} is no function")
+        return self.function(*args, **kwargs)
+
+
+class AbsentModule(_Module):
     """Stands for a module of such names, and of modules of such.
 
     Args:
@@ -68,8 +79,8 @@ class AbsentModule(ModuleType):
         return Absent(f"{self.theirs}.{name}", self.instead)
 
 
-class _Other(ModuleType):
-    """A module that has the names of another."""
+class _Other(_Module):
+    """A module that has the names of another; what is in it is what is in that one."""
 
     def __init__(self, name: str, home: ModuleType) -> None:
         super().__init__(name, home.__doc__)
@@ -79,6 +90,16 @@ class _Other(ModuleType):
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         return getattr(self._home, name)
+
+    def module(self, name: str) -> _Other | None:
+        """What is in it under a name."""
+        try:
+            home = import_module(f"{self._home.__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{self._home.__name__}.{name}":
+                raise
+            return None
+        return _Other(f"{self.__name__}.{name}", home)
 
 
 class Names:
@@ -104,7 +125,7 @@ class Names:
             raise AttributeError(f"module {self._package!r} has no attribute {name!r}")
         return self._getter(name)
 
-    def module(self, name: str) -> ModuleType | None:
+    def module(self, name: str) -> AbsentModule | _Other | None:
         """What ``import package.name`` finds where there is no such file."""
         here = f"{self._package}.{name}"
         if name in self._elsewhere:
@@ -123,7 +144,8 @@ def or_absent(
 ) -> Callable[[str], Any]:
     """A module's ``__getattr__``, which has the names that are not there.
 
-    Of a package they are also modules that can be imported, with all that is below them.
+    Of a package they are also modules that can be imported, with all that is below them. A module that is
+    no folder is one with ``__path__ = []``.
 
     Args:
         package: its ``__name__``.
@@ -161,12 +183,18 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
         parent = sys.modules.get(package)
-        module: ModuleType | None = None
+        module: _Module | None = None
         if isinstance(parent, AbsentModule):
             module = AbsentModule(fullname, f"{parent.theirs}.{name}", parent.instead)
+        elif isinstance(parent, _Other):
+            module = parent.module(name)
         elif parent is not None and isinstance(names := vars(parent).get("__getattr__"), Names):
             module = names.module(name)
-        return None if module is None else ModuleSpec(fullname, _Made(module), is_package=True)
+        if module is None:
+            return None
+        function = vars(parent).get(name)
+        module.function = function if callable(function) else None
+        return ModuleSpec(fullname, _Made(module), is_package=True)
 
 
 sys.meta_path.append(_Finder)  # behind Python's own: a module that is a file is that file

@@ -22,19 +22,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from espalier import Plan
 from espalier.compat import colossalai
-from espalier.compat.colossalai import core
+from espalier.compat.colossalai import core, zero
 from espalier.compat.colossalai.amp import AMP_TYPE
 from espalier.compat.colossalai.booster.plugin import (
     GeminiPlugin,
     HybridParallelPlugin,
     LowLevelZeroPlugin,
+    MoeHybridParallelPlugin,
     Plugin,
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
 from espalier.compat.colossalai.config import load, plan_of
 from espalier.compat.colossalai.core import global_context as gpc
-from espalier.compat.colossalai.nn.optimizer import HybridAdam
+from espalier.compat.colossalai.nn.optimizer import CAME, Adafactor, HybridAdam, Lamb, Lars
 from espalier.compat.colossalai.trainer import Trainer, hooks
 from espalier.compat.colossalai.utils import share_of
 from tests.compat.migrated import PROGRAMS, migrate
@@ -151,6 +152,23 @@ LARGE = {**HALF, "loss_scale": {**HALF["loss_scale"], "init_scale": 2.0**32}}
             4,
             {"data": 2, "context": 2, "context_kind": "ulysses"},
         ),
+        (
+            HybridParallelPlugin(tp_size=1, pp_size=2, microbatch_size=4, precision="fp32", pp_style="zbv",
+                                 num_model_chunks=2, scheduler_nodes=[]),
+            4,
+            {"data": 2, "pipe": 2, "accumulate": 2, "schedule": "zbv", "stages_per_rank": 2},
+        ),
+        (
+            HybridParallelPlugin(tp_size=1, pp_size=1, sp_size=2, precision="fp32",
+                                 enable_sequence_parallelism=True),
+            2,
+            {"data": 1, "context": 2, "context_kind": "ulysses"},
+        ),
+        (
+            MoeHybridParallelPlugin(tp_size=1, pp_size=2, ep_size=2, num_microbatches=2, precision="bf16"),
+            8,
+            {"data": 4, "pipe": 2, "expert": 2, "accumulate": 2, "precision": "bfloat16"},
+        ),
     ],
 )  # fmt: skip
 def test_plugins(plugin: Plugin, ranks: int, means: dict[str, Any]) -> None:
@@ -167,6 +185,10 @@ def test_wrong_plugins() -> None:
         ValueError, match="num_microbatches: is needed with a pipeline|num_microbatches = None"
     ):
         HybridParallelPlugin(tp_size=1, pp_size=2)
+    with pytest.raises(ValueError, match="ep_size: is needed|ep_size = None: is needed"):
+        MoeHybridParallelPlugin(tp_size=1, pp_size=1)
+    with pytest.raises(AttributeError, match="pg_mesh is not there: plugin.dp_group"):
+        _ = TorchDDPPlugin().pg_mesh
     with pytest.raises(ValueError, match="3 ranks are no multiple of the 2"):
         HybridParallelPlugin(tp_size=2, pp_size=1).plan(3)
     assert TorchDDPPlugin(static_graph=True).idle == {"static_graph": "there is no such choice here"}
@@ -409,6 +431,91 @@ def test_booster(ranks: Callable[..., Any], tmp_path: Path) -> None:
     ranks(2, boosted, str(tmp_path))
 
 
+def trained(model: Any, optimizer: Any, share: int = 1, here: int = 0) -> Any:
+    """After an epoch of batches of 8 rows, of which these are a rank's."""
+    for x, y in Strided(share, here):
+        loss = F.cross_entropy(model(x), y)
+        getattr(optimizer, "backward", lambda loss: loss.backward())(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def others(rank: int, world: int) -> None:
+    """Optimizers that torch lacks, micro-batches by their rows, what is wrapped without a booster."""
+    exact: dict[str, Any] = {"precision": "fp32"}
+    kinds = (
+        lambda p: Lamb(p, lr=0.02, weight_decay=0.1, bias_correction=True),
+        lambda p: Lars(p, lr=0.5, momentum=0.9, weight_decay=0.1, eeta=0.1),
+        lambda p: CAME(p, lr=0.02, weight_decay=0.1),
+        lambda p: Adafactor(p, beta1=0.9),
+    )
+    for kind in kinds:
+        plain_model = net()
+        before = [p.detach().clone() for p in plain_model.parameters()]
+        right = [p.detach() for p in trained(plain_model, kind(plain_model.parameters())).parameters()]
+        assert not any(torch.equal(x, y) for x, y in zip(before, right, strict=True))
+        for plugin, share in (
+            (LowLevelZeroPlugin(stage=2, **exact), world),
+            (GeminiPlugin(**exact), world),
+            (HybridParallelPlugin(tp_size=2, pp_size=1, **exact), 1),
+        ):
+            model = net()
+            boosted_model, optimizer, *_ = colossalai.Booster(plugin=plugin).boost(
+                model, kind(model.parameters())
+            )
+            assert optimizer.unwrap() is optimizer
+            assert_same(trained(boosted_model, optimizer, share, rank if share > 1 else 0), right)
+            norm = optimizer.get_grad_norm()
+            assert norm is not None and norm > 0
+
+    right = plain(1)
+    plugin = HybridParallelPlugin(tp_size=1, pp_size=2, microbatch_size=2, max_norm=0.5, **exact)
+    stages = plugin.stage_manager
+    assert stages is not None and (stages.stage, stages.num_stages) == (rank, 2)
+    assert (stages.is_first_stage(), stages.is_last_stage(), stages.get_next_rank()) == (
+        rank == 0, rank == 1, 1 - rank
+    )  # fmt: skip
+    assert (plugin.pp_size, plugin.tp_size, plugin.dp_size, plugin.sp_size) == (2, 1, 1, 1)
+    assert [dist.get_rank(x) for x in (plugin.pp_group, plugin.dp_group, plugin.tp_group)] == [rank, 0, 0]
+    booster, model = colossalai.Booster(plugin=plugin), Taking()
+    boosted_model, optimizer, *_ = booster.boost(model, optimizer_of(model))
+    for x, y in Strided(1, 0):
+        rows = iter([{"x": x, "labels": y}])
+        booster.execute_pipeline(rows, boosted_model, judged, optimizer)
+        assert boosted_model.engine.plan.accumulate == 4
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(boosted_model, right)
+    rows = iter([{"x": x[:6], "labels": y[:6]}, {"x": x[:5], "labels": y[:5]}])
+    booster.execute_pipeline(rows, boosted_model, judged, optimizer)
+    assert boosted_model.engine.plan.accumulate == 3
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match="a batch of 5 rows; expected a multiple of microbatch_size = 2"):
+        booster.execute_pipeline(rows, boosted_model, judged, optimizer)
+
+    for stage in (1, 2):
+        model = net()
+        wrapped = zero.zero_model_wrapper(model, stage)
+        optimizer = zero.zero_optim_wrapper(wrapped, optimizer_of(model), max_norm=0.5)
+        assert_same(trained(wrapped, optimizer, world, rank), right)
+        assert wrapped.engine.plan.zero == stage
+    model = net()
+    wrapped = zero.GeminiDDP(model, mixed_precision=torch.float32, device="any", pin_memory=True)
+    optimizer = zero.GeminiOptimizer(optimizer_of(model), wrapped, max_norm=0.5, gpu_margin_mem_ratio=0.1)
+    assert_same(trained(wrapped, optimizer, world, rank), right)
+    assert wrapped.engine.plan.zero == 3 and [*wrapped.state_dict()] == [*net().state_dict()]
+    with pytest.raises(ValueError, match="wrap its optimizer before"):
+        zero.GeminiOptimizer(optimizer, wrapped)
+
+
+@pytest.mark.world(2)
+def test_optimizers_and_wrappers(ranks: Callable[..., Any]) -> None:
+    """The parameters of a plain loop."""
+    ranks(2, others)
+
+
 # ---- a program in the form of each plugin, as espalier migrate changes it
 
 
@@ -535,13 +642,14 @@ def test_arguments_of_plugins() -> None:
         name: dict(word.partition("=")[::2] for word in words.split())
         for name, _, words in (line.partition(": ") for line in lines)
     }
-    kinds = {x.__name__: x for x in Plugin.__subclasses__()}
+    kinds = {x.__name__: x for x in [*Plugin.__subclasses__(), MoeHybridParallelPlugin]}
     assert signatures.keys() == kinds.keys()
     for name, kind in kinds.items():
         answered = [*kind._known, *kind._without, *kind._refused]
         assert len(answered) == len({*answered}), name
         assert [word for word in signatures[name] if word not in answered] == [], name
-        needs = {"tp_size": 2, "pp_size": 2, "num_microbatches": 4} if name == "HybridParallelPlugin" else {}
+        needs = {"tp_size": 2, "pp_size": 2, "num_microbatches": 4} if "Hybrid" in name else {}
+        needs |= {"ep_size": 2} if "Moe" in name else {}
         plan = kind(**needs).plan(8)
         for word, text in signatures[name].items():
             if word not in needs and text:
@@ -583,5 +691,5 @@ def test_names_beside_engines(capsys: pytest.CaptureFixture[str]) -> None:
     colossalai.lazy.LazyInitContext.materialize(model)
     torch.manual_seed(0)
     assert torch.equal(model.weight, torch.nn.Linear(3, 2).weight)
-    with pytest.raises(NotImplementedError, match="shardformer is not there: Booster"):
+    with pytest.raises(NotImplementedError, match="ShardConfig is not there: Booster"):
         colossalai.shardformer.ShardConfig()

@@ -72,7 +72,7 @@ def test_colossal_and_dtensor() -> None:
         "import colossalai\n"
         "from colossalai.core import global_context as gpc\n"
         "from colossalai.trainer import Trainer, hooks\n"
-        "from colossalai.booster.plugin import GeminiPlugin, MoeHybridParallelPlugin\n"
+        "from colossalai.booster.plugin import GeminiPlugin, GeminiCheckpointIO\n"
         "from torch.distributed.tensor import DTensor, Shard\n"
     )
     found = migrate(program)
@@ -81,13 +81,11 @@ def test_colossal_and_dtensor() -> None:
         "from espalier.compat.colossalai.core import global_context as gpc\n"
         "from espalier.compat.colossalai.trainer import Trainer, hooks\n"
         "from espalier.compat.colossalai.booster.plugin import GeminiPlugin\n"
-        "from colossalai.booster.plugin import MoeHybridParallelPlugin\n"
+        "from colossalai.booster.plugin import GeminiCheckpointIO\n"
         "from espalier import DTensor, Shard\n"
     )
     (note,) = found.notes
-    assert note.is_missing and note.text.startswith(
-        "colossalai.booster.plugin.MoeHybridParallelPlugin has no"
-    )
+    assert note.is_missing and note.text.startswith("colossalai.booster.plugin.GeminiCheckpointIO has no")
 
 
 def test_trainer_and_accelerate() -> None:

@@ -22,7 +22,12 @@ PAGES = (
     "torch-wrappers",
     "transformers-trainer",
 )
-SOURCES = ("tests/*/*.py", "tests/compat/*_surface.txt", "examples/coming_from/*.py")
+SOURCES = (
+    "tests/*/*.py",
+    "tests/compat/*_surface.txt",
+    "tests/compat/*_names.txt",
+    "examples/coming_from/*.py",
+)
 # rows that say a word of the prose in code, or the beginning of many names, and what shows them
 OTHERWISE = {
     "`checkpoint-N`": ("checkpoint",),

@@ -6,9 +6,11 @@ plugins. docs/colossal-ai.md says what maps to what.
 
 from espalier.compat.absent import or_absent
 from espalier.compat.colossalai import (
+    accelerator,
     amp,
     booster,
     cluster,
+    context,
     core,
     lazy,
     logging,
@@ -18,22 +20,28 @@ from espalier.compat.colossalai import (
     zero,
 )
 from espalier.compat.colossalai.booster import Booster
-from espalier.compat.colossalai.core import (
-    global_context,
+from espalier.compat.colossalai.core import global_context
+from espalier.compat.colossalai.engine import Engine
+from espalier.compat.colossalai.initialize import (
+    get_default_parser,
+    initialize,
     launch,
     launch_from_openmpi,
     launch_from_slurm,
     launch_from_torch,
 )
-from espalier.compat.colossalai.engine import Engine, initialize
-from espalier.compat.colossalai.utils import get_default_parser
+from espalier.later import on_use
+
+__version__ = "0.5.0"  # whose interface this is
 
 __all__ = [
     "Booster",
     "Engine",
+    "accelerator",
     "amp",
     "booster",
     "cluster",
+    "context",
     "core",
     "get_default_parser",
     "global_context",
@@ -54,12 +62,22 @@ __getattr__ = or_absent(
     __name__,
     "colossalai",
     {
-        "shardformer pipeline checkpoint_io interface": "Booster and its plugins cut, run and save models",
-        "legacy": "its names are those of colossalai itself here: colossalai.trainer, colossalai.core",
-        "context": "colossalai.core.global_context tells of ranks",
-        "accelerator": "colossalai.utils.get_current_device(), or torch.accelerator",
-        "moe": "plan={'expert': n}: experts are found in the model",
-        "tensor fx auto_parallel builder": "models are plain modules; `espalier plan` searches for a plan",
+        "_analyzer": "`espalier plan` runs a model dry: it needs no memory and no other rank",
+        "auto_parallel": "`espalier plan` searches for the fastest plan",
+        "autochunk": "Plan(recompute=...) spares activations",
+        "checkpoint_io": "booster.save_model, save_checkpoint and the like write checkpoints",
+        "cli": "`espalier run -n 4 train.py` starts ranks, `espalier doctor` looks at the machine",
+        "communication": "torch.distributed has collectives; stages of a pipeline send by themselves",
+        "constants global_variables": "plans and their axes are named: engine.plan, engine.mesh",
+        "device": "espalier.Mesh has named axes and their groups; `espalier calibrate` measures links",
+        "fx": "`espalier plan` runs a model dry; stages are found in the model",
+        "gemini": "Booster with GeminiPlugin lays parameters, gradients and states out",
         "inference": "engine.predict and engine.generate answer under any plan",
+        "moe": "MoeHybridParallelPlugin(ep_size=n), or Plan(expert=n): experts are found in the model",
+        "quantization": "weights are not quantised in training",
+        "registry": "say the class where it is used: configurations name no classes here",
+        "testing": "espalier.spawn(function, {'data': 2}) runs a function on ranks",
     },
+    on_use(__name__, {"": "builder engine interface kernel pipeline shardformer tensor"}),
+    elsewhere={"legacy": __name__},
 )

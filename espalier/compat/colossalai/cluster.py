@@ -13,6 +13,8 @@ import torch.distributed as dist
 from espalier.compat.absent import or_absent
 from espalier.mesh.process import running_rank, running_size
 
+__path__: list[str] = []  # there are modules in it
+
 
 class DistCoordinator:
     """Who this rank is, and what one of them does for all.
@@ -81,5 +83,10 @@ __all__ = ["DistCoordinator"]
 __getattr__ = or_absent(
     __name__,
     "colossalai.cluster",
-    {"ProcessGroupMesh ProcessGroupManager": "espalier.Mesh.from_env({...}) has named axes and their groups"},
+    {
+        "ProcessGroupMesh ProcessGroupManager DeviceMeshManager DeviceMeshInfo": (
+            "espalier.Mesh.from_env({...}) has named axes and their groups"
+        )
+    },
+    elsewhere={"device_mesh_manager dist_coordinator process_group_manager process_group_mesh": __name__},
 )

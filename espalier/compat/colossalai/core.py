@@ -3,51 +3,175 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from espalier.compat.colossalai.config import Settings, load
+from espalier.compat.axes import Axes
+from espalier.compat.colossalai.config import Settings, load, plan_of
+from espalier.compat.colossalai.context import ParallelMode
+from espalier.mesh import Mesh
 from espalier.mesh.process import running_rank, running_size, start
+from espalier.parallel import Plan
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _config: ContextVar[Settings] = ContextVar("config")
 
 
 class GlobalContext:
-    """``gpc``: the configuration, and this process's place in the world."""
+    """``gpc``: the configuration, and this process's place in the world, by what ranks share."""
 
     @property
     def config(self) -> Settings:
         """As ``launch`` was given it; empty before."""
         return _config.get(Settings())
 
+    @property
+    def _plan(self) -> Plan:
+        return plan_of(self.config, running_size())
+
+    def _axes(self, parallel_mode: ParallelMode) -> Axes:
+        plan = self._plan
+        return Axes.among(Mesh.from_env(plan.axes), _names(plan, parallel_mode))
+
     def get_global_rank(self) -> int:
         """This process's."""
         return running_rank()
 
-    def get_world_size(self, parallel_mode: Any = None) -> int:
-        """Ranks in all: axes and their sizes are in ``engine.mesh``."""
-        return running_size()
+    def get_world_size(self, parallel_mode: ParallelMode = ParallelMode.GLOBAL) -> int:
+        """Ranks of this one's group."""
+        return self._axes(parallel_mode).size
 
-    def get_local_rank(self, parallel_mode: Any = None) -> int:
-        """This process's number on its host."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
+    def get_local_rank(self, parallel_mode: ParallelMode | None = None) -> int:
+        """This process's number in its group; without a mode, on its host."""
+        if parallel_mode is None:
+            return int(os.environ.get("LOCAL_RANK", "0"))
+        return self._axes(parallel_mode).rank
 
-    def is_initialized(self, parallel_mode: Any = None) -> bool:
-        """Whether there is a world."""
-        return dist.is_initialized()
+    def get_ranks_in_group(self, parallel_mode: ParallelMode = ParallelMode.GLOBAL) -> list[int]:
+        """The world's numbers of this one's group."""
+        return self._axes(parallel_mode).ranks
+
+    def get_group(self, parallel_mode: ParallelMode = ParallelMode.GLOBAL) -> Any:
+        """This rank's process group: all of its ranks must ask."""
+        return self._axes(parallel_mode).group()
+
+    def is_initialized(self, parallel_mode: ParallelMode = ParallelMode.GLOBAL) -> bool:
+        """Whether there is a world, and ranks that share this."""
+        if parallel_mode in (ParallelMode.GLOBAL, ParallelMode.DATA, ParallelMode.MODEL):
+            return dist.is_initialized()
+        return dist.is_initialized() and self.get_world_size(parallel_mode) > 1
+
+    def is_first_rank(self, parallel_mode: ParallelMode = ParallelMode.GLOBAL) -> bool:
+        """Whether this is the first of its group."""
+        return self.get_local_rank(parallel_mode) == 0
+
+    def is_last_rank(self, parallel_mode: ParallelMode = ParallelMode.GLOBAL) -> bool:
+        """Whether this is the last of its group."""
+        axes = self._axes(parallel_mode)
+        return axes.rank == axes.size - 1
+
+    def get_next_global_rank(self, parallel_mode: ParallelMode = ParallelMode.GLOBAL) -> int:
+        """The world's number of the next in its group; behind the last is the first."""
+        axes = self._axes(parallel_mode)
+        return axes.ranks[(axes.rank + 1) % axes.size]
+
+    def get_prev_global_rank(self, parallel_mode: ParallelMode = ParallelMode.GLOBAL) -> int:
+        """The world's number of the one before in its group."""
+        axes = self._axes(parallel_mode)
+        return axes.ranks[axes.rank - 1]
+
+    def is_pipeline_first_stage(self, ignore_virtual: bool = False) -> bool:
+        """Whether this rank has the first stage."""
+        return self.is_first_rank(ParallelMode.PIPELINE)
+
+    def is_pipeline_last_stage(self, ignore_virtual: bool = False) -> bool:
+        """Whether this rank has the last stage."""
+        return self.is_last_rank(ParallelMode.PIPELINE)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that have rows of their own of the same part of the model."""
+        return self.get_world_size(ParallelMode.DATA)
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Ranks of a pipeline."""
+        return self._plan.pipe
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share each layer."""
+        return self.get_world_size(ParallelMode.TENSOR)
+
+    def load_config(self, config: str | Path | Mapping[str, Any]) -> None:
+        """Take a configuration, as ``launch`` does."""
+        _config.set(load(config))
+
+    def set_seed(self, seed: int) -> None:
+        """``torch.manual_seed``: values do not hang on layouts."""
+        torch.manual_seed(seed)
 
     def destroy(self) -> None:
         """Nothing: the world ends with the process."""
 
 
+def _names(plan: Plan, mode: ParallelMode) -> Iterable[str]:
+    """The axes along which the ranks of a group differ."""
+    data = [name for name in plan.data_axes if name != "context"]
+    tensor = [*plan.tensor_axes, "context"]  # of the two, there is one
+    named: dict[ParallelMode, Iterable[str]] = {
+        ParallelMode.GLOBAL: plan.axes,
+        ParallelMode.DATA: data,
+        ParallelMode.MODEL: ["pipe", *tensor],
+        ParallelMode.PIPELINE: ["pipe"],
+        ParallelMode.TENSOR: tensor,
+        ParallelMode.SEQUENCE: ["context"],
+        ParallelMode.SEQUENCE_DP: [*data, "context"],
+        ParallelMode.PARALLEL_1D: ["tensor"],
+    }
+    if mode not in named:
+        raise ValueError(
+            f"{mode}: ranks are not counted by the edges of a tensor's mesh here, as nothing is cut by hand: "
+            "give the model whole rows (of utils.get_dataloader); ParallelMode.TENSOR has all ranks that "
+            "share a layer, and engine.engine.mesh its axes."
+        )
+    return named[mode]
+
+
 global_context = GlobalContext()
 
 
+def _or_without(leaves_it: Callable[[tuple[Any, ...]], bool]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function whose first argument, the configuration, programs of today leave out.
+
+    Args:
+        leaves_it: tells so of its arguments without names.
+    """
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            given: Any = (None, *args) if leaves_it(args) else args
+            return function(*given, **kwargs)
+
+        return call
+
+    return decorated
+
+
+def _is_number(args: tuple[Any, ...], at: int) -> bool:
+    return len(args) > at and (isinstance(args[at], int) or str(args[at]).isdecimal())
+
+
+@_or_without(lambda args: _is_number(args, 0))
 def launch(
     config: str | Path | Mapping[str, Any] | None = None,
     rank: int | None = None,
@@ -62,7 +186,7 @@ def launch(
     """Join the world, take the configuration, seed the generators.
 
     Args:
-        config: a dict, or a Python file.
+        config: a dict, or a Python file; may be left out, as of Colossal-AI 0.4 on.
         rank, world_size, host, port, local_rank: as the environment says, where they are not given.
         backend: ``"gloo"`` is for the CPU; else the device chooses.
     """
@@ -82,6 +206,7 @@ def launch(
     torch.manual_seed(seed)
 
 
+@_or_without(lambda args: bool(args) and args[0] in dist.Backend.backend_list)
 def launch_from_torch(
     config: Any = None, backend: str | None = None, seed: int = 1024, verbose: bool = True
 ) -> None:
@@ -89,15 +214,27 @@ def launch_from_torch(
     launch(config, backend=backend, seed=seed, verbose=verbose)
 
 
+@_or_without(lambda args: _is_number(args, 1))
 def launch_from_slurm(
-    config: Any, host: str, port: int, backend: str | None = None, seed: int = 1024, verbose: bool = True
+    config: Any = None,
+    host: str | None = None,
+    port: int | None = None,
+    backend: str | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
 ) -> None:
     """Of a world that srun has started."""
     launch(config, *_from("SLURM_PROCID", "SLURM_NPROCS"), host, port, backend, seed=seed, verbose=verbose)
 
 
+@_or_without(lambda args: _is_number(args, 1))
 def launch_from_openmpi(
-    config: Any, host: str, port: int, backend: str | None = None, seed: int = 1024, verbose: bool = True
+    config: Any = None,
+    host: str | None = None,
+    port: int | None = None,
+    backend: str | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
 ) -> None:
     """Of a world that mpirun has started."""
     ranks = _from("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")

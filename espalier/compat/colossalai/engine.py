@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.compat.absent import or_absent
 from espalier.compat.colossalai.config import plan_of
 from espalier.compat.colossalai.core import global_context
 from espalier.compat.plans import counts_one
@@ -17,6 +18,8 @@ from espalier.engine import initialize as lay_on_mesh
 from espalier.mesh.process import running_size
 from espalier.parallel import Plan
 from espalier.tensor import full_tensor
+
+__path__: list[str] = []  # there are modules in it
 
 Criterion = Callable[[Any, Any], torch.Tensor]
 
@@ -139,3 +142,23 @@ def initialize(
         options.setdefault("count", counts_one)
     inner = lay_on_mesh(model, optimizer, plan, loss_fn=criterion if plan.pipe > 1 else None, **options)
     return Engine(inner, criterion), train_dataloader, test_dataloader, lr_scheduler
+
+
+__all__ = ["Engine", "initialize"]
+
+__getattr__ = or_absent(
+    __name__,
+    "colossalai.engine",
+    {
+        "gradient_accumulation": "gradient_accumulation in the configuration says it",
+        "BaseGradientHandler DataParallelGradientHandler ZeROGradientHandler "
+        "PipelineSharedModuleGradientHandler SequenceParallelGradientHandler MoeGradientHandler": (
+            "gradients are summed by the layouts of their parameters"
+        ),
+        "BaseSchedule NonPipelineSchedule PipelineSchedule PipelineScheduleV2 InterleavedPipelineSchedule "
+        "get_tensor_shape": (
+            "engine.execute_schedule runs the plan's: initialize(..., plan=Plan(schedule=...))"
+        ),
+    },
+    elsewhere={"gradient_handler schedule": __name__},
+)

@@ -7,8 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from espalier.compat.absent import or_absent
 from espalier.tensor import deferred
 from espalier.tensor.deferred import make_parameters_real
+
+__path__: list[str] = []  # there are modules in it
 
 
 class LazyInitContext:
@@ -36,3 +39,13 @@ class LazyInitContext:
 
 
 __all__ = ["LazyInitContext"]
+
+__getattr__ = or_absent(
+    __name__,
+    "colossalai.lazy",
+    {
+        "LazyTensor": "parameters of models without memory are on torch's device meta",
+        "ConstructorManager PretrainedManager": "from_pretrained of transformers reads weights",
+    },
+    elsewhere={"construction lazy_init pretrained": __name__},
+)

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import random
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint as _checkpoint
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from espalier.compat.absent import or_absent
+from espalier.compat.colossalai.accelerator import get_accelerator
 from espalier.compat.colossalai.config import plan_of
+from espalier.compat.colossalai.context import ParallelMode
 from espalier.compat.colossalai.core import global_context
 from espalier.device import accelerator, current
+from espalier.mesh.process import running_rank
 from espalier.parallel import Plan
+from espalier.texts import refuse
+
+__path__: list[str] = []  # there are modules in it
 
 
 def get_default_parser() -> argparse.ArgumentParser:
@@ -93,25 +107,291 @@ def is_dp_rank_0() -> bool:
     return share_of(plan_of(global_context.config, ranks), rank)[1] == 0
 
 
+def is_tp_rank_0() -> bool:
+    """Whether this rank is the first of those that share each layer."""
+    return global_context.is_first_rank(ParallelMode.TENSOR)
+
+
+def is_no_pp_or_last_stage() -> bool:
+    """Whether this rank has the end of the model."""
+    return global_context.is_pipeline_last_stage()
+
+
+def is_using_ddp() -> bool:
+    """Whether several ranks share the batch."""
+    return global_context.data_parallel_size > 1
+
+
+def is_using_pp() -> bool:
+    """Whether the model is cut into stages."""
+    return global_context.pipeline_parallel_size > 1
+
+
+def is_using_sequence() -> bool:
+    """Whether sequences are cut."""
+    return global_context.get_world_size(ParallelMode.SEQUENCE) > 1
+
+
+def print_rank_0(msg: Any, logger: Any = None) -> None:
+    """Print, or log, on the first rank."""
+    if running_rank() == 0:
+        print(msg, flush=True) if logger is None else logger.info(msg)
+
+
+def set_seed(seed: int) -> None:
+    """Of Python's, NumPy's and torch's generators."""
+    random.seed(seed)
+    if numpy := _numpy():
+        numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _numpy() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy
+
+
+def sync_model_param(model: nn.Module, parallel_mode: Any = None) -> None:
+    """Nothing: all ranks take rank 0's parameters."""
+
+
+def checkpoint(
+    function: Callable[..., Any], activation_offload: bool, *args: Any, use_reentrant: bool = True
+) -> Any:
+    """Call a function whose inside the backward pass computes again.
+
+    Args:
+        activation_offload: expected False; ``Plan(recompute_inputs="host")`` keeps inputs in the host's
+            memory.
+        use_reentrant: no effect: what is within is seen by autograd.
+    """
+    if activation_offload:
+        expected = 'expected False: Plan(recompute="full", recompute_inputs="host") says it'
+        refuse("checkpoint", [("activation_offload", activation_offload, expected)])
+    return _checkpoint(function, *args, use_reentrant=False)
+
+
+def clip_grad_norm_fp32(
+    parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_``, which sees whole gradients."""
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def count_zeros_fp32(parameters: Iterable[torch.Tensor] | torch.Tensor) -> int:
+    """Elements of gradients that are 0."""
+    held = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return sum(int((p.grad == 0).sum()) for p in held if p.grad is not None)
+
+
+# ---- memory
+
+
+def colo_device_memory_capacity(device: torch.device) -> int:
+    """Bytes that a device has; of the CPU, that the host has."""
+    return get_accelerator().total_memory(device.index if device.type != "cpu" else None)
+
+
+def colo_device_memory_used(device: torch.device) -> int:
+    """Bytes of tensors on a device; 0 on the CPU, whose allocator does not count."""
+    return get_accelerator().memory_allocated(device.index)
+
+
+def colo_set_process_memory_fraction(ratio: float) -> None:
+    """The share of a device that this process may take; nothing on the CPU."""
+    if get_accelerator().is_available():
+        get_accelerator().set_per_process_memory_fraction(ratio)
+
+
+def report_memory_usage(message: str, logger: Any = None, report_cpu: bool = False) -> None:
+    """Print, or log, what is taken of the device."""
+    device = get_accelerator()
+    taken = [device.memory_allocated(), device.max_memory_allocated(), device.memory_reserved()]
+    shown = ", ".join(
+        f"{name} {size / 1024**2:.2f} MB"
+        for name, size in zip(("allocated", "at most", "reserved"), taken, strict=True)
+    )
+    text = f"{message}: {shown}"
+    print(text, flush=True) if logger is None else logger.info(text)
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    get_accelerator().synchronize()
+
+
+def empty_cache() -> None:
+    """Give back what the device's allocator keeps."""
+    get_accelerator().empty_cache()
+
+
+def set_to_cuda(models: Any) -> Any:
+    """A model, or each of a list, on the device."""
+    return get_accelerator().set_to_device(models)
+
+
+def free_storage(data: torch.Tensor) -> None:
+    """Let a tensor's memory go."""
+    data.untyped_storage().resize_(0)
+
+
+# ---- small things
+
+
+def ensure_path_exists(filename: str) -> None:
+    """Make the folder that a file is to be in."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def conditional_context(context_manager: AbstractContextManager[Any], enable: bool = True) -> Iterator[None]:
+    """A context, or none."""
+    if enable:
+        with context_manager:
+            yield
+    else:
+        yield
+
+
+def disposable(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is called once, and gives None then."""
+    left = [func]
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return left.pop()(*args, **kwargs) if left else None
+
+    return wrapper
+
+
+def is_ddp_ignored(p: torch.Tensor) -> bool:
+    """Whether a program has marked a parameter so."""
+    return bool(getattr(p, "_ddp_to_ignore", False))
+
+
+class Timer:
+    """Times from ``start`` to ``stop``, in seconds, with what the device is at done."""
+
+    def __init__(self) -> None:
+        self._begun, self._last, self._history = 0.0, 0.0, list[float]()
+
+    @property
+    def has_history(self) -> bool:
+        """Whether one was kept."""
+        return bool(self._history)
+
+    @property
+    def current_time(self) -> float:
+        """Now."""
+        synchronize()
+        return time.perf_counter()
+
+    def start(self) -> None:
+        """Begin."""
+        self._last, self._begun = 0.0, self.current_time
+
+    def lap(self) -> float:
+        """So far."""
+        return self.current_time - self._begun
+
+    def stop(self, keep_in_history: bool = False) -> float:
+        """End."""
+        self._last = self.lap()
+        if keep_in_history:
+            self._history.append(self._last)
+        return self._last
+
+    def get_history_mean(self) -> float:
+        """Of those that were kept."""
+        return sum(self._history) / len(self._history)
+
+    def get_history_sum(self) -> float:
+        """Of those that were kept."""
+        return sum(self._history)
+
+    def get_elapsed_time(self) -> float:
+        """The last."""
+        return self._last
+
+    def reset(self) -> None:
+        """Forget all."""
+        self._last, self._history = 0.0, []
+
+
 class MultiTimer:
-    """Times by name."""
+    """Timers by name."""
 
     def __init__(self, on: bool = True) -> None:
-        self._on, self._begun, self._times = on, dict[str, float](), dict[str, list[float]]()
+        self._on, self._timers = on, dict[str, Timer]()
 
     def start(self, name: str) -> None:
         """Begin."""
-        self._begun[name] = time.perf_counter()
+        if self._on:
+            self._timers.setdefault(name, Timer()).start()
 
-    def stop(self, name: str, keep_in_history: bool = False) -> None:
+    def stop(self, name: str, keep_in_history: bool = False) -> float | None:
         """End."""
-        if self._on and name in self._begun:
-            self._times.setdefault(name, []).append(time.perf_counter() - self._begun.pop(name))
+        return self._timers[name].stop(keep_in_history) if self._on and name in self._timers else None
+
+    def get_timer(self, name: str) -> Timer:
+        """That one."""
+        return self._timers[name]
 
     def get_elapsed_time(self, name: str) -> float:
         """The last, in seconds."""
-        return self._times[name][-1]
+        return self._timers[name].get_elapsed_time()
 
     def history(self, name: str) -> list[float]:
-        """All, in seconds."""
-        return [*self._times.get(name, ())]
+        """All that were kept, in seconds."""
+        return [*self._timers[name]._history] if name in self._timers else []
+
+    def reset(self, name: str | None = None) -> None:
+        """Forget one's times, or all."""
+        for key, timer in self._timers.items():
+            if self._on and name in (None, key):
+                timer.reset()
+
+    def is_on(self) -> bool:
+        """Whether it counts."""
+        return self._on
+
+    def set_status(self, mode: bool) -> None:
+        """Whether it is to count."""
+        self._on = mode
+
+    def __iter__(self) -> Iterator[tuple[str, Timer]]:
+        return iter(self._timers.items())
+
+
+_SAVES = "booster.save_model, or engine.engine.save(folder), writes checkpoints"
+__getattr__ = or_absent(
+    __name__,
+    "colossalai.utils",
+    {
+        "checkpoint checkpoint_io checkpointing": _SAVES,
+        "moe": "Plan(expert=n) finds experts in the model",
+        "profiler rank_recorder": "torch.profiler sees all; engine.ledger counts bytes",
+        "safetensors": "booster.save_model(..., use_safetensors=True) writes them",
+        "tensor_detector": "`espalier plan` tells of the memory of parameters, gradients and states",
+        "save_checkpoint load_checkpoint": _SAVES,
+        "DataParallelSampler BaseSampler": "utils.get_dataloader loads this rank's rows",
+        "multi_tensor_applier MultiTensorApply": "torch._foreach functions work on lists of tensors",
+        "free_port": "`espalier run` finds a port",
+        "TensorDetector": "`espalier plan` tells of the memory of parameters, gradients and states",
+        "copy_tensor_parallel_attributes is_model_parallel_parameter "
+        "param_is_not_tensor_parallel_duplicate": "parameters know how they lie: p.layout",
+        "switch_virtual_pipeline_parallel_rank": "stages are the plan's",
+        "colo_get_cpu_memory_capacity colo_set_cpu_memory_capacity": "Plan(offload=) says where state lies",
+        "get_non_persistent_buffers_set": "module.state_dict() leaves them out",
+        "compute_grad_norm clip_grad_norm": "torch.nn.utils.clip_grad_norm_ sees whole gradients",
+    },
+    elsewhere={
+        "activation_checkpoint base_sampler common cuda data_parallel_sampler data_sampler memory model "
+        "multi_tensor_apply timer utils": __name__,
+        "colo_init_context": "espalier.compat.colossalai.zero",
+        "experimental lazy_init_context": "espalier.compat.colossalai.lazy",
+    },
+)

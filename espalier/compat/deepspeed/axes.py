@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch.distributed as dist
 
+from espalier.compat.axes import Axes
 from espalier.engine import Engine
-from espalier.mesh import Mesh
-from espalier.mesh.mesh import group_among
 from espalier.mesh.process import World, start
 
 # what a program asks for, and axes of the plan
@@ -30,39 +28,6 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
         start("cpu" if dist_backend == "gloo" else None)
 
 
-class Axes(NamedTuple):
-    """The ranks that differ from this one along some axes of a mesh."""
-
-    mesh: Mesh
-    axes: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        return math.prod(self.mesh.shape[axis] for axis in self.axes)
-
-    @property
-    def rank(self) -> int:
-        """This one among them."""
-        return self.mesh.place(self.axes)
-
-    @property
-    def ranks(self) -> list[int]:
-        """The world's numbers of them."""
-        names = tuple(self.mesh.names[axis] for axis in self.axes)
-        return list(self.mesh[names].ranks) if names else [self.mesh.world_rank]
-
-    def group(self) -> Any:
-        """Their process group, made when it is asked for: all of them must ask. None without a world."""
-        if not dist.is_initialized():
-            return None
-        if self.size == dist.get_world_size():
-            return dist.group.WORLD
-        if self.size == 1:
-            return group_among([self.mesh.world_rank])
-        return self.mesh[tuple(self.mesh.names[axis] for axis in self.axes)].whole_group()
-
-
 def axes_of(engine: Engine, kind: str) -> Axes:
     """Those that share a ``"tensor"``, a ``"sequence"``, ``"expert"``s, a ``"pipe"`` of stages; or the batch
     (``"data"``), and sequences too (``"data and sequence"``), or none but experts (``"data of experts"``)."""
@@ -72,8 +37,7 @@ def axes_of(engine: Engine, kind: str) -> Axes:
         names = [*names, "context"]
     elif kind == "data of experts":
         names = [name for name in names if name != "expert"]
-    there = [mesh.axis(name) for name in names if name in mesh.names]
-    return Axes(mesh, tuple(axis for axis in there if mesh.shape[axis] > 1))
+    return Axes.among(mesh, names)
 
 
 def note_newest(engine: Engine) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,55 +16,40 @@ import torch.distributed as dist
 from torch import nn
 
 from espalier.comm.control import gather_objects
+from espalier.compat.colossalai.booster.boosted import Boosted
+from espalier.compat.colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from espalier.compat.colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from espalier.compat.colossalai.engine import piped
+from espalier.compat.colossalai.shown import show
 from espalier.compat.plans import counts_one
 from espalier.compat.torch.data_parallel import whole_states
-from espalier.engine import EngineModule
-from espalier.engine import initialize as lay_on_mesh
+from espalier.engine import Engine
 from espalier.mesh.process import running_size
 from espalier.parallel import Plan
+from espalier.texts import refuse
+from espalier.trees import tensors_in
 
 _STATES = "pytorch_optim.bin"  # in the folder of a sharded optimizer
-_PRECISIONS = {"fp16": "autocast-float16", "bf16": "autocast-bfloat16", None: None}
-
-
-class Boosted(EngineModule):
-    """A model that an engine trains: a call takes and gives this rank's rows."""
-
-    def __init__(self, model: nn.Module, optimizer: Any, plan: Plan, options: dict[str, Any]) -> None:
-        criteria: list[Callable[[Any, Any], torch.Tensor]] = []
-
-        def loss(output: Any, batch: Any) -> torch.Tensor:
-            return criteria[-1](output, batch)
-
-        engine = lay_on_mesh(model, optimizer, plan, loss_fn=loss, **options)
-        super().__init__(engine, rows="own")
-        self._criteria = criteria
-
-    def judge_by(self, criterion: Callable[[Any, Any], torch.Tensor]) -> None:
-        """Take a criterion for the passes that follow."""
-        self._criteria[:] = [criterion]
-
-    def unwrap(self) -> nn.Module:
-        """The model."""
-        return self.module
 
 
 class Booster:
     """Colossal-AI's, on Espalier.
 
     Args:
-        mixed_precision: ``"fp16"`` or ``"bf16"``, where the plugin says none: under autocast.
+        mixed_precision: ``"fp16"`` or ``"bf16"``, where the plugin says none: under autocast; or what
+            ``booster.mixed_precision`` has.
         plugin: says the plan; by default all ranks share the batch.
     """
 
     def __init__(
-        self, device: Any = None, mixed_precision: str | None = None, plugin: Plugin | None = None
+        self,
+        device: Any = None,
+        mixed_precision: MixedPrecision | str | None = None,
+        plugin: Plugin | None = None,
     ) -> None:
-        if mixed_precision not in _PRECISIONS:
-            raise ValueError(f"Booster(mixed_precision={mixed_precision!r}): expected fp16 or bf16.")
-        self.plugin, self._precision = plugin or TorchDDPPlugin(), _PRECISIONS[mixed_precision]
+        if isinstance(mixed_precision, str):
+            mixed_precision = mixed_precision_factory(mixed_precision)
+        self.plugin, self.mixed_precision = plugin or TorchDDPPlugin(), mixed_precision
         self._models = WeakSet[Boosted]()
 
     def boost(
@@ -81,15 +68,18 @@ class Booster:
             options: more for :func:`espalier.initialize`: ``layouts=``, ``example=``.
 
         Returns:
-            all five; all but the model as they are.
+            all five; all but the model as they are. The optimizer has ``backward`` and the like, too.
         """
         plan = self.plugin.plan(running_size())
-        if self._precision is not None and plan.precision.compute == "float32":
-            plan = Plan(**{**plan.model_dump(), "precision": self._precision})
+        if self.mixed_precision is not None and plan.precision.compute == "float32":
+            plan = Plan(**{**plan.model_dump(), "precision": self.mixed_precision.precision})
         if plan.accumulate > 1:
             options.setdefault("count", counts_one)
         boosted = Boosted(model, optimizer, plan, options)
         self._models.add(boosted)
+        if optimizer is not None:
+            here = weakref.ref(boosted)
+            show(optimizer, lambda: getattr(here(), "engine", None))
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -118,6 +108,7 @@ class Booster:
         """
         batch, engine = next(data_iter), model.engine
         model.judge_by(criterion)
+        self._resize(engine, batch)
         if torch.is_grad_enabled() and model.training:
             if return_outputs:
                 raise ValueError(
@@ -128,6 +119,23 @@ class Booster:
         loss = engine.evaluate(engine.cut(engine.local_batch(batch))) if return_loss else None
         with torch.no_grad():
             return {"loss": loss, "outputs": engine.outputs(batch, "own") if return_outputs else None}
+
+    def _resize(self, engine: Engine, batch: Any) -> None:
+        """Let a step have as many micro-batches as ``microbatch_size`` of the plugin asks for.
+
+        Raises:
+            ValueError: the rows are no multiple of it.
+        """
+        each = self.plugin.rows_of_micro_batch
+        if each is None:
+            return
+        rows = next((len(x) for x in tensors_in(batch) if x.ndim), 0)
+        if rows < each or rows % each:
+            raise ValueError(
+                f"execute_pipeline: a batch of {rows} rows; expected a multiple of microbatch_size = {each}."
+            )
+        if engine.plan.accumulate != rows // each:
+            engine.resize(rows // each)
 
     def no_sync(
         self, model: Boosted, optimizer: torch.optim.Optimizer | None = None
@@ -146,6 +154,7 @@ class Booster:
         prefix: str | None = None,
         size_per_shard: int = 1024,
         use_safetensors: bool = False,
+        use_async: bool = False,
     ) -> None:
         """Write the whole weights: one file, or with ``shard`` a folder as Hugging Face has it (safetensors).
 
@@ -153,7 +162,13 @@ class Booster:
 
         Args:
             size_per_shard: megabytes of a file.
+            gather_dtensor, use_async: no effect: weights are whole, and there when this returns.
+
+        Raises:
+            MistakeError: a ``prefix`` is given.
         """
+        if prefix is not None:
+            refuse("save_model", [("prefix", prefix, "names are the model's: leave it out")])
         path = Path(checkpoint)
         if not shard and not use_safetensors and path.suffix != ".safetensors":
             if model.engine.mesh.rank == 0:
@@ -164,8 +179,19 @@ class Booster:
         else:
             model.engine.export(path.with_suffix(".safetensors"))
 
-    def load_model(self, model: Boosted, checkpoint: str | Path, strict: bool = True) -> Boosted:
-        """Take over weights: a file, or a folder of shards."""
+    def load_model(
+        self,
+        model: Boosted,
+        checkpoint: str | Path,
+        strict: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> Boosted:
+        """Take over weights: a file, or a folder of shards.
+
+        Args:
+            low_cpu_mem_mode, num_threads: no effect: each rank reads what it holds.
+        """
         if not strict:
             raise ValueError(
                 "load_model(strict=False): model.load_state_dict(state_dict, strict=False) takes what fits."
@@ -216,6 +242,49 @@ class Booster:
         if path.is_dir():
             (path,) = path.glob(f"*{_STATES}")
         optimizer.load_state_dict(torch.load(path, weights_only=True))
+
+    # ---- adapters
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: str | None = None,
+        lora_config: Any = None,
+        bnb_quantization_config: Any = None,
+        quantize: bool = False,
+    ) -> Any:
+        """A model with the adapters of peft, which is to be installed; :meth:`boost` is next.
+
+        Args:
+            pretrained_dir: where adapters were saved.
+            lora_config: of peft, else.
+
+        Raises:
+            MistakeError: weights are to be quantised, or neither is given.
+        """
+        mistakes = [
+            (key, value, "weights are not quantised in training: leave it out")
+            for key, value in (("bnb_quantization_config", bnb_quantization_config), ("quantize", quantize))
+            if value
+        ]
+        if pretrained_dir is None and lora_config is None:
+            mistakes.append(("lora_config", None, "expected one of peft, or pretrained_dir"))
+        refuse("enable_lora", mistakes)
+        peft = importlib.import_module("peft")
+        if pretrained_dir is None:
+            return peft.get_peft_model(model, lora_config)
+        return peft.PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True)
+
+    def save_lora_as_pretrained(
+        self, model: Boosted, checkpoint: str | Path, use_safetensors: bool = False
+    ) -> None:
+        """Write the adapters and their configuration, as peft reads them (every rank must call)."""
+        state = model.engine.full_state_dict()
+        if model.engine.mesh.rank == 0:
+            adapted: Any = model.module
+            adapted.save_pretrained(str(checkpoint), state_dict=state, safe_serialization=use_safetensors)
+        if model.engine.mesh.size() > 1:
+            gather_objects(None, model.engine.mesh)
 
     def _mesh_of(self, optimizer: torch.optim.Optimizer) -> Any:
         for model in self._models:

@@ -9,10 +9,18 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from espalier.compat.absent import or_absent
+from espalier.compat.axes import Axes
+from espalier.compat.colossalai.booster.boosted import Boosted
 from espalier.compat.colossalai.config import offload_of, scale_of
+from espalier.compat.colossalai.pipeline import PipelineStageManager
 from espalier.compat.colossalai.utils import sampler_of, share_of
+from espalier.mesh import Mesh
+from espalier.mesh.process import running_size
 from espalier.parallel import Plan
 from espalier.texts import Mistake, MistakeError, unknown_key
+
+__path__: list[str] = []  # there are modules in it
 
 _PRECISIONS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", None: "float32"}
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -32,6 +40,7 @@ class Plugin:
         Mapping[str, tuple[Any, str]]
     ] = {}  # the value that asks for nothing; what to do instead
     _first_scale = 2.0**16
+    _otherwise = "fp32"  # the precision where none is asked for
 
     def __init__(self, **options: Any) -> None:
         names, mistakes = (*self._known, *self._without, *self._refused), []
@@ -59,7 +68,8 @@ class Plugin:
         Raises:
             ValueError: they are no multiple of what the plugin asks for.
         """
-        each = Plan(**{**self._arguments, "zero": 0, "offload": {}, "cuts": None}).world_size
+        of_one = {"zero": 0, "offload": {}, "cuts": None, "expert": 1}
+        each = Plan(**{**self._arguments, **of_one}).world_size
         if ranks % each:
             raise ValueError(
                 f"{type(self).__name__}: {ranks} ranks are no multiple of the {each} it asks for."
@@ -72,8 +82,111 @@ class Plugin:
         clip: float | None = self._arguments.get("clip")
         return clip
 
-    def _precision(self, otherwise: str) -> dict[str, Any]:
-        named = self.options.get("precision", otherwise)
+    # ---- what programs ask of it: this rank's place by what ranks share
+
+    def _axes(self, *names: str) -> Axes:
+        return Axes.among(Mesh.from_env(self.plan(running_size()).axes), names)
+
+    def _that_share_the_batch(self) -> Axes:
+        return self._axes(*self.plan(running_size()).batch_axes)
+
+    @property
+    def precision(self) -> str:
+        """As it was asked for."""
+        return str(self.options.get("precision") or self._otherwise)
+
+    @property
+    def zero_stage(self) -> int:
+        """What is cut over the data axis."""
+        return int(self._arguments.get("zero", 0))
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that share the batch, or a sequence of it."""
+        return self._axes(*self.plan(running_size()).data_axes).size
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share each layer."""
+        return self._axes("tensor").size
+
+    @property
+    def pp_size(self) -> int:
+        """Ranks of a pipeline."""
+        return self._axes("pipe").size
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks that share a sequence."""
+        return self._axes("context").size
+
+    @property
+    def dp_group(self) -> Any:
+        """The ranks that share the batch: all of them must ask."""
+        return self._that_share_the_batch().group()
+
+    @property
+    def mixed_dp_group(self) -> Any:
+        """Those of ``dp_size``: all of them must ask."""
+        return self._axes(*self.plan(running_size()).data_axes).group()
+
+    @property
+    def tp_group(self) -> Any:
+        """Those of ``tp_size``: all of them must ask."""
+        return self._axes("tensor").group()
+
+    @property
+    def pp_group(self) -> Any:
+        """Those of ``pp_size``: all of them must ask."""
+        return self._axes("pipe").group()
+
+    @property
+    def sp_group(self) -> Any:
+        """Those of ``sp_size``: all of them must ask."""
+        return self._axes("context").group()
+
+    @property
+    def enable_pipeline_parallelism(self) -> bool:
+        """Whether the model is cut into stages."""
+        return self.pp_size > 1
+
+    @property
+    def stage_manager(self) -> PipelineStageManager | None:
+        """Which stage this rank has; None without a pipeline."""
+        return None
+
+    @property
+    def rows_of_micro_batch(self) -> int | None:
+        """So many rows of this rank make a micro-batch; None where their number is said."""
+        return None
+
+    def supported_precisions(self) -> list[str]:
+        """As ``precision=`` takes them."""
+        return [name for name in _PRECISIONS if name is not None]
+
+    def control_precision(self) -> bool:
+        """Whether ``Booster(mixed_precision=)`` has nothing to say."""
+        return bool("precision" in self._arguments)
+
+    def control_device(self) -> bool:
+        """Yes: ranks are on the mesh's devices."""
+        return True
+
+    def support_no_sync(self) -> bool:
+        """Yes."""
+        return True
+
+    def support_lora(self) -> bool:
+        """Yes: peft's adapters are laid out as they are."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ELSEWHERE:
+            raise AttributeError(f"{type(self).__name__}.{name} is not there: {_ELSEWHERE[name]}.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _precision(self) -> dict[str, Any]:
+        named = self.options.get("precision", self._otherwise)
         if named not in _PRECISIONS:
             self._mistakes.append(Mistake("precision", named, "expected fp16, bf16 or fp32"))
             return {}
@@ -124,6 +237,15 @@ class Plugin:
         )
 
 
+_ELSEWHERE = {
+    "pg_mesh": "plugin.dp_group, tp_group, pp_group and sp_group, and engine.mesh, have ranks and groups",
+    "shard_config": "how layers are cut is seen in the model, or said by boost(..., layouts={...})",
+    "scheduler": "schedules are the plan's: model.engine.plan.schedule",
+    "schedule": "schedules are the plan's: model.engine.plan.schedule",
+    "checkpoint_io": "booster.save_model, save_checkpoint and the like write checkpoints",
+    "get_checkpoint_io": "booster.save_model, save_checkpoint and the like write checkpoints",
+    "configure": "booster.boost lays a model out",
+}
 _ALWAYS = "always so"
 _CHOSEN = "there is no such choice here"
 _LIKE_DDP = {
@@ -189,6 +311,7 @@ class TorchFSDPPlugin(Plugin):
 class LowLevelZeroPlugin(Plugin):
     """``Plan(data=..., zero=1 or 2)``."""
 
+    _otherwise = "fp16"
     _known = (
         "stage",
         "precision",
@@ -214,7 +337,7 @@ class LowLevelZeroPlugin(Plugin):
     }
 
     def _plan(self) -> dict[str, Any]:
-        precision = self._precision("fp16")
+        precision = self._precision()
         wide = 2 if precision.get("compute") != "float32" else 4
         plan_fields: dict[str, Any] = {
             "zero": self.options.get("stage", 1),
@@ -231,6 +354,7 @@ class LowLevelZeroPlugin(Plugin):
 class GeminiPlugin(Plugin):
     """``Plan(data=..., zero=3, offload=...)``."""
 
+    _otherwise = "fp16"
     _known = (
         "placement_policy",
         "offload_optim_frac",
@@ -277,7 +401,7 @@ class GeminiPlugin(Plugin):
         get = self.options.get
         plan_fields: dict[str, Any] = {
             "zero": 3 if get("shard_param_frac", 1.0) > 0 else 2,
-            "precision": self._precision("fp16"),
+            "precision": self._precision(),
             "clip": self._clip(),
             "tensor": get("tp_size", 1),
             "replicate": get("extra_dp_size", 1),
@@ -292,10 +416,14 @@ class GeminiPlugin(Plugin):
         return plan_fields
 
 
+_NOT_OF_EXPERTS = ("dp_outside", "inner_ring_size")
+
+
 class HybridParallelPlugin(Plugin):
     """``Plan(data=..., tensor=..., pipe=..., context=..., zero=0 to 2)``."""
 
-    _known = (
+    _otherwise = "fp16"
+    _known: tuple[str, ...] = (
         "tp_size",
         "pp_size",
         "sp_size",
@@ -304,6 +432,7 @@ class HybridParallelPlugin(Plugin):
         "enable_sequence_parallelism",
         "sequence_parallelism_mode",
         "num_microbatches",
+        "microbatch_size",
         *_SCALES,
         "max_norm",
         "ddp_bucket_cap_mb",
@@ -331,13 +460,10 @@ class HybridParallelPlugin(Plugin):
         "dp_outside": "the axes' order is the plan's",
         "inner_ring_size": "there is one ring",
         "custom_policy": "how layers are cut is seen in the model, or said by boost(..., layouts={...})",
+        "scheduler_nodes": "a schedule makes its own table; Plan(schedule=) takes the file of one",
         "num_layers_per_stage": "stages are balanced by what they cost; Plan(cuts=) says otherwise",
     }
-    _refused: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "microbatch_size": (None, "say num_microbatches"),
-        "scheduler_nodes": (None, "Plan(schedule=) takes a schedule, or the file of its table"),
-        **_FP8,
-    }
+    _refused = _FP8
 
     def _plan(self) -> dict[str, Any]:
         get, plan_fields = self.options.get, {}
@@ -345,7 +471,7 @@ class HybridParallelPlugin(Plugin):
             if key not in self.options:
                 self._mistakes.append(Mistake(key, None, "is needed"))
                 return {}
-        precision = self._precision("fp16")
+        precision = self._precision()
         wide = 2 if precision.get("compute") != "float32" else 4
         stage = get("zero_stage", 0)
         bucket = get("zero_bucket_size_in_m", 12) * _MEGA * wide / 1e6
@@ -358,9 +484,10 @@ class HybridParallelPlugin(Plugin):
             "chunk_megabytes": bucket if stage else float(get("ddp_bucket_cap_mb", 25)),
         }
         if self.options["pp_size"] > 1:
-            if not get("num_microbatches"):
-                self._mistakes.append(Mistake("num_microbatches", None, "is needed with a pipeline"))
-            plan_fields["accumulate"] = get("num_microbatches") or 1
+            if not get("num_microbatches") and not get("microbatch_size"):
+                told = "is needed with a pipeline, or microbatch_size"
+                self._mistakes.append(Mistake("num_microbatches", None, told))
+            plan_fields["accumulate"] = get("num_microbatches") or get("pp_size")
             style, several = get("pp_style", "1f1b"), get("num_model_chunks", 1)
             plan_fields["schedule"] = {"1f1b": "1f1b", "interleaved": "interleaved", "zbv": "zbv"}.get(
                 style, style
@@ -374,11 +501,30 @@ class HybridParallelPlugin(Plugin):
             plan_fields["recompute"] = "full"
         return plan_fields
 
+    @property
+    def rows_of_micro_batch(self) -> int | None:
+        """So many rows of this rank make a micro-batch; None where their number is said."""
+        rows = None if self.options.get("num_microbatches") else self.options.get("microbatch_size")
+        return rows if self.options["pp_size"] > 1 else None
+
+    @property
+    def stage_manager(self) -> PipelineStageManager | None:
+        """Which stage this rank has; None without a pipeline."""
+        if self.options["pp_size"] == 1:
+            return None
+        style, several = self.options.get("pp_style", "1f1b"), self.options.get("num_model_chunks", 1)
+        return PipelineStageManager(self._axes("pipe"), style, several)
+
+    @property
+    def pp_style(self) -> str:
+        """The schedule's."""
+        return str(self.options.get("pp_style", "1f1b"))
+
     def _sequence(self) -> dict[str, Any]:
         get = self.options.get
         if not get("enable_sequence_parallelism"):
             return {}
-        mode = get("sequence_parallelism_mode")
+        mode = get("sequence_parallelism_mode") or "all_to_all"
         if mode in ("split_gather", "ring"):  # along the tensor axis, as in Megatron-LM
             return {"sequence_parallel": self.options["tp_size"] > 1}
         kinds = {"all_to_all": "ulysses", "ring_attn": "ring"}
@@ -389,11 +535,64 @@ class HybridParallelPlugin(Plugin):
         return {"context": get("sp_size") or 1, "context_kind": kinds[mode]}
 
 
+class MoeHybridParallelPlugin(HybridParallelPlugin):
+    """``HybridParallelPlugin``, and ``Plan(expert=...)`` of the ranks that share the batch."""
+
+    _known: tuple[str, ...] = (*HybridParallelPlugin._known, "ep_size")
+    _without: ClassVar[Mapping[str, str]] = {
+        **{key: why for key, why in HybridParallelPlugin._without.items() if key not in _NOT_OF_EXPERTS},
+        "moe_dp_outside": "the axes' order is the plan's",
+    }
+
+    def _plan(self) -> dict[str, Any]:
+        if "ep_size" not in self.options:
+            self._mistakes.append(Mistake("ep_size", None, "is needed"))
+            return {}
+        return {**super()._plan(), "expert": self.options["ep_size"]}
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks that hold different experts."""
+        return int(self.options["ep_size"])
+
+    @property
+    def ep_group(self) -> Any:
+        """Those of ``ep_size``: all of them must ask."""
+        return self._axes("expert").group()
+
+    @property
+    def moe_dp_group(self) -> Any:
+        """Those that share experts: all of them must ask."""
+        return self._axes("data").group()
+
+
+# what boosted models are, by the plugin
+GeminiModel = LowLevelZeroModel = TorchDDPModel = TorchFSDPModel = HybridParallelModule = Boosted
+
 __all__ = [
     "GeminiPlugin",
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",
+    "MoeHybridParallelPlugin",
     "Plugin",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
 ]
+
+_OPTIMIZERS = "optimizers stay torch's: type(optimizer) tells which"
+__getattr__ = or_absent(
+    __name__,
+    "colossalai.booster.plugin",
+    {
+        "DPPluginBase PipelinePluginBase": "plugins are subclasses of Plugin",
+        "GeminiCheckpointIO LowLevelZeroCheckpointIO TorchDDPCheckpointIO TorchFSDPCheckpointIO": (
+            "booster.save_model, save_checkpoint and the like write checkpoints"
+        ),
+        "HybridParallelAMPOptimizer HybridParallelNaiveOptimizer HybridParallelZeroOptimizer "
+        "MoeHybridParallelZeroOptimizer LowLevelZeroOptimizer FSDPOptimizerWrapper": _OPTIMIZERS,
+    },
+    elsewhere={
+        "dp_plugin_base gemini_plugin hybrid_parallel_plugin low_level_zero_plugin "
+        "moe_hybrid_parallel_plugin plugin_base pp_plugin_base torch_ddp_plugin torch_fsdp_plugin": __name__
+    },
+)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from espalier.compat.absent import or_absent
 from espalier.compat.colossalai.logging import get_dist_logger
 from espalier.compat.colossalai.utils import MultiTimer
 from espalier.mesh.process import running_rank
@@ -371,3 +372,9 @@ __all__ = [
     "TensorboardHook",
     "ThroughputHook",
 ]
+
+__getattr__ = or_absent(
+    __name__,
+    "colossalai.trainer.hooks",
+    {"MetricHook": "BaseHook is the base of all: trainer.tell(mode, name, value) keeps a metric"},
+)
