@@ -11,6 +11,7 @@ import runpy
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.pipelining as torch_pipelining
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks as fsdp_hooks
@@ -328,48 +330,147 @@ def hooked(rank: int, world: int) -> None:
 def powerSGD_hook(state: Any, bucket: Any) -> Any: ...
 
 
+WIDTHS, MICRO = (6, 8, 8, 8, 4), 4
+
+
+def tower() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(WIDTHS))
+    return nn.Sequential(*layers).double()
+
+
+def rows(step: int, place: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the micro-batches' targets unequal numbers count; torch takes the mean of their means."""
+    generator = torch.Generator().manual_seed(10 * step + place)
+    x = torch.randn(2 * MICRO, 6, dtype=torch.float64, generator=generator)
+    y = torch.randint(0, 4, (2 * MICRO,), generator=generator)
+    y[0] = y[3] = -100
+    return x, y
+
+
 def scheduled(rank: int, world: int) -> None:
-    """Each of torch's schedules by its name: the model alone."""
-    right = net()
+    """Each of torch's schedules by its name, of stages that each rank has alone: the model alone."""
+    right = tower()
     plain = torch.optim.SGD(right.parameters(), lr=0.1)
-    expected, outputs = [], []
+    expected, outputs, weights = [], [], []
     for step in range(3):
-        x, y = batch(step, 0)
+        x, y = rows(step)
         output = right(x)
-        losses = [F.cross_entropy(*part) for part in zip(output.chunk(4), y.chunk(4), strict=True)]
+        losses = [F.cross_entropy(*part) for part in zip(output.chunk(MICRO), y.chunk(MICRO), strict=True)]
         torch.stack(losses).mean().backward()
         expected.append(torch.stack(losses).detach())
         outputs.append(output.detach())
         plain.step()
         plain.zero_grad()
+        weights.append([p.detach().clone() for p in right.parameters()])
     for name, each in SCHEDULES.items():
-        layers = nn.Sequential(*(part for layer in net() for part in (layer, nn.Identity())))
-        places = [rank, 2 * world - 1 - rank] if name == "ZBVZeroBubble" else range(rank, each * world, world)
-        stages = [pipelining.PipelineStage(layers, i, each * world) for i in places]
-        made = pipelining.get_schedule_class(name)(stages if each > 1 else stages[0], 4, F.cross_entropy)
-        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        layers, n = tower(), each * world
+        size = len(layers) // n
+        is_v = name in ("ZBVZeroBubble", "DualPipeV")
+        places = [rank, 2 * world - 1 - rank] if is_v else range(rank, n, world)
+        parts = {i: layers[i * size : (i + 1) * size] for i in places}
+        stages = [pipelining.PipelineStage(part, i, n) for i, part in parts.items()]
+        made = pipelining.get_schedule_class(name)(stages if each > 1 else stages[0], MICRO, F.cross_entropy)
+        optimizer = torch.optim.SGD([p for part in parts.values() for p in part.parameters()], lr=0.1)
+        last = 0 if is_v else world - 1
         for step in range(3):
-            x, y = batch(step, 0)
+            x, y = rows(step)
             losses, given = [], (x,) if rank == 0 else ()
-            target = y if rank == world - 1 else None
+            target = y if rank == last else None
             more = {"return_outputs": False} if step == 2 else {"loss_kwargs": {"reduction": "mean"}}
             output = made.step(*given, target=target, losses=losses, **more)
             optimizer.step()
             optimizer.zero_grad()
-            is_last = output is not None
             told = torch.stack(losses)
-            here_right = expected[step] if is_last or step == 2 else expected[step].mean().expand(4)
-            if step == 2:
-                told, here_right = told.mean(), here_right.mean()
+            here_right = expected[step] if rank == last else expected[step].mean().expand(MICRO)
             torch.testing.assert_close(told, here_right, rtol=0, atol=1e-12, msg=f"{name} {step}")
-            assert is_last == (step < 2 and rank == (0 if name == "ZBVZeroBubble" else world - 1)), name
-            if is_last:
+            assert (output is not None) == (step < 2 and rank == last), name
+            if output is not None:
                 torch.testing.assert_close(output, outputs[step], rtol=0, atol=1e-12, msg=f"{name} {step}")
-        x, _ = batch(7, 0)
+            for i, part in parts.items():
+                whole = [p.full_tensor() for p in part.parameters()]
+                torch.testing.assert_close(
+                    whole, weights[step][2 * size * i :][: 2 * size], rtol=0, atol=1e-12
+                )
+        x, _ = rows(7)
         output = made.eval(*((x,) if rank == 0 else ()))
-        assert (output is not None) == any(stage.is_last for stage in stages), name
+        assert (output is not None) == (rank == last), name
         if output is not None:
             torch.testing.assert_close(output, right(x).detach(), rtol=0, atol=1e-12)
+
+
+class Masked(nn.Module):
+    """A stage with an argument of its own."""
+
+    def __init__(self, wide: int, by: int) -> None:
+        super().__init__()
+        torch.manual_seed(by)
+        self.linear = nn.Linear(6, wide).double()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        pipelining.pipe_split()
+        return self.linear(x) * (1 if mask is None else mask)
+
+
+def as_torchs(rank: int, world: int) -> None:
+    """What a schedule is told, against torch's own on the same ranks."""
+    generator = torch.Generator().manual_seed(3)
+    x, y, mask = (
+        torch.randn(8, n, generator=generator, dtype=torch.float64).abs()
+        for n in (6, 4, 6 if rank == 0 else 4)
+    )
+    by_rows = {"mask": pipelining.TensorChunkSpec(0)}
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"scale_grads": False}, {"mask": mask}),
+        ({"args_chunk_spec": None, "kwargs_chunk_spec": by_rows}, {"mask": mask}),
+        ({"output_merge_spec": pipelining.TensorChunkSpec(1)}, {}),
+    ]
+    for options, named in cases:
+        results: list[tuple[Any, list[Any]]] = []
+        for of in (torch_pipelining, pipelining):
+            part = Masked(6 if rank == 0 else 4, rank)
+            stage = of.PipelineStage(part, rank, world, torch.device("cpu"))
+            made = of.Schedule1F1B(stage, MICRO, F.mse_loss, **options)
+            output = made.step(*((x,) if rank == 0 else ()), target=y if rank else None, **named)
+            grads = [p.grad.full_tensor() if of is pipelining else p.grad for p in part.parameters()]
+            results.append((None if output is None else output.detach(), grads))
+        torch.testing.assert_close(*results, rtol=0, atol=1e-12, msg=str(options))
+    whole = nn.Sequential(Masked(6, 0), Masked(4, 1))
+    pipe = pipelining.Pipe.from_tracing(whole, (x[:2],))
+    assert pipe.cuts == ("0.linear", "1.linear") and "3 stages" in str(pipe)
+    with pytest.raises(ValueError, match=r"stage_index(.|\n)*expected 0 to 1"):
+        pipelining.PipelineStage(whole, 2, 2)
+    swapped = pipelining.ScheduleGPipe(pipelining.PipelineStage(whole, 1 - rank, world), MICRO, F.mse_loss)
+    with pytest.raises(ValueError, match=rf"stage_index(.|\n)*on rank {rank}(.|\n)*expected {rank}"):
+        swapped.step(x, target=y)
+
+
+def beside(rank: int, world: int) -> None:
+    """Two pipelines beside each other, each with rows of its own, and ZeRO as a wrapper says it."""
+    right = tower()
+    plain = torch.optim.AdamW(right.parameters(), lr=0.1)
+    for step in range(2):
+        for place in (0, 1):
+            x, y = rows(step, place)
+            parts = zip(right(x).chunk(MICRO), y.chunk(MICRO), strict=True)
+            (torch.stack([F.cross_entropy(*part) for part in parts]).mean() / 2).backward()
+        plain.step()
+        plain.zero_grad()
+    for inner in (False, True):
+        index, place = (rank % 2, rank // 2) if inner else (rank // 2, rank % 2)
+        part = tower()[2 * index : 2 * index + 2]
+        here.fully_shard(part)
+        made = pipelining.ScheduleGPipe(pipelining.PipelineStage(part, index, 2), MICRO, F.cross_entropy)
+        optimizer = torch.optim.AdamW(part.parameters(), lr=0.1)
+        for step in range(2):
+            x, y = rows(step, place)
+            made.step(*((x,) if index == 0 else ()), target=y if index else None)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert made.engine.plan.zero == 3 and made.engine.plan.data == 2
+        whole = [p.full_tensor() for p in part.parameters()]
+        expected = [p.detach() for p in right.parameters()][4 * index : 4 * index + 4]
+        torch.testing.assert_close(whole, expected, rtol=0, atol=1e-12, msg=str(inner))
 
 
 SCHEDULES = {
@@ -379,6 +480,7 @@ SCHEDULES = {
     "LoopedBFS": 2,
     "InterleavedZeroBubble": 2,
     "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
 }
 
 
@@ -386,10 +488,18 @@ def on_two(rank: int, world: int) -> None:
     strategies(rank, world, {})
     hooked(rank, world)
     scheduled(rank, world)
+    as_torchs(rank, world)
 
 
 def test_strategies_and_hooks(ranks: Any) -> None:
     ranks(2, on_two, timeout=60)
+    ranks(4, beside)
+
+
+class Ends(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pipelining.pipe_split()
+        return x + 1
 
 
 def test_what_cannot_be_done_is_refused_in_words() -> None:
@@ -407,18 +517,17 @@ def test_what_cannot_be_done_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"nothing behind it(.|\n)*no such module"):
         here.pipeline(net(), split_spec={"2": here.SplitPoint.END, "9": here.SplitPoint.BEGINNING})
     assert pipelining.get_schedule_class("interleaved1f1b") is pipelining.ScheduleInterleaved1F1B
-    with pytest.raises(ValueError, match=r"DualPipeV(.|\n)*GPipe, 1F1B(.|\n)*ZBVZeroBubble"):
-        pipelining.get_schedule_class("DualPipeV")
-    with pytest.raises(ValueError, match="ScheduleZBVZeroBubble lies as a V too"):
-        pipelining.ScheduleDualPipeV(None, 4)
-    with pytest.raises(ValueError, match="split_spec="):
-        pipelining.pipe_split()
+    with pytest.raises(ValueError, match=r"Zero(.|\n)*GPipe, 1F1B(.|\n)*ZBVZeroBubble"):
+        pipelining.get_schedule_class("Zero")
+    stages = [pipelining.PipelineStage(net(), i, 4) for i in (0, 3)]
+    with pytest.raises(ValueError, match="at least as many micro-batches as stages, 4"):
+        pipelining.ScheduleDualPipeV(stages, 3, F.cross_entropy)
+    pipelining.pipe_split()
+    with pytest.raises(ValueError, match=r"pipe_split(.|\n)*no module is called behind it"):
+        pipelining.pipeline(Ends(), (torch.ones(2),))
     pipe = pipelining.pipeline(net(), split_spec={"2": pipelining.SplitPoint.BEGINNING})
     stage = pipelining.build_stage(pipe.get_stage_module(1), 1, pipe.info())
     assert stage.is_last and stage.cuts == ("2",)
-    stage = pipelining.PipelineStage(net(), 0, 2)
-    with pytest.raises(ValueError, match="expected True"):
-        pipelining.ScheduleGPipe(stage, 4, scale_grads=False)
     model = DDP(net())
     assert (
         espalier.EngineModule in type(model).__mro__ and next(iter(model.state_dict())) == "module.0.weight"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import fsdp, pipelining
 from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import Shard
 from torch.nn import parallel
 
 from espalier.compat import torch as here
@@ -30,7 +31,7 @@ SAME = {
     **{
         getattr(here.pipelining, name): getattr(schedules, name)
         for name in here.pipelining.__all__
-        if name.startswith("Schedule") and name != "ScheduleDualPipeV"
+        if name.startswith("Schedule")
     },
 }
 
@@ -79,6 +80,12 @@ def test_what_is_refused() -> None:
     stages = [here.PipelineStage(torch.nn.Linear(2, 2), i, 2) for i in range(2)]
     with pytest.raises(ValueError, match="autograd's"):
         here.pipelining.ScheduleLoopedBFS(stages, 2, backward_requires_autograd=False)
+    with pytest.raises(ValueError, match="say where by split_spec"):
+        here.pipeline(torch.nn.Linear(2, 2), split_policy=print)
+    with pytest.raises(ValueError, match=r"shard_placement_fn(.|\n)*on one mesh"):
+        here.fully_shard(torch.nn.Linear(2, 2), shard_placement_fn=lambda p: "elsewhere")
+    here.fully_shard(torch.nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    here.fsdp.share_comm_ctx([])
     with pytest.raises(ValueError, match="a number that divides that of the ranks"):
         here.fully_shard(torch.nn.Linear(2, 2), reshard_after_forward=0)
     here.fully_shard(torch.nn.Linear(2, 2), reshard_after_forward=1)

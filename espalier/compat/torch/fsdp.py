@@ -47,6 +47,7 @@ from espalier.compat.torch.data_parallel import Said, of_group, take_hook, whole
 from espalier.engine import Engine
 from espalier.engine.module import optimizer_of
 from espalier.engine.surface import bound
+from espalier.layout import Shard
 from espalier.mesh.process import running_rank
 from espalier.texts import refuse
 from espalier.trees import tree_map
@@ -507,9 +508,33 @@ class _Fully:
                 part._fully.is_inside = is_inside
 
 
+def released(module: nn.Module) -> dict[str, Any]:
+    """Undo ``fully_shard`` of a module and of what is in it; gives what was said of the outermost."""
+    said: dict[str, Any] = {}
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            said = said or part._fully.said
+            del part._fully
+            part.__class__ = type(part).__bases__[1]
+    return said
+
+
+def _misplaced(modules: Any, place: Callable[[nn.Parameter], Any]) -> list[tuple[str, Any, str] | None]:
+    """The mistake of a function that lets parameters lie on meshes of their own."""
+    given = modules if isinstance(modules, list | tuple) else [modules]
+    placements = [place(p) for module in given for p in module.parameters()]
+    odd = next((x for x in placements if x is not None and not isinstance(x, Shard)), None)
+    expected = "all parameters lie on one mesh, as plan = {...} says: expected None or Shard(dim) of each"
+    return [] if odd is None else [("shard_placement_fn", type(odd).__name__, expected)]
+
+
 def _is_odd(ranks: bool | int | None) -> bool:
     """Whether it is a number of ranks, and no groups of so many make up the world."""
     return not isinstance(ranks, bool | None) and (ranks < 1 or world_size() % ranks != 0)
+
+
+def share_comm_ctx(modules: list[Any]) -> None:
+    """No effect: the engine of what is called sends all messages."""
 
 
 def fully_shard(
@@ -535,12 +560,13 @@ def fully_shard(
         reshard_after_forward: False keeps parameters gathered between forward and backward (``zero=2``). A
             number of ranks, over which torch cuts them meanwhile, is as True: they are cut over all.
         mp_policy: ``Plan(precision=...)``; outputs of the module that is called are cast to ``output_dtype``.
+        shard_placement_fn: no effect where it says along which dim a parameter is cut: the engine cuts all
+            alike, and a parameter answers for the whole.
         offload_policy: ``Plan(offload=...)``.
         plan: keys of a :class:`~espalier.Plan`: what else there is to be beside ``data``.
     """
-    whole = "pieces are the engine's to choose: expected None"
     mistakes = [
-        ("shard_placement_fn", "...", whole) if shard_placement_fn is not None else None,
+        *(_misplaced(module, shard_placement_fn) if shard_placement_fn is not None else []),
         ("ignored_params", "...", "all parameters are the engine's: expected None")
         if ignored_params
         else None,
@@ -587,6 +613,7 @@ __all__ = [
     "enable_wrap",
     "fully_shard",
     "lambda_auto_wrap_policy",
+    "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "wrap",
@@ -596,7 +623,7 @@ __getattr__ = or_absent(
     __name__,
     "torch.distributed.fsdp",
     {
-        "FlatParameter UnshardHandle share_comm_ctx": "the engine gathers parameters, and lets them go",
+        "FlatParameter UnshardHandle": "the engine gathers parameters, and lets them go",
         "DataParallelMeshDims": "say fully_shard(mesh=...), of the axes replicate and shard",
         "register_fsdp_forward_method": "call the module itself: its forward may call other methods",
     },

@@ -2,41 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.pipelining import SplitPoint
-from torch.distributed.pipelining.microbatch import merge_chunks
+from torch.distributed.pipelining.microbatch import (
+    TensorChunkSpec,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+    sum_reducer,
+)
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import plan_for_world
+from espalier.compat.plans import LateModule, Readers, counts_one, plan_for_world
 from espalier.compat.torch.data_parallel import Said
+from espalier.compat.torch.fsdp import released
 from espalier.engine import Engine, initialize
+from espalier.engine.accumulation import Count
 from espalier.engine.module import optimizer_of
 from espalier.engine.passes import plain_output
+from espalier.engine.surface import bound
+from espalier.mesh import Mesh
+from espalier.parallel import Plan
 from espalier.parallel.schedules import Schedule
-from espalier.parallel.schedules.torchs import interleaved_zero_bubble, looped_bfs
+from espalier.parallel.schedules.torchs import dual_pipe_v, interleaved_zero_bubble, looped_bfs
 from espalier.tensor import full_tensor
 from espalier.texts import refuse
 from espalier.trees import tree_map
 
 
 class PipelineStage:
-    """This rank's place in a pipeline, as ``torch.distributed.pipelining.PipelineStage``.
+    """A part of a model, and its place in a pipeline, as ``torch.distributed.pipelining.PipelineStage``.
 
     Args:
-        submodule: the whole model: each rank holds all of it until it is laid out. It is cut where the
-            :func:`pipeline` that built this says, else where stages are about equal.
-        stage_index: this rank's stage; of several on a rank the schedule knows.
-        num_stages: all stages.
-        device, input_args, output_args, group, output_grads, input_grads, get_mesh: no effect: the engine
-            knows.
+        submodule: this stage's part of the model; what it gives goes into the next stage's. Where
+            :func:`pipeline` built this, the whole model.
+        stage_index, num_stages: which of all stages it is.
+        device, input_args, output_args, output_grads, input_grads, get_mesh: no effect: the engine knows.
+        group: no effect: ranks beside those of a pipeline are on the plan's axis ``data``, or on what
+            ``plan=`` says.
         dw_builder: None: the engine takes gradients of weights apart.
 
     Attributes:
-        submod: the model, on whose parameters the optimizer is built.
+        submod: the module, on whose parameters the optimizer is built.
+        cuts: where the whole model is cut; None: it is a part.
     """
 
     def __init__(
@@ -55,10 +69,13 @@ class PipelineStage:
         *,
         cuts: tuple[str, ...] | None = None,
     ) -> None:
+        if not 0 <= stage_index < num_stages:
+            given = f"expected 0 to {num_stages - 1}, of {num_stages} stages"
+            refuse("PipelineStage", [("stage_index", stage_index, given)])
         told = "gradients of weights are taken apart by the engine: expected None"
         refuse("PipelineStage", [("dw_builder", "...", told)] if dw_builder is not None else [])
         self.submod, self.stage_index, self.num_stages = submodule, stage_index, num_stages
-        self.cuts = cuts
+        self.device, self.group, self.cuts = device, group, cuts
 
     @property
     def is_first(self) -> bool:
@@ -78,6 +95,16 @@ class Pipe:
         self.module, self.cuts = module, cuts
         self.num_stages = len(cuts) + 1
 
+    @staticmethod
+    def from_tracing(
+        mod: nn.Module,
+        example_args: tuple[Any, ...],
+        example_kwargs: Mapping[str, Any] | None = None,
+        split_policy: Any = None,
+    ) -> Pipe:
+        """As :func:`pipeline`, of a model whose ``forward`` says where it is cut."""
+        return pipeline(mod, example_args, example_kwargs, split_policy=split_policy)
+
     def build_stage(self, stage_index: int, device: Any = None, group: Any = None) -> PipelineStage:
         """A stage of it."""
         return build_stage(self.module, stage_index, self, device, group)
@@ -89,6 +116,14 @@ class Pipe:
     def info(self) -> Pipe:
         """What :func:`build_stage` asks for: itself."""
         return self
+
+    def __str__(self) -> str:
+        where = ", ".join(map(repr, self.cuts)) or "no module"
+        return f"{self.num_stages} stages of a {type(self.module).__name__}, which begin at {where}"
+
+    def print_readable(self) -> None:
+        """Print where the model is cut."""
+        print(self)
 
 
 def build_stage(
@@ -109,7 +144,8 @@ def pipeline(
     """A model and where it is cut.
 
     Args:
-        mb_args, mb_kwargs: no effect: the first batch is what the model is traced on.
+        mb_args, mb_kwargs: a micro-batch; without a ``split_spec`` the model is called on it once, and is cut
+            at each module that comes next after a :func:`pipe_split`.
         split_spec: names of modules at which stages begin, or behind which they do.
         split_policy: None.
 
@@ -132,20 +168,103 @@ def pipeline(
         else:
             mistakes.append((f"split_spec.{name}", point, "there is nothing behind it"))
     refuse("pipeline", mistakes)
+    if split_spec is None and (mb_args or mb_kwargs):
+        cuts = _marked(module, mb_args, mb_kwargs or {})
     return Pipe(module, tuple(cuts))
+
+
+_marks: ContextVar[list[str | None] | None] = ContextVar("marks", default=None)  # None: a module is awaited
+
+
+def pipe_split() -> None:
+    """Within a model's ``forward``: a stage begins at the module that is called next.
+
+    :func:`pipeline` looks for it; elsewhere it does nothing.
+    """
+    if (marks := _marks.get()) is not None:
+        marks.append(None)
+
+
+def _marked(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """The modules that are called next after a :func:`pipe_split`, seen in a call."""
+    marks: list[str | None] = []
+    buffers = {x: x.clone() for x in module.buffers()}
+
+    def enter(name: str, *_: Any) -> None:
+        if marks and marks[-1] is None:
+            marks[-1] = name
+
+    hooks = [m.register_forward_pre_hook(partial(enter, name)) for name, m in module.named_modules()]
+    token = _marks.set(marks)
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            module(*args, **kwargs)
+            for x, before in buffers.items():
+                x.copy_(before)
+    finally:
+        _marks.reset(token)
+        for hook in hooks:
+            hook.remove()
+    if None in marks:
+        reason = "no module is called behind it: expected one, at which the next stage begins"
+        refuse("pipeline", [("pipe_split()", "...", reason)])
+    return [name for name in marks if name is not None]
+
+
+class _Whole(nn.Module):
+    """Stages one behind the other, as one model: what each gives is what the next is called on."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for i, part in enumerate(parts):
+            self.add_module(str(i), part)
+
+    def forward(self, args: tuple[Any, ...], kwargs: tuple[Mapping[str, Any], ...]) -> Any:
+        """What the last stage gives.
+
+        Args:
+            args: of the first stage.
+            kwargs: of each stage.
+        """
+        for stage, named in zip(self.children(), kwargs, strict=True):
+            out = stage(*args, **named)
+            args = tuple(out) if isinstance(out, tuple | list) else (out,)
+        return out
+
+
+class _Given(NamedTuple):
+    """What a rank gives to a step.
+
+    Attributes:
+        place: which part of the batch is this rank's, where several pipelines share it.
+        stages: the rank's.
+        inputs: ``args`` and ``kwargs`` of its first stage, of each micro-batch; None: none.
+        target: for its last.
+        is_by_rows: whether inputs are cut, and outputs joined, by rows.
+    """
+
+    place: int
+    stages: tuple[int, ...]
+    inputs: tuple[Sequence[tuple[Any, ...]], Sequence[Mapping[str, Any]]] | None
+    target: Any
+    is_by_rows: bool
 
 
 class _Schedule:
     """Makes the steps of a pipeline, by the name of its class.
 
-    All ranks call :meth:`step`; the rank of the first stage gives inputs, that of the last targets.
+    All ranks call :meth:`step`; the rank of the first stage gives inputs, that of the last targets. Where
+    several pipelines are beside each other (on the axis ``data``), each gives its own rows, or one of them
+    gives all.
 
     Args:
         stage: this rank's, or its stages.
         n_microbatches: ``Plan(accumulate=...)``.
         loss_fn: ``loss_fn(output, target)``, a mean over rows or a sum.
-        args_chunk_spec, kwargs_chunk_spec, output_merge_spec: None: rows are cut.
-        scale_grads: True: gradients are those of the batch, whatever its micro-batches.
+        args_chunk_spec, kwargs_chunk_spec: how inputs are cut, as torch's; by default by rows.
+        output_merge_spec: how outputs of micro-batches are joined, as torch's; by default by rows.
+        scale_grads: whether gradients are those of the mean of the micro-batches' losses, which all count
+            alike; else of their sum.
         plan: keys of a :class:`~espalier.Plan` that hold in place of these.
     """
 
@@ -163,22 +282,26 @@ class _Schedule:
         *,
         plan: Said = None,
     ) -> None:
-        whole = "rows are cut: expected None"
-        specs = {"args": args_chunk_spec, "kwargs": kwargs_chunk_spec, "output_merge": output_merge_spec}
-        mistakes = [(f"{name}_spec", "...", whole) for name, spec in specs.items() if spec is not None]
-        if not scale_grads:
-            mistakes.append(("scale_grads", "False", "gradients are those of the whole batch: expected True"))
-        refuse(type(self).__name__, mistakes)
         self._stages = stage if isinstance(stage, list) else [stage]
         self._loss_fn, self._plan = loss_fn, plan
+        self._specs, self._merge_spec = (args_chunk_spec, kwargs_chunk_spec), output_merge_spec
+        self._count: Count = counts_one if scale_grads else "sum"
         first = self._stages[0]
         each = len(self._stages)
+        wrapped: dict[str, Any] = {}
+        for one in self._stages:
+            one.submod, said = _unwrapped(one.submod)
+            wrapped |= said
         ranks, kind = first.num_stages // each, type(self).schedule
+        if ranks * each != first.num_stages:
+            reason = f"expected the same number on each rank: {first.num_stages} stages are no multiple of it"
+            refuse(type(self).__name__, [("stages", each, reason)])
         self._said: dict[str, Any] = {
+            **wrapped,
             "pipe": ranks,
             "schedule": kind if isinstance(kind, str) else kind(ranks, n_microbatches, each),
             "accumulate": n_microbatches,
-            "cuts": first.cuts,
+            "cuts": first.cuts if first.cuts is not None else [str(i) for i in range(1, first.num_stages)],
         }
         if each > 1:
             self._said["stages_per_rank"] = each
@@ -190,11 +313,56 @@ class _Schedule:
     def engine(self) -> Engine:
         """The engine that trains the model; it is made now, if it was not."""
         if self._made is None:
-            model = self._stages[0].submod
             plan = plan_for_world(self._said, self._plan)
+            mesh = self._mesh(plan)
+            model = self._stages[0].submod if self._is_whole else self._joined(mesh)
             loss_fn = None if self._loss_fn is None else self._kept_loss
-            self._made = initialize(model, optimizer_of(model), plan, loss_fn=loss_fn)
+            self._made = initialize(
+                model, optimizer_of(model), plan, mesh=mesh, loss_fn=loss_fn, count=self._count
+            )
+            self._place = Readers(mesh, plan).place
         return self._made
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether each rank has the whole model, and not its stages alone."""
+        return self._stages[0].cuts is not None
+
+    def _mesh(self, plan: Plan) -> Mesh:
+        """The mesh on which this rank has the stages that the program gave it.
+
+        Raises:
+            MistakeError: none has; on all ranks.
+        """
+        here, axes = self._stages[0].stage_index, plan.axes
+        known = Mesh.from_env(axes)
+        if plan.pipe == 1:
+            return known
+        inner = {name: n for name, n in axes.items() if name != "pipe"} | {"pipe": plan.pipe}
+        places = [x % plan.pipe if x < plan.pipe else -1 for x in gather_objects(here, known)]
+        for order in (axes, inner):
+            mesh = Mesh.from_env(order)
+            if all(place == _along(order, "pipe", rank) for rank, place in enumerate(places)):
+                return mesh
+        reason = (
+            f"on rank {known.rank}; a pipeline's ranks are next to each other, or as far apart as there are "
+            f"pipelines: expected {_along(axes, 'pipe', known.rank)} or {_along(inner, 'pipe', known.rank)}"
+        )
+        refuse(type(self).__name__, [("stage_index", here, reason)])
+        raise AssertionError
+
+    def _joined(self, mesh: Mesh) -> nn.Module:
+        """The stages of all ranks as one model; this rank's are the very modules that it gave."""
+        own = {stage.stage_index: stage.submod for stage in self._stages}
+        parts: dict[int, nn.Module] = {}
+        for of_rank in gather_objects(own, mesh) if mesh.size() > 1 else []:
+            parts = {**of_rank, **parts}
+        parts |= own
+        missing = sorted({*range(self._stages[0].num_stages)} - {*parts})
+        if missing:
+            reason = f"no rank has {', '.join(map(str, missing))}: expected each stage on one"
+            refuse(type(self).__name__, [("stages", sorted(parts), reason)])
+        return _Whole([parts[i] for i in sorted(parts)])
 
     def _kept_loss(self, output: Any, target: Any) -> torch.Tensor:
         """The program's loss of a micro-batch, of which it may ask for what it was made of."""
@@ -216,7 +384,8 @@ class _Schedule:
         """Forward and backward of a batch; forward alone without a loss function, or in :meth:`eval`.
 
         Args:
-            args, kwargs: inputs, from the first stage's rank; others may leave them out.
+            args, kwargs: inputs, from the first stage's rank; others may leave them out. Where each rank has
+                its part of the model, ``kwargs`` are those of its own first stage.
             target: from the last stage's rank.
             losses: takes the loss of each micro-batch; where the last stage is not, their mean as often.
             return_outputs: whether the rank of the last stage is given the output, of the whole batch.
@@ -225,42 +394,122 @@ class _Schedule:
         Returns:
             the output, on the last stage's rank; else None.
         """
-        engine = self.engine
+        engine, n = self.engine, self.engine.plan.accumulate
         self._kept, self._loss_options = [], dict(loss_kwargs or {})
-        has_inputs = bool(args or kwargs)
-        said = gather_objects(
-            ((args, kwargs) if has_inputs and engine.mesh.rank == 0 else None, None if has_inputs else target)
-            if engine.mesh.size() > 1
-            else None,
-            engine.mesh,
-        )
-        if engine.mesh.size() > 1:
-            args, kwargs = next(x[0] for x in said if x[0] is not None)
-            target = next((x[1] for x in reversed(said) if x[1] is not None), target)
-        inputs = kwargs or (args[0] if len(args) == 1 else args)
+        of_all = self._given(args, kwargs, target, n)
+        inputs = self._inputs(of_all, n)
+        targets = self._targets(of_all, n)
         is_last = any(stage.is_last for stage in self._stages)
-        if self._loss_fn is None or (target is None and not torch.is_grad_enabled()):
-            output = engine.predict(inputs)
-            return output if is_last and return_outputs else None
+        if self._loss_fn is None or not (targets or torch.is_grad_enabled()):
+            if all(x.is_by_rows for x in of_all):
+                inputs = [joined(inputs)]
+            outputs = [engine.predict(x) for x in inputs]
+            return merge_chunks(outputs, self._merge_spec) if is_last and return_outputs else None
+        if not targets:
+            expected = "none was given on any rank: expected it from the rank of the last stage"
+            refuse(type(self).__name__, [("target", None, expected)])
+        parts = list(zip(inputs, targets, strict=True))
         if not torch.is_grad_enabled():
-            loss = engine.evaluate(engine.cut((inputs, target)))
+            loss = engine.evaluate(parts)
         else:
-            engine.accumulate(engine.cut((inputs, target)))
+            engine.accumulate(parts)
             engine.finish_gradients()
             assert engine.loss is not None
             loss = engine.loss
-        n = engine.plan.accumulate
         kept, self._kept = self._kept[-n:], []  # before them may stand what the model was split by
         if losses is not None:
             losses[:] = [full_tensor(x) for _, x in kept] if len(kept) == n else [loss] * n
         if not return_outputs or len(kept) != n:
             return None
-        return merge_chunks([plain_output(x) for x, _ in kept], None)
+        return merge_chunks([plain_output(x) for x, _ in kept], self._merge_spec)
+
+    def _given(self, args: Any, kwargs: Any, target: Any, n: int) -> list[_Given]:
+        """What each rank gives to a step of ``n`` micro-batches."""
+        inputs = None
+        if args or kwargs:
+            inputs = split_args_kwargs_into_chunks(args, kwargs, n, *self._specs)
+        stages = tuple(x.stage_index for x in self._stages)
+        by_rows = self._specs == (None, None) and self._merge_spec is None
+        own = _Given(self._place, stages, inputs, target, by_rows)
+        return gather_objects(own, self.engine.mesh) if self.engine.mesh.size() > 1 else [own]
+
+    def _inputs(self, of_all: Sequence[_Given], n: int) -> list[Any]:
+        """The model's inputs of each micro-batch; of all pipelines that give some.
+
+        Raises:
+            MistakeError: none does; or several do, and rows are not what they are cut by.
+        """
+        cut = []
+        for place in sorted({x.place for x in of_all}):
+            giving = [x for x in of_all if x.place == place and x.inputs is not None]
+            if any(self._is_whole or 0 in x.stages for x in giving):
+                cut.append(self._of_one(giving, n))
+        if not cut:
+            expected = "none were given on any rank: expected them from the rank of the first stage"
+            refuse(type(self).__name__, [("inputs", "()", expected)])
+        if len(cut) > 1 and not all(x.is_by_rows for x in of_all):
+            reason = "several pipelines share a batch, and their rows are joined: expected None"
+            refuse(type(self).__name__, [("chunk_spec", "...", reason)])
+        return [joined(parts) for parts in zip(*cut, strict=True)]
+
+    def _of_one(self, giving: Sequence[_Given], n: int) -> list[Any]:
+        """The same of one pipeline, whose ranks give these."""
+        if self._is_whole:
+            assert giving[0].inputs is not None
+            module = self._stages[0].submod
+            return [bound(module, a, k) for a, k in zip(*giving[0].inputs, strict=True)]
+        args: Sequence[Any] = []
+        named: list[Sequence[Mapping[str, Any]]] = [[{}] * n] * self._stages[0].num_stages
+        for x in giving:
+            assert x.inputs is not None
+            named[x.stages[0]] = x.inputs[1]
+            args = x.inputs[0] if x.stages[0] == 0 else args
+        return list(zip(args, zip(*named, strict=True), strict=True))
+
+    def _targets(self, of_all: Sequence[_Given], n: int) -> list[Any]:
+        """The target of each micro-batch; of all pipelines that give one."""
+        last: dict[int, Any] = {x.place: x.target for x in of_all if x.target is not None}
+        cut = [_cut(last[place], n) for place in sorted(last)]
+        return [joined(parts) for parts in zip(*cut, strict=True)]
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
         """:meth:`step` without gradients."""
         with torch.no_grad():
             return self.step(*args, **kwargs)
+
+
+def _unwrapped(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+    """A stage's module without its wrapper, and the keys of a plan that this asks for."""
+    if isinstance(module, LateModule):
+        return module.module, module.said
+    return module, released(module)
+
+
+def _along(axes: Mapping[str, int], name: str, rank: int) -> int:
+    """A rank's coordinate on one axis, of axes that are said outermost first."""
+    behind = math.prod(list(axes.values())[list(axes).index(name) + 1 :])
+    return rank // behind % axes[name]
+
+
+def _cut(target: Any, n: int) -> list[Any]:
+    """A target as those of micro-batches, cut as torch cuts."""
+
+    def part(i: int, x: Any) -> Any:
+        return x.tensor_split(n)[i] if isinstance(x, torch.Tensor) else x
+
+    return [tree_map(partial(part, i), target) for i in range(n)]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The rows of several batches, one behind the other, as one."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(parts)) if len(parts) > 1 else first
+    if isinstance(first, Mapping):
+        return {name: joined([part[name] for part in parts]) for name in first}
+    if isinstance(first, tuple | list):
+        return type(first)(joined(of) for of in zip(*parts, strict=True))
+    return first
 
 
 class ScheduleGPipe(_Schedule):
@@ -344,22 +593,10 @@ class ScheduleZBVZeroBubble(_Several):
     schedule = "zbv"
 
 
-class ScheduleDualPipeV(_Schedule):
-    """Refused: a forward and a backward pass of two micro-batches at one time are nothing that this has."""
+class ScheduleDualPipeV(_Several):
+    """Two stages a rank, laid out as a V. Passes that overlap in torch's run one behind the other."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        reason = "its overlapped passes are not here: ScheduleZBVZeroBubble lies as a V too, and idles less"
-        refuse("pipelining", [("ScheduleDualPipeV", "...", reason)])
-
-
-def pipe_split() -> None:
-    """Refused: where a model is cut is said by names, as its ``forward`` is not written anew.
-
-    Raises:
-        MistakeError: always.
-    """
-    expected = 'leave it out, and write pipeline(..., split_spec={"name.of.a.module": SplitPoint.BEGINNING})'
-    refuse("pipelining", [("pipe_split()", "...", expected)])
+    schedule = staticmethod(dual_pipe_v)
 
 
 def get_schedule_class(schedule_name: str) -> type[_Schedule]:
@@ -375,6 +612,7 @@ def get_schedule_class(schedule_name: str) -> type[_Schedule]:
         ScheduleLoopedBFS,
         ScheduleInterleavedZeroBubble,
         ScheduleZBVZeroBubble,
+        ScheduleDualPipeV,
     )
     by_name = {kind.__name__.removeprefix("Schedule").lower(): kind for kind in classes}
     if schedule_name.lower() not in by_name:
@@ -395,8 +633,10 @@ __all__ = [
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
     "SplitPoint",
+    "TensorChunkSpec",
     "build_stage",
     "get_schedule_class",
     "pipe_split",
     "pipeline",
+    "sum_reducer",
 ]

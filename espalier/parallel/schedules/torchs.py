@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from espalier.parallel.schedules.actions import Action, ActionKind, Schedule
@@ -63,3 +64,56 @@ def _zero_bubble_row(rank: int, p: int, v: int, size: int, turns: list[tuple[int
                 yield waiting.pop(0)._replace(kind=W)
     for action in waiting:
         yield action._replace(kind=W)
+
+
+def dual_pipe_v(p: int, m: int, v: int) -> Schedule:
+    """DualPipe (DeepSeek-V3, 2412.19437) cut in half: two stages a rank, laid out as a V.
+
+    What it has overlap, a forward and a backward pass of two micro-batches, are one behind the other here.
+
+    Args:
+        p, m, v: pipe ranks, micro-batches of a step, stages a rank.
+
+    Raises:
+        ValueError: there are not two stages a rank, or fewer micro-batches than stages.
+    """
+    if v != 2 or m < 2 * p:
+        raise ValueError(
+            f"{v} stages a rank and {m} micro-batches on {p} pipe ranks: expected 2 stages a rank, and at "
+            f"least as many micro-batches as stages, {2 * p}"
+        )
+    ranks = tuple(range(p))
+    return Schedule("dual-pipe-v", p, m, ranks + ranks[::-1], tuple(tuple(_dual_row(r, p, m)) for r in ranks))
+
+
+def _dual_row(rank: int, p: int, m: int) -> Iterator[Action]:
+    down, up, behind = rank, 2 * p - 1 - rank, p - 1 - rank
+    done: Counter[tuple[int, bool]] = Counter()
+    waiting: deque[Action] = deque()
+
+    def passes(*kinds: tuple[ActionKind, int]) -> Iterator[Action]:
+        for kind, stage in kinds:
+            if kind is W:
+                if waiting:
+                    yield waiting.popleft()
+                continue
+            micro = done[stage, kind is F]
+            done[stage, kind is F] += 1
+            yield Action(kind, stage, micro)
+            if kind is I:
+                waiting.append(Action(W, stage, micro))
+
+    yield from passes(*[(F, down)] * (2 * behind))
+    yield from passes(*[(F, down), (F, up)] * (rank + 1))
+    yield from passes(*[(I, up), (W, up), (F, up)] * behind)
+    yield from passes(*[(F, down), (B, up), (F, up), (B, down)] * (m - 2 * p + rank + 1))
+    yield from passes(*[(B, up), (F, up), (B, down)] * behind)
+    half, odd = (rank + 1) // 2, rank % 2
+    last = B
+    for i in range(rank + 1):
+        last = I if i == half and odd else last
+        yield from passes((last, up))
+        last = I if i == half and not odd else last
+        yield from passes((last, down))
+    yield from passes(*[(W, down), (last, down)] * behind)
+    yield from passes(*[(W, down)] * (rank + 1))
