@@ -7,8 +7,11 @@ ranks that share a model's layers read the same ones.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -17,10 +20,17 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, convert_to_fp32, recursively_apply
+from accelerate.state import PartialState
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    DynamoBackend,
+    convert_to_fp32,
+    recursively_apply,
+)
 from torch import nn
 
-from espalier.comm.control import gather_objects
+from espalier.comm.control import any_says, gather_objects
 from espalier.compat.plans import NO_SCALER, Readers, plan_for_world, precision_of
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.compat.torch.fsdp import sharding_of
@@ -28,15 +38,18 @@ from espalier.engine import EngineModule, initialize
 from espalier.engine.awaited import Awaited
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
+from espalier.tensor import DTensor
 from espalier.texts import refuse
+from espalier.trees import tree_map
 
 _LOW: Mapping[str, str] = MappingProxyType({"bf16": "bfloat16", "fp16": "float16"})
 _HOOKS: Mapping[str, str] = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
 _PLAN = "the plan says what is parallel: leave it out, and write Accelerator(plan={...})"
+_LAUNCHED = "`accelerate launch` asked for it: start by `espalier run`, and write plan={...}"
 _THEIRS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin")
 
 
-class _Model(EngineModule):
+class PreparedModel(EngineModule):
     """A prepared model."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,19 +113,23 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(self, *args: Any, plan: Plan | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        kwargs = dict(inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments)
         mistakes = [(name, value, _PLAN) for name in _THEIRS if (value := kwargs.get(name)) is not None]
-        low = str(kwargs.get("mixed_precision"))
+        if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+            mistakes.append(("ACCELERATE_USE_PARALLELISM_CONFIG", "true", _LAUNCHED))
+        asked = kwargs.get("mixed_precision")
+        low = str(os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if asked is None else asked).lower()
         if low == "fp8":
             mistakes.append(("mixed_precision", low, "expected no, bf16 or fp16"))
+        handlers = kwargs.get("kwargs_handlers") or ()
         said = {
-            **_of_fsdp(kwargs.pop("fsdp_plugin", None)),
+            **_of_fsdp(kwargs.pop("fsdp_plugin", None), mistakes),
             **_of_axes(kwargs.pop("parallelism_config", None)),
-            **_of_handlers(kwargs.get("kwargs_handlers") or (), mistakes),
+            **_of_handlers(handlers, mistakes),
         }
-        if low in _LOW:
-            precision = {"compute": f"autocast-{_LOW[low]}"}
-            fixed = {"loss_scale": {"init_scale": 1.0, "growth_factor": 1.0}} if low == "fp16" else {}
-            said["precision"] = {**said.get("precision", {}), **precision, **fixed}  # accelerate scales
+        casts = all(handler.enabled for handler in handlers if isinstance(handler, AutocastKwargs))
+        if casts and (precision := autocast_of(low)):
+            said["precision"] = {**said.get("precision", {}), **precision}
         self.plan = plan_for_world(said, plan)
         if self.plan.pipe > 1 and low == "fp16":
             mistakes.append(("mixed_precision", low, NO_SCALER))
@@ -120,13 +137,12 @@ class Accelerator(accelerate.Accelerator):
             known = "say gradient_accumulation_steps=, by which losses are divided: expected 1"
             mistakes.append(("plan.accumulate", self.plan.accumulate, known))
         refuse("Accelerator", mistakes)
-        self._mesh = mesh = Mesh.from_env(self.plan.axes)
+        self._mesh = mesh = Mesh.from_env(self.plan.axes, "cpu" if kwargs.get("cpu") else None)
         if mesh.device().type == "cpu":
             kwargs["cpu"] = True
-        super().__init__(*args, **kwargs)
+        super().__init__(**kwargs)
         if self.distributed_type.value in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-            launched = "`accelerate launch` asked for it: start by `espalier run`, and write plan={...}"
-            refuse("Accelerator", [("distributed_type", self.distributed_type.value, launched)])
+            refuse("Accelerator", [("distributed_type", self.distributed_type.value, _LAUNCHED)])
         self._readers = Readers(mesh, self.plan)
 
     # ---- what is prepared
@@ -136,8 +152,9 @@ class Accelerator(accelerate.Accelerator):
     ) -> Any:
         """The model on an engine of its own, ``model.engine``."""
         if not isinstance(model, EngineModule):
-            is_compiled = self.state.dynamo_plugin.backend != DynamoBackend.NO
-            model = _Model(initialize(model, None, self.plan, mesh=self._mesh, compile=is_compiled), "own")
+            compiler = self.state.dynamo_plugin.backend
+            compile = compiler != DynamoBackend.NO and compiler.value.lower()
+            model = PreparedModel(initialize(model, None, self.plan, mesh=self._mesh, compile=compile), "own")
         if all(model is not known for known in self._models):
             self._models.append(model)
         self._join()
@@ -218,6 +235,20 @@ class Accelerator(accelerate.Accelerator):
             model = _Whole(model.state_dict())
         super().save_model(model, *args, **kwargs)
 
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: Any) -> Iterator[None]:
+        """While open, a backward pass sums gradients over the ranks within :meth:`no_sync`, too."""
+        if not isinstance(model, EngineModule) or model.engine.plan.pipe > 1:
+            yield
+            return
+        passes = model.engine.passes.one_by_one("trigger_sync_in_backward")
+        before, passes.is_syncing = passes.is_syncing, True
+        try:
+            yield
+        finally:
+            passes.is_syncing = before
+
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
         """Refused: ranks call the model equally often.
 
@@ -229,9 +260,35 @@ class Accelerator(accelerate.Accelerator):
 
     # ---- values of all ranks: of each that reads rows
 
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's part of inputs; ranks that share a model's layers have the same."""
+        if not self._readers.is_shared:
+            with super().split_between_processes(inputs, apply_padding) as part:
+                yield part
+            return
+        state = PartialState()
+        before = state.num_processes, state.process_index
+        state.num_processes, state.process_index = self._readers.size, self._readers.place
+        try:
+            with state.split_between_processes(inputs, apply_padding) as part:
+                state.num_processes, state.process_index = before
+                yield part
+        finally:
+            state.num_processes, state.process_index = before
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has set the trigger; then it is set no more (a collective)."""
+        flag: Any = getattr(self, "flag_tensor", None)
+        is_set = flag is not None and bool(flag.item())
+        if not (any_says(is_set, self._mesh) if self._mesh.size() > 1 else is_set):
+            return False
+        self.flag_tensor = None
+        return True
+
     def gather(self, tensor: Any) -> Any:
         """The rows of all ranks, one behind the other; those of ranks that share a batch once."""
-        return self._each_once(super().gather(tensor))
+        return self._each_once(super().gather(_whole(tensor)))
 
     def _each_once(self, gathered: Any) -> Any:
         if not self._readers.is_shared:
@@ -243,8 +300,13 @@ class Accelerator(accelerate.Accelerator):
 
         return recursively_apply(chosen, gathered)
 
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ever; of what lies on several ranks the whole."""
+        return super().pad_across_processes(_whole(tensor), *args, **kwargs)
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As :meth:`gather`, without the rows that fill up the last batch; objects too."""
+        input_data = _whole(input_data)
         if not self._readers.is_shared:
             return super().gather_for_metrics(input_data, use_gather_object)
         try:
@@ -264,16 +326,33 @@ class Accelerator(accelerate.Accelerator):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean of all ranks' tensors; of ranks that share a batch one counts."""
-        reduced = super().reduce(tensor, reduction, scale)
+        reduced = super().reduce(_whole(tensor), reduction, scale)
         if not self._readers.is_shared or reduction != "sum":
             return reduced
         return recursively_apply(self._readers.one_of_each, reduced)
 
 
-def _of_fsdp(plugin: Any) -> dict[str, Any]:
+def _whole(values: Any) -> Any:
+    """Parameters, and what is made of them, as plain whole tensors: c10d would send this rank's pieces."""
+    return tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, values)
+
+
+def autocast_of(mixed_precision: str) -> dict[str, Any] | None:
+    """A plan's precision of what accelerate calls mixed precision; accelerate scales losses itself."""
+    if mixed_precision not in _LOW:
+        return None
+    fixed = {"loss_scale": {"init_scale": 1.0, "growth_factor": 1.0}} if mixed_precision == "fp16" else {}
+    return {"compute": f"autocast-{_LOW[mixed_precision]}", **fixed}
+
+
+def _of_fsdp(plugin: Any, mistakes: list[Any]) -> dict[str, Any]:
     """What accelerate's FSDP is asked for, as keys of a plan."""
     if plugin is None:
         return {}
+    if plugin.ignored_modules:
+        mistakes.append(
+            ("fsdp_plugin.ignored_modules", "...", "all parameters are the engine's: leave it out")
+        )
     strategy = plugin.reshard_after_forward
     if plugin.fsdp_version == 1 and plugin.sharding_strategy is not None:
         strategy = plugin.sharding_strategy
@@ -320,6 +399,10 @@ def _of_handlers(handlers: Any, mistakes: list[Any]) -> dict[str, Any]:
                 ("comm_hook", hook, "gradients are summed by the engine: expected no, fp16 or bf16")
             )
     return said
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(accelerate, name)
 
 
 __all__ = ["Accelerator"]

@@ -39,7 +39,15 @@ Number = torch.Tensor | None  # None: the loss is a sum, each micro-batch counts
 
 
 class OfAll(float):
-    """A number that is the same for all micro-batches of a step: no count of the rows of one."""
+    """A number that is the same for all micro-batches of a step: no count of the rows of one.
+
+    So is a multiple of it.
+    """
+
+    def __mul__(self, other: float) -> OfAll:
+        return OfAll(float(self) * other) if isinstance(other, int | float) else NotImplemented
+
+    __rmul__ = __mul__
 
 
 class UnseenCountError(ValueError):

@@ -156,9 +156,14 @@ class Awaited:
                 return constant
         return _kept(operator.getitem, (self, key), {})
 
-    def by(self, func: Callable[[Any], Any]) -> Any:
-        """What a function makes of it."""
-        return _kept(func, (self,), {})
+    def by(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function makes of it, and of other arguments: it sees values alone."""
+        return _kept(func, (self, *args), kwargs)
+
+    def opened(self) -> Any:
+        """A dict (of no class of its own) of what will be in it, if it will be one; else itself."""
+        form = self._source.form() if self._step is None else None
+        return {key: self[key] for key in form} if type(form) is dict else self
 
     def local_value(self) -> Awaited:
         """Itself."""

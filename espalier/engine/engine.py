@@ -666,6 +666,7 @@ class Engine(Surface):
         """
         passes, data, guard, verdict = self.passes, self._laid_out(), self.guard, self._verdict
         known = verdict is not None and not passes.has_gradients and optimizer not in verdict.stepped
+        passes.check_step()
         passes.seen.check()
         passes.finish()
         counted = passes.counted()

@@ -280,6 +280,14 @@ class Passes(ABC):
     # ---- gradients
 
     @abstractmethod
+    def check_step(self) -> None:
+        """See that gradients may be stepped by.
+
+        Raises:
+            ValueError: they are not to be summed over the ranks yet.
+        """
+
+    @abstractmethod
     def finish(self) -> None:
         """Wait until gradients are summed over the ranks, but for their :meth:`factor`."""
 
@@ -621,6 +629,15 @@ class Direct(Passes):
             yield
         finally:
             self.is_syncing = before
+
+    def check_step(self) -> None:
+        if self._are_new and not self.is_syncing and self.mesh.size() > 1:
+            raise ValueError(
+                "A step within no_sync(): each rank would step by the gradients of its own rows, and their "
+                "parameters would differ from then on. End the block before the step, or leave it out. Steps "
+                "of ranks by themselves (accelerate's LocalSGD) are not here: leave LocalSGD out, and every "
+                "step is of all rows."
+            )
 
     def finish(self) -> None:
         assert self.data is not None

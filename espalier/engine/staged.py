@@ -328,6 +328,9 @@ class Staged(Passes):
                     plain(new).add_(plain(grad))
         self.seen.note()
 
+    def check_step(self) -> None:
+        """They may: each pass sums them."""
+
     def finish(self) -> None:
         assert self.data is not None
         self.seen.admit()

@@ -172,7 +172,7 @@ def asked(rank: int, world: int) -> None:
                 lambda *of, **how: compiled.append(how.pop("compile")) or make(*of, **how),
             )
             accelerator.prepare(nn.Linear(4, 2))
-        assert compiled == [True]
+        assert compiled == ["inductor"]
         loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8), 2))
         later = accelerator.skip_first_batches(loader, 1)
         assert [x.tolist() for x in later] == [x.tolist() for x in loader][1:]
@@ -203,6 +203,55 @@ def asked(rank: int, world: int) -> None:
             Accelerator(mixed_precision="fp16", plan={"pipe": 2})
 
 
+def said(rank: int, world: int) -> None:
+    """What is said by position, by a launcher or by a handler; what ranks that share rows ask one another."""
+    from accelerate.local_sgd import LocalSGD
+    from accelerate.utils import AutocastKwargs, FullyShardedDataParallelPlugin
+
+    from espalier.compat.accelerate import Accelerator
+
+    with afresh():
+        assert Accelerator(True, False, "bf16").plan.precision.autocast == "bfloat16"
+    with afresh(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        assert Accelerator().plan.precision.autocast == "bfloat16"
+        patch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+        with pytest.raises(ValueError, match=r"PARALLELISM_CONFIG(.|\n)*write plan="):
+            Accelerator()
+    with afresh():
+        handlers = [AutocastKwargs(enabled=False)]
+        assert Accelerator(mixed_precision="bf16", kwargs_handlers=handlers).plan.precision.autocast is None
+    with afresh(), pytest.raises(ValueError, match=r"ignored_modules(.|\n)*the engine's"):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules=[nn.Linear(2, 2)]))
+    with afresh():
+        accelerator = Accelerator(plan={"tensor": 2})
+        if rank:
+            accelerator.set_trigger()
+        assert [accelerator.check_trigger() for _ in range(2)] == [True, False]
+        with accelerator.split_between_processes([1, 2, 3]) as part:
+            assert part == [1, 2, 3]
+        model = accelerator.prepare(nn.Linear(4, 4))
+        model(torch.ones(2, 4))
+        total = accelerator.reduce(model.weight.detach(), "mean")
+        assert torch.equal(total, accelerator.get_state_dict(model)["weight"])
+    with afresh():
+        accelerator = Accelerator(plan={"data": 2})
+        net = nn.Linear(4, 1, bias=False)
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        x = torch.full((2, 4), 1.0 + rank)
+        with accelerator.no_sync(model), accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(model(x).sum())
+            assert accelerator.clip_grad_norm_(model.parameters(), 10.0).item() == pytest.approx(6.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with (
+            pytest.raises(ValueError, match=r"within no_sync(.|\n)*LocalSGD"),
+            LocalSGD(accelerator, model, 2),
+        ):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+
+
 def test_a_program_with_another_import(ranks: Any, tmp_path: Path) -> None:
     migrate(["accelerator"], tmp_path)
     (alone,) = ranks(1, theirs, 32)
@@ -219,6 +268,7 @@ def test_two_optimizers_of_one_model(ranks: Any) -> None:
 
 def test_what_is_asked_of_it(ranks: Any) -> None:
     ranks(2, asked)
+    ranks(2, said)
 
 
 def test_the_two_files_differ_in_their_imports_alone() -> None:
