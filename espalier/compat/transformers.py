@@ -11,22 +11,28 @@ import copy
 import inspect
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
+import accelerate
 import torch
 import transformers
 from accelerate.state import PartialState
 from torch import nn
 from transformers import TrainingArguments
+from transformers.debug_utils import DebugOption
 from transformers.trainer import OPTIMIZER_NAME
 
 from espalier.comm.control import gather_objects
+from espalier.compat.accelerate import PreparedModel, autocast_of
 from espalier.compat.plans import NO_SCALER, plan_for_world, world_size
 from espalier.compat.torch.data_parallel import whole_states
+from espalier.device import use
 from espalier.engine import Engine, EngineModule, initialize
+from espalier.engine.accumulation import OfAll
 from espalier.engine.awaited import Awaited
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
@@ -35,19 +41,42 @@ from espalier.texts import refuse
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
 _THEIRS = ("deepspeed", "fsdp", "parallelism_config")
+_OF_ONE = MappingProxyType(
+    {
+        "auto_find_batch_size": "memory may run out on one rank alone: say per_device_train_batch_size; "
+        "`espalier plan` tells what fits",
+        "enable_jit_checkpoint": "ranks hear of SIGTERM between different steps: say save_steps=",
+    }
+)
+_FULL = MappingProxyType({"bf16_full_eval": "bfloat16", "fp16_full_eval": "float16"})
 
 
 @contextmanager
-def _alone(mesh: Mesh) -> Iterator[None]:
-    """While open, a process finds nothing of the other ranks; then it knows which of them it is."""
+def _alone(mesh: Mesh, args: TrainingArguments) -> Iterator[None]:
+    """While open, a process finds nothing of the other ranks; then it knows which of them it is.
+
+    It has one device: that of its rank, of however many there are on the machine.
+    """
     hidden = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
+    device = mesh.device()
+    args.__dict__.pop("_setup_devices", None)
+    _ = args.device
+    args.__dict__["_setup_devices"] = device
+    args._n_gpu = min(args._n_gpu, 1)
+    state = PartialState()
+    state.device = device
+    use(device)
     try:
         yield
     finally:
         os.environ.update(hidden)
-    state = PartialState()
     state.process_index = mesh.rank
     state.local_process_index = int(hidden.get("LOCAL_RANK", "0"))
+
+
+def _device_type(args: TrainingArguments) -> str | None:
+    """What ranks compute on; None: what there is."""
+    return "cpu" if args.use_cpu else None
 
 
 def _searched(
@@ -70,7 +99,7 @@ def _searched(
     refuse("Trainer", [(name, x, reason) for name, x in needed.items() if x is None])
     assert cluster is not None
     ranks = world_size()
-    mesh = Mesh.from_env({"data": ranks})
+    mesh = Mesh.from_env({"data": ranks}, _device_type(args))
     outcome: Plan | str | None = None
     if mesh.rank == 0:
         rows = args.per_device_train_batch_size * ranks
@@ -105,11 +134,87 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, held)
 
 
-class _Model(EngineModule):
-    """The model as the Trainer calls it."""
+def _mistakes(plan: Plan, args: TrainingArguments) -> list[tuple[str, Any, str]]:
+    """What of the arguments no plan, or not this one, can do."""
+    mistakes: list[tuple[str, Any, str]] = [
+        (name, value, "the plan says what is parallel: leave it out")
+        for name in _THEIRS
+        if (value := getattr(args, name, None))
+    ]
+    if plan.accumulate > 1 and plan.pipe == 1:
+        said_by = "say gradient_accumulation_steps in the arguments: expected 1"
+        mistakes.append(("plan.accumulate", plan.accumulate, said_by))
+    if plan.pipe > 1 and "fp16" in (args.mixed_precision, "fp16" if args.fp16 else ""):
+        mistakes.append(("fp16", True, NO_SCALER))
+    if plan.pipe > 1 and DebugOption.UNDERFLOW_OVERFLOW in args.debug:
+        reason = "a pipeline's stages run what a trace says, which has no values to look at: leave it out"
+        mistakes.append(("debug", "underflow_overflow", reason))
+    if plan.pipe > 1 and getattr(args, "predict_with_generate", False):
+        reason = (
+            "it calls parts of the model, which stages have: leave it out; trainer.engine.generate continues"
+        )
+        mistakes.append(("predict_with_generate", True, reason))
+    for name, low in _FULL.items():
+        if getattr(args, name) and plan.precision.parameters != low:
+            reason = (
+                "the plan says in which dtype parameters are: bf16=True evaluates under autocast; "
+                f"plan={{'precision': '{low}'}} computes in {low} throughout, from float32 masters"
+            )
+            mistakes.append((name, True, reason))
+    if world_size() > 1:
+        for name, reason in _OF_ONE.items():
+            if getattr(args, name):
+                mistakes.append((name, True, reason))
+    return mistakes
 
-    def _get_name(self) -> str:
-        return self.module._get_name()
+
+class _Accelerator(accelerate.Accelerator):
+    """accelerate's, which knows an engine's model."""
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The plain model."""
+        if isinstance(model, EngineModule):
+            model = model.module
+        return super().unwrap_model(model, *args, **kwargs)
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        """Gradients of a micro-batch wait for the last one, where whole ones have room on each rank."""
+        if isinstance(model, EngineModule) and model.engine.plan.zero < 2:
+            return model.no_sync()
+        return nullcontext()
+
+
+class _Module(PreparedModel):
+    """The model as the Trainer calls it, which asks whether what it gives is a dict."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives for the whole batch."""
+        outputs = super().forward(*args, **kwargs)
+        return outputs.opened() if isinstance(outputs, Awaited) else outputs
+
+
+def _late(loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """A loss function that sees the values of micro-batches, where a pipeline has yet to compute them."""
+    if loss is None:
+        return None
+
+    def of_values(outputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        if not isinstance(outputs, Awaited) and not _is_awaited(outputs):
+            return loss(outputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        of_all = None if num_items_in_batch is None else OfAll(num_items_in_batch)
+        first = outputs if isinstance(outputs, Awaited) else next(iter(outputs.values()))
+        return first.by(
+            lambda _, whole, *more, **named: loss(whole, *more, num_items_in_batch=of_all, **named),
+            outputs,
+            *args,
+            **kwargs,
+        )
+
+    return of_values
+
+
+def _is_awaited(outputs: Any) -> bool:
+    return isinstance(outputs, dict) and any(isinstance(x, Awaited) for x in outputs.values())
 
 
 class Trainer(transformers.Trainer):
@@ -142,32 +247,22 @@ class Trainer(transformers.Trainer):
     ) -> None:
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         said: dict[str, Any] = {}
-        if args.bf16 or args.fp16:
-            low = "bfloat16" if args.bf16 else "float16"
-            said["precision"] = {"compute": f"autocast-{low}"}
-            if args.fp16:  # accelerate scales the loss itself
-                said["precision"]["loss_scale"] = {"init_scale": 1.0, "growth_factor": 1.0}
+        if precision := autocast_of("fp16" if args.fp16 else args.mixed_precision):
+            said["precision"] = precision
+        if args.ddp_bucket_cap_mb is not None:
+            said["chunk_megabytes"] = float(args.ddp_bucket_cap_mb)
         is_auto = plan == "auto"
         if plan == "auto":
             plan = _searched(cluster, model, args, said, [*more], kwargs)
         self.plan = plan_for_world(said, plan)
-        mistakes = [
-            (name, value, "the plan says what is parallel: leave it out")
-            for name in _THEIRS
-            if (value := getattr(args, name, None))
-        ]
-        if self.plan.accumulate > 1 and self.plan.pipe == 1:
-            said_by = "say gradient_accumulation_steps in the arguments: expected 1"
-            mistakes.append(("plan.accumulate", self.plan.accumulate, said_by))
-        if self.plan.pipe > 1 and args.fp16:
-            mistakes.append(("fp16", True, NO_SCALER))
-        refuse("Trainer", mistakes)
-        self._mesh = Mesh.from_env(self.plan.axes)
-        self._module: _Model | None = None
-        with _alone(self._mesh):
-            args.__dict__.pop("_setup_devices", None)
-            _ = args.device
+        refuse("Trainer", _mistakes(self.plan, args))
+        self._mesh = Mesh.from_env(self.plan.axes, _device_type(args))
+        self._module: _Module | None = None
+        with _alone(self._mesh, args):
             super().__init__(model, args, *more, **kwargs)
+        if self.plan.pipe > 1:
+            self.compute_loss_func = _late(self.compute_loss_func)
+            self.__dict__["label_smoother"] = _late(self.label_smoother)
         sharing = [self._mesh.shape[self._mesh.axis(name)] for name in self.plan.batch_axes]
         self._train_batch_size *= self._mesh.size() if is_auto else math.prod(sharing)
 
@@ -176,14 +271,62 @@ class Trainer(transformers.Trainer):
         """The engine that trains the model; it is made now, if it was not."""
         return self._wrapped().engine
 
-    def _wrapped(self) -> _Model:
-        if self._module is None:
+    @property
+    def _laid_out(self) -> _Module | None:
+        """The model on its engine, once it is; ``model_init`` may have made another since."""
+        module = self._module
+        return module if module is not None and module.module is self.model else None
+
+    @property
+    def _is_adapted(self) -> bool:
+        """Whether it is one of peft's, of whose weights the adapter's alone are saved."""
+        kinds = getattr(transformers.trainer, "PeftModel", ())  # where peft is installed
+        return isinstance(self.model, kinds)
+
+    def _wrapped(self) -> _Module:
+        if self._laid_out is None:
             model: Any = self.model
-            engine = initialize(model, None, self.plan, mesh=self._mesh)
-            self._module = _Model(engine, "whole")
+            compiler = self.args.torch_compile_backend if self.args.torch_compile else None
+            engine = initialize(model, None, self.plan, mesh=self._mesh, compile=compiler or False)
+            self._module = _Module(engine, "whole")
+        assert self._module is not None
         return self._module
 
     # ---- what transformers' own asks for
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As ever; the Accelerator knows an engine's model."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = _Accelerator
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        state = PartialState()
+        here, state.process_index = state.process_index, 0  # all ranks read alike: seeds of workers, too
+        try:
+            return super()._get_dataloader(*args, **kwargs)
+        finally:
+            state.process_index = here
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        each = self.args.per_device_train_batch_size
+        self.args.per_device_train_batch_size = self._train_batch_size  # a batch is that of all ranks
+        try:
+            return super()._get_train_sampler(train_dataset)
+        finally:
+            self.args.per_device_train_batch_size = each
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """As ever, in one process; refused on several ranks.
+
+        Raises:
+            MistakeError: there are several ranks, each of which would draw its own.
+        """
+        if self._mesh.size() > 1:
+            reason = (
+                "each rank would draw its own values: search in a process for each trial that starts ranks"
+            )
+            refuse("Trainer", [("hyperparameter_search", f"on {self._mesh.size()} ranks", reason)])
+        return super().hyperparameter_search(*args, **kwargs)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> nn.Module:
         wrapped = self._wrapped()
@@ -197,12 +340,11 @@ class Trainer(transformers.Trainer):
         loss = super().training_step(*args, **kwargs)
         return loss.value() if isinstance(loss, Awaited) else loss
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As ``save_pretrained`` writes it (a collective: all ranks call)."""
-        if self._module is None:
-            super().save_model(output_dir, _internal_call)
-            return
-        self._save(output_dir or self.args.output_dir, state_dict=self._module.engine.state_dict())
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Of the whole model (a collective)."""
+        if state_dict is None and self._laid_out is not None:
+            state_dict = self._laid_out.engine.state_dict()
+        super()._save(output_dir, state_dict)
         self._wait()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -219,12 +361,15 @@ class Trainer(transformers.Trainer):
         self._wait()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._module is None:
+        if self._laid_out is None or self._is_adapted:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            self._module.engine.load_weights(resume_from_checkpoint)
+            self._laid_out.engine.load_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
+        if self._is_adapted:
+            super()._load_best_model()
+            return
         assert self.state.best_model_checkpoint is not None
         self.engine.load_weights(self.state.best_model_checkpoint)
 
@@ -234,4 +379,12 @@ class Trainer(transformers.Trainer):
             torch.distributed.barrier()
 
 
-__all__ = ["Trainer", "TrainingArguments"]
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """As ``transformers.Seq2SeqTrainer``, with the arguments of :class:`Trainer` beside its own."""
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(transformers, name)
+
+
+__all__ = ["Seq2SeqTrainer", "Trainer", "TrainingArguments"]

@@ -32,13 +32,7 @@ SOURCES = (
 OTHERWISE = {
     "`checkpoint-N`": ("checkpoint",),
     "`FullyShardedDataParallel(model, FULL_SHARD)`": ("FullyShardedDataParallel", "ShardingStrategy"),
-    "`pipeline`, `SplitPoint`": (
-        "pipeline",
-        "SplitPoint",
-        "PipelineStage",
-        "get_schedule_class",
-        "SCHEDULES",
-    ),
+    "`ScheduleGPipe`": ("Schedule1F1B", "get_schedule_class", "SCHEDULES"),
     "`zero_*()`": ("zero_optimization", "fp16_enabled", "flops_profiler_enabled"),
     "`initialize(model, optimizer, criterion, loaders": ("initialize", "train_dataloader", "Trainer"),
 }

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
+import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
+import espalier
 from espalier import Plan
 
 transformers = pytest.importorskip("transformers")
@@ -185,12 +193,182 @@ def searched(rank: int, world: int, folder: str, expected: Any) -> None:
         Trainer(model(), trainer.args, train_dataset=rows(), plan="auto")
 
 
+class Net(nn.Module):
+    """A model of one's own, which gives a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
+        self.config = SimpleNamespace(problem_type=None, use_cache=None)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.layers(x)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Points(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Rows that are drawn anew each time; of unequal lengths, as the samplers are told."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        if i >= len(self):
+            raise IndexError(i)
+        generator = torch.Generator().manual_seed(i)
+        x = torch.randn(6, generator=generator) + 0.5 * torch.randn(6)
+        return {"x": x, "labels": int(x.abs().sum()) % 4, "input_ids": list(range(1 + 3 * i % 7))}
+
+
+def together(found: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {"x": torch.stack([f["x"] for f in found]), "labels": torch.tensor([f["labels"] for f in found])}
+
+
+def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    return F.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+
+
+def fitted(
+    kind: Any, folder: str, batch: int, options: dict[str, Any], **more: Any
+) -> tuple[Any, list[float]]:
+    common: dict[str, Any] = {
+        "max_steps": 2,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "seed": 3,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "torch_compile": False,
+    }
+    arguments = transformers.TrainingArguments(
+        folder, per_device_train_batch_size=batch, **(common | {"max_grad_norm": 0.5} | options)
+    )
+    seen = Seen()
+    model = {} if "model_init" in more else {"model": Net()}
+    trainer = kind(
+        **model, args=arguments, train_dataset=Points(), data_collator=together, callbacks=[seen], **more
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        if "model_init" in more:
+            trainer.evaluate(Points())
+            trainer.train()
+        trainer.train()
+    return trainer, seen.losses
+
+
+# what went wrong without a word, or in words that told nothing, under which plans
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any], list[dict[str, int]]]] = [
+    ({"train_sampling_strategy": "batch_rebalance"}, {}, [{"data": 2}]),
+    ({"dataloader_num_workers": 1}, {}, [{"tensor": 2}]),
+    ({"gradient_accumulation_steps": 2}, {}, [{"pipe": 2, "accumulate": 2}, {"data": 2}]),
+    ({"bf16": True}, {"compute_loss_func": summed}, [{"data": 2}]),
+    ({}, {"compute_loss_func": summed}, [{"pipe": 2, "accumulate": 2}]),
+    ({}, {"model_init": Net}, [{"data": 2, "zero": 3}]),
+]
+
+
+def settings(rank: int, world: int, folder: str) -> None:
+    from espalier.compat.transformers import Seq2SeqTrainer, Trainer
+
+    def by_itself(run: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """What transformers' own gives on rank 0, which knows of no other."""
+        told = [None]
+        if rank == 0:
+            names = {name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
+            launched = {name: os.environ.pop(name) for name in names}
+            told[0] = run(*args, **more)[1]
+            os.environ.update(launched)
+        dist.broadcast_object_list(told)
+        return told[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i, (options, more, plans) in enumerate(SETTINGS):
+            expected = by_itself(fitted, transformers.Trainer, f"{folder}/{i}-0", 4, options, **more)
+            for plan in plans:
+                batch = 4 // plan.get("data", 1)
+                trainer, found = fitted(Trainer, f"{folder}/{i}", batch, options, plan=plan, **more)
+                assert len(found) == len(expected) >= 4
+                tolerance = 2e-2 if "bf16" in options else 1e-6
+                for a, b in zip(expected, found, strict=True):
+                    assert abs(a - b) < tolerance * max(1.0, abs(a)), (options, plan, expected, found)
+            if "bf16" in options:  # as accelerate gives outputs
+                assert trainer.model_wrapped(together([Points()[0]])["x"])["logits"].dtype == torch.float32
+        expected = by_itself(answered, transformers.Seq2SeqTrainer, f"{folder}/words-0", 4)
+        _, found = answered(Seq2SeqTrainer, f"{folder}/words", 2, plan={"data": 2, "zero": 3})
+        close(expected, found, "Seq2SeqTrainer")
+
+
+def answered(kind: Any, folder: str, batch: int, **plan: Any) -> tuple[Any, list[float]]:
+    """A Seq2SeqTrainer, its losses, and what it generates."""
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = (torch.randint(2, 24, (6, n), generator=generator) for n in (5, 3))
+    data = [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    words = {"vocab_size": 24, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    config = transformers.T5Config(**words, **sizes)
+    arguments = transformers.Seq2SeqTrainingArguments(
+        folder,
+        per_device_train_batch_size=batch,
+        max_steps=2,
+        learning_rate=0.05,
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        predict_with_generate=True,
+        generation_max_length=5,
+    )
+    seen = Seen()
+    model = transformers.T5ForConditionalGeneration(config)
+    trainer = kind(model, arguments, train_dataset=data, callbacks=[seen], **plan)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    words = trainer.predict(data[:3]).predictions
+    return trainer, [*seen.losses, *words.reshape(-1).tolist()]
+
+
+def compiled(rank: int, world: int, folder: str) -> None:
+    """torch_compile compiles; a process has one device, however many there are; a plan's own words hold."""
+    from espalier.compat.transformers import Trainer
+
+    told: list[Any] = []
+
+    def initialize(*args: Any, compile: Any, **kwargs: Any) -> Any:
+        told.append(compile)
+        return espalier.initialize(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("espalier.compat.transformers.initialize", initialize)
+        patch.setattr(torch.cuda, "device_count", lambda: 8)
+        options = {"torch_compile_backend": "eager", "ddp_bucket_cap_mb": 3, "use_cpu": False, "bf16": False}
+        arguments = transformers.TrainingArguments(folder, report_to=[], **options)
+        trainer = Trainer(Net(), arguments, train_dataset=Points())
+        assert trainer.engine.plan.chunk_megabytes == 3 and told == ["eager"]
+        assert trainer._train_batch_size == 8 * world and arguments.n_gpu <= 1
+
+
 def refused(rank: int, world: int, folder: str) -> None:
     from espalier.compat.transformers import Trainer
 
     arguments = transformers.TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match=r"plan.accumulate(.|\n)*gradient_accumulation_steps"):
         Trainer(model(), arguments, plan={"data": 2, "accumulate": 2})
+    several = {"auto_find_batch_size": True, "enable_jit_checkpoint": True, "bf16_full_eval": True}
+    arguments = transformers.TrainingArguments(output_dir=folder, use_cpu=True, report_to=[], **several)
+    with pytest.raises(ValueError, match=r"3 mistakes(.|\n)*autocast(.|\n)*espalier plan(.|\n)*save_steps"):
+        Trainer(model(), arguments)
+    arguments = transformers.TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match=r"hyperparameter_search(.|\n)*each rank would draw"):
+        Trainer(model(), arguments).hyperparameter_search()
     arguments.fp16 = True
     with pytest.raises(ValueError, match=r"fp16(.|\n)*bfloat16(.|\n)*espalier.prepare"):
         Trainer(model(), arguments, plan={"pipe": 2})
@@ -202,3 +380,16 @@ def test_the_trainer_under_plans(ranks: Any, tmp_path: Path) -> None:
         ranks(2, ours, str(tmp_path / f"ours{i}"), plan, expected)
     ranks(2, searched, str(tmp_path / "searched"), expected)
     ranks(2, refused, str(tmp_path / "refused"))
+
+
+def test_what_arguments_ask_for(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, settings, str(tmp_path))
+    ranks(2, compiled, str(tmp_path / "compiled"))
+
+
+def test_each_argument_is_told_of() -> None:
+    """On the page: as it is, to what it is, or why not."""
+    page = (Path(__file__).parents[2] / "docs/transformers-trainer.md").read_text("utf-8")
+    told = re.findall(r"`(\w+)", page)
+    names = [field.name for field in dataclasses.fields(transformers.TrainingArguments)]
+    assert [name for name in names if name not in told] == []
