@@ -37,7 +37,104 @@ _OF_DDP = frozenset(
 )
 
 
-class EspalierStrategy(Theirs):
+class OnMesh:
+    """What a strategy of Fabric's, or of the Trainer's, has of a plan: the mesh, and who reads which rows.
+
+    Args:
+        plan, options: as of :class:`EspalierStrategy`.
+    """
+
+    plan: Plan
+
+    def __init__(self, plan: Plan | Mapping[str, Any] | None = None, **options: Any) -> None:
+        if options.get("cluster_environment") is None and all(name in os.environ for name in _LAUNCHED):
+            options["cluster_environment"] = TorchElasticEnvironment()
+        super().__init__(**options)
+        known = "the plan says how gradients are summed: leave it out"
+        theirs: Any = self
+        refuse("EspalierStrategy", [(name, x, known) for name, x in theirs._ddp_kwargs.items()])
+        self._said = plan
+        self._mesh: Mesh | None = None
+        self._readers: Readers | None = None
+
+    def _meet(self, plan: Plan) -> None:
+        """The world is there: see which ranks read which rows (a collective)."""
+        theirs: Any = self
+        self.plan = plan
+        self._mesh = Mesh.from_env(plan.axes, theirs.root_device.type)
+        self._readers = Readers(self._mesh, plan)
+
+    def _tell_environment(self) -> None:
+        """Let the process's environment say what Lightning's says."""
+        theirs: Any = self
+        environment = theirs.cluster_environment
+        assert environment is not None
+        os.environ |= {
+            "RANK": str(environment.global_rank()),
+            "WORLD_SIZE": str(environment.world_size()),
+            "LOCAL_RANK": str(environment.local_rank()),
+        }
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(theirs.num_processes))
+
+    def _planned(self, plugin: Any, known: str) -> Plan:
+        """The plan of what this is told and of a precision; ``known`` says how a program accumulates."""
+        said: dict[str, Any] = {}
+        mistakes: list[tuple[str, Any, str]] = []
+        if _is_mixed(plugin):
+            said["precision"] = {"compute": f"autocast-{_LOW[plugin.precision]}"}
+            if plugin.scaler is not None:  # Lightning scales
+                said["precision"]["loss_scale"] = {"init_scale": 1.0, "growth_factor": 1.0}
+        elif type(plugin).__name__ not in _PRECISIONS:
+            mistakes.append(
+                ("precision", type(plugin).__name__, "expected 32, 64, bf16 or 16, true or mixed")
+            )
+        plan = plan_for_world(said, self._said)
+        if plan.pipe > 1 and getattr(plugin, "scaler", None) is not None:
+            mistakes.append(("precision", "16-mixed", NO_SCALER))
+        if plan.accumulate > 1 and plan.pipe == 1:
+            mistakes.append(("plan.accumulate", plan.accumulate, f"{known}: expected 1"))
+        refuse("EspalierStrategy", mistakes)
+        return plan
+
+    @property
+    def readers(self) -> Readers:
+        """Which ranks read rows of their own.
+
+        Raises:
+            RuntimeError: the ranks have not met yet.
+        """
+        if self._readers is None:
+            raise RuntimeError("The ranks have not met yet: call fabric.launch() first.")
+        return self._readers
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """A loader has a part of the rows for each rank that reads some of its own."""
+        return {"num_replicas": self.readers.size, "rank": self.readers.place}
+
+    # ---- values of all ranks: of each that reads rows
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Stacked, ``[ranks that read rows, ...]``; those of ranks that share a batch once."""
+        theirs: Any = super()
+        gathered: torch.Tensor = theirs.all_gather(tensor, group, sync_grads)
+        return gathered[self.readers.firsts] if self.readers.is_shared and _is_world(group) else gathered
+
+    def once_each(self, reduced: Any, group: Any, reduce_op: Any) -> Any:
+        """A sum of all ranks' tensors, in place, in which of those that share a batch one counts."""
+        is_sum = reduce_op == "sum" or reduce_op == torch.distributed.ReduceOp.SUM
+        if not (is_sum and self.readers.is_shared and _is_world(group) and isinstance(reduced, torch.Tensor)):
+            return reduced
+        return reduced.copy_(self.readers.one_of_each(reduced))
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any of them, say yes."""
+        assert self._mesh is not None
+        said = gather_objects(bool(decision), self._mesh) if self._mesh.size() > 1 else [bool(decision)]
+        return False not in said if all else True in said
+
+
+class EspalierStrategy(OnMesh, Theirs):
     """Trains models on engines: started by ``espalier run -n 2 script.py``, torchrun, or ``fabric.launch``.
 
     Args:
@@ -53,18 +150,10 @@ class EspalierStrategy(Theirs):
     """
 
     def __init__(self, plan: Plan | Mapping[str, Any] | None = None, **options: Any) -> None:
-        if options.get("cluster_environment") is None and all(name in os.environ for name in _LAUNCHED):
-            options["cluster_environment"] = TorchElasticEnvironment()
-        _tell_copies(EspalierStrategy)
-        super().__init__(**options)
-        known = "the plan says how gradients are summed: leave it out"
-        mistakes: list[tuple[str, Any, str]] = [(name, x, known) for name, x in self._ddp_kwargs.items()]
-        refuse("EspalierStrategy", mistakes)
-        self._said = plan
+        tell_copies("lightning.fabric.strategies", EspalierStrategy)
+        super().__init__(plan, **options)
         self._backward_sync_control = _NoSync()
         self._modules: list[EngineModule] = []
-        self._mesh: Mesh | None = None
-        self._readers: Readers | None = None
 
     # ---- the world
 
@@ -73,56 +162,9 @@ class EspalierStrategy(Theirs):
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self._set_world_ranks()
-        environment = self.cluster_environment
-        assert environment is not None
-        os.environ |= {
-            "RANK": str(environment.global_rank()),
-            "WORLD_SIZE": str(environment.world_size()),
-            "LOCAL_RANK": str(environment.local_rank()),
-        }
-        os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
+        self._tell_environment()
         self._setup_distributed()
-        self.plan = self._planned()
-        self._mesh = Mesh.from_env(self.plan.axes, self.root_device.type)
-        self._readers = Readers(self._mesh, self.plan)
-
-    def _planned(self) -> Plan:
-        """The plan of what this is told and of Fabric's precision."""
-        plugin: Any = self.precision
-        said: dict[str, Any] = {}
-        mistakes: list[tuple[str, Any, str]] = []
-        if _is_mixed(plugin):
-            said["precision"] = {"compute": f"autocast-{_LOW[plugin.precision]}"}
-            if plugin.scaler is not None:  # Fabric scales
-                said["precision"]["loss_scale"] = {"init_scale": 1.0, "growth_factor": 1.0}
-        elif type(plugin).__name__ not in _PRECISIONS:
-            mistakes.append(
-                ("precision", type(plugin).__name__, "expected 32, 64, bf16 or 16, true or mixed")
-            )
-        plan = plan_for_world(said, self._said)
-        if plan.pipe > 1 and getattr(plugin, "scaler", None) is not None:
-            mistakes.append(("precision", "16-mixed", NO_SCALER))
-        if plan.accumulate > 1 and plan.pipe == 1:
-            known = "accumulate by fabric.no_backward_sync, and divide losses: expected 1"
-            mistakes.append(("plan.accumulate", plan.accumulate, known))
-        refuse("EspalierStrategy", mistakes)
-        return plan
-
-    @property
-    def readers(self) -> Readers:
-        """Which ranks read rows of their own.
-
-        Raises:
-            RuntimeError: ``fabric.launch()`` was not called yet.
-        """
-        if self._readers is None:
-            raise RuntimeError("The ranks have not met yet: call fabric.launch() first.")
-        return self._readers
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """A loader has a part of the rows for each rank that reads some of its own."""
-        return {"num_replicas": self.readers.size, "rank": self.readers.place}
+        self._meet(self._planned(self.precision, "accumulate by fabric.no_backward_sync, and divide losses"))
 
     # ---- what is set up
 
@@ -163,26 +205,9 @@ class EspalierStrategy(Theirs):
         """With plain whole tensors (a collective)."""
         return whole_states(optimizer.state_dict(), self._mesh)
 
-    # ---- values of all ranks: of each that reads rows
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Stacked, ``[ranks that read rows, ...]``; those of ranks that share a batch once."""
-        gathered = super().all_gather(tensor, group, sync_grads)
-        return gathered[self.readers.firsts] if self.readers.is_shared and _is_world(group) else gathered
-
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The sum or mean of all ranks' tensors, in place; of ranks that share a batch one counts."""
-        reduced = super().all_reduce(tensor, group, reduce_op)
-        is_sum = reduce_op == "sum" or reduce_op == torch.distributed.ReduceOp.SUM
-        if not (is_sum and self.readers.is_shared and _is_world(group) and isinstance(reduced, torch.Tensor)):
-            return reduced
-        return reduced.copy_(self.readers.one_of_each(reduced))
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any of them, say yes."""
-        assert self._mesh is not None
-        said = gather_objects(bool(decision), self._mesh) if self._mesh.size() > 1 else [bool(decision)]
-        return False not in said if all else True in said
+        return self.once_each(super().all_reduce(tensor, group, reduce_op), group, reduce_op)
 
 
 class DDPStrategy(EspalierStrategy):
@@ -220,18 +245,21 @@ class _NoSync(_BackwardSyncControl):
         return module.no_sync() if enabled else nullcontext()
 
 
-def _tell_copies(kind: type[Theirs]) -> None:
-    """Let the package ``lightning``, which copies Fabric's classes, take a strategy for one of its own.
+def tell_copies(module: str, kind: type[Any]) -> None:
+    """Let the package ``lightning``, which copies classes, take a strategy for one of its own.
 
-    Whoever uses its ``Fabric`` has imported it before a strategy is made.
+    Whoever uses its ``Fabric`` or ``Trainer`` has imported it before a strategy is made.
+
+    Args:
+        module: of the package, with its own ``DDPStrategy``.
     """
-    copies = sys.modules.get("lightning.fabric.strategies")
+    copies = sys.modules.get(module)
     if copies is not None:
         copies.DDPStrategy.register(kind)
 
 
 def _is_mixed(plugin: Any) -> bool:
-    """Whether it is Fabric's autocast, or that of the package ``lightning``."""
+    """Whether it is Lightning's autocast, from whichever of its packages."""
     return any(kind.__name__ == "MixedPrecision" for kind in type(plugin).__mro__)
 
 
@@ -239,4 +267,4 @@ def _is_world(group: Any) -> bool:
     return group is None or group.size() == torch.distributed.get_world_size()
 
 
-__all__ = ["DDPStrategy", "EspalierStrategy"]
+__all__ = ["DDPStrategy", "EspalierStrategy", "OnMesh", "tell_copies"]

@@ -1,7 +1,7 @@
 """``espalier migrate``: which line of a program becomes which, and what has no equivalent.
 
 The program is read, not run. Imports of DeepSpeed, Colossal-AI, torch's wrappers and DTensor, transformers'
-Trainer, accelerate and Lightning Fabric become those of ``espalier.compat``, if the name is there; names used
+Trainer, accelerate and Lightning become those of ``espalier.compat``, if the name is there; names used
 in full are replaced where they stand; configurations that stand in the program, or in a JSON file that it
 names, are examined key by key. The rest of the program stays as it is, to the letter.
 """
@@ -87,6 +87,12 @@ _FABRIC = _Move(
     "Fabric(strategy=EspalierStrategy(plan={...})) of espalier.compat.fabric, see docs/lightning-fabric.md",
     frozenset({"DDPStrategy"}),
 )
+_TRAINERS_OF_LIGHTNING = _Move(
+    "Lightning",
+    "espalier.compat.lightning",
+    _FABRIC.names,
+    "Trainer(strategy=EspalierStrategy(plan={...})) of espalier.compat.lightning, docs/lightning-fabric.md",
+)
 _MOVES: Final = MappingProxyType(
     {
         "deepspeed": _Move("DeepSpeed", "espalier.compat.deepspeed", None, "see docs/deepspeed.md"),
@@ -126,6 +132,8 @@ _MOVES: Final = MappingProxyType(
         ),
         "lightning_fabric.strategies": _FABRIC,
         "lightning.fabric.strategies": _FABRIC,
+        "pytorch_lightning.strategies": _TRAINERS_OF_LIGHTNING,
+        "lightning.pytorch.strategies": _TRAINERS_OF_LIGHTNING,
     }
 )
 
@@ -150,14 +158,27 @@ _ARGUMENTS: Final = MappingProxyType(
         ),
     }
 )
-_FABRICS: Final = frozenset(
-    "lightning_fabric.Fabric lightning_fabric.fabric.Fabric lightning.Fabric lightning.fabric.Fabric "
-    "lightning.fabric.fabric.Fabric".split()
+# what takes a strategy, and which is there in its place
+_LIGHTNINGS: Final = MappingProxyType(
+    {
+        **dict.fromkeys(
+            "lightning_fabric.Fabric lightning_fabric.fabric.Fabric lightning.Fabric lightning.fabric.Fabric "
+            "lightning.fabric.fabric.Fabric".split(),
+            _FABRIC,
+        ),
+        **dict.fromkeys(
+            "pytorch_lightning.Trainer pytorch_lightning.trainer.Trainer lightning.Trainer "
+            "lightning.pytorch.Trainer lightning.pytorch.trainer.Trainer".split(),
+            _TRAINERS_OF_LIGHTNING,
+        ),
+    }
 )
-# what Fabric calls strategies, as keys of a plan
+# what Lightning calls strategies, as keys of a plan
 _STRATEGIES: Final = MappingProxyType(
     {
         "ddp": "",
+        "ddp_find_unused_parameters_false": "",
+        "ddp_find_unused_parameters_true": "",
         "fsdp": "{'zero': 3}",
         "deepspeed": "{'zero': 2}",
         "deepspeed_stage_1": "{'zero': 1}",
@@ -338,20 +359,20 @@ class _Program:
                     self.notes.append(
                         Note(keyword.value.lineno, f"{keyword.arg}= has no equivalent here: {reason}", True)
                     )
-        if name in _FABRICS:
-            self._strategy(node)
+        if name in _LIGHTNINGS:
+            self._strategy(node, _LIGHTNINGS[name])
         owner, theirs = _ARGUMENTS.get(name, ("", ()))
         for keyword in node.keywords:
             if keyword.arg in theirs and not _is_none(keyword.value):
                 self._plan_instead(owner, str(keyword.arg), keyword.value)
 
-    def _strategy(self, node: ast.Call) -> None:
-        """What Fabric is asked for by a name: a strategy of the plan that says so."""
+    def _strategy(self, node: ast.Call, move: _Move) -> None:
+        """What Lightning is asked for by a name: a strategy of the plan that says so."""
         for keyword in node.keywords:
             name = self._literal(keyword.value)[1]
             if keyword.arg == "strategy" and name in _STRATEGIES:
-                self.systems.add(_FABRIC.system)
-                self.wanted.add((_FABRIC.to, "EspalierStrategy"))
+                self.systems.add(move.system)
+                self.wanted.add((move.to, "EspalierStrategy"))
                 self._replace(keyword.value, [f"EspalierStrategy({_STRATEGIES[name]})"])
 
     def _plan_instead(self, owner: str, name: str, node: ast.expr) -> None:

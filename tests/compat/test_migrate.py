@@ -152,6 +152,20 @@ def test_fabrics_strategies_by_name(name: str, plan: str) -> None:
     assert note.is_missing and "EspalierStrategy(plan={...})" in note.text
 
 
+@pytest.mark.parametrize("package", ["pytorch_lightning", "lightning", "lightning.pytorch"])
+def test_lightnings_trainer(package: str) -> None:
+    """It stays where it is, with a strategy of the plan that its strategy's name says."""
+    for name, plan in (("deepspeed_stage_3", "{'zero': 3}"), ("ddp_find_unused_parameters_true", "")):
+        found = migrate(f"import {package} as pl\ntrainer = pl.Trainer(strategy='{name}', devices=2)\n")
+        assert found.after == (
+            f"import {package} as pl\nfrom espalier.compat.lightning import EspalierStrategy\n"
+            f"trainer = pl.Trainer(strategy=EspalierStrategy({plan}), devices=2)\n"
+        )
+        assert found.systems == ("Lightning",) and not found.notes
+    (note,) = migrate("from pytorch_lightning.strategies import FSDPStrategy\n").notes
+    assert note.is_missing and "Trainer(strategy=EspalierStrategy(" in note.text
+
+
 def test_fabric_of_the_package_lightning() -> None:
     """It stays where it is, in full or by name: it takes strategies of Espalier's."""
     strategy = "from espalier.compat.fabric import EspalierStrategy\n"

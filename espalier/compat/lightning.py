@@ -1,0 +1,312 @@
+"""A strategy of Lightning's ``Trainer`` on a plan: ``Trainer(devices=2, strategy=EspalierStrategy(plan))``.
+
+A step (``training_step``, ``validation_step``, ...) runs inside of the model's engine, as it runs inside of
+torch's wrapper under DDP: there this rank's rows, and all that comes of them, are global tensors. So a loss
+is the mean over all rows, and what is logged is what one process would log. Loops, loaders, precision,
+callbacks, loggers and files are Lightning's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
+
+import torch
+from pytorch_lightning.strategies import DDPStrategy as Theirs
+from torch import nn
+
+from espalier.comm.control import gather_objects
+from espalier.compat.fabric import OnMesh, tell_copies
+from espalier.compat.torch.data_parallel import whole_states
+from espalier.engine import Engine, EngineModule, initialize
+from espalier.parallel import Plan
+from espalier.tensor import DTensor, full_tensor
+from espalier.tensor.deferred import deferred, make_parameters_real
+from espalier.texts import refuse
+from espalier.trees import tree_map
+
+_ENGINE = "_engine_of_trainer"
+_NOTHING: Final = object()
+
+
+class EspalierStrategy(OnMesh, Theirs):
+    """Trains a ``LightningModule`` on an engine: ``espalier run -n 2 script.py``, torchrun, or the Trainer.
+
+    Args:
+        plan: a :class:`~espalier.Plan`, or keys of one. Without it all ranks are on the data axis.
+            ``Trainer(precision="bf16-mixed")`` is autocast, unless the plan says a precision. The Trainer
+            accumulates and clips.
+        options: of Lightning's ``DDPStrategy``: ``start_method``, ``timeout``, ``process_group_backend``,
+            ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``,
+            ``precision_plugin``.
+
+    Attributes:
+        engine: of the model, behind the first ``fit``, ``validate``, ``test`` or ``predict``.
+
+    Raises:
+        MistakeError: options of torch's DistributedDataParallel, a pipeline, or what the plan leaves to the
+            Trainer.
+    """
+
+    def __init__(self, plan: Plan | Mapping[str, Any] | None = None, **options: Any) -> None:
+        tell_copies("lightning.pytorch.strategies", EspalierStrategy)
+        super().__init__(plan, **options)
+        self._put: list[tuple[nn.Module, str, Any]] = []  # for a run: where, and what was there
+        self.is_within = False  # a step
+
+    @property
+    def engine(self) -> Engine:
+        """See the class.
+
+        Raises:
+            RuntimeError: there is none yet.
+        """
+        held: _Held | None = vars(self.lightning_module or object).get(_ENGINE)
+        if held is None or held.engine is None:
+            raise RuntimeError("The model has no engine yet: it is made by trainer.fit, validate or test.")
+        return held.engine
+
+    # ---- the world
+
+    def setup_environment(self) -> None:
+        """Join the world, and see which ranks read which rows (a collective)."""
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self.set_world_ranks()
+        self._tell_environment()
+        self.setup_distributed()
+        plan = self._planned(self.precision_plugin, "say accumulate_grad_batches= of the Trainer")
+        if plan.pipe > 1:
+            known = "a step runs on all ranks: expected 1. espalier.compat.fabric has stages"
+            refuse("EspalierStrategy", [("plan.pipe", plan.pipe, known)])
+        self._meet(plan)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The loader as it is.
+
+        Raises:
+            ValueError: to predict, ranks would read different numbers of batches, and wait for each other.
+        """
+        module: Any = self.lightning_module
+        if module is not None and module.trainer.predicting and hasattr(dataloader, "__len__"):
+            assert self._mesh is not None
+            lengths = gather_objects(len(dataloader), self._mesh) if self._mesh.size() > 1 else [0]
+            if len({*lengths}) > 1:
+                raise ValueError(
+                    f"To predict, the ranks would read {lengths} batches: expected as many on each, as a "
+                    "model's layers lie on all of them. Choose another batch_size; or a sampler of your own, "
+                    "and Trainer(use_distributed_sampler=False)."
+                )
+        return dataloader
+
+    # ---- what is set up
+
+    def setup(self, trainer: Any) -> None:
+        """Put the model on an engine, and let it train by the optimizer that the model configures."""
+        assert self.accelerator is not None
+        module: Any = self.lightning_module
+        self.accelerator.setup(trainer)
+        trains = trainer.state.fn == "fit"
+        if trains and not module.automatic_optimization:
+            known = "training_step runs inside of the engine: expected True. Write the loop with Fabric"
+            refuse("EspalierStrategy", [("automatic_optimization", False, known)])
+        self.precision_plugin.convert_module(module)
+        self.model = EngineModule(self._engine_of(module), "own")
+        if trains:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trains and self.optimizers:
+            self.engine.optimizer = None  # that of another run
+            self.engine.attach(self.optimizers)
+        self._follow(module)
+
+    def _engine_of(self, module: nn.Module) -> Engine:
+        """That which it has, from another run of a Trainer's, or a new one.
+
+        Raises:
+            ValueError: it has one of another plan.
+        """
+        known: _Held | None = vars(module).get(_ENGINE)
+        if known is None or known.engine is None:
+            known = vars(module)[_ENGINE] = _Held(initialize(module, None, self.plan, mesh=self._mesh))
+        engine = known.engine
+        assert engine is not None
+        if engine.plan != self.plan:
+            raise ValueError(
+                f"The model lies by the plan {engine.plan}, and the strategy says {self.plan}: expected the "
+                "same. Make the model anew, and load trainer.save_checkpoint's file into it."
+            )
+        return engine
+
+    def _follow(self, module: nn.Module) -> None:
+        """Let what the model logs, and its metrics, be those of all rows, until the Trainer has done."""
+        log: Callable[..., Any] = module.log  # type: ignore[assignment]
+        signature = inspect.signature(log)
+
+        def logged(*args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(*args, **kwargs)
+            if any(isinstance(x, DTensor) for x in _leaves(call.arguments["value"])):
+                call.arguments["value"] = _whole(call.arguments["value"])
+                call.arguments["sync_dist"] = False  # of all rows already
+            return log(*call.args, **call.kwargs)
+
+        self._lend(module, "log", logged)
+        for metric in filter(_is_metric, module.modules()):
+            self._lend(metric, "update", self._of_all_rows(metric.update))  # type: ignore[arg-type]
+            for name in ("sync_on_compute", "dist_sync_on_step", "_to_sync"):
+                self._lend(metric, name, False)
+
+    def _lend(self, module: nn.Module, name: str, value: Any) -> None:
+        held = vars(module)
+        self._put.append((module, name, held.get(name, _NOTHING)))
+        held[name] = value
+
+    def _of_all_rows(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        """A metric's ``update``, of whole tensors: outside of a step those that each rank has of its rows."""
+
+        def updated(*args: Any, **kwargs: Any) -> Any:
+            tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            if not self.is_within and any(type(x) is torch.Tensor and x.ndim for x in tensors):
+                args, kwargs = self.engine.local_batch((args, kwargs))
+            args, kwargs = _whole((args, kwargs))
+            return update(*args, **kwargs)
+
+        return updated
+
+    def teardown(self) -> None:
+        """The model stays where it lies; what it logs is its own again."""
+        while self._put:
+            module, name, before = self._put.pop()
+            if before is _NOTHING:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = before
+        self.model = self.lightning_module
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None and self.cluster_environment is not None
+        self.cluster_environment.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Models that are built in it have no memory before they are set up, and then the values that their
+        constructors draw."""
+        with self.precision_plugin.tensor_init_context(), deferred():
+            yield
+
+    def model_to_device(self) -> None:
+        """Nothing: the engine puts each rank's part of a model on its device."""
+
+    # ---- steps
+
+    def block_backward_sync(self) -> AbstractContextManager[Any]:
+        """Backward passes in here only accumulate."""
+        return self.engine.no_sync()
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """The engine's, behind the closure's forward and backward pass."""
+        return self.precision_plugin.optimizer_step(
+            optimizer, model=model or self.lightning_module, closure=closure, **kwargs
+        )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, of the rows of all ranks."""
+        with self._step():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, of the rows of all ranks."""
+        with self._step(), _counted():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, of the rows of all ranks."""
+        with self._step(), _counted():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's; what it gives is of this rank's rows."""
+        with self._step(), _counted():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        self.is_within = True
+        try:
+            yield
+        finally:
+            self.is_within = False
+
+    # ---- states
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Each rank takes its part."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """With plain whole tensors (a collective)."""
+        return self.engine.state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Of whole tensors, saved under any plan, or without."""
+        module = self.engine.module
+        # of a plan that looks at the first batch: they have memory on each rank until then
+        waiting = [p for p in module.parameters() if p.is_meta and not isinstance(p, DTensor)]
+        make_parameters_real(waiting)
+        self.engine.load_state_dict(checkpoint["state_dict"], strict)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """With plain whole tensors (a collective)."""
+        return whole_states(getattr(optimizer, "_optimizer", optimizer).state_dict(), self._mesh)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Of whole tensors."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    # ---- values of all ranks
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The sum or mean of all ranks' tensors; of ranks that share a batch one counts."""
+        return self.once_each(super().reduce(tensor, group, reduce_op), group, reduce_op)
+
+
+class _Held:
+    """The engine of a module, of which a copy has none."""
+
+    def __init__(self, engine: Engine | None) -> None:
+        self.engine = engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
+        return _Held(None)
+
+    def __reduce__(self) -> Any:
+        return _Held, (None,)
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    """Without gradients, but with versions of tensors, by which changes of parameters are told."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _leaves(tree: Any) -> list[Any]:
+    leaves: list[Any] = []
+    tree_map(leaves.append, tree)
+    return leaves
+
+
+def _whole(tree: Any) -> Any:
+    return tree_map(lambda x: full_tensor(x.detach()) if isinstance(x, torch.Tensor) else x, tree)
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(kind.__module__ == "torchmetrics.metric" for kind in type(module).__mro__)
+
+
+__all__ = ["EspalierStrategy"]

@@ -1,0 +1,158 @@
+"""compat.lightning.EspalierStrategy against the Trainer of Lightning: one program, with other imports."""
+
+from __future__ import annotations
+
+import runpy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+needs = "needs Lightning: pip install --no-deps pytorch-lightning torchmetrics lightning-utilities"
+pytest.importorskip("pytorch_lightning", reason=needs)
+
+PROGRAMS = Path(__file__).parent.parent.parent / "examples" / "coming_from"
+
+
+def run(name: str, folder: Path = PROGRAMS, **options: Any) -> list[float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return runpy.run_path(str(folder / f"{name}.py"))["main"](**options)
+
+
+def alone(rank: int, world: int) -> list[float]:
+    return run("lightning_trainer", batch=32, devices=1, precision="64-true")
+
+
+def programs(rank: int, world: int, right: list[float]) -> None:
+    """All that is logged, in float64, of two ranks as of one: losses, a metric, files, what is predicted."""
+    for plan in ({}, {"zero": 3}, {"zero": 1}, {"tensor": 2}):
+        batch = 32 if "tensor" in plan else 16
+        found = run("lightning_trainer_here", batch=batch, precision="64-true", plan=plan)
+        assert found == pytest.approx(right, rel=1e-10, abs=1e-10), plan
+    low = run("lightning_trainer_here", precision="bf16-mixed")
+    assert low == pytest.approx(right, rel=0.1, abs=0.1) and low != right
+
+
+@pytest.mark.world(2)
+def test_a_program_with_another_import(ranks: Any) -> None:
+    (right,) = ranks(1, alone)
+    ranks(2, programs, right)
+
+
+def of_the_package_lightning(rank: int, world: int, folder: str, right: list[float]) -> None:
+    """Its own ``Trainer`` and ``LightningModule``, copies, take the strategy."""
+    text = (PROGRAMS / "lightning_trainer_here.py").read_text("utf-8")
+    text = text.replace("import pytorch_lightning as pl", "import lightning as pl")
+    text = text.replace("from pytorch_lightning.", "from lightning.pytorch.")
+    name = f"copies{rank}"
+    Path(folder, f"{name}.py").write_text(text)
+    found = run(name, Path(folder), precision="64-true", plan={"zero": 2})
+    assert found == pytest.approx(right, rel=1e-10, abs=1e-10)
+
+
+@pytest.mark.world(2)
+def test_trainer_of_the_package_lightning(ranks: Any, tmp_path: Path) -> None:
+    """After a change of one import."""
+    pytest.importorskip("lightning", reason="needs lightning: pip install --no-deps lightning torchmetrics")
+    (right,) = ranks(1, alone)
+    ranks(2, of_the_package_lightning, str(tmp_path), right)
+
+
+def test_the_two_files_differ_in_their_imports_alone() -> None:
+    bodies = [
+        (PROGRAMS / f"{name}.py").read_text("utf-8").partition("\n\n\n")[2]
+        for name in ("lightning_trainer", "lightning_trainer_here")
+    ]
+    assert bodies[0] == bodies[1] != ""
+
+
+def edges(rank: int, world: int) -> None:
+    """Metrics outside of steps, values that are logged, what is refused, a model that goes on."""
+    import pytorch_lightning as pl
+    from torchmetrics import MeanMetric, SumMetric
+
+    from espalier.compat.lightning import EspalierStrategy
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1, dtype=torch.float64)
+            self.rows, self.seen = SumMetric(), MeanMetric()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)  # type: ignore[no-any-return]
+
+        def training_step(self, x: torch.Tensor, batch_idx: int) -> Any:
+            y = self(x)
+            self.log("sum", y.sum(), sync_dist=True, reduce_fx="sum", on_epoch=True, on_step=False)
+            self.rows(torch.ones(x.shape[0]))
+            return {"loss": y.mean(), "y": y.detach()}
+
+        def on_train_batch_end(self, outputs: Any, x: torch.Tensor, batch_idx: int) -> None:
+            assert type(outputs["y"]) is torch.Tensor and len(outputs["y"]) == len(x)
+            self.seen(x[:, 0])
+
+        def on_train_epoch_end(self) -> None:
+            self.told = float(self.rows.compute()), float(self.seen.compute())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    rows = torch.arange(20.0, dtype=torch.float64).view(10, 2)
+    loader = torch.utils.data.DataLoader(rows, batch_size=5)  # type: ignore[arg-type]
+
+    def trainer(plan: Any = None, **options: Any) -> Any:
+        quiet = dict.fromkeys(
+            ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+        )
+        return pl.Trainer(
+            accelerator="cpu",
+            devices=world,
+            max_epochs=1,
+            strategy=EspalierStrategy(plan),
+            **quiet,
+            **options,
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, first = Model(), trainer()
+        weight = model.layer.weight.detach().clone()
+        with pytest.raises(RuntimeError, match="no engine yet"):
+            _ = first.strategy.engine
+        first.fit(model, loader)
+        right = (nn.functional.linear(rows, weight, model.layer.bias.full_tensor() + 0.5)).sum()
+        assert float(first.callback_metrics["sum"]) == pytest.approx(float(right))
+        assert model.told == (10.0, float(rows[:, 0].mean()))
+        engine = first.strategy.engine
+        assert torch.allclose(engine.state_dict()["layer.weight"], weight - 0.5 * rows.mean(0))
+        again = trainer()
+        again.fit(model, loader)
+        assert again.strategy.engine is engine and engine.steps == 2
+        assert torch.allclose(engine.state_dict()["layer.weight"], weight - rows.mean(0))
+        with pytest.raises(ValueError, match=r"lies by the plan .*expected the same"):
+            trainer({"zero": 3}).fit(model, loader)
+        uneven = torch.utils.data.DataLoader(rows[:9], batch_size=4)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"would read \[2, 1\] batches"):
+            trainer().predict(model, uneven)
+        model = Model()
+        model.automatic_optimization = False
+        for plan, made, match in (
+            ({}, model, "automatic_optimization"),
+            ({"pipe": 2}, Model(), r"plan\.pipe"),
+            ({"accumulate": 2}, Model(), "accumulate_grad_batches"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                trainer(plan).fit(made, loader)
+    with pytest.raises(ValueError, match="find_unused_parameters"):
+        EspalierStrategy(find_unused_parameters=True)
+
+
+@pytest.mark.world(2)
+def test_edges(ranks: Any) -> None:
+    """On two ranks."""
+    ranks(2, edges)
