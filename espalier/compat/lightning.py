@@ -270,6 +270,24 @@ class EspalierStrategy(OnMesh, Theirs):
 
     # ---- values of all ranks
 
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Stacked, ``[ranks that read rows, ...]``; in a step, which has the rows of all, these are cut.
+
+        Raises:
+            ValueError: the ranks' parts are of different sizes.
+        """
+        if not isinstance(tensor, DTensor):
+            return super().all_gather(tensor, group, sync_grads)
+        readers, value = self.readers.size, tensor if sync_grads else tensor.detach()
+        if not tensor.ndim:
+            return value.expand(readers)
+        if tensor.shape[0] % readers:
+            raise ValueError(
+                f"all_gather of {list(tensor.shape)} in a step: expected a multiple of {readers} rows, as "
+                "ranks' parts are stacked. In a step a tensor has the rows of all ranks: use it as it is."
+            )
+        return value.unflatten(0, (readers, -1))
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The sum or mean of all ranks' tensors; of ranks that share a batch one counts."""
         return self.once_each(super().reduce(tensor, group, reduce_op), group, reduce_op)

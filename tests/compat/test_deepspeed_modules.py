@@ -145,3 +145,19 @@ def test_leaf_modules_by_name() -> None:
     )
     with pytest.raises(ValueError, match="is named y"):
         utils.set_z3_leaf_modules_by_name(model, ["1", "y"])
+    with pytest.raises(ValueError, match="no module of Conv2d"):
+        utils.set_z3_leaf_modules(model, [torch.nn.Conv2d])
+    assert utils.unset_z3_leaf_modules(model, ["Linear"]) == [model[0], model[1][0]]
+    assert utils.get_z3_leaf_modules(model) == []
+
+
+def test_what_a_pipeline_module_has_not() -> None:
+    """An error that says what to do, for names of DeepSpeed's; torch's for others."""
+    model = deepspeed.PipelineModule([torch.nn.Linear(2, 2)], num_stages=1)
+    model.set_checkpoint_interval(2)
+    assert model.activation_checkpoint_interval == 2 and model.topology().get_dim("pipe") == 1
+    for name in ("stage_owner", "save_state_dict", "allreduce_tied_weight_gradients"):
+        with pytest.raises(AttributeError, match=rf"PipelineModule\.{name} is not there: \S"):
+            getattr(model, name)
+    with pytest.raises(AttributeError, match="has no attribute 'no_such'"):
+        _ = model.no_such

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import runpy
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -70,6 +74,19 @@ def test_the_two_files_differ_in_their_imports_alone() -> None:
     assert bodies[0] == bodies[1] != ""
 
 
+def test_lightnings_own_launcher() -> None:
+    """The Trainer starts the other rank itself."""
+    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    told = subprocess.run(
+        [sys.executable, PROGRAMS / "lightning_trainer_here.py"],
+        env={name: x for name, x in os.environ.items() if name not in left_out},
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count("[") == 2 and len(told.stdout.split(",")) > 30, told.stdout
+
+
 def edges(rank: int, world: int) -> None:
     """Metrics outside of steps, values that are logged, what is refused, a model that goes on."""
     import pytorch_lightning as pl
@@ -90,6 +107,9 @@ def edges(rank: int, world: int) -> None:
             y = self(x)
             self.log("sum", y.sum(), sync_dist=True, reduce_fx="sum", on_epoch=True, on_step=False)
             self.rows(torch.ones(x.shape[0]))
+            parts, whole = self.all_gather(y, sync_grads=True), y.full_tensor()  # type: ignore[attr-defined]
+            assert torch.equal(parts.full_tensor(), whole.view(world, -1, 1)) and parts.requires_grad
+            assert self.all_gather(y.sum()).tolist() == pytest.approx([whole.sum().item()] * world)
             return {"loss": y.mean(), "y": y.detach()}
 
         def on_train_batch_end(self, outputs: Any, x: torch.Tensor, batch_idx: int) -> None:
@@ -104,6 +124,18 @@ def edges(rank: int, world: int) -> None:
 
     rows = torch.arange(20.0, dtype=torch.float64).view(10, 2)
     loader = torch.utils.data.DataLoader(rows, batch_size=5)  # type: ignore[arg-type]
+
+    class Normed(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()  # type: ignore
+
+        def training_step(self, x: torch.Tensor, batch_idx: int) -> Any:
+            return self(x).square().mean()
+
+        def on_train_batch_end(self, *args: Any) -> None: ...
+
+        def on_train_epoch_end(self) -> None: ...
 
     def trainer(plan: Any = None, **options: Any) -> Any:
         quiet = dict.fromkeys(
@@ -136,6 +168,20 @@ def edges(rank: int, world: int) -> None:
         assert torch.allclose(engine.state_dict()["layer.weight"], weight - rows.mean(0))
         with pytest.raises(ValueError, match=r"lies by the plan .*expected the same"):
             trainer({"zero": 3}).fit(model, loader)
+        normed = Normed()
+        plain = copy.deepcopy(normed.layer)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+        for _ in range(3):
+            plain(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        last = trainer({"zero": 2}, sync_batchnorm=True)
+        last.fit_loop.max_epochs = 3
+        last.fit(normed, loader)
+        for name, x in last.strategy.engine.state_dict().items():
+            assert torch.allclose(x, plain.state_dict()[name.removeprefix("layer.")], rtol=0, atol=1e-12), (
+                name
+            )
         uneven = torch.utils.data.DataLoader(rows[:9], batch_size=4)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"would read \[2, 1\] batches"):
             trainer().predict(model, uneven)

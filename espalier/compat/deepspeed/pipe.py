@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -64,6 +65,26 @@ class TiedLayerSpec(LayerSpec):
         super().__init__(typename, *module_args, **module_kwargs)
         self.key, self.forward_fn = key, forward_fn
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else tied_weight_attr
+
+
+# of DeepSpeed's class, and what to do in its place
+_INSTEAD: Final = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("ckpt_layer_path", "ckpt_layer_path_list", "ckpt_prefix", "load_state_dir", "save_state_dict"),
+            "engine.save_checkpoint and load_checkpoint take layers along, from any number of stages",
+        ),
+        **dict.fromkeys(
+            ("allreduce_tied_weight_gradients", "get_tied_weights_and_groups"),
+            "gradients of tied layers are summed by the engine",
+        ),
+        **dict.fromkeys(
+            ("partitions", "stage_owner"),
+            "the engine cuts where the plan says, or balances: engine.engine.stages tells what is where",
+        ),
+        "get_additional_losses": "add them up in the model, or in loss_fn",
+    }
+)
 
 
 class PipelineModule(nn.Module):
@@ -204,6 +225,15 @@ class PipelineModule(nn.Module):
         if self._grid is None:
             self._grid = PipelineParallelGrid(self.topology())
         return self._grid
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _INSTEAD:
+            raise AttributeError(f"DeepSpeed's PipelineModule.{name} is not there: {_INSTEAD[name]}.")
+        return super().__getattr__(name)
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Before ``initialize``: above 0, layers are computed again in the backward pass."""
+        self.activation_checkpoint_interval = interval
 
     def num_pipeline_stages(self) -> int:
         """How many there are."""

@@ -15,17 +15,25 @@ _LEAF = "_z3_leaf"
 
 
 def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The modules of these classes; it has no effect, as parameters are gathered where they are used."""
-    return _of_classes(model, leaf_module_classes, True)
+    """The modules of these classes; it has no effect, as parameters are gathered where they are used.
+
+    Raises:
+        ValueError: there is none, unless ``raise_if_not_found`` is false.
+    """
+    return _of_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The modules of these classes; nothing is set."""
-    return _of_classes(model, leaf_module_classes, False)
+    """The modules of these classes; nothing is set.
+
+    Raises:
+        ValueError: there is none, unless ``raise_if_not_found`` is false.
+    """
+    return _of_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
@@ -70,9 +78,13 @@ def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
     return False
 
 
-def _of_classes(model: nn.Module, kinds: Sequence[type[nn.Module] | str], flag: bool) -> list[nn.Module]:
+def _of_classes(
+    model: nn.Module, kinds: Sequence[type[nn.Module] | str], flag: bool, must: bool
+) -> list[nn.Module]:
     names = {x if isinstance(x, str) else x.__name__ for x in kinds}
     found = [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
+    if must and not found:
+        raise ValueError(f"set_z3_leaf_modules: the model has no module of {', '.join(sorted(names))}.")
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
