@@ -482,7 +482,16 @@ def others(rank: int, world: int) -> None:
     boosted_model, optimizer, *_ = booster.boost(model, optimizer_of(model))
     for x, y in Strided(1, 0):
         rows = iter([{"x": x, "labels": y}])
-        booster.execute_pipeline(rows, boosted_model, judged, optimizer)
+        with torch.no_grad():
+            logits = booster.execute_pipeline(
+                iter([{"x": x, "labels": y}]), boosted_model, judged, return_loss=False, return_outputs=True
+            )["outputs"]
+        result = booster.execute_pipeline(rows, boosted_model, judged, optimizer, return_outputs=True)
+        torch.testing.assert_close(result["loss"], F.cross_entropy(logits, y), rtol=0, atol=1e-12)
+        if rank == world - 1:
+            torch.testing.assert_close(result["outputs"], logits, rtol=0, atol=1e-12)
+        else:
+            assert result["outputs"] is None
         assert boosted_model.engine.plan.accumulate == 4
         optimizer.step()
         optimizer.zero_grad()
@@ -514,6 +523,46 @@ def others(rank: int, world: int) -> None:
 def test_optimizers_and_wrappers(ranks: Callable[..., Any]) -> None:
     """The parameters of a plain loop."""
     ranks(2, others)
+
+
+def deep() -> nn.Module:
+    """Of seven layers."""
+    torch.manual_seed(0)
+    inner = [layer for _ in range(2) for layer in (nn.Linear(16, 16), nn.GELU())]
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), *inner, nn.Linear(16, 4)).double()
+
+
+def own_outputs(rank: int, world: int) -> None:
+    """Of a step, where the last stage is, of the rows that a rank brings: more or fewer than others."""
+    x, y = dataset().tensors
+    for style, several, first in (("1f1b", 1, 4), ("1f1b", 1, 5), ("zbv", 2, 4)):
+        plugin = HybridParallelPlugin(
+            tp_size=1,
+            pp_size=2,
+            num_microbatches=4,
+            precision="fp32",
+            pp_style=style,
+            num_model_chunks=several,
+        )
+        booster, model, plain_net = colossalai.Booster(plugin=plugin), Taking(), deep()
+        model.net = deep()
+        boosted_model, optimizer, *_ = booster.boost(model, optimizer_of(model))
+        stages, place = plugin.stage_manager, share_of(plugin.plan(world), rank)[1]
+        own = slice(0, first) if place == 0 else slice(first, 8)
+        rows = iter([{"x": x[own], "labels": y[own]}])
+        found = booster.execute_pipeline(rows, boosted_model, judged, optimizer, return_outputs=True)
+        assert found["loss"].item() == pytest.approx(
+            F.cross_entropy(plain_net(x[:8]), y[:8]).item(), rel=1e-12
+        )
+        assert stages is not None and (found["outputs"] is None) is not stages.is_last_stage()
+        if stages.is_last_stage():
+            torch.testing.assert_close(found["outputs"], plain_net(x[own]).detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.world(4)
+def test_outputs_of_a_step(ranks: Callable[..., Any]) -> None:
+    """Whatever the schedule, and with rows that the ranks share unevenly."""
+    ranks(4, own_outputs)
 
 
 # ---- a program in the form of each plugin, as espalier migrate changes it

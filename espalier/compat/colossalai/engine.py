@@ -97,13 +97,13 @@ class Engine(EngineModule):
                 self.backward(loss)
             shown = (output, labels) if return_output_label else (None, None)
             return (*shown, loss.detach() if return_loss and loss is not None else None)
-        loss = piped(self.engine, (inputs, labels))
+        loss = piped(self.engine, self.engine.cut(self.engine.local_batch((inputs, labels))))
         return None, labels if return_output_label else None, loss if return_loss else None
 
 
-def piped(engine: Inner, rows: Any) -> torch.Tensor:
-    """Forward and backward of this rank's rows through the stages; the loss of all of it, on every rank."""
-    engine.accumulate(engine.cut(engine.local_batch(rows)))
+def piped(engine: Inner, parts: Iterable[Any]) -> torch.Tensor:
+    """Forward and backward of micro-batches through the stages; the loss of all of it, on every rank."""
+    engine.accumulate(parts)
     engine.finish_gradients()
     assert engine.loss is not None
     return full_tensor(engine.loss).detach()

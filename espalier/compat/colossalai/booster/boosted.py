@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.comm.control import gather_objects
+from espalier.compat.colossalai.engine import piped
+from espalier.compat.plans import Readers
 from espalier.engine import EngineModule
 from espalier.engine import initialize as lay_on_mesh
 from espalier.parallel import Plan
+from espalier.tensor import full_tensor
+from espalier.trees import tensors_in, tree_map
 
 
 class Boosted(EngineModule):
@@ -30,6 +35,58 @@ class Boosted(EngineModule):
         """Take a criterion for the passes that follow."""
         self._criteria[:] = [criterion]
 
+    def pass_through(
+        self, rows: Any, criterion: Callable[[Any, Any], torch.Tensor], keeps: bool = False
+    ) -> tuple[torch.Tensor, Any]:
+        """Forward and backward of this rank's rows through the stages.
+
+        Args:
+            keeps: whether outputs are wanted.
+
+        Returns:
+            the loss of all rows, on every rank; and, where the last stage is, outputs of this rank's rows,
+            with None for what has no rows (the model's own loss). None elsewhere.
+        """
+        parts = self.engine.cut(self.engine.local_batch(rows))
+        if not keeps:
+            self.judge_by(criterion)
+            return piped(self.engine, parts), None
+        kept: list[Any] = []
+
+        def judge(output: Any, inputs: Any) -> torch.Tensor:
+            kept.append(tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output))
+            return criterion(output, inputs)
+
+        self.judge_by(criterion)
+        self.engine.lay_out(parts[0])  # which may try the criterion
+        self.judge_by(judge)
+        loss = piped(self.engine, parts)
+        total, own = self._rows_of(rows)
+        return loss, _merged(kept, total, own) if kept else None
+
+    def _rows_of(self, batch: Any) -> tuple[int, slice]:
+        """How many rows the ranks have brought, and which of them are this one's (a collective)."""
+        mesh = self.engine.mesh
+        count = next((len(x) for x in tensors_in(batch) if x.ndim), 0)
+        counts = gather_objects(count, mesh) if mesh.size() > 1 else [count]
+        readers = Readers(mesh, self.engine.plan)
+        by_place = [counts[first] for first in readers.firsts]
+        before = sum(by_place[: readers.place])
+        return sum(by_place), slice(before, before + count)
+
     def unwrap(self) -> nn.Module:
         """The model."""
         return self.module
+
+
+def _merged(kept: list[Any], total: int, own: slice) -> Any:
+    """Outputs of micro-batches as one of a rank's rows (a collective of those who have them)."""
+
+    def whole(parts: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        if not parts[0].ndim:
+            return None
+        joined = torch.cat([full_tensor(x) for x in parts])
+        return joined[own] if len(joined) == total else joined
+
+    leaves = iter([whole(parts) for parts in zip(*map(tensors_in, kept), strict=True)])
+    return tree_map(lambda x: next(leaves) if isinstance(x, torch.Tensor) else x, kept[0])

@@ -19,7 +19,6 @@ from espalier.comm.control import gather_objects
 from espalier.compat.colossalai.booster.boosted import Boosted
 from espalier.compat.colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from espalier.compat.colossalai.booster.plugin import Plugin, TorchDDPPlugin
-from espalier.compat.colossalai.engine import piped
 from espalier.compat.colossalai.shown import show
 from espalier.compat.plans import counts_one
 from espalier.compat.torch.data_parallel import whole_states
@@ -101,21 +100,18 @@ class Booster:
             data_iter: gives the model's inputs, on every rank: a dict, tuple or tensor of its own rows.
             criterion: ``criterion(output, inputs)``; where these are a pair, its first is for the model, its
                 second for the criterion.
-            return_outputs: only without gradients.
+            return_outputs: whole ones are gathered where the last stage is.
 
         Returns:
-            ``loss`` (on every rank) and ``outputs``; None if not asked for.
+            ``loss`` (on every rank) and ``outputs`` of this rank's rows (in training where the last stage
+            is); None if not asked for.
         """
         batch, engine = next(data_iter), model.engine
-        model.judge_by(criterion)
         self._resize(engine, batch)
         if torch.is_grad_enabled() and model.training:
-            if return_outputs:
-                raise ValueError(
-                    "execute_pipeline(return_outputs=True): outputs leave a pipeline under no_grad only."
-                )
-            result = piped(engine, batch)
-            return {"loss": result if return_loss else None, "outputs": None}
+            result, outputs = model.pass_through(batch, criterion, return_outputs)
+            return {"loss": result if return_loss else None, "outputs": outputs}
+        model.judge_by(criterion)
         loss = engine.evaluate(engine.cut(engine.local_batch(batch))) if return_loss else None
         with torch.no_grad():
             return {"loss": loss, "outputs": engine.outputs(batch, "own") if return_outputs else None}
