@@ -359,12 +359,30 @@ class _Program:
                     self.notes.append(
                         Note(keyword.value.lineno, f"{keyword.arg}= has no equivalent here: {reason}", True)
                     )
+        if name.startswith("colossalai.booster.plugin."):
+            self._plugin(node, name.rpartition(".")[2])
         if name in _LIGHTNINGS:
             self._strategy(node, _LIGHTNINGS[name])
         owner, theirs = _ARGUMENTS.get(name, ("", ()))
         for keyword in node.keywords:
             if keyword.arg in theirs and not _is_none(keyword.value):
                 self._plan_instead(owner, str(keyword.arg), keyword.value)
+
+    def _plugin(self, node: ast.Call, name: str) -> None:
+        """What becomes of the arguments of a plugin of Colossal-AI's."""
+        from espalier.compat.colossalai.booster import plugin
+
+        kind = getattr(plugin, name, None)
+        if not isinstance(kind, type) or not issubclass(kind, plugin.Plugin):
+            return
+        for keyword in node.keywords:
+            if keyword.arg is None:  # **options
+                continue
+            line, value = self._literal(keyword.value)
+            if (reason := kind.idle_because(keyword.arg)) is not None:
+                self.notes.append(Note(line, f"{name}: {keyword.arg} has no effect: {reason}"))
+            elif (mistake := kind.mistake_in(keyword.arg, value)) is not None:
+                self.notes.append(Note(line, f"{name}: {mistake.text()}", True))
 
     def _strategy(self, node: ast.Call, move: _Move) -> None:
         """What Lightning is asked for by a name: a strategy of the plan that says so."""

@@ -101,6 +101,8 @@ def test_migrated_imports() -> None:
         "from colossalai.initialize import launch\n"
         "launch(0, 1, 'localhost', 29500)\n"
         "colossalai.inference.InferenceEngine(None)\n"
+        "from colossalai.booster.plugin import GeminiPlugin\n"
+        "GeminiPlugin(precision='bf16', pin_memory=True, use_fp8=True, precison=1, **g)\n"
     )
     assert told.after.splitlines()[:6] == [
         "from espalier.compat import colossalai",
@@ -111,9 +113,12 @@ def test_migrated_imports() -> None:
         "from espalier.compat.colossalai.initialize import launch",
     ]
     missing = [note.text for note in told.notes if note.is_missing]
-    assert len(missing) == 2
+    assert len(missing) == 4
     assert "colossalai.shardformer.ShardFormer has no equivalent here: Booster with Hybrid" in missing[0]
     assert "colossalai.inference has no equivalent here: engine.predict" in missing[1]
+    assert missing[2].startswith("GeminiPlugin: precison = 1: unknown key; did you mean precision?")
+    assert missing[3].startswith("GeminiPlugin: use_fp8 = True: not to be had here")
+    assert "GeminiPlugin: pin_memory has no effect: always so" in [note.text for note in told.notes]
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,24 @@ class Plugin:
     _first_scale = 2.0**16
     _otherwise = "fp32"  # the precision where none is asked for
 
+    @classmethod
+    def idle_because(cls, key: str) -> str | None:
+        """Why an argument has no effect here; None of one that has."""
+        return cls._without.get(key)
+
+    @classmethod
+    def mistake_in(cls, key: str, value: Any) -> Mistake | None:
+        """What is wrong with an argument, if it can be seen by itself."""
+        names = (*cls._known, *cls._without, *cls._refused)
+        if key not in names:
+            return unknown_key(key, value, names)
+        if key in cls._refused and value != cls._refused[key][0] and value is not None:
+            return Mistake(key, value, f"not to be had here: {cls._refused[key][1]}")
+        return None
+
     def __init__(self, **options: Any) -> None:
-        names, mistakes = (*self._known, *self._without, *self._refused), []
-        for key, value in options.items():
-            if key not in names:
-                mistakes.append(unknown_key(key, value, names))
-            elif key in self._refused and value != self._refused[key][0] and value is not None:
-                mistakes.append(Mistake(key, value, f"not to be had here: {self._refused[key][1]}"))
+        found = [self.mistake_in(key, value) for key, value in options.items()]
+        mistakes = [mistake for mistake in found if mistake is not None]
         self.options = options
         self.idle = {key: reason for key, reason in self._without.items() if key in options}
         self._mistakes: list[Mistake] = []
