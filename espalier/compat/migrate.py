@@ -281,8 +281,7 @@ class _Program:
                 stays.append(alias)
                 continue
             self.systems.add(move.system)
-            is_there = there is not None and (alias.name == "*" or _has(there, alias.name))
-            if is_there or alias.name in move.known:
+            if (alias.name == "*" and there is not None) or _offers(move, module, there, alias.name):
                 moved.append(alias)
                 if (move.system, alias.name) == ("transformers", "Trainer"):
                     self.notes.append(Note(node.lineno, _TRAINER))
@@ -335,7 +334,7 @@ class _Program:
             return
         self.systems.add(move.system)
         there = _module(move.to)
-        if last not in move.known and (there is None or not _has(there, last)):
+        if not _offers(move, module, there, last):
             self._missing(node.lineno, name, move)
         elif move.names is not None:
             self.wanted.add((move.to, last))
@@ -491,6 +490,13 @@ def _has(module: Any, name: str) -> bool:
     if hasattr(module, name):
         return not isinstance(getattr(module, name), Absent | AbsentModule)
     return isinstance(module, ModuleType) and _module(f"{module.__name__}.{name}") is not None
+
+
+def _offers(move: _Move, module: str, there: ModuleType | None, name: str) -> bool:
+    """Whether a name of a module is there, and is what it was: a module here may hand on what it has not."""
+    if f"{module}.{name}" in _HINTS:
+        return False
+    return name in move.known or (there is not None and _has(there, name))
 
 
 def _instead(module: Any, name: str) -> str:
