@@ -25,6 +25,7 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
 from transformers.trainer import OPTIMIZER_NAME
+from transformers.training_args import OptimizerNames
 
 from espalier.comm.control import gather_objects
 from espalier.compat.accelerate import PreparedModel, autocast_of
@@ -154,6 +155,9 @@ def _mistakes(plan: Plan, args: TrainingArguments) -> list[tuple[str, Any, str]]
             "it calls parts of the model, which stages have: leave it out; trainer.engine.generate continues"
         )
         mistakes.append(("predict_with_generate", True, reason))
+    if plan.pipe > 1 and args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
+        reason = "it updates within a backward pass, which in a pipeline has several micro-batches"
+        mistakes.append(("optim", str(args.optim), reason))
     for name, low in _FULL.items():
         if getattr(args, name) and plan.precision.parameters != low:
             reason = (
@@ -295,9 +299,10 @@ class Trainer(transformers.Trainer):
     # ---- what transformers' own asks for
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As ever; the Accelerator knows an engine's model."""
+        """As ever; the Accelerator knows an engine's model, and each rank reads batches by itself."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = _Accelerator
+        self.accelerator.dataloader_config.dispatch_batches = False
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         state = PartialState()

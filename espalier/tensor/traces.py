@@ -13,7 +13,7 @@ import functools
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -146,7 +146,8 @@ class _Traces:
             return list(x)
         if (back := put_back(x)) is not None:
             self._undo.append(back)
-            return list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, _CONTAINERS) else []
+            held = dict.values(x) if isinstance(x, dict) else x if isinstance(x, _CONTAINERS) else ()
+            return list(held)
         if isinstance(x, torch.Tensor):
             self._of_tensor(x)
         elif hasattr(x, "__dict__") and (isinstance(x, nn.Module) or not _is_known(type(x))):
@@ -237,7 +238,7 @@ class _Cell:
 def put_back(x: Any) -> Callable[[], Any] | None:
     """What brings a container, or a generator of random numbers, to where it is now; None of others."""
     if isinstance(x, _CONTAINERS):
-        copy_of_it = dict(x) if isinstance(x, dict) else set(x) if isinstance(x, set) else list(x)
+        copy_of_it = _held(x) if isinstance(x, dict) else set(x) if isinstance(x, set) else list(x)
         return functools.partial(_refill, x, copy_of_it)
     if isinstance(x, random.Random):
         return functools.partial(x.setstate, x.getstate())
@@ -251,11 +252,19 @@ def put_back(x: Any) -> Callable[[], Any] | None:
     return None
 
 
+def _held(x: dict[Any, Any]) -> dict[Any, Any]:
+    """What a dict holds; of a class of its own it may give something else (transformers' ``ACT2FN`` does)."""
+    return {k: dict.__getitem__(x, k) for k in list(x)}
+
+
 def _refill(x: Any, before: Any) -> None:
     if isinstance(x, dict):
-        if list(x) != list(before) or any(x[k] is not v for k, v in before.items()):
-            dict.clear(x)
-            dict.update(x, before)
+        now = _held(x)
+        if list(now) != list(before) or any(now[k] is not v for k, v in before.items()):
+            kind: Any = OrderedDict if isinstance(x, OrderedDict) else dict
+            kind.clear(x)
+            for k, v in before.items():
+                kind.__setitem__(x, k, v)
     elif isinstance(x, list):
         if len(x) != len(before) or any(a is not b for a, b in zip(x, before, strict=True)):
             list.__setitem__(x, slice(None), before)

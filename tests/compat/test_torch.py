@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.pipelining as torch_pipelining
 import torch.nn.functional as F
 from torch import nn
@@ -319,12 +320,37 @@ def hooked(rank: int, world: int) -> None:
     model = here.fully_shard(net().float(), mp_policy=policy)
     model.set_reshard_after_forward(False)
     model.set_requires_all_reduce(False)
-    model.set_gradient_divide_factor(2)
     assert model(x.float()).dtype == torch.float32 and model.engine.plan.zero == 2
-    with pytest.raises(ValueError, match="gradients are the mean of 2 ranks: multiply the loss"):
-        model.set_gradient_divide_factor(1.0)
     with pytest.raises(ValueError, match="leave it out"):
         model.set_custom_all_gather(model)
+
+
+class Extractor(nn.Sequential):
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self[1](self[0](x))
+
+
+def fully(rank: int, world: int) -> None:
+    """What modules of fully_shard are told, against torch's own on the same ranks."""
+    results = []
+    mesh = dist.init_device_mesh("cpu", (world,))
+    for of in (torch_fsdp, here.fsdp):
+        model: Any = Extractor(*net())
+        for module in (model[0], model):
+            of.fully_shard(module, mesh=mesh)
+            module.set_gradient_divide_factor(1.0)
+        of.register_fsdp_forward_method(model, "features")
+        model.unshard(async_op=True).wait()
+        x, y = batch(0, rank)
+        F.cross_entropy(model(x), y).backward()
+        grads = [p.grad.full_tensor() for p in model.parameters()]
+        model.set_is_last_backward(True)
+        features = model.features(x).detach()
+        results.append([features, *grads])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+    model[0].set_gradient_divide_factor(2.0)
+    with pytest.raises(ValueError, match=r"divide_factor(.|\n)*one for all modules"):
+        model(x)
 
 
 def powerSGD_hook(state: Any, bucket: Any) -> Any: ...
@@ -487,6 +513,7 @@ SCHEDULES = {
 def on_two(rank: int, world: int) -> None:
     strategies(rank, world, {})
     hooked(rank, world)
+    fully(rank, world)
     scheduled(rank, world)
     as_torchs(rank, world)
 
@@ -640,5 +667,5 @@ def test_names_of_fsdp() -> None:
 
     assert [name for name in theirs.__all__ if not hasattr(here.fsdp, name)] == []
     assert here.fsdp.lambda_auto_wrap_policy is theirs.wrap.lambda_auto_wrap_policy
-    with pytest.raises(NotImplementedError, match=r"register_fsdp_forward_method is not there: call"):
-        here.fsdp.register_fsdp_forward_method(None, "encode")
+    with pytest.raises(NotImplementedError, match=r"FlatParameter is not there: the engine gathers"):
+        here.fsdp.FlatParameter()

@@ -8,7 +8,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -223,6 +223,13 @@ class Points(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"x": x, "labels": int(x.abs().sum()) % 4, "input_ids": list(range(1 + 3 * i % 7))}
 
 
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """The same without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter([Points()[i] for i in range(20)])
+
+
 def together(found: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"x": torch.stack([f["x"] for f in found]), "labels": torch.tensor([f["labels"] for f in found])}
 
@@ -251,9 +258,8 @@ def fitted(
     )
     seen = Seen()
     model = {} if "model_init" in more else {"model": Net()}
-    trainer = kind(
-        **model, args=arguments, train_dataset=Points(), data_collator=together, callbacks=[seen], **more
-    )
+    common = {"train_dataset": Points(), "data_collator": together, "callbacks": [seen]}
+    trainer = kind(**model, args=arguments, **(common | more))
     with contextlib.redirect_stdout(io.StringIO()):
         if "model_init" in more:
             trainer.evaluate(Points())
@@ -270,6 +276,7 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any], list[dict[str, int]]]] = [
     ({"bf16": True}, {"compute_loss_func": summed}, [{"data": 2}]),
     ({}, {"compute_loss_func": summed}, [{"pipe": 2, "accumulate": 2}]),
     ({}, {"model_init": Net}, [{"data": 2, "zero": 3}]),
+    ({}, {"train_dataset": Stream()}, [{"tensor": 2}]),
 ]
 
 

@@ -6,6 +6,7 @@ import copy
 import io
 import random
 import threading
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import espalier
 from espalier.parallel.pipeline.record import SplitError
 from espalier.parallel.pipeline.split import split
 from espalier.parallel.tensor.infer import InferenceWarning, infer
-from espalier.tensor.traces import Apart, apart
+from espalier.tensor.traces import Apart, apart, untraced
 
 CALLS: list[int] = []
 KNOWN: dict[str, Any] = {"generator": torch.Generator().manual_seed(1), "numpy": np.random.default_rng(1)}
@@ -133,6 +134,30 @@ def test_a_copy_of_what_was_read_from_a_file_has_memory_of_its_own() -> None:
         for of in (twin.module.weight.data, *twin.extra):
             of.add_(1)
     assert torch.equal(x, torch.ones(4)) and numbers.sum() == 4
+
+
+class Made(OrderedDict[str, Any]):
+    """Gives a new one of the class that it holds, as transformers' table of activations does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+MADE = Made(relu=nn.ReLU, tanh=nn.Tanh)
+
+
+class Activated(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        MADE["new"] = nn.GELU
+        return MADE["relu"](super().forward(x))
+
+
+def test_a_dict_that_makes_what_it_gives_is_put_back_as_it_held_it() -> None:
+    model = Activated(4, 4)
+    with untraced(model):
+        model(torch.ones(2, 4))
+        assert list(MADE) == ["relu", "tanh", "new"]
+    assert [*MADE.items()] == [("relu", nn.ReLU), ("tanh", nn.Tanh)]
 
 
 def test_what_cannot_be_copied_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -407,8 +408,9 @@ class FSDPModule:
 
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
 
-    def unshard(self, async_op: bool = False) -> None:
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """No effect: parameters are gathered when they are used."""
+        return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
         """No effect: parameters go after their last use."""
@@ -419,16 +421,12 @@ class FSDPModule:
         self._fully.said["zero"] = 3 if reshard_after_forward else 2
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Refused, but for the number of ranks: gradients are the mean over them.
+        """By what the sum of the ranks' gradients is divided, in place of their number.
 
-        Raises:
-            MistakeError: it is another.
+        All modules that ``fully_shard`` was called on have the same when the outermost one is called, or this
+        is refused there.
         """
-        if factor != world_size():
-            reason = (
-                f"gradients are the mean of {world_size()} ranks: multiply the loss by what is to be more"
-            )
-            refuse("fully_shard", [("gradient_divide_factor", factor, reason)])
+        self._fully.divisor = factor
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
@@ -468,8 +466,21 @@ class FSDPModule:
         return self._fully.engine(self)
 
 
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` gives."""
+
+    def wait(self) -> None:
+        """No effect: parameters are gathered when they are used."""
+
+
 class _Fully:
-    """What was said of a module, and its engine once it is called as the outermost one."""
+    """What was said of a module, and its engine once it is called as the outermost one.
+
+    Attributes:
+        divisor: of the sum of the ranks' gradients; None: their number.
+    """
+
+    divisor: float | None = None
 
     def __init__(self, said: dict[str, Any], plan: Said, output: torch.dtype | None) -> None:
         self.is_inside, self.syncs, self._output = False, True, output
@@ -486,18 +497,40 @@ class _Fully:
                 self._inside(module, False)
         return self._made.engine
 
-    def called(self, module: Any, args: Any, kwargs: Any) -> Any:
+    def called(self, module: Any, args: Any, kwargs: Any, method: Any = None) -> Any:
+        """What the module gives, or one of its methods, through the engine."""
         engine = self.engine(module)
+        factor = self._factor(module, engine)
         lacks = torch.is_grad_enabled() and engine.optimizer is None
         if lacks and (optimizer := optimizer_of(module)) is not None:
             engine.attach(optimizer)
         engine.passes.one_by_one("a call of a fully sharded module").is_syncing = self.syncs
         self._inside(module, True)
         try:
+            if method is not None:
+                module.forward = method
             outputs = engine.outputs(bound(module, args, kwargs), "own")
         finally:
+            module.__dict__.pop("forward", None)
             self._inside(module, False)
+        if factor != 1:
+            tree_map(partial(_scale_gradient, factor), outputs)
         return outputs if self._output is None else tree_map(self._cast, outputs)
+
+    def _factor(self, module: Any, engine: Engine) -> float:
+        """Of gradients, for what they are divided by.
+
+        Raises:
+            MistakeError: it is another in a part of the module.
+        """
+        told = {part._fully.divisor for part in module.modules() if isinstance(part, FSDPModule)}
+        if len(told) > 1:
+            given = ", ".join("the number of ranks" if x is None else str(x) for x in told)
+            expected = "one for all modules: call it on each of them, or multiply a part's gradients by hand"
+            refuse("fully_shard", [("gradient_divide_factor", given, expected)])
+        (divisor,) = told
+        readers = engine.passes.call.batches.readers
+        return 1.0 if divisor is None else readers / divisor
 
     def _cast(self, x: Any) -> Any:
         return x.to(self._output) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -506,6 +539,26 @@ class _Fully:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part._fully.is_inside = is_inside
+
+
+def _scale_gradient(factor: float, x: Any) -> Any:
+    """Let the gradient of an output be so many times what it is."""
+    if isinstance(x, torch.Tensor) and x.requires_grad:
+        x.register_hook(lambda grad: grad * factor)
+    return x
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have another method go through the engine as ``forward`` does; no effect but after ``fully_shard``."""
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name)
+
+    def through(*args: Any, **kwargs: Any) -> Any:
+        of = module._fully
+        return method(*args, **kwargs) if of.is_inside else of.called(module, args, kwargs, method)
+
+    setattr(module, method_name, through)
 
 
 def released(module: nn.Module) -> dict[str, Any]:
@@ -609,10 +662,12 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnshardHandle",
     "always_wrap_policy",
     "enable_wrap",
     "fully_shard",
     "lambda_auto_wrap_policy",
+    "register_fsdp_forward_method",
     "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
@@ -623,8 +678,7 @@ __getattr__ = or_absent(
     __name__,
     "torch.distributed.fsdp",
     {
-        "FlatParameter UnshardHandle": "the engine gathers parameters, and lets them go",
+        "FlatParameter": "the engine gathers parameters, and lets them go",
         "DataParallelMeshDims": "say fully_shard(mesh=...), of the axes replicate and shard",
-        "register_fsdp_forward_method": "call the module itself: its forward may call other methods",
     },
 )
