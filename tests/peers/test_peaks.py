@@ -5,7 +5,6 @@ Some are drawn here; with ``ESPALIER_SWEEP=n`` n of them, and each is printed wi
 
 from __future__ import annotations
 
-import os
 import random
 import time
 import warnings
@@ -20,10 +19,10 @@ from torch import nn
 import espalier
 from espalier.models import GPT, GPTConfig
 from espalier.tensor.dry_runs import LiveMemory
+from tests.asked import ASKED
 from tests.ranks.test_plans import drawn_plan
 
 PRELOAD = ["transformers.modeling_utils"]
-ASKED = int(os.environ.get("ESPALIER_SWEEP", "0"))
 HERE = (1, 21, 23, 39, 41, 43, 60, 63)  # those that are drawn without it
 WORDS, LENGTH, WIDTH, HEADS, LAYERS = 128, 64, 64, 4, 4
 BAR = 0.01

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import espalier
+from tests.asked import ASKED
 from tests.pool import RankError
 from tests.zoo.cases import GROUPS, case, names
 from tests.zoo.named import MODELS
@@ -24,7 +25,6 @@ from tests.zoo.plans import PLANS, applies, world
 from tests.zoo.train import TrialError, Verdict, compared, reference, trial
 
 PRELOAD = ["tests.zoo", "transformers.modeling_utils"]
-ASKED = int(os.environ.get("ESPALIER_SWEEP", "0"))
 SEED = int(os.environ.get("ESPALIER_SEED", "0"))
 SAMPLE = max(ASKED, 8)
 

@@ -5,7 +5,6 @@ Some are drawn here; with ``ESPALIER_SWEEP=n`` in the environment n of them.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,8 @@ import espalier
 from espalier.models import BERT, GPT, BERTConfig, GPTConfig, MoE, MoEConfig, ViT, ViTConfig
 from espalier.planner import Totals, composed
 from espalier.planner.cells import LEAST_ZERO
+from tests.asked import ASKED
 
-ASKED = int(os.environ.get("ESPALIER_SWEEP", "0"))
 HERE = (16, 17, 26)  # those that are drawn without it
 WIDTH, HEADS, SEQUENCE, VOCABULARY = 48, 4, 16, 136
 Made = tuple[nn.Module, Callable[[int], dict[str, torch.Tensor]], str]

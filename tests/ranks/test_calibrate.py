@@ -43,7 +43,7 @@ def test_collectives_are_measured_by_what_they_send(ranks: Any, tmp_path: Path) 
 
 
 def steps(rank: int, world: int) -> dict[str, float]:
-    return kinds.measure(Mesh.from_env({"data": world}), kinds.trials(world)[0], 9)
+    return kinds.measure(Mesh.from_env({"data": world}), kinds.trials(world)[0], 3)
 
 
 def test_steps_of_each_kind_of_plan_are_measured(ranks: Any) -> None:

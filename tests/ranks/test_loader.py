@@ -150,6 +150,6 @@ def test_training_goes_on_where_it_was(ranks: Any, tmp_path: Path) -> None:
             assert rows == same and loss == pytest.approx(right, rel=1e-10)
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(3)
 def test_batches_of_other_kinds(ranks: Any, tmp_path: Path) -> None:
-    ranks(4, other_ways, str(tmp_path))
+    ranks(3, other_ways, str(tmp_path))

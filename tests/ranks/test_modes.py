@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 import espalier
 from espalier.models import build
 from espalier.models.gpt2 import GPT2
+from tests.asked import on_sweeps
 from tests.ranks.test_engine import SIZES, batch, model, same_steps
 
 
@@ -89,8 +89,8 @@ def test_a_grid_of_four(ranks: Any) -> None:
             (CUBE, "gpt", {"hidden": 20, "heads": 2, "layers": 1, "bias": True}),
         ],
         [
-            ({**GRID, "data": 2, "zero": 3}, "gpt2", {}),
-            ({**GRID, "tensor": 8, "recompute": "full"}, "gpt", {"tied": True}),
+            ({**GRID, "data": 2, "zero": 3}, "gpt2", {"layers": 1}),
+            ({**GRID, "tensor": 8, "recompute": "full"}, "gpt", {"tied": True, "layers": 1}),
         ],
         [({**GRID, "data": 2, "zero": zero}, "gpt", {"layers": 1}) for zero in (0, 1, 2)],
     ],
@@ -147,7 +147,7 @@ def with_copies(rank: int, world: int, stages: list[int]) -> None:
     trains(rank, world, [(plan, "gpt", {"layers": 1}) for plan in plans])
 
 
-@pytest.mark.skipif(not os.environ.get("ESPALIER_SWEEP"), reason="ESPALIER_SWEEP=1 runs it: 16 ranks")
+@on_sweeps("16 ranks")
 @pytest.mark.world(16)
 @pytest.mark.filterwarnings("ignore:A global batch of")  # some ranks have no rows
 def test_cubes_and_stacks_of_grids_with_a_data_axis(ranks: Any) -> None:

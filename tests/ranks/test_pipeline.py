@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import time
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 
 import espalier
 from espalier.parallel.pipeline import generate, live, to_csv
+from tests.asked import left_to_sweeps, on_sweeps
 from tests.ranks.test_engine import SIZES as PLAIN_SIZES
 from tests.ranks.test_engine import batch
 from tests.ranks.test_experts import SIZES as EXPERTS
@@ -92,9 +92,10 @@ def trains(rank: int, world: int, trials: list[Trial]) -> None:
 
 TWO = {"pipe": 2, "accumulate": 4}
 FOUR, TIED = {"layers": 4}, {"layers": 4, "tied": True}
+WITHIN = {"chunk_megabytes": 0.002, "sequence_parallel": True, "recompute": "selective"}
 TRIALS: list[Trial] = [
     ({**TWO, "data": 2, "tensor": 2, "schedule": "1f1b", "zero": 3}, "gpt", {"layers": 3}),
-    ({**TWO, "data": 2, "tensor": 2, "schedule": "zb-h1", "zero": 1, "chunk_megabytes": 0.002}, "gpt2", TIED),
+    ({**TWO, "data": 2, "tensor": 2, "schedule": "zb-h1", "zero": 1, **WITHIN}, "gpt2", TIED),
     ({**TWO, "tensor": 4, "tensor_mode": "2d", "schedule": "gpipe"}, "gpt2", {}),
     ({**TWO, "accumulate": 2, "tensor": 4, "tensor_mode": "2.5d", "depth": 2, "zero": 1}, "gpt2", {}),
     ({**TWO, "context": 2, "data": 2, "zero": 3, "schedule": "zbv", "stages_per_rank": 2}, "gpt2", TIED),
@@ -123,7 +124,9 @@ TRIALS: list[Trial] = [
 
 
 @pytest.mark.world(8)
-@pytest.mark.parametrize("trial", range(len(TRIALS)))
+@pytest.mark.parametrize(
+    "trial", left_to_sweeps(range(len(TRIALS)), 7, 9, 10, 12, why="others have all of it")
+)
 def test_equals_one_process(ranks: Any, trial: int) -> None:
     ranks(8, trains, [TRIALS[trial]], timeout=240.0)
 
@@ -151,7 +154,7 @@ OF_SIXTEEN: list[Trial] = [
 ]
 
 
-@pytest.mark.skipif(not os.environ.get("ESPALIER_SWEEP"), reason="ESPALIER_SWEEP=1 runs it: 16 ranks")
+@on_sweeps("16 ranks")
 @pytest.mark.world(16)
 @pytest.mark.parametrize("trial", range(len(OF_SIXTEEN)))
 def test_of_sixteen_ranks(ranks: Any, trial: int) -> None:

@@ -12,6 +12,7 @@ from espalier.planner import Cluster
 from espalier.train.foresight import planned
 from espalier.train.job import Job
 from espalier.train.model_spec import HuggingFaceSpec
+from tests.asked import left_to_sweeps
 from tests.ranks.test_jobs_hf import results, same, trained
 
 MIXTRAL = {
@@ -84,7 +85,10 @@ AUTO |= {"chunk_megabytes": 0.05}
 
 
 @pytest.mark.world(4)
-@pytest.mark.parametrize(("kind", "world"), [("own", 2), ("own", 4), ("mixtral", 4)])
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    left_to_sweeps([("own", 2), ("own", 4), ("mixtral", 4)], 0, why="four ranks have two and more"),
+)
 def test_a_mixture_of_experts_trains_under_its_plan(ranks: Any, kind: str, world: int, folder: Path) -> None:
     if kind == "mixtral":
         pytest.importorskip("transformers")

@@ -7,18 +7,17 @@ what to do. ``ESPALIER_SWEEP=300`` in the environment draws 300 more.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import espalier
+from tests.asked import ASKED
 from tests.pool import RankError
 from tests.zoo import drawn
 from tests.zoo.train import TrialError, Verdict, reference, trial
 
-ASKED = int(os.environ.get("ESPALIER_SWEEP", "0"))
 FOUND = (1005, 1039, 1046, 2013, 2027, 4191)  # ended otherwise once
 SEEDS = [*range(8), *FOUND, *range(2000, 2000 + ASKED)]
 

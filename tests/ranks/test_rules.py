@@ -6,15 +6,13 @@ environment.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
+from tests.asked import ASKED
 from tests.ranks.brute import check
 from tests.ranks.cases import CASES
 
 # else so few layouts are drawn on three ranks that each state of each tensor comes
-ALL = bool(os.environ.get("ESPALIER_SWEEP"))
 FEW = 6
 
 
@@ -34,11 +32,11 @@ def report(results: list[list[str]]) -> None:
 @pytest.mark.parametrize("group", CASES)
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_layouts_on_one_axis(ranks, world, group):
-    few = None if world == 2 or ALL else FEW
+    few = None if world == 2 or ASKED else FEW
     report(ranks(world, check, group, {"axis": world}, few, timeout=300))
 
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("group", CASES)
 def test_drawn_layouts_on_two_axes(ranks, group):
-    report(ranks(4, check, group, {"one": 2, "two": 2}, 4 if ALL else 1, timeout=300))
+    report(ranks(4, check, group, {"one": 2, "two": 2}, 4 if ASKED else 1, timeout=300))
