@@ -435,6 +435,19 @@ FASTER: Final = (
 )
 
 
+def choose_algorithms(tries: bool | None, is_repeatable: bool | None) -> None:
+    """How an accelerator's convolutions are computed; None leaves it as it is.
+
+    Args:
+        tries: whether the fastest algorithm is sought by trying each.
+        is_repeatable: whether only those are taken that give the same each time.
+    """
+    if tries is not None:
+        torch.backends.cudnn.benchmark = tries
+    if is_repeatable is not None:
+        torch.backends.cudnn.deterministic = is_repeatable
+
+
 def is_exact() -> bool:
     """Whether accelerators multiply float32 in full, as torch lets them by default: see ``EXACT``."""
     return torch.get_float32_matmul_precision() == "highest"

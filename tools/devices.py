@@ -40,6 +40,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         PINNED: "the same",
     },
     "compat/colossalai/config.py": {"cudnn_": "names of Colossal-AI"},
+    "compat/colossalai/engine.py": {"cudnn_": "names of Colossal-AI"},
     "compat/colossalai/kernel.py": {"cuda_native": "a name of Colossal-AI"},
     "compat/colossalai/utils.py": {
         PINNED: "a name of Colossal-AI, and of torch's DataLoader",

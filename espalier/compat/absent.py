@@ -20,7 +20,13 @@ class Absent:
     """
 
     def __init__(self, name: str, instead: str) -> None:
-        self.name, self.instead = name, instead
+        vars(self).update(name=name, instead=instead)
+
+    name: str
+    instead: str
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        self._refuse()
 
     def _refuse(self) -> NoReturn:
         raise NotImplementedError(f"{self.name} is not there: {self.instead}.")

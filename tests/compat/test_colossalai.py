@@ -69,7 +69,22 @@ ON_CPU = {"model_config": {"tensor_placement_policy": "cpu"}}
             {"precision": {"compute": "autocast-float16", "loss_scale": {"init_scale": 8.0}}},
         ),
         ({"fp16": {"mode": AMP_TYPE.APEX}}, 1, {"precision": {"compute": "autocast-float16"}}),
-        ({"fp16": {"mode": AMP_TYPE.NAIVE}}, 1, {"precision": "float16"}),
+        (
+            {"fp16": {"mode": AMP_TYPE.NAIVE, "clip_grad_norm": 0.5}},
+            1,
+            {"precision": "float16", "clip": 0.5},
+        ),
+        (
+            {"fp16": {"mode": AMP_TYPE.TORCH, "enabled": False}},
+            1,
+            {"precision": {"compute": "autocast-float16", "loss_scale": {
+                "init_scale": 1.0, "growth_factor": 1.0, "backoff_factor": 1.0}}},
+        ),
+        (
+            {"zero": {"model_config": {"reuse_fp16_shard": True}, "optimizer_config": {"initial_scale": 32}}},
+            1,
+            {"zero": 3, "precision": {"compute": "float16", "loss_scale": {"init_scale": 32.0}}},
+        ),
         ({"zero": ON_CPU, "gradient_accumulation": 2}, 1,
          {"zero": 3, "precision": "float16", "offload": HOST, "accumulate": 2}),
     ],
@@ -90,6 +105,10 @@ def test_configurations(config: dict[str, Any], ranks: int, means: dict[str, Any
         ({"parallel": {"data": 1}}, "expected 2: what 2 ranks leave"),
         ({"fp16": {"mode": "half"}}, "expected AMP_TYPE.TORCH"),
         ({"gradient_handler": [{"type": "X"}]}, "leave it out"),
+        (
+            {"zero": {"optimizer_config": {"inital_scale": 3}}},
+            "did you mean zero.optimizer_config.initial_scale?",
+        ),
     ],
 )
 def test_wrong_configurations(config: dict[str, Any], told: str) -> None:
@@ -185,6 +204,9 @@ def test_wrong_plugins() -> None:
         ValueError, match="num_microbatches: is needed with a pipeline|num_microbatches = None"
     ):
         HybridParallelPlugin(tp_size=1, pp_size=2)
+    assert HybridParallelPlugin(2, 1).plan(2).tensor == 2
+    with pytest.raises(TypeError, match=r"takes 2 argument\(s\) without a name"):
+        LowLevelZeroPlugin(1, "bf16", 2.0)
     with pytest.raises(ValueError, match="ep_size: is needed|ep_size = None: is needed"):
         MoeHybridParallelPlugin(tp_size=1, pp_size=1)
     with pytest.raises(AttributeError, match="pg_mesh is not there: plugin.dp_group"):
@@ -316,6 +338,8 @@ def of_the_paper(rank: int, world: int) -> list[float]:
         engine.train()
         for x, y in loader:
             engine.zero_grad()
+            with pytest.raises(NotImplementedError, match="execute_schedule takes pairs"):
+                engine.schedule.data_process_func = None
             output = engine(x)
             assert output.shape == (len(x), 4)
             engine.backward(engine.criterion(output, y))
@@ -595,6 +619,11 @@ def test_names_beside_engines(capsys: pytest.CaptureFixture[str]) -> None:
     """A coordinator, models without memory, and what is not there."""
     coordinator = colossalai.cluster.DistCoordinator()
     assert coordinator.is_master() and coordinator.is_node_master() and coordinator.world_size == 1
+    assert coordinator.is_last_process()
+    with pytest.raises(ValueError, match="ophooks(.|\n)*torch's hooks work on modules"):
+        colossalai.initialize(net(), optimizer_of(net()), ophooks=[1])
+    with pytest.raises(ValueError, match=r"schedule=\.\.\.\)\) says it"):
+        Trainer(None, schedule="1f1b")  # type: ignore[arg-type]
     with coordinator.priority_execution():
         coordinator.print_on_master("here")
     assert capsys.readouterr().out == "here\n"

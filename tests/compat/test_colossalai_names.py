@@ -89,6 +89,8 @@ def test_annotations_of_what_is_not_there() -> None:
         return x, y, z
 
     assert not isinstance(function(None, None, None), absent)
+    with pytest.raises(NotImplementedError, match="ShardConfig is not there"):
+        absent.tensor_parallel_size = 2
 
 
 def test_migrated_imports() -> None:
@@ -264,6 +266,17 @@ def test_what_configurations_hold() -> None:
     assert colossalai.builder.build_pipeline_model(model) is model
     with pytest.raises(ValueError, match="stages_per_rank"):
         colossalai.builder.build_pipeline_model(model, num_chunks=2)
+
+
+def test_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are those that a configuration asks for; without a word they stay."""
+    model, cudnn = nn.Linear(2, 2), torch.backends.cudnn
+    for name in ("benchmark", "deterministic"):
+        monkeypatch.setattr(cudnn, name, getattr(cudnn, name))
+    for config in ({"cudnn_benchmark": True, "cudnn_deterministic": True}, {}, {"cudnn_benchmark": False}):
+        colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+        assert cudnn.deterministic and cudnn.benchmark is config.get("cudnn_benchmark", True)
+        model = nn.Linear(2, 2)
 
 
 def test_mixed_precision() -> None:

@@ -35,6 +35,10 @@ class DistCoordinator:
         """Whether it is the first on its host."""
         return self.local_rank == 0
 
+    def is_last_process(self, process_group: Any = None) -> bool:
+        """Whether it is the last, of a group."""
+        return running_rank(process_group) == running_size(process_group) - 1
+
     def print_on_master(self, msg: str, process_group: Any = None) -> None:
         """Print on the first."""
         if self.is_master(process_group):

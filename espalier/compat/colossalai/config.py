@@ -41,6 +41,17 @@ _KNOWN = (
     "use_zero",
     "torch_ddp",
 )
+# of these only the placement, and what scales losses, has an effect: how state is cut is the plan's
+_OF_ZERO = {
+    "model_config": (
+        "tensor_placement_policy shard_strategy reduce_scatter_bucket_size_mb fp32_reduce_scatter "
+        "gradient_predivide_factor reuse_fp16_shard"
+    ),
+    "optimizer_config": (
+        "initial_scale min_scale growth_factor backoff_factor growth_interval hysteresis max_scale "
+        "gpu_margin_mem_ratio verbose"
+    ),
+}
 _TENSOR_MODES = ("1d", "2d", "2.5d", "3d", "sequence")
 
 
@@ -89,7 +100,8 @@ def plan_of(config: Mapping[str, Any], ranks: int) -> Plan:
     accumulate = config.get("gradient_accumulation", 1)
     micro = config.get("NUM_MICRO_BATCHES", 1)
     plan_fields["accumulate"] = (micro if axes.get("pipe", 1) > 1 else 1) * accumulate
-    plan_fields["clip"] = config.get("clip_grad_norm") or None
+    table = config.get("fp16") or {}
+    plan_fields["clip"] = config.get("clip_grad_norm") or table.get("clip_grad_norm") or None
     plan_fields["precision"] = _precision(config, mistakes)
     if (zero := config.get("zero")) is not None:
         plan_fields.update(_zero(zero, mistakes))
@@ -144,7 +156,9 @@ def _axes(parallel: Mapping[str, Any], ranks: int, mistakes: list[Mistake]) -> d
 def _precision(config: Mapping[str, Any], mistakes: list[Mistake]) -> Any:
     table = config.get("fp16")
     if table is None:
-        return "float16" if config.get("zero") is not None else "float32"
+        if (zero := config.get("zero")) is None:
+            return "float32"
+        return {"compute": "float16", "loss_scale": scale_of(zero.get("optimizer_config") or {})}
     mode = table.get("mode")
     for key in table.keys() - _SCALE - {"mode"}:
         mistakes.append(unknown_key(f"fp16.{key}", table[key], sorted(_SCALE | {"mode"})))
@@ -155,6 +169,8 @@ def _precision(config: Mapping[str, Any], mistakes: list[Mistake]) -> Any:
         )
         return "float32"
     whole = named == "NAIVE" or (named == "APEX" and table.get("opt_level", "O1") in ("O2", "O3"))
+    if not table.get("enabled", True):  # the scaler: it stays at 1
+        table = {"init_scale": 1.0, "growth_factor": 1.0, "backoff_factor": 1.0}
     return {"compute": "float16" if whole else "autocast-float16", "loss_scale": scale_of(table)}
 
 
@@ -175,6 +191,9 @@ def scale_of(table: Mapping[str, Any]) -> dict[str, Any]:
 def _zero(zero: Mapping[str, Any], mistakes: list[Mistake]) -> dict[str, Any]:
     for key in zero.keys() - {"model_config", "optimizer_config"}:
         mistakes.append(unknown_key(f"zero.{key}", zero[key], ("model_config", "optimizer_config")))
+    for section, known in _OF_ZERO.items():
+        for key in (zero.get(section) or {}).keys() - {*known.split()}:
+            mistakes.append(unknown_key(f"zero.{section}.{key}", zero[section][key], known.split()))
     policy = (zero.get("model_config") or {}).get("tensor_placement_policy", "device")
     return {"zero": 3, **offload_of(policy, mistakes, "zero.model_config.tensor_placement_policy")}
 

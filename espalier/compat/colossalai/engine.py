@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from espalier.compat.absent import or_absent
+from espalier.compat.absent import Absent, or_absent
 from espalier.compat.colossalai.config import plan_of
 from espalier.compat.colossalai.core import global_context
 from espalier.compat.plans import counts_one
+from espalier.device import choose_algorithms
 from espalier.engine import Engine as Inner
 from espalier.engine import EngineModule
 from espalier.engine import initialize as lay_on_mesh
 from espalier.mesh.process import running_size
 from espalier.parallel import Plan
 from espalier.tensor import full_tensor
+from espalier.texts import refuse
 
 __path__: list[str] = []  # there are modules in it
 
@@ -58,6 +60,19 @@ class Engine(EngineModule):
         passes = self.engine.passes
         if passes.accumulation is None or passes.is_complete or self.uses_pipeline:
             self.engine.zero_grad()
+
+    @property
+    def schedule(self) -> Absent:
+        """Not there: a use says what to do."""
+        return Absent(
+            "engine.schedule",
+            "execute_schedule takes pairs (inputs, labels) from its iterator, and "
+            "initialize(..., plan=Plan(schedule=...)) says the schedule of a pipeline",
+        )
+
+    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+        """Gradients of an output whose own is given."""
+        tensor.backward(grad)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of this rank's loss; those of the ranks are averaged."""
@@ -135,9 +150,13 @@ def initialize(
     Returns:
         engine, both loaders, schedule.
     """
+    if ophooks:
+        refuse("initialize", [("ophooks", ophooks, "torch's hooks work on modules: leave it out")])
     ranks = running_size()
+    found = global_context.config if config is None else config
+    choose_algorithms(found.get("cudnn_benchmark"), found.get("cudnn_deterministic"))
     if plan is None:
-        plan = plan_of(global_context.config if config is None else config, ranks)
+        plan = plan_of(found, ranks)
     if plan.accumulate > 1:
         options.setdefault("count", counts_one)
     inner = lay_on_mesh(model, optimizer, plan, loss_fn=criterion if plan.pipe > 1 else None, **options)

@@ -41,6 +41,7 @@ class Plugin:
     ] = {}  # the value that asks for nothing; what to do instead
     _first_scale = 2.0**16
     _otherwise = "fp32"  # the precision where none is asked for
+    _first: tuple[str, ...] = ()  # those that come without a name
 
     @classmethod
     def idle_because(cls, key: str) -> str | None:
@@ -57,7 +58,12 @@ class Plugin:
             return Mistake(key, value, f"not to be had here: {cls._refused[key][1]}")
         return None
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        if len(args) > len(self._first):
+            raise TypeError(
+                f"{type(self).__name__} takes {len(self._first)} argument(s) without a name: name the others."
+            )
+        options = {**dict(zip(self._first, args, strict=False)), **options}
         found = [self.mistake_in(key, value) for key, value in options.items()]
         mistakes = [mistake for mistake in found if mistake is not None]
         self.options = options
@@ -322,6 +328,7 @@ class TorchFSDPPlugin(Plugin):
 class LowLevelZeroPlugin(Plugin):
     """``Plan(data=..., zero=1 or 2)``."""
 
+    _first = ("stage", "precision")
     _otherwise = "fp16"
     _known = (
         "stage",
@@ -433,6 +440,7 @@ _NOT_OF_EXPERTS = ("dp_outside", "inner_ring_size")
 class HybridParallelPlugin(Plugin):
     """``Plan(data=..., tensor=..., pipe=..., context=..., zero=0 to 2)``."""
 
+    _first: tuple[str, ...] = ("tp_size", "pp_size", "sp_size", "precision", "zero_stage")
     _otherwise = "fp16"
     _known: tuple[str, ...] = (
         "tp_size",
@@ -549,6 +557,7 @@ class HybridParallelPlugin(Plugin):
 class MoeHybridParallelPlugin(HybridParallelPlugin):
     """``HybridParallelPlugin``, and ``Plan(expert=...)`` of the ranks that share the batch."""
 
+    _first = ("tp_size", "pp_size", "ep_size", "sp_size", "precision", "zero_stage")
     _known: tuple[str, ...] = (*HybridParallelPlugin._known, "ep_size")
     _without: ClassVar[Mapping[str, str]] = {
         **{key: why for key, why in HybridParallelPlugin._without.items() if key not in _NOT_OF_EXPERTS},

@@ -12,6 +12,7 @@ from espalier.compat.colossalai.engine import Engine
 from espalier.compat.colossalai.trainer import hooks
 from espalier.compat.colossalai.trainer.hooks import BaseHook
 from espalier.compat.colossalai.utils import share_of
+from espalier.texts import refuse
 
 __all__ = ["Trainer", "hooks"]
 
@@ -29,6 +30,9 @@ class Trainer:
     """
 
     def __init__(self, engine: Engine, timer: Any = None, logger: Any = None, schedule: Any = None) -> None:
+        if schedule is not None:
+            reason = "initialize(..., plan=Plan(schedule=...)) says it: leave it out"
+            refuse("Trainer", [("schedule", schedule, reason)])
         self.engine, self.logger, self._timer = engine, logger, timer
         self.cur_epoch = self.cur_step = self.max_epochs = 0
         self.max_steps: int | None = None
