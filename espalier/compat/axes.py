@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import group_among
+from espalier.mesh.process import World, running_size
 
 
 class Axes(NamedTuple):
@@ -41,11 +42,20 @@ class Axes(NamedTuple):
         return list(self.mesh[names].ranks) if names else [self.mesh.world_rank]
 
     def group(self) -> Any:
-        """Their process group, made when it is asked for: all of them must ask. None without a world."""
-        if not dist.is_initialized():
-            return None
-        if self.size == dist.get_world_size():
-            return dist.group.WORLD
-        if self.size == 1:
-            return group_among([self.mesh.world_rank])
-        return self.mesh[tuple(self.mesh.names[axis] for axis in self.axes)].whole_group()
+        """Their process group, see :func:`group_of`."""
+        if 1 < self.size < running_size():
+            return self.mesh[tuple(self.mesh.names[axis] for axis in self.axes)].whole_group()
+        return group_of(self.ranks)
+
+
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A process group, made when it is first asked for: all of its ranks must ask. None without a world."""
+    if not dist.is_initialized():
+        return None
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = World.own().setdefault("groups", {})
+    among = tuple(sorted(ranks))
+    if among not in groups:
+        groups[among] = group_among(among)
+    return groups[among]

@@ -77,6 +77,14 @@ class World:
             cls._own = (dist.group.WORLD, {})
         return cls._own[1]
 
+    @classmethod
+    def forget(cls) -> None:
+        """Let go of it: process groups must not outlive the interpreter."""
+        cls._own = (None, {})
+
+
+atexit.register(World.forget)
+
 
 @dataclass(frozen=True)
 class Process:

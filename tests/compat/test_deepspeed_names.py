@@ -190,7 +190,8 @@ def runs_of_this_rank(rank: int, world: int) -> None:
     assert told == [(world, rank)] * 2 and groups._get_data_parallel_group_ranks() == [*range(world)]
     assert groups._get_model_parallel_world_size() == 1 and groups._get_sequence_parallel_rank() == 0
     assert engine.data_parallel_group is dist.group.WORLD
-    assert dist.get_world_size(groups.get_tensor_model_parallel_group()) == 1
+    alone = groups.get_tensor_model_parallel_group()
+    assert dist.get_world_size(alone) == 1 and groups.get_tensor_model_parallel_group() is alone
     summed = torch.full((2,), rank + 1.0)
     deepspeed.comm.all_reduce(summed, group=groups._get_data_parallel_group(), prof=True, log_name="x")
     assert summed.tolist() == [3.0, 3.0]
@@ -401,7 +402,7 @@ def test_values_are_deepspeeds(
     def become(rank: int, ranks: int) -> None:
         monkeypatch.setattr(topologies, "running_rank", lambda: rank)
         monkeypatch.setattr(topologies, "running_size", lambda: ranks)
-        monkeypatch.setattr(topologies, "_group", sorted)
+        monkeypatch.setattr(topologies, "group_of", sorted)
 
     ours = plain_values() | {"grids": grids(topology, become)}
     monkeypatch.undo()

@@ -10,10 +10,8 @@ from itertools import groupby, product
 from types import MappingProxyType
 from typing import Any, Final
 
-import torch.distributed as dist
-
+from espalier.compat.axes import group_of
 from espalier.compat.deepspeed.axes import init_distributed
-from espalier.mesh.mesh import group_among
 from espalier.mesh.process import running_rank, running_size
 from espalier.parallel import Plan
 
@@ -197,6 +195,12 @@ class PipelineParallelGrid:
             for rank in range(self.world_size)
         ]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineParallelGrid:
+        return self  # of a copy of the model too: groups are the process's
+
+    def __reduce__(self) -> Any:
+        return PipelineParallelGrid, (self._topo,)
+
     def _own(self, groups: list[list[int]]) -> list[int]:
         return next((ranks for ranks in groups if self.global_rank in ranks), [self.global_rank])
 
@@ -205,22 +209,22 @@ class PipelineParallelGrid:
     @cached_property
     def dp_proc_group(self) -> Any:
         """Of the same stage of all pipelines."""
-        return _group(self.dp_group)
+        return group_of(self.dp_group)
 
     @cached_property
     def pp_proc_group(self) -> Any:
         """Of a pipeline."""
-        return _group(self.pp_group)
+        return group_of(self.pp_group)
 
     @cached_property
     def slice_proc_group(self) -> Any:
         """Of those that share layers."""
-        return _group(self.slice_group)
+        return group_of(self.slice_group)
 
     @cached_property
     def ds_model_proc_group(self) -> Any:
         """Of those that hold a model together."""
-        return _group(self._with)
+        return group_of(self._with)
 
     # ---- questions
 
@@ -304,13 +308,6 @@ class PipelineParallelGrid:
     def get_slice_parallel_group(self) -> Any:
         """Of them."""
         return self.slice_proc_group
-
-
-def _group(ranks: list[int]) -> Any:
-    """Theirs; None without a world."""
-    if not dist.is_initialized():
-        return None
-    return dist.group.WORLD if len(ranks) == dist.get_world_size() else group_among(ranks)
 
 
 def _square(ranks: int) -> ProcessTopology:
