@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from espalier.planner.prediction import plan_table
 from espalier.planner.prices import Prices
 from espalier.planner.whole import check, chosen, too_large
 from espalier.train.plan_page import plan_page
+from tests.asked import left_to_sweeps
 
 H100 = Cluster.load("h100-sxm")
 WIDE = {"vocab_size": 128, "max_positions": 32, "layers": 5, "hidden": 192, "heads": 4}
@@ -75,13 +77,13 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", PLANS, ids=str)
+@pytest.mark.parametrize("changes", left_to_sweeps(PLANS, 2, why="stage 1 is a pipeline's, too"), ids=str)
 def test_memory_is_that_of_the_dry_run_on_the_device_and_off_it(changes: dict[str, Any]) -> None:
     net, optimizer, batch, _ = given(rows=16)
     small = {"chunk_megabytes": 0.3, "prefetch_megabytes": 0.3, "precision": "bfloat16"}
     plan = Plan(**{"accumulate": 2, **small, **changes})
     search = Search(Recorder(net, optimizer, batch, {}), H100, plan, ranks=plan.world_size)
-    for offload in ways(plan, "nowhere"):
+    for offload in [*ways(plan, "nowhere")][plan.pipe - 1 :: plan.pipe]:  # a stage costs as much as a model
         told = search.of(plan.model_copy(update={"offload": offload}))
         places = [{"pipe": i} for i in range(plan.pipe)] if plan.pipe > 1 else [None]
         dry = [dry_run(net, told.plan, batch, optimizer=optimizer, coordinate=x) for x in places]
@@ -248,10 +250,14 @@ def test_groups_that_hold_the_same_stand_one_on_a_host(recorder: Recorder) -> No
     assert {(x.plan.replicate, x.plan.data) for x in fixed.best} == {(2, 4)}
 
 
+STAGES: list[dict[str, Any]] = [{}, {"zero": 1}, {"zero": 3}, {"zero": 3, "offload": {"states": "host"}}]
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"zero": 1}, {"zero": 3}, {"zero": 3, "offload": {"states": "host"}}], ids=str
+    ("expert", "changes"),
+    left_to_sweeps(product([2, 4], STAGES), 1, 3, 4, 6, why="each size has some of the stages"),
+    ids=str,
 )
-@pytest.mark.parametrize("expert", [2, 4])
 def test_memory_and_bytes_of_experts_apart_are_those_of_the_dry_run(
     expert: int, changes: dict[str, Any]
 ) -> None:

@@ -18,7 +18,7 @@ from espalier.cli.main import app
 from espalier.models import GPT, GPTConfig
 from espalier.planner import Cluster, Recorder, Search
 from espalier.planner import calibrate as calibration
-from espalier.planner.calibrate import disks, engine, local
+from espalier.planner.calibrate import disks, engine, kinds, local
 from espalier.planner.calibrate.timing import Taken, slowed
 from espalier.planner.cluster import here
 from espalier.planner.curves import Grid, between
@@ -117,6 +117,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(local, "ON_CPU", local.Sizes((4, 8), (16,), (8,), 4, (64, 512), 999, 2**23))
     monkeypatch.setattr(local, "_EACH", 0.0)
+    monkeypatch.setattr(local, "_ROUNDS", 1)
+    monkeypatch.setattr(engine, "_STEPS", 4)
+    monkeypatch.setattr(kinds, "STEPS", (4, 2))
     monkeypatch.setattr(disks.speeds, "__defaults__", (2**12,))
     monkeypatch.setattr(calibration, "spawn", spawned)
 

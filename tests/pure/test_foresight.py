@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from espalier.planner.prices import Prices
 from espalier.planner.recording import Op, Recording, Sent, added, grown
 from espalier.planner.whole import check, more_ranks, sensitivity, too_large
 from espalier.train.plan_page import compare_page, front, plan_page
+from tests.asked import left_to_sweeps
 from tests.pure.browsing import all_of, opened, violations
 
 H100 = Cluster.load("h100-sxm")
@@ -479,18 +480,20 @@ def test_memory_of_a_divided_backward_pass_is_that_of_the_dry_run(schedule: str,
         assert sum(kinds.values()) == pytest.approx(dry.peak_bytes, rel=0.1)
 
 
+PIPELINES: list[dict[str, Any]] = [
+    {"pipe": 2, "accumulate": 4},
+    {"pipe": 4, "accumulate": 8, "tensor": 2, "sequence_parallel": True},
+    {"pipe": 2, "accumulate": 4, "schedule": "interleaved", "stages_per_rank": 2, "recompute": "full"},
+    {"pipe": 2, "accumulate": 4, "schedule": "zbv", "stages_per_rank": 2, "precision": "bfloat16"},
+]
+
+
 @pytest.mark.parametrize(
-    "table",
-    [
-        {"pipe": 2, "accumulate": 4},
-        {"pipe": 4, "accumulate": 8, "tensor": 2, "sequence_parallel": True},
-        {"pipe": 2, "accumulate": 4, "schedule": "interleaved", "stages_per_rank": 2, "recompute": "full"},
-        {"pipe": 2, "accumulate": 4, "schedule": "zbv", "stages_per_rank": 2, "precision": "bfloat16"},
-    ],
+    ("tied", "table"),
+    left_to_sweeps(product([False, True], PIPELINES), 1, 3, 4, 6, why="each pipeline is sent tied or not"),
     ids=str,
 )
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_stages_send_is_what_dry_runs_send(table: dict[str, Any], tied: bool) -> None:
+def test_what_stages_send_is_what_dry_runs_send(tied: bool, table: dict[str, Any]) -> None:
     with torch.device("meta"):
         sizes = {"vocab_size": 64, "max_positions": 16, "layers": 5, "hidden": 32, "heads": 4}
         net = GPT(GPTConfig(tied=tied, **sizes))

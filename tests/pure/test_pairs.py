@@ -19,7 +19,7 @@ import espalier
 from espalier import Plan
 from espalier.models import build
 
-SIZES = {"vocab_size": 512, "max_positions": 32, "layers": 2, "hidden": 32, "heads": 8}
+SIZES = {"vocab_size": 512, "max_positions": 32, "layers": 1, "hidden": 32, "heads": 8}
 ROWS, LENGTH = 16, 32
 
 ROW_SHARERS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,8 @@ def sent(plan: Plan, rows: int, kind: str) -> tuple[Sent, int]:
     held, names = 0, list(plan.axes)
     for stage in range(plan.pipe):
         with torch.device("meta"):
-            model = build(kind, SIZES)
+            # a pipeline has two blocks, and so has what it is compared with
+            model = build(kind, {**SIZES, "layers": plan.accumulate})
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             ids = torch.zeros(rows, LENGTH, dtype=torch.long)
         report = espalier.dry_run(

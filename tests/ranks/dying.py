@@ -141,7 +141,7 @@ def misbehave(kind: str, engine: espalier.Engine) -> bool:
     elif kind == "differ":
         all_reduce(torch.ones(5), engine.mesh, 0)
     elif kind == "compute":
-        until = time.monotonic() + 2.5 * FAULTS.limit
+        until = time.monotonic() + 2 * FAULTS.limit
         while time.monotonic() < until:
             torch.randn(64, 64) @ torch.randn(64, 64)
     elif kind == "patient":

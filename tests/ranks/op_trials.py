@@ -120,13 +120,13 @@ def put(tree: Any, tensors: Iterator[Any]) -> Any:
 
 
 def trials(op: Any, seed: int, few: int) -> Iterator[Trial]:
-    """Calls of one operation: about ``3 * few`` of the function, fewer of its other forms.
+    """Calls of one operation: of the function ``few`` in each pass, fewer of its other forms.
 
     The layouts of the first tensor go through all its placements; those of the others are drawn.
     """
     rng = random.Random(f"{name_of(op)} {seed}")
     turn = rng.randrange(64)
-    for dtype, gradients, share in _passes(op):
+    for dtype, gradients in _passes(op):
         _seed(seed)
         samples = _sampled(op.sample_inputs_func(op, "cpu", dtype, gradients))
         rng.shuffle(samples)
@@ -139,7 +139,7 @@ def trials(op: Any, seed: int, few: int) -> Iterator[Trial]:
                 gradients and form != "function" and not op.supports_inplace_autograd
             ):
                 continue
-            count = few * share if form == "function" else max(few // 2, 1)
+            count = few if form == "function" else max(few // 2, 1)
             for sample in itertools.islice(itertools.cycle(samples), count):
                 if "in" in form and "place" in form and sample.broadcasts_input:
                     continue
@@ -157,16 +157,14 @@ def trials(op: Any, seed: int, few: int) -> Iterator[Trial]:
                 yield Trial(op, "error", given.sample_input, placements, False, rng.randrange(1 << 30))
 
 
-def _passes(op: Any) -> list[tuple[torch.dtype, bool, int]]:
-    """Dtype, whether gradients are compared, and the share of calls."""
+def _passes(op: Any) -> list[tuple[torch.dtype, bool]]:
+    """Dtype, and whether gradients are compared."""
     kinds = op.dtypes
     first = torch.float32 if torch.float32 in kinds else min(kinds, key=str, default=None)
-    found = [(first, False, 2)] if first is not None else []
+    found = [(first, False)] if first is not None else []
     if op.supports_autograd and torch.float64 in kinds:
-        found.append((torch.float64, True, 2))
-    found += [(t, False, 1) for t in (torch.complex64, torch.int64, torch.bool) if t in kinds and t != first][
-        :1
-    ]
+        found.append((torch.float64, True))
+    found += [(t, False) for t in (torch.complex64, torch.int64, torch.bool) if t in kinds and t != first][:1]
     return found
 
 

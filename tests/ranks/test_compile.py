@@ -537,7 +537,7 @@ def _bucketed(rank: int, world: int, backend: str, dtype: torch.dtype) -> None:
         (gathers, 1, {"all_gather"}),
         (scatters, None, {"reduce_scatter", "all_gather", "all_reduce"}),
     ]:
-        if backend == "inductor" and region is not scatters:
+        if (backend, dtype) != ("aot_eager", torch.float64) and region is not scatters:
             continue  # slow; of these it has all three
         expected, plain = run(region, cut)
         assert plain.keys() == ops and {calls for calls, _ in plain.values()} == {8}

@@ -86,7 +86,7 @@ def equal(rank: int, world: int) -> None:
         torch.manual_seed(3)
         plain = make()
         after = torch.get_rng_state()
-        for zero in (0, 1, 2, 3):
+        for zero in (0, 1, 2, 3) if kind in ("gpt", "odd") else (0, 3):
             torch.manual_seed(3 if kind == "odd" else 3 + rank)  # rank 0's counts
             with espalier.deferred():
                 net = make()

@@ -1,24 +1,23 @@
 """torch's own op database on DTensors: no wrong answer, no error where the plain call has none.
 
-Each operation on two ranks or on three; with ``ESPALIER_SWEEP=1`` in the environment on both, with a larger
-number in so many calls of each form as well. tests/ranks/test_rules.py obeys it too.
+Each operation on two ranks or on three; with ``ESPALIER_SWEEP=1`` in the environment on both, in more calls;
+with a larger number in so many of each form. tests/ranks/test_rules.py obeys it too.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.asked import ASKED
 from tests.pool import RankError
 from tests.ranks.ours import Ours
 from tests.ranks.sweep import Finding, Sweep, part
 
-ASKED = int(os.environ.get("ESPALIER_SWEEP", "0"))
-# calls for each form of an operation; more find more
-FEW = max(ASKED, 1)
+# calls for an operation in each pass; more find more
+FEW = 2 * ASKED or 1
 PARTS = 6
 RUN = [(world, index) for world in (2, 3) for index in range(PARTS) if ASKED or index % 2 == world % 2]
 

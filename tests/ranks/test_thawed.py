@@ -173,14 +173,14 @@ def saved_and_loaded(rank: int, world: int, folder: Path) -> None:
             steps(net, optimizer, model, 0, middle)
             model.engine.save(folder / f"{i}-{was_frozen}")
             for is_frozen in (True, False):
-                for other in ({"data": 2, "zero": 1}, {"data": 2, "zero": 3}):
-                    net, optimizer, model = started(other, is_frozen)
-                    model.engine.load(folder / f"{i}-{was_frozen}")
-                    net.requires_grad_(True)
-                    steps(net, optimizer, model, middle, STEPS)
-                    state = model.engine.full_state_dict()
-                    for name, x in of_one.state_dict().items():
-                        assert (state[name] - x).abs().max() < TOLERANCE, (plan, other, is_frozen, name)
+                other = {"data": 2, "zero": 1 if (i + was_frozen + is_frozen) % 2 else 3}
+                net, optimizer, model = started(other, is_frozen)
+                model.engine.load(folder / f"{i}-{was_frozen}")
+                net.requires_grad_(True)
+                steps(net, optimizer, model, middle, STEPS)
+                state = model.engine.full_state_dict()
+                for name, x in of_one.state_dict().items():
+                    assert (state[name] - x).abs().max() < TOLERANCE, (plan, other, is_frozen, name)
 
 
 def test_what_was_thawed_is_saved_and_loaded(ranks: Any, tmp_path: Path) -> None:

@@ -52,7 +52,12 @@ def little() -> Iterator[None]:
         every = kinds.plans
         patch.setattr(kinds, "plans", lambda n: {x: plan for x, plan in every(n).items() if x in FEW})
         for module, name, value in (
-            *((local, "_EACH", 0.0), (local, "_COPIED", 2**12), (local, "_UPDATED", 2**10)),
+            *(
+                (local, "_ROUNDS", 1),
+                (local, "_EACH", 0.0),
+                (local, "_COPIED", 2**12),
+                (local, "_UPDATED", 2**10),
+            ),
             *((links, "_SIZES_THERE", (64, 1024)), (links, "_SIDE_THERE", 8), (links, "_TRIES", 1)),
             *((links, "_FEWEST", 3), (links, "_MOST", 3)),
             *((engine, "_STEPS", 2), (engine, "SMALL", engine.Trial(TINY, 2))),
