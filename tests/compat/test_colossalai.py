@@ -125,6 +125,10 @@ def test_files(tmp_path: Path) -> None:
     )
     found = load(tmp_path / "config.py")
     assert dict(found) == {"BATCH_SIZE": 4, "parallel": {"pipeline": 1}} and found.parallel.pipeline == 1
+    found["model"] = {"type": nn.Linear, "in_features": 3, "out_features": 2}
+    assert found.model.pop("type")(**found.model).weight.shape == (2, 3)
+    found.EPOCHS = 5
+    assert found["EPOCHS"] == 5
     with pytest.raises(AttributeError, match="no 'LR'"):
         _ = found.LR
     with pytest.raises(ValueError, match="the path of a Python file"):

@@ -66,7 +66,7 @@ def others(rank: int, world: int) -> None:
             boosted_model, optimizer, *_ = colossalai.Booster(plugin=plugin).boost(
                 model, kind(model.parameters())
             )
-            assert optimizer.unwrap() is optimizer
+            assert optimizer.unwrap() is optimizer and optimizer.optim.param_groups is optimizer.param_groups
             assert_same(trained(boosted_model, optimizer, share, rank if share > 1 else 0), right)
             norm = optimizer.get_grad_norm()
             assert norm is not None and norm > 0

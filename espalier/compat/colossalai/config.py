@@ -63,7 +63,12 @@ class Settings(dict[str, Any]):
             value = self[name]
         except KeyError:
             raise AttributeError(f"The configuration has no {name!r}.") from None
-        return Settings(value) if type(value) is dict else value
+        if type(value) is dict:  # and stays the same object: programs take out of it what they have used
+            value = self[name] = Settings(value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
 
 
 def load(config: str | Path | Mapping[str, Any] | None) -> Settings:

@@ -47,9 +47,6 @@ class Config(Settings):
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config or {})
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
-
     @staticmethod
     def from_file(filename: str | Path) -> Config:
         """The names of a Python file."""

@@ -45,6 +45,7 @@ def show(optimizer: torch.optim.Optimizer, engine: Callable[[], Any]) -> None:
             list(parameters()), clip_value, *args, **options
         ),
         get_grad_norm=get_grad_norm,
+        optim=weakref.proxy(optimizer),
         sync_grad=lambda: None,  # done behind the backward pass
         unwrap=here,
     )

@@ -78,6 +78,9 @@ class Boosted(EngineModule):
         """The model."""
         return self.module
 
+    def _force_wait_all_gather(self) -> None:
+        """Nothing, though Colossal-AI's programs call it: whoever reads a parameter waits for it."""
+
 
 def _merged(kept: list[Any], total: int, own: slice) -> Any:
     """Outputs of micro-batches as one of a rank's rows (a collective of those who have them)."""

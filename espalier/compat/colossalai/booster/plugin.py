@@ -386,6 +386,7 @@ class GeminiPlugin(Plugin):
         "enable_gradient_accumulation",
     )
     _without: ClassVar[Mapping[str, str]] = {
+        "device": "the device is the mesh's",
         "chunk_config_dict": "chunks follow the model's blocks",
         "chunk_init_device": _CHOSEN,
         "max_prefetch": "Plan(prefetch_megabytes=) says it in bytes",
