@@ -355,8 +355,10 @@ class _Program:
                     self._configuration(keyword.value)
                 elif keyword.arg in ("mpu", "mesh_param") and not _is_none(keyword.value):
                     reason = "the configuration, or plan={...}, says which axes there are"
+                    is_missing = keyword.arg == "mesh_param"
+                    told = "has no equivalent here" if is_missing else "is to say what the plan says"
                     self.notes.append(
-                        Note(keyword.value.lineno, f"{keyword.arg}= has no equivalent here: {reason}", True)
+                        Note(keyword.value.lineno, f"{keyword.arg}= {told}: {reason}", is_missing)
                     )
         if name.startswith("colossalai.booster.plugin."):
             self._plugin(node, name.rpartition(".")[2])

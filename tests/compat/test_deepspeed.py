@@ -8,8 +8,10 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from espalier.compat import deepspeed
 from espalier.compat.deepspeed.runtime.pipe.topology import (
     PipeDataParallelTopology,
+    PipelineParallelGrid,
     PipeModelDataParallelTopology,
 )
 from espalier.tensor import DTensor
@@ -376,6 +379,17 @@ def topologies(rank: int, world: int) -> None:
         model = deepspeed.PipelineModule(layers(), topology=wrong, loss_fn=F.cross_entropy)
         with pytest.raises(ValueError, match="expected the same"):
             deepspeed.initialize(model=model, config=config(0, 1, **more))
+    grid = PipelineParallelGrid(PipeDataParallelTopology(1, world))
+    engine, *_ = deepspeed.initialize(model=net(), mpu=grid, config=config(1, 1))
+    assert engine.mpu is grid and engine.dp_world_size == grid.get_data_parallel_world_size() == world
+    for told, match in (
+        ({"get_model_parallel_world_size": world}, "says 2 rank.s. of a tensor axis, and the plan .* 1:"),
+        ({"get_data_parallel_world_size": 1}, "says 1 rank.s. that share the batch, and .* 2:"),
+        ({"get_data_parallel_rank": rank + 1}, "as this rank's number among those, and the plan"),
+    ):
+        mpu = SimpleNamespace(**{name: partial(int, n) for name, n in told.items()})
+        with pytest.raises(ValueError, match=match):
+            deepspeed.initialize(model=net(), mpu=mpu, config=config(1, 1))
     with pytest.raises(ValueError, match=r"num_stages=3\): expected a divisor"):
         deepspeed.PipelineModule(layers(), num_stages=3).topology()
 

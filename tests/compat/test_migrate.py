@@ -52,6 +52,15 @@ def test_deepspeed() -> None:
     assert found.diff("x.py").startswith("--- x.py\n+++ x.py\n@@ -1,8 +1,9 @@")
 
 
+def test_grids_of_ranks() -> None:
+    """One is compared with the plan's, another is not there."""
+    notes = migrate("import deepspeed\ndeepspeed.initialize(model=None, mpu=grid, mesh_param=(2, 2))\n").notes
+    assert [(x.is_missing, x.text.partition(":")[0]) for x in notes] == [
+        (True, "mesh_param= has no equivalent here"),
+        (False, "mpu= is to say what the plan says"),
+    ]
+
+
 def test_configuration_in_a_file(tmp_path: Path) -> None:
     """The file that a program names is read."""
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 1, "amp": {"enabled": True}}))

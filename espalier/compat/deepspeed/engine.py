@@ -47,7 +47,7 @@ class DeepSpeedEngine(EngineModule):
         monitor: writes events where the configuration says.
         timers: of forward, backward and step (``fwd``, ``bwd``, ``step``), and of the program's own.
         client_optimizer, client_lr_scheduler: what the program brought; None where the configuration says.
-        mpu: None: axes are the plan's.
+        mpu: what the program brought; None without.
         losses: of the step's micro-batches so far, their mean; None before the first.
         tput_timer: how fast rows pass.
         training_data, collate_fn: what the loader was made of.

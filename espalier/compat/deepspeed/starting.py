@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from espalier.compat.axes import Axes
 from espalier.compat.deepspeed import optimizers, schedules
 from espalier.compat.deepspeed.axes import init_distributed
 from espalier.compat.deepspeed.config import load, read
@@ -19,7 +20,9 @@ from espalier.compat.deepspeed.pipe_engine import PipelineEngine
 from espalier.compat.plans import counts_one
 from espalier.engine import Spikes
 from espalier.engine import initialize as lay_on_mesh
-from espalier.mesh.process import running_size
+from espalier.mesh import Mesh
+from espalier.mesh.process import running_rank, running_size
+from espalier.parallel import Plan
 
 _LIMIT = 2**31  # DeepSpeed skips steps that are not finite as long as it takes
 
@@ -47,6 +50,7 @@ def initialize(
     Args:
         args: ``args.deepspeed_config`` is the configuration, if ``config`` is not given.
         optimizer: or a function of the parameters that makes one; by default the configuration's.
+        mpu: a grid of ranks, Megatron's or DeepSpeed's: it is to say what the plan says.
         model_parameters: what the configuration's optimizer updates; by default all that need a gradient.
         lr_scheduler: or a function of the optimizer that makes one; by default the configuration's.
         config: a dict, or the path of a JSON file.
@@ -61,9 +65,9 @@ def initialize(
     """
     if model is None:
         raise ValueError("deepspeed.initialize needs model=...")
-    if mpu is not None or mesh_param is not None:
+    if mesh_param is not None:
         raise ValueError(
-            "deepspeed.initialize(mpu=..., mesh_param=...): which axes there are says the configuration "
+            "deepspeed.initialize(mesh_param=...): which axes there are says the configuration "
             "(tensor_parallel.autotp_size, sequence_parallel_size) or plan={...}."
         )
     path = getattr(args, "deepspeed_config", None)
@@ -75,6 +79,8 @@ def initialize(
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     tables = with_tensor_axis(load(source), model)
     settings = read(tables, running_size(), pipe=stages, plan={**axes_of_experts(model), **(plan or {})})
+    if mpu is not None:
+        compare(mpu, settings.plan)
     if isinstance(model, PipelineModule):
         settings = model.arranged(settings)
         options.setdefault("loss_fn", model.loss_fn)
@@ -101,9 +107,33 @@ def initialize(
     kind = PipelineEngine if is_pipeline else DeepSpeedEngine
     engine = kind(inner, settings, tables, lr_scheduler)
     engine.client_optimizer, engine.client_lr_scheduler = brought
+    engine.mpu = engine.mpu or mpu
     if training_data is not None:
         engine.reads(training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def compare(mpu: Any, plan: Plan) -> None:
+    """See that a program's grid of ranks is the plan's.
+
+    Raises:
+        ValueError: it is another.
+    """
+    sizes = "get_tensor_model_parallel_world_size get_slice_parallel_world_size get_model_parallel_world_size"
+    place = Mesh.dry(plan.axes, world_rank=running_rank())
+    sharing = Axes.among(place, plan.batch_axes)
+    for what, questions, right in (
+        ("rank(s) of a tensor axis", sizes.split(), plan.tensor),
+        ("rank(s) that share the batch", ["get_data_parallel_world_size"], sharing.size),
+        ("as this rank's number among those", ["get_data_parallel_rank"], sharing.rank),
+    ):
+        told = next((getattr(mpu, name)() for name in questions if hasattr(mpu, name)), right)
+        if told != right:
+            raise ValueError(
+                f"deepspeed.initialize(mpu=...): it says {told} {what}, and the plan ({plan}) {right}: "
+                "expected the same. The configuration says which axes there are (tensor_parallel.autotp_size, "
+                "sequence_parallel_size), or plan={...}; layers of the model are plain, the engine cuts them."
+            )
 
 
 _TENSOR = "_deepspeed_tp_size"
