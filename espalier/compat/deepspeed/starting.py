@@ -131,7 +131,7 @@ def compare(mpu: Any, plan: Plan) -> None:
         if told != right:
             raise ValueError(
                 f"deepspeed.initialize(mpu=...): it says {told} {what}, and the plan ({plan}) {right}: "
-                "expected the same. The configuration says which axes there are (tensor_parallel.autotp_size, "
+                "expected the same. The configuration says which axes there are (autotp_size, "
                 "sequence_parallel_size), or plan={...}; layers of the model are plain, the engine cuts them."
             )
 
