@@ -77,7 +77,17 @@ _FSDP = frozenset(
     "FullyShardedDataParallel fully_shard FSDPModule MixedPrecision MixedPrecisionPolicy CPUOffload "
     "CPUOffloadPolicy OffloadPolicy ShardingStrategy BackwardPrefetch StateDictType FullStateDictConfig "
     "ShardedStateDictConfig LocalStateDictConfig FullOptimStateDictConfig ShardedOptimStateDictConfig "
-    "register_fsdp_forward_method".split()
+    "register_fsdp_forward_method share_comm_ctx UnshardHandle OptimStateKeyType".split()
+)
+_PIPELINING = _Move(
+    "torch",
+    f"{_TORCH}.pipelining",
+    frozenset(
+        "pipeline Pipe SplitPoint pipe_split get_schedule_class PipelineStage build_stage ScheduleGPipe "
+        "Schedule1F1B ScheduleInterleaved1F1B ScheduleLoopedBFS ScheduleInterleavedZeroBubble "
+        "ScheduleZBVZeroBubble ScheduleDualPipeV TensorChunkSpec sum_reducer".split()
+    ),
+    'espalier.initialize(model, optimizer, {"pipe": n, "schedule": ...}) cuts the model by itself',
 )
 _DTENSOR = _Move("torch's DTensor", "espalier", None, "docs/from-torch.md says what differs")
 _FABRIC = _Move(
@@ -102,19 +112,14 @@ _MOVES: Final = MappingProxyType(
         "torch.nn.parallel.distributed": _Move("torch", _TORCH, frozenset({"DistributedDataParallel"})),
         "torch.distributed.fsdp": _Move("torch", f"{_TORCH}.fsdp", _FSDP),
         "torch.distributed.fsdp.fully_sharded_data_parallel": _Move("torch", f"{_TORCH}.fsdp", _FSDP),
+        "torch.distributed.fsdp._fully_shard": _Move("torch", f"{_TORCH}.fsdp", _FSDP),
         "torch.distributed._composable.fsdp": _Move("torch", f"{_TORCH}.fsdp", _FSDP),
         "torch.distributed.optim": _Move("torch", _TORCH, frozenset({"ZeroRedundancyOptimizer"})),
         "torch.distributed.pipeline.sync": _Move("torch", _TORCH, frozenset({"Pipe"})),
-        "torch.distributed.pipelining": _Move(
-            "torch",
-            f"{_TORCH}.pipelining",
-            frozenset(
-                "pipeline SplitPoint pipe_split get_schedule_class PipelineStage build_stage ScheduleGPipe "
-                "Schedule1F1B ScheduleInterleaved1F1B ScheduleLoopedBFS ScheduleInterleavedZeroBubble "
-                "ScheduleZBVZeroBubble ScheduleDualPipeV".split()
-            ),
-            'espalier.initialize(model, optimizer, {"pipe": n, "schedule": ...}) cuts the model by itself',
-        ),
+        "torch.distributed.pipelining": _PIPELINING,
+        "torch.distributed.pipelining.schedules": _PIPELINING,
+        "torch.distributed.pipelining.stage": _PIPELINING,
+        "torch.distributed.pipelining.microbatch": _PIPELINING,
         "torch.distributed.tensor": _DTENSOR,
         "torch.distributed.tensor.parallel": _DTENSOR,
         "torch.distributed._tensor": _DTENSOR,
@@ -130,6 +135,7 @@ _MOVES: Final = MappingProxyType(
             frozenset({"Accelerator", "notebook_launcher", "debug_launcher"}),
             "see docs/accelerate.md",
         ),
+        "accelerate.local_sgd": _Move("accelerate", "espalier.compat.accelerate", frozenset({"LocalSGD"})),
         "lightning_fabric.strategies": _FABRIC,
         "lightning.fabric.strategies": _FABRIC,
         "pytorch_lightning.strategies": _TRAINERS_OF_LIGHTNING,
@@ -142,6 +148,7 @@ _SPAWN = 'espalier.spawn(lambda mesh: function(), {"data": n}) starts n ranks'
 _HINTS: Final = MappingProxyType(
     {
         "accelerate.debug_launcher": _SPAWN,
+        "accelerate.local_sgd.LocalSGD": "leave it out: every step is of all rows",
         "accelerate.notebook_launcher": _SPAWN,
     }
 )

@@ -20,6 +20,7 @@ from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.plan import known_as
 from espalier.tensor.observers import user_frame
+from espalier.texts import refuse
 
 # why trainers that scale losses by themselves have no pipelines in float16, and who has
 NO_SCALER = (
@@ -115,6 +116,9 @@ class LateModule(EngineModule):
         module: the plain model.
         said: the plan that the program asks for.
         more: a plan, or keys of one, that hold in place of what is said.
+
+    Attributes:
+        mistakes: are told when it makes an engine of its own; as a part of another model it does not.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class LateModule(EngineModule):
     ) -> None:
         nn.Module.__init__(self)
         self.rows, self.said, self.more = rows, dict(said), more
+        self.mistakes: list[tuple[str, Any, str]] = []
         self.module = module
         self.training = module.training
         self._made: Engine | None = None
@@ -139,6 +144,7 @@ class LateModule(EngineModule):
     def engine(self) -> Engine:
         """The engine that trains the model; it is made now, if it was not."""
         if self._made is None:
+            refuse(type(self).__name__, self.mistakes)
             optimizer = optimizer_of(self.module)
             if optimizer is not None:
                 self.said |= getattr(optimizer, "asks_for", {})

@@ -212,3 +212,23 @@ def test_command(tmp_path: Path) -> None:
 def test_other_things_of_that_name(line: str) -> None:
     """Are left alone."""
     assert migrate(line).after == line
+
+
+def test_names_of_inner_modules() -> None:
+    """Programs import from where torch itself keeps what its packages hand on."""
+    program = (
+        "from torch.distributed.pipelining.schedules import ScheduleGPipe\n"
+        "from torch.distributed.pipelining.microbatch import TensorChunkSpec, merge_chunks\n"
+        "from torch.distributed.fsdp._fully_shard import fully_shard, share_comm_ctx\n"
+        "from accelerate.local_sgd import LocalSGD\n"
+    )
+    found = migrate(program)
+    assert found.after.splitlines() == [
+        "from espalier.compat.torch.pipelining import ScheduleGPipe",
+        "from espalier.compat.torch.pipelining import TensorChunkSpec",
+        "from torch.distributed.pipelining.microbatch import merge_chunks",
+        "from espalier.compat.torch.fsdp import fully_shard, share_comm_ctx",
+        "from accelerate.local_sgd import LocalSGD",
+    ]
+    (note,) = found.notes
+    assert note.is_missing and "leave it out: every step is of all rows" in note.text

@@ -466,6 +466,11 @@ def as_torchs(rank: int, world: int) -> None:
     assert pipe.cuts == ("0.linear", "1.linear") and "3 stages" in str(pipe)
     with pytest.raises(ValueError, match=r"stage_index(.|\n)*expected 0 to 1"):
         pipelining.PipelineStage(whole, 2, 2)
+    stuck = pipelining.PipelineStage(Masked(6 if rank == 0 else 4, rank), rank, world)
+    if rank:
+        stuck.submod.of = lambda x: x
+    with pytest.raises(ValueError, match=r"of rank 1(.|\n)*cannot(.|\n)*pickle(.|\n)*cut by pipeline"):
+        pipelining.ScheduleGPipe(stuck, MICRO, F.mse_loss).step(x, target=y)
     swapped = pipelining.ScheduleGPipe(pipelining.PipelineStage(whole, 1 - rank, world), MICRO, F.mse_loss)
     with pytest.raises(ValueError, match=rf"stage_index(.|\n)*on rank {rank}(.|\n)*expected {rank}"):
         swapped.step(x, target=y)
@@ -482,11 +487,17 @@ def beside(rank: int, world: int) -> None:
             (torch.stack([F.cross_entropy(*part) for part in parts]).mean() / 2).backward()
         plain.step()
         plain.zero_grad()
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     for inner in (False, True):
         index, place = (rank % 2, rank // 2) if inner else (rank // 2, rank % 2)
         part = tower()[2 * index : 2 * index + 2]
         here.fully_shard(part)
-        made = pipelining.ScheduleGPipe(pipelining.PipelineStage(part, index, 2), MICRO, F.cross_entropy)
+        stage: nn.Module = part
+        if inner:  # a wrapper of the ranks that have the same stage
+            stage = here.DistributedDataParallel(part, process_group=groups[index])
+            with pytest.raises(ValueError, match=r"process_group(.|\n)*of 2 ranks(.|\n)*all of it"):
+                stage(rows(0)[0])
+        made = pipelining.ScheduleGPipe(pipelining.PipelineStage(stage, index, 2), MICRO, F.cross_entropy)
         optimizer = torch.optim.AdamW(part.parameters(), lr=0.1)
         for step in range(2):
             x, y = rows(step, place)

@@ -113,7 +113,7 @@ class DistributedDataParallel(_Prefixed):
         bucket_cap_mb: ``Plan(chunk_megabytes=...)``.
         mixed_precision: ``Plan(precision=...)``.
         device_mesh: of one axis.
-        process_group: all of the world.
+        process_group: all of the world; around a pipeline's stage, the ranks that have the same.
         device_ids, output_device, broadcast_buffers, init_sync, find_unused_parameters, check_reduction,
         gradient_as_bucket_view, static_graph, skip_all_reduce_unused_params, batched_grad_copy,
         forward_sync_buffers: no effect: parameters and buffers are in step, unused parameters are seen.
@@ -161,7 +161,6 @@ class DistributedDataParallel(_Prefixed):
             ("device_mesh", device_mesh, "expected one axis; more of them are said by plan = {...}")
             if device_mesh is not None and device_mesh.ndim != 1
             else None,
-            *of_group(process_group),
         ]
         refuse("DistributedDataParallel", [x for x in mistakes if x is not None])
         said: dict[str, Any] = {}
@@ -170,6 +169,7 @@ class DistributedDataParallel(_Prefixed):
         if mixed_precision is not None:
             said["precision"] = precision_of(mixed_precision.param_dtype, mixed_precision.reduce_dtype)
         super().__init__(module, "own", said, plan)
+        self.mistakes += of_group(process_group)
         self.device_ids, self.output_device = device_ids, output_device
         self.static_graph, self.find_unused_parameters = static_graph, find_unused_parameters
 
@@ -219,7 +219,7 @@ def take_hook(module: LateModule, hook: Callable[..., Any]) -> None:
         module.said["precision"] = {**module.said.get("precision", {}), "reduce": dtype}
 
 
-def of_group(group: Any) -> list[tuple[str, Any, str] | None]:
+def of_group(group: Any) -> list[tuple[str, Any, str]]:
     """The mistake of a process group that is not the whole world."""
     if group is None or not isinstance(group, dist.ProcessGroup) or group.size() == world_size():
         return []
@@ -255,7 +255,7 @@ class ZeroRedundancyOptimizer(metaclass=_OfZero):
         **defaults: Any,
     ) -> torch.optim.Optimizer:
         """The optimizer."""
-        refuse("ZeroRedundancyOptimizer", [x for x in of_group(process_group) if x is not None])
+        refuse("ZeroRedundancyOptimizer", of_group(process_group))
         optimizer: Any = optimizer_class(params, **defaults)
         optimizer.asks_for = {"zero": 1}
         plain: Callable[[], dict[str, Any]] = optimizer.state_dict

@@ -155,7 +155,6 @@ class FullyShardedDataParallel(LateModule):
             ("process_group", "two groups", "expected device_mesh = init_device_mesh(..., (copies, pieces))")
             if several
             else None,
-            *of_group(process_group),
         ]
         refuse("FullyShardedDataParallel", [x for x in mistakes if x is not None])
         strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
@@ -163,6 +162,7 @@ class FullyShardedDataParallel(LateModule):
         if mixed_precision is not None:
             said["precision"] = precision_of(mixed_precision.param_dtype, mixed_precision.reduce_dtype)
         super().__init__(_unwrapped(module), "own", said, plan)
+        self.mistakes += of_group(process_group)
         self._kind = _Kind()
 
     # ---- torch's own methods

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -355,8 +356,15 @@ class _Schedule:
         """The stages of all ranks as one model; this rank's are the very modules that it gave."""
         own = {stage.stage_index: stage.submod for stage in self._stages}
         parts: dict[int, nn.Module] = {}
-        for of_rank in gather_objects(own, mesh) if mesh.size() > 1 else []:
-            parts = {**of_rank, **parts}
+        for rank, packed in enumerate(gather_objects(_packed(own), mesh) if mesh.size() > 1 else []):
+            if isinstance(packed, str):
+                reason = (
+                    f"they travel to all ranks once, and cannot ({packed}): expected modules that can be "
+                    "pickled; or the whole model on each rank, cut by pipeline(model, ...)"
+                )
+                refuse(type(self).__name__, [("stages", f"of rank {rank}", reason)])
+            else:
+                parts = {**pickle.loads(packed), **parts}
         parts |= own
         missing = sorted({*range(self._stages[0].num_stages)} - {*parts})
         if missing:
@@ -481,8 +489,16 @@ class _Schedule:
 def _unwrapped(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     """A stage's module without its wrapper, and the keys of a plan that this asks for."""
     if isinstance(module, LateModule):
-        return module.module, module.said
+        return module.module, released(module.module) | module.said
     return module, released(module)
+
+
+def _packed(parts: Mapping[int, nn.Module]) -> bytes | str:
+    """A rank's stages as they travel, or why they cannot."""
+    try:
+        return pickle.dumps(parts)
+    except Exception as error:  # whatever an attribute of a module says to it
+        return f"{type(error).__name__}: {error}"
 
 
 def _along(axes: Mapping[str, int], name: str, rank: int) -> int:
