@@ -35,6 +35,7 @@ class Booster:
     """Colossal-AI's, on Espalier.
 
     Args:
+        device: no effect: ranks are on the mesh's devices.
         mixed_precision: ``"fp16"`` or ``"bf16"``, where the plugin says none: under autocast; or what
             ``booster.mixed_precision`` has.
         plugin: says the plan; by default all ranks share the batch.
@@ -230,9 +231,17 @@ class Booster:
             torch.save(state, path)
 
     def load_optimizer(
-        self, optimizer: torch.optim.Optimizer, checkpoint: str | Path, *args: Any, **kwargs: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        checkpoint: str | Path,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
     ) -> None:
-        """Take over states from :meth:`save_optimizer`, under any plugin on any number of ranks."""
+        """Take over states from :meth:`save_optimizer`, under any plugin on any number of ranks.
+
+        Args:
+            low_cpu_mem_mode, num_threads: no effect.
+        """
         self._mesh_of(optimizer)
         path = Path(checkpoint)
         if path.is_dir():
