@@ -71,7 +71,7 @@ def test_modules() -> None:
             importlib.import_module(f"{HERE}.{name}")
     for name in ("no_such", "__path_of_it__"):
         assert not hasattr(colossalai, name)
-    assert colossalai.kernel.LayerNorm is nn.LayerNorm
+    assert colossalai.kernel.LayerNorm is nn.LayerNorm and colossalai.nn.layer.Linear is nn.Linear
     assert callable(colossalai.initialize) and callable(colossalai.legacy.initialize)
     module, x = importlib.import_module(f"{HERE}.utils.checkpoint"), torch.ones(2)
     assert utils.checkpoint is module and torch.equal(utils.checkpoint(torch.sin, False, x), x.sin())

@@ -61,5 +61,5 @@ __getattr__ = or_absent(
         "GeminiDDP ZeroDDP zero_model_wrapper zero_optim_wrapper": "colossalai.zero has it",
     },
     _of_torch,
-    elsewhere={"loss": __name__, "parallel": "espalier.compat.colossalai.zero"},
+    elsewhere={"layer": f"{__name__}.layer", "loss": __name__, "parallel": "espalier.compat.colossalai.zero"},
 )
