@@ -30,7 +30,14 @@ from espalier.comm.redistribute import begin, carry_out
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.tensor.dtensor import plain
-from espalier.torch_private import current_graph_task_id, keeps_graph, raw, saved_tensors_hooks, will_run
+from espalier.torch_private import (
+    current_graph_task_id,
+    keeps_graph,
+    let_traces_pass_saving_hooks,
+    raw,
+    saved_tensors_hooks,
+    will_run,
+)
 
 outer_hooks = saved_tensors_hooks
 _will_run: Callable[[Any], bool] = will_run
@@ -131,10 +138,13 @@ class _View:
     def __init__(self, source: Shard, seen: torch.Tensor) -> None:
         self.source = source
         self.geometry = (seen.shape, seen.stride(), seen.storage_offset())
+        self._in_order = seen.is_contiguous()
 
     def get(self) -> torch.Tensor:
-        shape, stride, offset = self.geometry
-        return self.source.get().as_strided(shape, stride, offset)
+        (shape, stride, offset), full = self.geometry, self.source.get()
+        if self._in_order and full.is_contiguous() and full.numel() == shape.numel():
+            return full.view(shape)  # which tells a compiler more
+        return full.as_strided(shape, stride, offset)
 
 
 class Outer:
@@ -174,9 +184,21 @@ def open_saving(shards: Sequence[Shard]) -> torch.autograd.graph.saved_tensors_h
     def unpack(kept: torch.Tensor | _View | Outer) -> torch.Tensor:
         return kept if isinstance(kept, torch.Tensor) else kept.get()
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    hooks = _Saving(pack, unpack)
     hooks.__enter__()
     return hooks
+
+
+class _Saving(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks that a tracer comes by, too: what it sees saved is what the backward graph is given."""
+
+    def __enter__(self) -> None:
+        self._passed = let_traces_pass_saving_hooks(False)
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        let_traces_pass_saving_hooks(self._passed)
 
 
 def close_saving(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:

@@ -161,8 +161,10 @@ def _sequence(rank: int, world: int, tokens: int) -> None:
     assert len(graphs.forward) == len(graphs.backward) == 1
     # what the loss sums over the classes is inside, too
     assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(collectives(graphs.forward[0]))
-    # what was gathered is not kept for the backward pass, but gathered again
-    assert "all_gather" in collectives(graphs.backward[0])
+    # what was gathered is not kept for the backward pass, but gathered again, and used
+    gathered = [n for n in graphs.backward[0].graph.nodes if "espalier.all_gather.default" in map(str, n.args)]
+    given = [user for n in gathered for user in n.users if user.args[1] == 1]
+    assert gathered and len(given) == len(gathered) and all(node.users for node in given)
 
 
 @pytest.mark.parametrize(("world", "tokens"), [(2, 5), (4, 4), (4, 3)])
