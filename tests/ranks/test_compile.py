@@ -162,7 +162,8 @@ def _sequence(rank: int, world: int, tokens: int) -> None:
     # what the loss sums over the classes is inside, too
     assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(collectives(graphs.forward[0]))
     # what was gathered is not kept for the backward pass, but gathered again, and used
-    gathered = [n for n in graphs.backward[0].graph.nodes if "espalier.all_gather.default" in map(str, n.args)]
+    nodes = graphs.backward[0].graph.nodes
+    gathered = [node for node in nodes if "espalier.all_gather.default" in map(str, node.args)]
     given = [user for n in gathered for user in n.users if user.args[1] == 1]
     assert len(given) == len(gathered) > 0
     assert all(node.users for node in given)
