@@ -330,7 +330,7 @@ class Engine(Surface):
         by = compile_forward if self.plan.zero == 3 or self._recomputed else compile_region
         self._undo_recompute()  # a graph stands within, and runs again
         for block in blocks:
-            by(block, backend=backend)
+            by(block, backend=backend, async_tensor_parallel=self.plan.async_tensor_parallel)
         self._compiled += blocks
         if self._data is not None:
             self._data.gather_before(blocks)

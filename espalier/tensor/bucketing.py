@@ -22,8 +22,10 @@ from torch import fx
 from espalier.comm.bucketed_ops import operators
 from espalier.comm.control import OutOfBand
 from espalier.comm.custom_ops import mesh_of, parsed
+from espalier.comm.ring import GATHERED, SUMMED
 from espalier.mesh import Mesh
 from espalier.torch_private import OpOverload, disable_modes, with_effects
+from espalier.trees import leaves
 
 _LIMIT = 600.0  # seconds in which all ranks must have compiled their graph
 _PUT_TOGETHER = {"all_reduce": [(), ("sum",)], "all_gather": None, "reduce_scatter": None}
@@ -109,6 +111,8 @@ def _calls(graph: fx.Graph) -> list[Call]:
 def _call(node: fx.Node) -> Call:
     _, called, *rest = node.args
     space, _, name = called._schema.name.partition("::") if isinstance(called, OpOverload) else ("", "", "")
+    if space == "espalier" and name in (GATHERED, SUMMED):
+        return Call(node, name, None, 0)
     if space != "espalier" or len(rest) != 4:
         return Call(node, "", None, 0)
     x, mesh, axis, constants = cast("tuple[fx.Node, str, int, str]", rest)
@@ -132,7 +136,8 @@ def _in_words(call: Call) -> str:
     """What all ranks say of a collective alike."""
     if not call.name:
         return str(call.node.args[1])
-    dtype = call.node.args[2].meta["val"].dtype  # type: ignore[union-attr]
+    (x, *_) = leaves(call.node.args[2], fx.Node)
+    dtype = x.meta["val"].dtype
     return f"{call.name} {_mesh(call).names} {call.node.args[4]} {dtype} {call.key is not None}"
 
 

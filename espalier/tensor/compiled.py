@@ -38,6 +38,7 @@ from espalier.tensor.fallback import writes
 from espalier.tensor.loans import await_values
 from espalier.tensor.observers import watchers
 from espalier.tensor.random import draw_key
+from espalier.tensor.ring_rewriting import RingRewriting
 from espalier.tensor.saved import close_saving, gather_before_backward, hold, open_saving, outer_hooks
 from espalier.torch_private import (
     aot_eager,
@@ -349,6 +350,7 @@ def compile(  # torch's own name for it
     options: dict[str, Any] | None = None,
     disable: bool = False,
     bucket_megabytes: float = _BUCKET,
+    async_tensor_parallel: bool = False,
 ) -> Any:
     """Compile a module or a function of DTensors: one graph, collectives included.
 
@@ -371,6 +373,8 @@ def compile(  # torch's own name for it
         bucket_megabytes: collectives of one kind, axis and dtype that do not wait for one another become one
             message of at most so many megabytes, begun early; 0 leaves them as they are. So for the backends
             ``"inductor"`` and ``"aot_eager"``.
+        async_tensor_parallel: products of a sequence that is gathered, and those whose sum is cut along the
+            sequence, go on while pieces of it travel; for the same backends.
 
     Raises:
         ValueError: ``dynamic=True``, or options for another backend than inductor.
@@ -383,6 +387,7 @@ def compile(  # torch's own name for it
             return compile(
                 model, fullgraph=fullgraph, dynamic=dynamic, backend=backend, mode=mode, options=options,
                 disable=disable, bucket_megabytes=bucket_megabytes,
+                async_tensor_parallel=async_tensor_parallel,
             )  # fmt: skip
 
         return decorate
@@ -390,19 +395,23 @@ def compile(  # torch's own name for it
         raise ValueError("espalier.compile: shapes are static; leave dynamic= out.")
     if disable:
         return model
-    compiler = _backend(backend, mode, options, bucket_megabytes * 1e6)
+    rewrite = _rewriting(bucket_megabytes, async_tensor_parallel)
+    compiler = _backend(backend, mode, options, rewrite)
     if isinstance(model, torch.nn.Module):
         model._compiled_call_impl = _Region(model._call_impl, model, compiler)
         return model
     return _Region(model, model, compiler)
 
 
-def compile_forward(module: torch.nn.Module, backend: str | Backend) -> None:
+def compile_forward(
+    module: torch.nn.Module, backend: str | Backend, async_tensor_parallel: bool = False
+) -> None:
     """Compile what a module's ``forward`` is now; hooks, and what is put around it later, stay outside.
 
     So its parameters may be gathered before each call, and released after it. A copy runs as it is written.
     """
-    region = _Region(module.forward, module, _backend(backend, None, None, _BUCKET * 1e6))
+    rewrite = _rewriting(_BUCKET, async_tensor_parallel)
+    region = _Region(module.forward, module, _backend(backend, None, None, rewrite))
 
     def call(self: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return region(*args, **kwargs) if region.owner is self else own(*args, **kwargs)
@@ -410,10 +419,25 @@ def compile_forward(module: torch.nn.Module, backend: str | Backend) -> None:
     around(module, call)
 
 
+def _rewriting(bucket_megabytes: float, by_ring: bool) -> Callable[[fx.Graph], None] | None:
+    """What is done to a region's graphs."""
+    passes: list[Callable[[fx.Graph], None]] = [RingRewriting()] if by_ring else []
+    if bucket_megabytes:
+        passes.append(Bucketing(bucket_megabytes * 1e6))
+
+    def rewrite(graph: fx.Graph) -> None:
+        for each in passes:
+            each(graph)
+
+    return rewrite if passes else None
+
+
 def _backend(
-    backend: str | Backend, mode: str | None, options: dict[str, Any] | None, bucket: float
+    backend: str | Backend,
+    mode: str | None,
+    options: dict[str, Any] | None,
+    rewrite: Callable[[fx.Graph], None] | None,
 ) -> Backend:
-    rewrite = Bucketing(bucket) if bucket else None
     if backend == "inductor":
         return inductor(mode, options, rewrite)
     if mode is not None or options is not None:

@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as flex
 import espalier
 from espalier import Partial, Replicate, Shard
 from espalier.models.gpt import GPT, GPTConfig
+from espalier.models.gpt2 import GPT2, GPT2Config
 from espalier.tensor.bucketing import Bucketing
 from espalier.tensor.dispatch import forget
 from espalier.torch_private import inductor
@@ -173,6 +174,61 @@ def _sequence(rank: int, world: int, tokens: int) -> None:
 def test_sequence_parallel(ranks: Any, world: int, tokens: int) -> None:
     """Even, uneven and empty shards; gathers whose tensors are not kept for the backward pass."""
     ranks(world, _sequence, tokens)
+
+
+def _in_pieces(rank: int, world: int, kind: str, backend: str, plan: dict[str, Any]) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        if kind == "gpt":
+            return GPT(GPTConfig(**{**SIZES, "layers": 1})).double()
+        return GPT2(GPT2Config(vocab_size=24, max_positions=8, layers=2, hidden=16, heads=4)).double()
+
+    def losses(net: Any, optimizer: Any, step: Callable[[Any, Any], Any]) -> list[float]:
+        # an uneven sequence
+        return [step(net, {k: x[:, :7] for k, x in batch.items()}).item() for batch in batches(3)]
+
+    def plain_step(net: nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = net(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    plain = net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    expected = losses(plain, optimizer, plain_step)
+    plan = {"tensor": 2, "data": world // 2, "sequence_parallel": True, "async_tensor_parallel": True, **plan}
+    sent = []
+    for compiled in (False, backend):
+        model = net()
+        engine = espalier.initialize(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, compile=compiled
+        )
+        found = losses(model, None, lambda _, batch, engine=engine: engine.train_step(batch))
+        assert found == pytest.approx(expected, rel=0, abs=1e-12)
+        state = engine.full_state_dict()
+        for name, x in plain.state_dict().items():
+            assert torch.allclose(x, state[name], rtol=0, atol=1e-12), name
+        with espalier.ledger(engine.mesh) as book:
+            engine.train_step({k: x[:, :7] for k, x in batches(1)[0].items()})
+        counts = book.by_op()
+        sent.append(
+            [counts.get(("tensor", op)) for op in ("pass_on", "reduce_scatter")]
+            + [counts["tensor", "all_gather"][1]]  # of which some are one message
+        )
+    assert sent[1] == sent[0] and sent[0][0][0] > 8
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("world", "kind", "backend", "plan"),
+    [(4, "gpt2", "aot_eager", {"zero": 3}), (2, "gpt", "inductor", {})],
+)
+def test_compiled_blocks_multiply_pieces(
+    ranks: Any, world: int, kind: str, backend: str, plan: dict[str, Any]
+) -> None:
+    """Asynchronous tensor parallelism: the messages of what is not compiled, on an uneven sequence."""
+    ranks(world, _in_pieces, kind, backend, plan, timeout=400)
 
 
 class Net(nn.Module):

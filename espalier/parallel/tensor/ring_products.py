@@ -13,7 +13,7 @@ tensors lie otherwise, or it is recorded, the layer goes the way of ``call_on_wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,65 +21,18 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from espalier.comm.collectives import passing
 from espalier.comm.custom_ops import recorders
 from espalier.comm.redistribute import redistribute_by, redistribute_plan
-from espalier.layout import Layout, chunk_bounds
+from espalier.comm.ring import SEQUENCE, Ring
+from espalier.layout import Layout
 from espalier.layout.layout import D, R
-from espalier.mesh import Mesh
 from espalier.tensor.dispatch import Move, known_gathered, remember_gathered
 from espalier.tensor.dry_autocast import autocast_dtype
 from espalier.tensor.dtensor import DTensor, plain, stamp, up_to_date
 from espalier.tensor.saved import Shard, gather_before_backward
 from espalier.torch_private import raw
 
-# [batch, sequence, features]
-SEQUENCE = 1
-_FEATURES = 2
-
-
-class Ring(NamedTuple):
-    """The ranks among which a sequence is cut, and its length."""
-
-    mesh: Mesh
-    axis: int
-    size: int
-
-    def piece(self, turn: int) -> tuple[int, int]:
-        """Start and length of the piece of the rank so many places on."""
-        n = self.mesh.shape[self.axis]
-        return chunk_bounds(self.size, n, (self.mesh.coordinate[self.axis] + turn) % n)
-
-    @property
-    def turns(self) -> range:
-        """One for each rank."""
-        return range(self.mesh.shape[self.axis])
-
-    def coming(self, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The pieces of all ranks, and where each begins; the next is on its way while one is used."""
-        x = x.contiguous()
-        for turn in self.turns:
-            start, _ = self.piece(-turn)
-            length = self.piece(-turn - 1)[1]
-            shape = (x.shape[0], length, x.shape[2])
-            following = None
-            if turn < self.turns[-1]:
-                following = passing(x.view(-1), self.mesh, self.axis, torch.Size(shape).numel())
-            yield start, x
-            if following is not None:
-                x = following.wait().view(shape)
-
-    def summed(self, addend: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
-        """This rank's piece of the sum of what the ranks have; of each piece, in turn, the addend."""
-        coming = None
-        for turn in self.turns:
-            total = addend(*self.piece(turn + 1))
-            if coming is not None:
-                total.add_(coming.wait().view_as(total))
-            if turn < self.turns[-1]:
-                gets = torch.Size((total.shape[0], self.piece(turn + 2)[1], total.shape[2])).numel()
-                coming = passing(total.view(-1), self.mesh, self.axis, gets, -1)
-        return total
+_FEATURES = 2  # of [batch, sequence, features]
 
 
 class _Way(NamedTuple):

@@ -28,9 +28,10 @@ from torch import nn
 
 from espalier.blocks import around
 from espalier.comm.redistribute import on_dry
+from espalier.comm.ring import SEQUENCE
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
-from espalier.parallel.tensor.ring_products import SEQUENCE, product
+from espalier.parallel.tensor.ring_products import product
 from espalier.parallel.tensor.tables import parts_of, transposed
 from espalier.tensor.dispatch import Move, _moved, _shard_of
 from espalier.tensor.dtensor import DTensor, layout_of, redistribute, stamp, up_to_date

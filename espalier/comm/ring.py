@@ -1,0 +1,163 @@
+"""Pieces of a sequence that go round the ring of the ranks that hold it, while others are multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from espalier.comm.collectives import passing
+from espalier.comm.custom_ops import library, mesh_of
+from espalier.layout import chunk_bounds
+from espalier.mesh import Mesh
+from espalier.torch_private import keep_order
+
+# of [batch, sequence, features]
+SEQUENCE = 1
+
+
+class Ring(NamedTuple):
+    """The ranks among which a sequence is cut, and its length."""
+
+    mesh: Mesh
+    axis: int
+    size: int
+
+    def piece(self, turn: int) -> tuple[int, int]:
+        """Start and length of the piece of the rank so many places on."""
+        n = self.mesh.shape[self.axis]
+        return chunk_bounds(self.size, n, (self.mesh.coordinate[self.axis] + turn) % n)
+
+    @property
+    def turns(self) -> range:
+        """One for each rank."""
+        return range(self.mesh.shape[self.axis])
+
+    def coming(self, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """The pieces of all ranks, and where each begins; the next is on its way while one is used."""
+        x = x.contiguous()
+        for turn in self.turns:
+            start, _ = self.piece(-turn)
+            length = self.piece(-turn - 1)[1]
+            shape = (x.shape[0], length, x.shape[2])
+            following = None
+            if turn < self.turns[-1]:
+                following = passing(x.view(-1), self.mesh, self.axis, torch.Size(shape).numel())
+            yield start, x
+            if following is not None:
+                x = following.wait().view(shape)
+
+    def summed(self, addend: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+        """This rank's piece of the sum of what the ranks have; of each piece, in turn, the addend."""
+        coming = None
+        for turn in self.turns:
+            total = addend(*self.piece(turn + 1))
+            if coming is not None:
+                total.add_(coming.wait().view_as(total))
+            if turn < self.turns[-1]:
+                gets = torch.Size((total.shape[0], self.piece(turn + 2)[1], total.shape[2])).numel()
+                coming = passing(total.view(-1), self.mesh, self.axis, gets, -1)
+        return total
+
+
+def gathered_products(ring: Ring, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A sequence, gathered, and what it gives by each of some matrices ``[features, out]``.
+
+    Args:
+        x: this rank's piece, ``[batch, piece, features]``.
+    """
+    whole = x.new_empty(len(x), ring.size, x.shape[2])
+    outs = [x.new_empty(len(x), ring.size, weight.shape[1]) for weight in weights]
+    for start, piece in ring.coming(x):
+        length = piece.shape[SEQUENCE]
+        for weight, out in zip(weights, outs, strict=True):
+            torch.bmm(piece, _for_rows(weight, piece), out=out.narrow(SEQUENCE, start, length))
+        whole.narrow(SEQUENCE, start, length).copy_(piece)
+    return [whole, *outs]
+
+
+def summed_products(
+    ring: Ring,
+    xs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """This rank's piece of the sum, over ranks and pairs, of the products of sequences by matrices.
+
+    Args:
+        xs: whole sequences, ``[batch, sequence, features]``.
+        biases: that this rank adds to each row of its products.
+    """
+
+    def addend(start: int, length: int) -> torch.Tensor:
+        total: torch.Tensor | None = None
+        for x, weight in zip(xs, weights, strict=True):
+            piece = x.narrow(SEQUENCE, start, length)
+            matrix = _for_rows(weight, piece)
+            total = torch.bmm(piece, matrix) if total is None else total.baddbmm_(piece, matrix)
+        assert total is not None
+        for bias in biases:
+            total += bias
+        return total
+
+    return ring.summed(addend)
+
+
+def _for_rows(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return weight.expand(len(rows), -1, -1)
+
+
+# ---- as operators, which ``espalier.tensor.ring_rewriting`` writes into compiled graphs
+
+GATHERED, SUMMED = "gathered_products", "summed_products"
+
+
+@lru_cache
+def operators() -> tuple[Any, Any]:
+    """The two, as effects: ``mesh``, ``axis`` and what the collective in whose place they stand is told."""
+    home = library()
+    home.define(f"{GATHERED}(Tensor x, str mesh, int axis, int size, Tensor[] weights) -> Tensor[]")
+    home.define(
+        f"{SUMMED}(Tensor[] xs, str mesh, int axis, int size, Tensor[] weights, Tensor[] biases) -> Tensor"
+    )
+    home.impl(GATHERED, _gathered, "CompositeExplicitAutograd")
+    home.impl(SUMMED, _summed, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"espalier::{GATHERED}", _gathered_shapes, lib=home)
+    torch.library.register_fake(f"espalier::{SUMMED}", _summed_shape, lib=home)
+    pair = tuple(getattr(torch.ops.espalier, name).default for name in (GATHERED, SUMMED))
+    for operator in pair:
+        keep_order(operator)
+    return pair[0], pair[1]
+
+
+def _gathered(x: torch.Tensor, mesh: str, axis: int, size: int, weights: list[torch.Tensor]) -> Any:
+    return gathered_products(Ring(mesh_of(mesh), axis, size), x, weights)
+
+
+def _summed(
+    xs: list[torch.Tensor],
+    mesh: str,
+    axis: int,
+    size: int,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+) -> torch.Tensor:
+    return summed_products(Ring(mesh_of(mesh), axis, size), xs, weights, biases)
+
+
+def _gathered_shapes(x: torch.Tensor, mesh: str, axis: int, size: int, weights: list[torch.Tensor]) -> Any:
+    return [x.new_empty(len(x), size, width) for width in (x.shape[2], *(w.shape[1] for w in weights))]
+
+
+def _summed_shape(
+    xs: list[torch.Tensor],
+    mesh: str,
+    axis: int,
+    size: int,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+) -> torch.Tensor:
+    _, length = Ring(mesh_of(mesh), axis, size).piece(0)
+    return xs[0].new_empty(len(xs[0]), length, weights[0].shape[1])

@@ -1,0 +1,256 @@
+"""Asynchronous tensor parallelism in a traced graph.
+
+Products that wait for a gathered sequence, and sums that wait for products, go round a ring of ranks piece by
+piece (``espalier.comm.ring``; Wang et al. 2023, Overlap Communication with Dependent Computation via
+Decomposition). A graph of AOTAutograd multiplies matrices: a sequence that was gathered is seen as rows, and
+multiplied; the sum of some products is seen as a sequence, whose pieces are summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from espalier.comm.control import OutOfBand
+from espalier.comm.custom_ops import mesh_of, parsed
+from espalier.comm.ring import SEQUENCE, operators
+from espalier.torch_private import OpOverload, disable_modes, with_effects
+
+_LIMIT = 600.0  # seconds in which all ranks must have compiled their graph
+_ATEN = torch.ops.aten
+_ROWS = frozenset([_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default])
+_PRODUCT, _WITH_BIAS, _SUM = _ATEN.mm.default, _ATEN.addmm.default, _ATEN.add.Tensor
+_PRODUCTS = (_PRODUCT, _WITH_BIAS)
+_TURNS = _ROWS | {
+    _ATEN.t.default,
+    _ATEN.permute.default,
+    _ATEN.transpose.int,
+    _ATEN.detach.default,
+    _ATEN._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+}  # by which a matrix comes to be: nothing hangs on when it does
+
+
+class _Spot(NamedTuple):
+    """A collective of a graph, and the products that may go round with it.
+
+    Attributes:
+        node: of the collective, an effect.
+        products: of matrices, each of which stands for one of its pieces.
+    """
+
+    node: fx.Node
+    gathers: bool
+    products: list[fx.Node]
+
+
+class RingRewriting:
+    """Rewrites the graphs of one compiled region. All ranks compile it; those that come again, alone."""
+
+    def __init__(self) -> None:
+        self._agreed: dict[str, list[int]] = {}
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite a graph as AOTAutograd gives it to a compiler, forward or backward."""
+        effects = graph.find_nodes(op="call_function", target=with_effects())
+        spots = [spot for node in effects if (spot := _spot(node)) is not None]
+        if not spots:
+            return
+        found = [len(spot.products) for spot in spots]
+        for spot, agreed in zip(spots, self._common(graph, spots, found), strict=True):
+            if agreed and agreed == len(spot.products):
+                _Round(graph, spot).write()
+
+    def _common(self, graph: fx.Graph, spots: list[_Spot], found: list[int]) -> list[int]:
+        """Of each spot how many products it has, 0 where the ranks differ: they must send the same."""
+        backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
+        program = json.dumps([backward, *map(_in_words, spots)])
+        if program not in self._agreed:
+            whole = max((mesh_of(spot.node.args[3]) for spot in spots), key=lambda mesh: mesh.size())  # type: ignore[arg-type]
+            if not whole.is_member:
+                return [0] * len(spots)
+            said = json.dumps([program, found]).encode()
+            with disable_modes():
+                all_said = OutOfBand(whole, _LIMIT, "compiles").exchange(said, "compiles a graph")
+            programs, counts = zip(*map(json.loads, all_said), strict=True)
+            alike = len(set(programs)) == 1
+            self._agreed[program] = [
+                of_one[0] if alike and len(set(of_one)) == 1 else 0 for of_one in zip(*counts, strict=alike)
+            ]
+        return self._agreed[program]
+
+
+def _spot(node: fx.Node) -> _Spot | None:
+    """What a collective is: a sequence gathered, or summed and cut; None of others."""
+    _, called, *rest = node.args
+    name = called._schema.name if isinstance(called, OpOverload) else ""
+    if name not in ("espalier::all_gather", "espalier::reduce_scatter"):
+        return None
+    x, mesh, axis, constants = rest
+    value, n = x.meta["val"], mesh_of(mesh).shape[axis]  # type: ignore[union-attr, arg-type, index]
+    dim, *_ = parsed(constants)  # type: ignore[arg-type]
+    gathers = name.endswith("gather")
+    if dim != SEQUENCE or value.ndim != SEQUENCE + 2 or not value.is_floating_point() or n == 1:
+        return None
+    products = _of_gathered(node) if gathers else _of_summed(x)  # type: ignore[arg-type]
+    return _Spot(node, gathers, products)
+
+
+def _in_words(spot: _Spot) -> list[Any]:
+    _, _, _, mesh, axis, constants = spot.node.args
+    return [spot.gathers, mesh_of(mesh).names, axis, constants]  # type: ignore[arg-type]
+
+
+def _of_gathered(node: fx.Node) -> list[fx.Node]:
+    """The products of a gathered sequence, seen as rows, by matrices that are there as it is gathered."""
+    products = []
+    for given in (user for user in node.users if user.args[1] == 1):
+        width = given.meta["val"].shape[-1]
+        for rows in given.users:
+            if rows.target in _ROWS and rows.meta["val"].ndim == 2 and rows.meta["val"].shape[1] == width:
+                products += [user for user in rows.users if _multiplies(user, rows, node)]
+    return products
+
+
+def _multiplies(node: fx.Node, rows: fx.Node, gathering: fx.Node) -> bool:
+    """Whether a node is a product of rows by a matrix that is there as they are gathered."""
+    known = node.target in _PRODUCTS and not node.kwargs
+    return known and node.args[-2] is rows and _is_there(node.args[-1], gathering)
+
+
+def _is_there(matrix: Any, node: fx.Node) -> bool:
+    """Whether a matrix is made of what stands before a node, by steps that may be done there."""
+    waiting = [matrix]
+    while waiting:
+        x = waiting.pop()
+        if x < node:
+            continue
+        if x.target not in _TURNS:
+            return False
+        waiting += x.all_input_nodes
+    return True
+
+
+def _of_summed(x: fx.Node) -> list[fx.Node]:
+    """The products whose sum a sequence is, and nothing else uses; none where there is more in the sum."""
+    products, waiting = [], [x]
+    while waiting:
+        node = waiting.pop()
+        if len(node.users) > 1:
+            return []
+        if node.target is _SUM and not node.kwargs:
+            a, b = node.args
+            if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)) or _shape(a) != _shape(b):
+                return []
+            waiting += [b, a]
+        elif node.target in _ROWS and isinstance(node.args[0], fx.Node):
+            product = node.args[0]
+            fits = product.target in _PRODUCTS and not product.kwargs and len(product.users) == 1
+            biased = product.target is _WITH_BIAS and len(_shape(product.args[0])) != 1  # type: ignore[arg-type]
+            if not fits or biased or _shape(product)[1] != _shape(x)[2]:
+                return []
+            products.append(product)
+        else:
+            return []
+    return products
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+class _Round:
+    """One spot, written anew."""
+
+    def __init__(self, graph: fx.Graph, spot: _Spot) -> None:
+        self._graph, self._spot = graph, spot
+        _, _, self._x, self._mesh, self._axis, self._constants = spot.node.args
+
+    def write(self) -> None:
+        """Write it in place of the collective."""
+        (self._gather if self._spot.gathers else self._sum)()
+
+    def _gather(self) -> None:
+        node, products = self._spot.node, self._spot.products
+        weights = [product.args[-1] for product in products]
+        for weight in weights:
+            self._bring(weight)
+        _, size = parsed(self._constants)  # type: ignore[arg-type]
+        (given,) = (user for user in node.users if user.args[1] == 1)
+        whole = given.meta["val"]
+        outs = [whole.new_empty(*whole.shape[:2], product.meta["val"].shape[1]) for product in products]
+        arguments = (self._x, self._mesh, self._axis, size, weights)
+        everything = self._effect(operators()[0], arguments, [whole, *outs])
+        with self._graph.inserting_after(everything):
+            first = self._new(operator.getitem, (everything, 0), whole)
+        given.replace_all_uses_with(first)
+        last = first
+        for i, (product, out) in enumerate(zip(products, outs, strict=True), start=1):
+            with self._graph.inserting_after(last):
+                last = self._new(operator.getitem, (everything, i), out)
+            with self._graph.inserting_after(last):
+                rows = product.meta["val"]
+                last = self._new(_ATEN.reshape.default, (last, list(rows.shape)), rows)
+            if product.target is _WITH_BIAS:
+                with self._graph.inserting_before(product):
+                    biased = self._new(_SUM, (last, product.args[0]), rows)
+                product.replace_all_uses_with(biased)
+            else:
+                product.replace_all_uses_with(last)
+            self._graph.erase_node(product)
+        self._graph.erase_node(given)
+        self._graph.erase_node(node)
+
+    def _sum(self) -> None:
+        node, sequence = self._spot.node, _shape(self._x)  # type: ignore[arg-type]
+        xs, weights, biases = [], [], []
+        for product in self._spot.products:
+            *bias, rows, weight = product.args
+            weights.append(weight)
+            biases += bias
+            value = rows.meta["val"]  # type: ignore[union-attr]
+            shape = [*sequence[:2], value.shape[1]]
+            with self._graph.inserting_before(node):
+                xs.append(self._new(_ATEN.reshape.default, (rows, shape), value.reshape(shape)))
+        (given,) = (user for user in node.users if user.args[1] == 1)
+        arguments = (xs, self._mesh, self._axis, sequence[SEQUENCE], weights, biases)
+        given.replace_all_uses_with(self._effect(operators()[1], arguments, given.meta["val"]))
+        self._graph.erase_node(given)
+        self._graph.erase_node(node)
+        waiting = [self._x]
+        while waiting:  # what nobody uses any more
+            gone: fx.Node = waiting.pop()  # type: ignore[assignment]
+            if not gone.users and (gone.target in _ROWS or gone.target in (_SUM, *_PRODUCTS)):
+                sources = gone.all_input_nodes
+                self._graph.erase_node(gone)
+                waiting += sources
+
+    def _effect(self, operation: Any, arguments: tuple[Any, ...], value: Any) -> fx.Node:
+        """The operation in the collective's place of the chain; gives the node of what it gives."""
+        node = self._spot.node
+        after = next((user for user in node.users if user.args[1] == 0), None)
+        token = None if after is None else after.meta.get("val")
+        with self._graph.inserting_before(node):
+            effect = self._new(with_effects(), (node.args[0], operation, *arguments), (token, value))
+            between = self._new(operator.getitem, (effect, 0), token)
+            given = self._new(operator.getitem, (effect, 1), value)
+        if after is not None:
+            after.replace_all_uses_with(between)
+            self._graph.erase_node(after)
+        return given
+
+    def _bring(self, x: Any) -> None:
+        """Let a matrix be made before the collective."""
+        if not x < self._spot.node:
+            for source in x.all_input_nodes:
+                self._bring(source)
+            self._spot.node.prepend(x)
+
+    def _new(self, target: Any, args: Any, value: Any) -> fx.Node:
+        node = self._graph.call_function(target, args)
+        node.meta["val"] = value
+        return node
