@@ -8,6 +8,7 @@ is what it is on one process. Rank 0 alone writes files and logs.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import math
 import os
@@ -38,6 +39,7 @@ from espalier.engine.awaited import Awaited
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.planner import Cluster, auto, shipped
+from espalier.tensor import DTensor
 from espalier.texts import refuse
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
@@ -172,6 +174,30 @@ def _mistakes(plan: Plan, args: TrainingArguments) -> list[tuple[str, Any, str]]
     return mistakes
 
 
+def _is_laid_out(model: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def _engine_of(model: nn.Module, plan: Plan) -> Engine | None:
+    """The engine that an earlier Trainer has laid a model out by; None of a plain model.
+
+    Raises:
+        MistakeError: it has another plan, or is none of a Trainer's.
+    """
+    if not _is_laid_out(model):
+        return None
+    modules = [x for x in gc.get_objects() if issubclass(type(x), _Module) and x.module is model]
+    known = next((x.engine for x in modules if x.engine.plan == plan), None)
+    if known is None:
+        by = f"by {modules[0].engine.plan}" if modules else "by no Trainer that is left"
+        reason = (
+            f"it is laid out already, {by}, and the plan here is {plan}: expected the same; or "
+            "trainer.save_model(folder) there, and from_pretrained(folder) gives a plain one"
+        )
+        refuse("Trainer", [("model", type(model).__name__, reason)])
+    return known
+
+
 class _Accelerator(accelerate.Accelerator):
     """accelerate's, which knows an engine's model."""
 
@@ -290,8 +316,9 @@ class Trainer(transformers.Trainer):
     def _wrapped(self) -> _Module:
         if self._laid_out is None:
             model: Any = self.model
-            compiler = self.args.torch_compile_backend if self.args.torch_compile else None
-            engine = initialize(model, None, self.plan, mesh=self._mesh, compile=compiler or False)
+            if (engine := _engine_of(model, self.plan)) is None:
+                compiler = self.args.torch_compile_backend if self.args.torch_compile else None
+                engine = initialize(model, None, self.plan, mesh=self._mesh, compile=compiler or False)
             self._module = _Module(engine, "whole")
         assert self._module is not None
         return self._module
@@ -303,6 +330,10 @@ class Trainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = _Accelerator
         self.accelerator.dataloader_config.dispatch_batches = False
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        if not _is_laid_out(model):  # by an earlier Trainer
+            super()._move_model_to_device(model, device)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         state = PartialState()
@@ -337,7 +368,7 @@ class Trainer(transformers.Trainer):
         wrapped = self._wrapped()
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if training and optimizer is not None and wrapped.engine.optimizer is not optimizer:
-            wrapped.engine.attach(optimizer)
+            wrapped.engine.attach(optimizer, instead=True)
         return wrapped
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

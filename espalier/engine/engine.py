@@ -276,24 +276,28 @@ class Engine(Surface):
         self.passes.has_gradients = False
         self.pulse.step = self.steps + 1
 
-    def attach(self, optimizer: Optimizers) -> None:
+    def attach(self, optimizer: Optimizers, *, instead: bool = False) -> None:
         """Train with an optimizer, or several, made after the engine on the engine's parameters.
 
         It goes beside those that are there, and has other parameters.
+
+        Args:
+            instead: it takes their place.
 
         Raises:
             ValueError: its parameters are not the model's, or another's; states lie off the device already.
         """
         added = as_one(optimizer)
         _check(added, self.module, self.plan)
-        whole = added if self.optimizer is None else Several([*parts_of(self.optimizer), *parts_of(added)])
+        before = [] if self.optimizer is None or instead else parts_of(self.optimizer)
+        whole = Several([*before, *parts_of(added)]) if before else added
         check_closures(whole, self.plan)
         if self.passes.updates and self._data is not None and self._data.offloaded_step is not None:
             raise ValueError(
                 f"engine.attach({type(added).__name__}): states of the optimizers lie off the device already "
                 f"({self.plan}). Attach all optimizers before the first step."
             )
-        self.optimizer = whole
+        self.optimizer, self._verdict = whole, None
         self.passes.train_from_now()
         self._bind(added)
         if self._data is not None:

@@ -88,7 +88,8 @@ def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
             if not p._layout.mesh.is_dry:
                 make_values_real(state)
             for name, x in state.items():
-                if isinstance(x, torch.Tensor) and x.ndim and x.shape == p.shape:
+                is_plain = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+                if is_plain and x.ndim and x.shape == p.shape:
                     state[name] = lay_out(x, p._layout)
     for part in parts_of(optimizer):
         meet_others_states(part)

@@ -269,6 +269,19 @@ def fitted(
     return trainer, seen.losses
 
 
+def onward(kind: Any, folder: str, batch: int, **plan: Any) -> tuple[Any, list[float]]:
+    """A model goes from one Trainer to another, and back."""
+    trainer, losses = fitted(kind, folder, batch, {}, **plan)
+    seen = Seen()
+    more = {"train_dataset": Points(), "data_collator": together, "callbacks": [seen]}
+    other = kind(trainer.model, trainer.args, **more, **plan)
+    with contextlib.redirect_stdout(io.StringIO()):
+        other.train()
+        trainer.callback_handler.callbacks += [seen]
+        trainer.train()
+    return trainer, [*losses, *seen.losses]
+
+
 # what went wrong without a word, or in words that told nothing, under which plans
 SETTINGS: list[tuple[dict[str, Any], dict[str, Any], list[dict[str, int]]]] = [
     ({"train_sampling_strategy": "batch_rebalance"}, {}, [{"data": 2}]),
@@ -311,6 +324,10 @@ def settings(rank: int, world: int, folder: str) -> None:
         expected = by_itself(answered, transformers.Seq2SeqTrainer, f"{folder}/words-0", 4)
         _, found = answered(Seq2SeqTrainer, f"{folder}/words", 2, plan={"data": 2, "zero": 3})
         close(expected, found, "Seq2SeqTrainer")
+        expected = by_itself(onward, transformers.Trainer, f"{folder}/on-0", 4)
+        for plan in ({"data": 2, "zero": 3}, {"pipe": 2}):
+            _, found = onward(Trainer, f"{folder}/on", 4 // plan.get("data", 1), plan=plan)
+            close(expected, found, plan)
 
 
 def answered(kind: Any, folder: str, batch: int, **plan: Any) -> tuple[Any, list[float]]:
@@ -362,6 +379,11 @@ def compiled(rank: int, world: int, folder: str) -> None:
         trainer = Trainer(Net(), arguments, train_dataset=Points())
         assert trainer.engine.plan.chunk_megabytes == 3 and told == ["eager"]
         assert trainer._train_batch_size == 8 * world and arguments.n_gpu <= 1
+        again = Trainer(trainer.model, arguments, train_dataset=Points())
+        assert again.engine is trainer.engine and again._train_batch_size == 8 * world
+    other = Trainer(trainer.model, arguments, plan={"tensor": world})
+    with pytest.raises(ValueError, match=r"Net': it is laid out already, by data(.|\n)*save_model"):
+        _ = other.engine
 
 
 def refused(rank: int, world: int, folder: str) -> None:
