@@ -33,7 +33,7 @@ from espalier.parallel.pipeline import (
     without_messages,
 )
 from espalier.parallel.schedules.simulate import draw
-from espalier.parallel.schedules.torchs import interleaved_zero_bubble, looped_bfs
+from espalier.parallel.schedules.torchs import dual_pipe_v, interleaved_zero_bubble, looped_bfs
 
 STAGES = {kind: 2 if kind in ("interleaved", "zbv") else 1 for kind in KINDS}
 
@@ -95,6 +95,8 @@ def test_schedules_of_torch(p: int, v: int) -> None:
         made = [looped_bfs(p, m, v)]
         if m % max(1, m // p) == 0:
             made.append(interleaved_zero_bubble(p, m, v))
+        if v == 2 and m >= 2 * p:
+            made.append(dual_pipe_v(p, m, v))
         for schedule in made:
             assert check(schedule) == check(with_messages(schedule))
             assert schedule.stages == p * v and schedule.micro_batches == m
