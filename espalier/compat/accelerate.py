@@ -362,6 +362,8 @@ def _of_fsdp(plugin: Any, mistakes: list[Any]) -> dict[str, Any]:
         said["precision"] = precision_of(policy.param_dtype, policy.reduce_dtype)
     if plugin.activation_checkpointing:
         said["recompute"] = "full"
+        if getattr(plugin, "activation_checkpointing_offload", False):  # accelerate has it since 1.15
+            said["recompute_inputs"] = "host"
     return said
 
 

@@ -137,11 +137,14 @@ def asked(rank: int, world: int) -> None:
 
     with afresh():
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, reshard_after_forward=False, activation_checkpointing=True
+            fsdp_version=2,
+            reshard_after_forward=False,
+            activation_checkpointing=True,
+            activation_checkpointing_offload=True,
         )
         accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="bf16")
         plan = accelerator.plan
-        assert (plan.data, plan.zero, plan.recompute) == (2, 2, "full")
+        assert (plan.data, plan.zero, plan.recompute, plan.recompute_inputs) == (2, 2, "full", "host")
         torch.manual_seed(0)
         model = accelerator.prepare(nn.Linear(4, 2))
         out = model(torch.randn(3, 4))
