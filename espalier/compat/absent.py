@@ -183,9 +183,8 @@ class _Made(Loader):
 class _Finder(MetaPathFinder):
     """Finds modules of which a package's :class:`Names` tell, and no file. It holds nothing."""
 
-    @classmethod
     def find_spec(
-        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
         parent = sys.modules.get(package)
@@ -203,4 +202,4 @@ class _Finder(MetaPathFinder):
         return ModuleSpec(fullname, _Made(module), is_package=True)
 
 
-sys.meta_path.append(_Finder)  # behind Python's own: a module that is a file is that file
+sys.meta_path.append(_Finder())  # behind Python's own: a module that is a file is that file

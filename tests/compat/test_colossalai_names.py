@@ -79,6 +79,7 @@ def test_modules() -> None:
         module.save_checkpoint()
     with pytest.raises(TypeError, match="is no function"):
         importlib.import_module(f"{HERE}.utils.profiler")()
+    importlib.invalidate_caches()  # which asks each finder
 
 
 def test_annotations_of_what_is_not_there() -> None:
@@ -271,6 +272,8 @@ def test_what_configurations_hold() -> None:
 def test_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Are those that a configuration asks for; without a word they stay."""
     model, cudnn = nn.Linear(2, 2), torch.backends.cudnn
+    # torch.testing, once imported, has flags set by contexts alone
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
     for name in ("benchmark", "deterministic"):
         monkeypatch.setattr(cudnn, name, getattr(cudnn, name))
     for config in ({"cudnn_benchmark": True, "cudnn_deterministic": True}, {}, {"cudnn_benchmark": False}):
