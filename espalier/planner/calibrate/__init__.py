@@ -41,7 +41,7 @@ def calibrate(
     disk: Path | None = None,
     device_type: str | None = None,
 ) -> Cluster:
-    """Measure this machine, in a minute or a little more.
+    """Measure this machine, in a minute.
 
     Args:
         ranks: that do the same at once, as in a run; by default one for each accelerator, or core of a CPU.
@@ -119,7 +119,6 @@ def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool, disk: Path) ->
     tell("steps under each kind of plan")
     tried = zip(kinds.trials(mesh.size(), mesh.device_type), kinds.STEPS, strict=True)
     under = [kinds.measure(mesh, trial, steps) for trial, steps in tried]
-    visits.append(engine.visit(mesh))
     between = taken_by_others()
     alone = local.alone(mesh, (torch.float32, torch.bfloat16), tell)
     tell(f"the disk of {disk}")

@@ -25,7 +25,7 @@ from espalier.planner.cluster import Cluster
 from espalier.planner.prediction import Prediction
 from espalier.planner.search import Search
 
-STEPS = (24, 13)  # of each of the trials
+STEPS = (20, 11)  # of each of the trials
 _WARM = 2
 _ROWS = 4  # of the batch, for each rank
 _PLAIN = "plain"

@@ -64,7 +64,7 @@ ON_ACCELERATOR = Sizes(
 )
 _COLUMNS = 64  # of what is added up or made even along rows
 _VOCABULARY = 512
-_ROUNDS, _EACH = 3, 0.006  # in each, seconds for one size
+_ROUNDS, _EACH = 2, 0.006  # in each, seconds for one size
 _MOST_SETS = 12  # of operands
 _COPIED = 2**26  # bytes that go between a host and a device, each way
 _UPDATED, _TIMES = 2**23, 5  # parameters that a host updates for a device, and how often it is timed
