@@ -62,18 +62,25 @@ class Ring(NamedTuple):
         return total
 
 
-def gathered_products(ring: Ring, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A sequence, gathered, and what it gives by each of some matrices ``[features, out]``.
+def gathered_products(
+    ring: Ring,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] | None = None,
+) -> list[torch.Tensor]:
+    """A sequence, gathered, and what it gives by each of some matrices ``[features, out]``, in their dtypes.
 
     Args:
         x: this rank's piece, ``[batch, piece, features]``.
+        biases: one for each matrix; None: none has any.
     """
     whole = x.new_empty(len(x), ring.size, x.shape[2])
-    outs = [x.new_empty(len(x), ring.size, weight.shape[1]) for weight in weights]
+    outs = [x.new_empty(len(x), ring.size, w.shape[1], dtype=w.dtype) for w in weights]
+    layers = list(zip(weights, biases or [None] * len(weights), outs, strict=True))
     for start, piece in ring.coming(x):
         length = piece.shape[SEQUENCE]
-        for weight, out in zip(weights, outs, strict=True):
-            torch.bmm(piece, _for_rows(weight, piece), out=out.narrow(SEQUENCE, start, length))
+        for weight, bias, out in layers:
+            multiply(piece.to(weight.dtype), weight, bias, out.narrow(SEQUENCE, start, length))
         whole.narrow(SEQUENCE, start, length).copy_(piece)
     return [whole, *outs]
 
@@ -94,9 +101,7 @@ def summed_products(
     def addend(start: int, length: int) -> torch.Tensor:
         total: torch.Tensor | None = None
         for x, weight in zip(xs, weights, strict=True):
-            piece = x.narrow(SEQUENCE, start, length)
-            matrix = _for_rows(weight, piece)
-            total = torch.bmm(piece, matrix) if total is None else total.baddbmm_(piece, matrix)
+            total = multiply(x.narrow(SEQUENCE, start, length).to(weight.dtype), weight, total, total)
         assert total is not None
         for bias in biases:
             total += bias
@@ -105,12 +110,22 @@ def summed_products(
     return ring.summed(addend)
 
 
-def _for_rows(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return weight.expand(len(rows), -1, -1)
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    added: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x · weight + added``, ``[batch, rows, out]``; into ``out``, which may be a stretch of more."""
+    matrix = weight.expand(len(x), -1, -1)
+    if added is None:
+        return torch.bmm(x, matrix, out=out)
+    return torch.baddbmm(added, x, matrix, out=out)
 
 
 # ---- as operators, which ``espalier.tensor.ring_rewriting`` writes into compiled graphs
 
+Tensors = list[torch.Tensor]
 GATHERED, SUMMED = "gathered_products", "summed_products"
 
 
@@ -132,32 +147,20 @@ def operators() -> tuple[Any, Any]:
     return pair[0], pair[1]
 
 
-def _gathered(x: torch.Tensor, mesh: str, axis: int, size: int, weights: list[torch.Tensor]) -> Any:
+def _gathered(x: torch.Tensor, mesh: str, axis: int, size: int, weights: Tensors) -> Tensors:
     return gathered_products(Ring(mesh_of(mesh), axis, size), x, weights)
 
 
-def _summed(
-    xs: list[torch.Tensor],
-    mesh: str,
-    axis: int,
-    size: int,
-    weights: list[torch.Tensor],
-    biases: list[torch.Tensor],
-) -> torch.Tensor:
+def _summed(xs: Tensors, mesh: str, axis: int, size: int, weights: Tensors, biases: Tensors) -> torch.Tensor:
     return summed_products(Ring(mesh_of(mesh), axis, size), xs, weights, biases)
 
 
-def _gathered_shapes(x: torch.Tensor, mesh: str, axis: int, size: int, weights: list[torch.Tensor]) -> Any:
+def _gathered_shapes(x: torch.Tensor, mesh: str, axis: int, size: int, weights: Tensors) -> Tensors:
     return [x.new_empty(len(x), size, width) for width in (x.shape[2], *(w.shape[1] for w in weights))]
 
 
 def _summed_shape(
-    xs: list[torch.Tensor],
-    mesh: str,
-    axis: int,
-    size: int,
-    weights: list[torch.Tensor],
-    biases: list[torch.Tensor],
+    xs: Tensors, mesh: str, axis: int, size: int, weights: Tensors, biases: Tensors
 ) -> torch.Tensor:
     _, length = Ring(mesh_of(mesh), axis, size).piece(0)
     return xs[0].new_empty(len(xs[0]), length, weights[0].shape[1])

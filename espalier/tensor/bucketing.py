@@ -76,24 +76,35 @@ class Bucketing:
         whole = max(meshes, key=lambda mesh: mesh.size())
         if not whole.is_member or any(set(mesh.ranks) - set(whole.ranks) for mesh in meshes):
             return None
-        backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
-        program = json.dumps([backward, [_in_words(call) for call in calls]])
+        program = json.dumps([is_backward(graph), [_in_words(call) for call in calls]])
         known = self._agreed.get(program)
         if known is not None and _possible(known, needs):
             # one rank alone may have to compile again: it must come to what all have agreed on
             return known
-        said = json.dumps([program, needs, [call.nbytes for call in calls]]).encode()
-        with disable_modes():
-            all_said = OutOfBand(whole, _LIMIT, "compiles").exchange(said, "compiles a graph")
-        programs, needs_of, sizes = zip(*map(json.loads, all_said), strict=True)
-        if set(programs) != {program}:
+        all_said = said_of_graph(whole, program, [needs, [call.nbytes for call in calls]])
+        if all_said is None:
             return None
+        needs_of, sizes = zip(*all_said, strict=True)
         anywhere = [_any_of(masks) for masks in zip(*needs_of, strict=True)]
         largest = list(map(max, zip(*sizes, strict=True)))
         groups = self._agreed[program] = _together(
             [call.key for call in calls], anywhere, largest, self._limit
         )
         return groups
+
+
+def is_backward(graph: fx.Graph) -> bool:
+    """Whether a graph of AOTAutograd is a backward pass."""
+    return any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
+
+
+def said_of_graph(mesh: Mesh, program: str, own: Any) -> list[Any] | None:
+    """What each rank says of the graph that all compile; None where it is not the same program on all."""
+    with disable_modes():
+        talk = OutOfBand(mesh, _LIMIT, "compiles")
+        all_said = talk.exchange(json.dumps([program, own]).encode(), "compiles a graph")
+    programs, said = zip(*map(json.loads, all_said), strict=True)
+    return list(said) if set(programs) == {program} else None
 
 
 def _calls(graph: fx.Graph) -> list[Call]:

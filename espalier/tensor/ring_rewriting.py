@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from espalier.comm.control import OutOfBand
 from espalier.comm.custom_ops import mesh_of, parsed
 from espalier.comm.ring import SEQUENCE, operators
-from espalier.torch_private import OpOverload, disable_modes, with_effects
+from espalier.tensor.bucketing import is_backward, said_of_graph
+from espalier.torch_private import OpOverload, with_effects
 
-_LIMIT = 600.0  # seconds in which all ranks must have compiled their graph
 _ATEN = torch.ops.aten
 _ROWS = frozenset([_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default])
 _PRODUCT, _WITH_BIAS, _SUM = _ATEN.mm.default, _ATEN.addmm.default, _ATEN.add.Tensor
@@ -67,20 +66,12 @@ class RingRewriting:
 
     def _common(self, graph: fx.Graph, spots: list[_Spot], found: list[int]) -> list[int]:
         """Of each spot how many products it has, 0 where the ranks differ: they must send the same."""
-        backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
-        program = json.dumps([backward, *map(_in_words, spots)])
+        program = json.dumps([is_backward(graph), *map(_in_words, spots)])
         if program not in self._agreed:
             whole = max((mesh_of(spot.node.args[3]) for spot in spots), key=lambda mesh: mesh.size())  # type: ignore[arg-type]
-            if not whole.is_member:
-                return [0] * len(spots)
-            said = json.dumps([program, found]).encode()
-            with disable_modes():
-                all_said = OutOfBand(whole, _LIMIT, "compiles").exchange(said, "compiles a graph")
-            programs, counts = zip(*map(json.loads, all_said), strict=True)
-            alike = len(set(programs)) == 1
-            self._agreed[program] = [
-                of_one[0] if alike and len(set(of_one)) == 1 else 0 for of_one in zip(*counts, strict=alike)
-            ]
+            counts = said_of_graph(whole, program, found) if whole.is_member else None
+            by_spot = [set(of_one) for of_one in zip(*(counts or []), strict=True)]
+            self._agreed[program] = [n if by_spot and by_spot[i] == {n} else 0 for i, n in enumerate(found)]
         return self._agreed[program]
 
 

@@ -20,6 +20,7 @@ import torch
 
 import espalier
 from espalier import device
+from espalier.comm import ring
 from espalier.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from espalier.engine import norm, recompute
 from espalier.faults.settings import Spikes
@@ -425,14 +426,15 @@ def test_messages_come_and_go_while_stages_compute(
 def products(shared: Shared, rank: int, world: int, case: dict[str, Any]) -> tuple[int, int]:
     """Of asynchronous tensor parallelism: receives, and those that come while a product is computed."""
     begun: list[int] = []  # so much was asked for when each product began
-    multiply = ring_products._multiply
+    multiply = ring.multiply
 
-    def watched(*args: Any) -> None:
+    def watched(*args: Any) -> torch.Tensor:
         begun.append(len(shared.log))
-        multiply(*args)
+        return multiply(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring_products, "_multiply", watched)
+        for module in (ring, ring_products):
+            patch.setattr(module, "multiply", watched)
         calls = trained(shared, rank, world, {"tensor": world, **ASYNCHRONOUS}, case, "").calls
     waited = {call.number: i for i, call in enumerate(calls) if isinstance(call, Waited)}
     receives = [

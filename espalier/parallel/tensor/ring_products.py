@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 
 from espalier.comm.custom_ops import recorders
 from espalier.comm.redistribute import redistribute_by, redistribute_plan
-from espalier.comm.ring import SEQUENCE, Ring
+from espalier.comm.ring import SEQUENCE, Ring, gathered_products, multiply, summed_products
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.tensor.dispatch import Move, known_gathered, remember_gathered
@@ -149,15 +149,6 @@ def _cast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [None if t is None else t if t.dtype is torch.float64 else t.to(dtype) for t in locals_]
 
 
-def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """``x · weightᵀ + bias`` into a stretch of what is made of all pieces."""
-    matrix = weight.t().expand(len(x), -1, -1)
-    if bias is None:
-        torch.bmm(x, matrix, out=out)
-    else:
-        torch.baddbmm(bias, x, matrix, out=out)
-
-
 def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
@@ -194,13 +185,7 @@ class _GatheredProduct(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         ctx.way, ctx.held, ctx.dtype, ctx.has_bias = way, held, x.dtype, bias is not None
-        size = way.ring.size
-        whole = x.new_empty(len(x), size, x.shape[2])
-        out = x.new_empty(len(x), size, len(weight), dtype=weight.dtype)
-        for start, piece in way.ring.coming(x):
-            length = piece.shape[SEQUENCE]
-            _multiply(piece.to(weight.dtype), weight, bias, out.narrow(SEQUENCE, start, length))
-            whole.narrow(SEQUENCE, start, length).copy_(piece)
+        whole, out = gathered_products(way.ring, x, [weight.t()], [bias])
         if ctx.needs_input_grad[0]:  # who goes back from it has the shard
             ctx.save_for_backward(weight)
         else:
@@ -226,9 +211,7 @@ class _GatheredProduct(torch.autograd.Function):
         elif needs[0]:
 
             def addend(start: int, length: int) -> torch.Tensor:
-                part = grad.new_empty(len(grad), length, weight.shape[1])
-                _multiply(grad.narrow(SEQUENCE, start, length), weight.t(), None, part)
-                part = part.to(ctx.dtype)
+                part = multiply(grad.narrow(SEQUENCE, start, length), weight).to(ctx.dtype)
                 return part if of_whole is None else part.add_(of_whole.narrow(SEQUENCE, start, length))
 
             of_x = way.ring.summed(addend)
@@ -252,14 +235,7 @@ class _ScatteredProduct(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         ctx.way = way
-
-        def addend(start: int, length: int) -> torch.Tensor:
-            piece = x.narrow(SEQUENCE, start, length).to(weight.dtype)
-            out = piece.new_empty(len(x), length, len(weight))
-            _multiply(piece, weight, None, out)
-            return out
-
-        out = way.ring.summed(addend)
+        out = summed_products(way.ring, [x], [weight.t()])
         return out if bias is None else out.add_(bias)
 
     @staticmethod
@@ -273,14 +249,8 @@ class _ScatteredProduct(torch.autograd.Function):
             whole = redistribute_by(grad, redistribute_plan(way.out, way.whole))
             of_x = (whole @ weight).to(x.dtype) if needs[0] else None
         else:
-            whole = grad.new_empty(len(x), way.ring.size, grad.shape[2])
-            of_x = x.new_empty(*x.shape, dtype=weight.dtype) if needs[0] else None
-            for start, piece in way.ring.coming(grad):
-                length = piece.shape[SEQUENCE]
-                if of_x is not None:
-                    _multiply(piece, weight.t(), None, of_x.narrow(SEQUENCE, start, length))
-                whole.narrow(SEQUENCE, start, length).copy_(piece)
-            of_x = None if of_x is None else of_x.to(x.dtype)
+            whole, *products = gathered_products(way.ring, grad, [weight] if needs[0] else [])
+            of_x = products[0].to(x.dtype) if products else None
         if needs[1]:
             of_weight = _flat(whole).t() @ _flat(x.to(weight.dtype))
         if needs[2]:
