@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -236,18 +236,11 @@ class Accelerator(accelerate.Accelerator):
         super().save_model(model, *args, **kwargs)
 
     @staticmethod
-    @contextmanager
-    def trigger_sync_in_backward(model: Any) -> Iterator[None]:
+    def trigger_sync_in_backward(model: Any) -> AbstractContextManager[None]:
         """While open, a backward pass sums gradients over the ranks within :meth:`no_sync`, too."""
         if not isinstance(model, EngineModule) or model.engine.plan.pipe > 1:
-            yield
-            return
-        passes = model.engine.passes.one_by_one("trigger_sync_in_backward")
-        before, passes.is_syncing = passes.is_syncing, True
-        try:
-            yield
-        finally:
-            passes.is_syncing = before
+            return nullcontext()
+        return model.engine.passes.one_by_one("trigger_sync_in_backward").syncing(True)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
         """Refused: ranks call the model equally often.

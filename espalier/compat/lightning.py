@@ -19,6 +19,7 @@ from torch import nn
 
 from espalier.comm.control import gather_objects
 from espalier.compat.fabric import OnMesh, tell_copies
+from espalier.compat.plans import note_engine, noted_engine
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.parallel import Plan
@@ -27,7 +28,6 @@ from espalier.tensor.deferred import deferred, make_parameters_real
 from espalier.texts import refuse
 from espalier.trees import tree_map
 
-_ENGINE = "_engine_of_trainer"
 _NOTHING: Final = object()
 
 
@@ -63,10 +63,10 @@ class EspalierStrategy(OnMesh, Theirs):
         Raises:
             RuntimeError: there is none yet.
         """
-        held: _Held | None = vars(self.lightning_module or object).get(_ENGINE)
-        if held is None or held.engine is None:
+        engine = None if self.lightning_module is None else noted_engine(self.lightning_module)
+        if engine is None:
             raise RuntimeError("The model has no engine yet: it is made by trainer.fit, validate or test.")
-        return held.engine
+        return engine
 
     # ---- the world
 
@@ -118,8 +118,7 @@ class EspalierStrategy(OnMesh, Theirs):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trains and self.optimizers:
-            self.engine.optimizer = None  # that of another run
-            self.engine.attach(self.optimizers)
+            self.engine.attach(self.optimizers, instead=True)  # of those of another run
         self._follow(module)
 
     def _engine_of(self, module: nn.Module) -> Engine:
@@ -128,11 +127,10 @@ class EspalierStrategy(OnMesh, Theirs):
         Raises:
             ValueError: it has one of another plan.
         """
-        known: _Held | None = vars(module).get(_ENGINE)
-        if known is None or known.engine is None:
-            known = vars(module)[_ENGINE] = _Held(initialize(module, None, self.plan, mesh=self._mesh))
-        engine = known.engine
-        assert engine is not None
+        engine = noted_engine(module)
+        if engine is None:
+            engine = initialize(module, None, self.plan, mesh=self._mesh)
+            note_engine(engine, keeps=True)
         if engine.plan != self.plan:
             raise ValueError(
                 f"The model lies by the plan {engine.plan}, and the strategy says {self.plan}: expected the "
@@ -291,19 +289,6 @@ class EspalierStrategy(OnMesh, Theirs):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The sum or mean of all ranks' tensors; of ranks that share a batch one counts."""
         return self.once_each(super().reduce(tensor, group, reduce_op), group, reduce_op)
-
-
-class _Held:
-    """The engine of a module, of which a copy has none."""
-
-    def __init__(self, engine: Engine | None) -> None:
-        self.engine = engine
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
-        return _Held(None)
-
-    def __reduce__(self) -> Any:
-        return _Held, (None,)
 
 
 @contextmanager

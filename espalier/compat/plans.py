@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -106,6 +107,37 @@ def precision_of(compute: torch.dtype | None, reduce: torch.dtype | None) -> dic
     if low is torch.float16:
         precision["loss_scale"] = {"init_scale": 1.0, "growth_factor": 1.0}
     return precision
+
+
+class _Note:
+    """In a model: which engine it is laid out by. A copy of the model has none."""
+
+    def __init__(self, engine: Callable[[], Engine | None] = lambda: None) -> None:
+        self.engine = engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Note:
+        return _Note()
+
+    def __reduce__(self) -> Any:
+        return _Note, ()
+
+
+_NOTE = "_engine_of_trainer"
+
+
+def note_engine(engine: Engine, *, keeps: bool) -> None:
+    """Let an engine's model know it, for a Trainer that comes later.
+
+    Args:
+        keeps: whether the engine stays as long as its model; else as long as anyone else has it.
+    """
+    vars(engine.module)[_NOTE] = _Note((lambda: engine) if keeps else weakref.ref(engine))
+
+
+def noted_engine(model: nn.Module) -> Engine | None:
+    """The engine that an earlier Trainer has laid a model out by, if it is still there."""
+    note: _Note | None = vars(model).get(_NOTE)
+    return None if note is None else note.engine()
 
 
 class LateModule(EngineModule):

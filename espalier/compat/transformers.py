@@ -8,7 +8,6 @@ is what it is on one process. Rank 0 alone writes files and logs.
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import math
 import os
@@ -30,7 +29,7 @@ from transformers.training_args import OptimizerNames
 
 from espalier.comm.control import gather_objects
 from espalier.compat.accelerate import PreparedModel, autocast_of
-from espalier.compat.plans import NO_SCALER, plan_for_world, world_size
+from espalier.compat.plans import NO_SCALER, note_engine, noted_engine, plan_for_world, world_size
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.device import use
 from espalier.engine import Engine, EngineModule, initialize
@@ -186,10 +185,9 @@ def _engine_of(model: nn.Module, plan: Plan) -> Engine | None:
     """
     if not _is_laid_out(model):
         return None
-    modules = [x for x in gc.get_objects() if issubclass(type(x), _Module) and x.module is model]
-    known = next((x.engine for x in modules if x.engine.plan == plan), None)
-    if known is None:
-        by = f"by {modules[0].engine.plan}" if modules else "by no Trainer that is left"
+    known = noted_engine(model)
+    if known is None or known.plan != plan:
+        by = "by no Trainer that is left" if known is None else f"by {known.plan}"
         reason = (
             f"it is laid out already, {by}, and the plan here is {plan}: expected the same; or "
             "trainer.save_model(folder) there, and from_pretrained(folder) gives a plain one"
@@ -319,6 +317,7 @@ class Trainer(transformers.Trainer):
             if (engine := _engine_of(model, self.plan)) is None:
                 compiler = self.args.torch_compile_backend if self.args.torch_compile else None
                 engine = initialize(model, None, self.plan, mesh=self._mesh, compile=compiler or False)
+                note_engine(engine, keeps=False)
             self._module = _Module(engine, "whole")
         assert self._module is not None
         return self._module

@@ -356,8 +356,7 @@ def set_parameter(own: EngineState, data: ZeroState | None, p: nn.Parameter, val
     if value.shape != p.shape:
         raise ValueError(
             f"engine.set_parameter: the parameter has the shape {list(p.shape)}, the value "
-            f"{list(value.shape)}: "
-            "expected the same."
+            f"{list(value.shape)}: expected the same."
         )
 
     def fill(member: torch.Tensor) -> None:

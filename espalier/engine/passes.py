@@ -621,10 +621,14 @@ class Direct(Passes):
         with raw():
             return any(_grad.__get__(p) is not None for p in self.call.module.parameters())
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """See :meth:`espalier.Engine.no_sync`."""
-        before, self.is_syncing = self.is_syncing, False
+        return self.syncing(False)
+
+    @contextmanager
+    def syncing(self, sums: bool) -> Iterator[None]:
+        """While open, a backward pass sums gradients over the ranks, or does not."""
+        before, self.is_syncing = self.is_syncing, sums
         try:
             yield
         finally:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from espalier.compat.updates import OneByOne
 from espalier.parallel.several import Several
 from espalier.texts import Mistake, MistakeError, did_you_mean, unknown_key
 
@@ -95,7 +96,7 @@ def show_scale(engine: Scaled) -> None:
         shown["backward"] = lambda loss, **options: owner().backward(loss, **options)  # type: ignore[union-attr]
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(OneByOne):
     """Lion (Chen et al. 2023): the sign of an average of gradients.
 
     Args:
@@ -111,21 +112,18 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update."""
-        for group, p in _with_gradients(self):
-            first, second = group["betas"]
-            state = self.state[p]
-            if not state:
-                state["exp_avg"] = torch.zeros_like(p)
-            average = state["exp_avg"]
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(average.mul(first).add(p.grad, alpha=1 - first).sign(), alpha=-group["lr"])
-            average.mul_(second).add_(p.grad, alpha=1 - second)
+    def _update(self, group: dict[str, Any], p: torch.Tensor, grad: torch.Tensor) -> None:
+        first, second = group["betas"]
+        state = self.state[p]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(p)
+        average = state["exp_avg"]
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(average.mul(first).add(grad, alpha=1 - first).sign(), alpha=-group["lr"])
+        average.mul_(second).add_(grad, alpha=1 - second)
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(OneByOne):
     """LAMB (You et al. 2019): Adam's update, scaled for each parameter by its norm.
 
     Args:
@@ -157,31 +155,24 @@ class Lamb(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update."""
-        for group, p in _with_gradients(self):
-            first, second = group["betas"]
-            state = self.state[p]
-            if not state:
-                state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            state["step"] += 1
-            state["exp_avg"].mul_(first).add_(p.grad, alpha=1 - first)
-            state["exp_avg_sq"].mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
-            size = group["lr"]
-            if group["bias_correction"]:
-                steps = state["step"]
-                size *= (1 - second**steps) ** 0.5 / (1 - first**steps)
-            inside = group["eps_inside_sqrt"]
-            root = (state["exp_avg_sq"] + group["eps"] * inside).sqrt() + group["eps"] * (not inside)
-            direction = state["exp_avg"] / root + group["weight_decay"] * p
-            ratio = p.norm() / direction.norm()
-            ratio = torch.where(ratio.isfinite() & (ratio > 0), ratio, torch.ones_like(ratio))
-            p.sub_(direction * ratio.clamp(group["min_coeff"], group["max_coeff"]) * size)
-
-
-def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    return ((group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    def _update(self, group: dict[str, Any], p: torch.Tensor, grad: torch.Tensor) -> None:
+        first, second = group["betas"]
+        state = self.state[p]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        state["step"] += 1
+        state["exp_avg"].mul_(first).add_(grad, alpha=1 - first)
+        state["exp_avg_sq"].mul_(second).addcmul_(grad, grad, value=1 - second)
+        size = group["lr"]
+        if group["bias_correction"]:
+            steps = state["step"]
+            size *= (1 - second**steps) ** 0.5 / (1 - first**steps)
+        inside = group["eps_inside_sqrt"]
+        root = (state["exp_avg_sq"] + group["eps"] * inside).sqrt() + group["eps"] * (not inside)
+        direction = state["exp_avg"] / root + group["weight_decay"] * p
+        ratio = p.norm() / direction.norm()
+        ratio = torch.where(ratio.isfinite() & (ratio > 0), ratio, torch.ones_like(ratio))
+        p.sub_(direction * ratio.clamp(group["min_coeff"], group["max_coeff"]) * size)
 
 
 _MUON = {"lr", "momentum", "weight_decay", "nesterov", "ns_steps", "muon_lr"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,9 +34,9 @@ class _Staged(_schedules.LRScheduler):
         after = step - self.warmup_steps - self.flat_steps
         return rate if after < 0 else self._after(after, rate)
 
+    @abstractmethod
     def _after(self, step: int, rate: Any) -> Any:
         """So many steps after the beginning of the way down."""
-        raise NotImplementedError
 
 
 class _Cosine(_Staged):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 
 from espalier.compat.absent import or_absent
+from espalier.compat.updates import OneByOne
 from espalier.texts import Mistake, refuse
 
 __path__: list[str] = []  # there are modules in it
@@ -82,30 +82,7 @@ def FusedSGD(
     return torch.optim.SGD(params, lr, momentum, dampening, weight_decay, nesterov)
 
 
-class _OneByOne(torch.optim.Optimizer):
-    """Updates one parameter after the other."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update.
-
-        Returns:
-            what ``closure`` gives.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group, p in self._with_gradients():
-            self._update(group, p, p.grad)  # type: ignore[arg-type]
-        return loss
-
-    def _with_gradients(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-        return ((group, p) for group in self.param_groups for p in group["params"] if p.grad is not None)
-
-    def _update(self, group: dict[str, Any], p: torch.Tensor, grad: torch.Tensor) -> None:
-        raise NotImplementedError
-
+class _Update(OneByOne):
     def setup_distributed(self, *args: Any, **options: Any) -> None:
         """Nothing: parameters know how they lie."""
 
@@ -136,7 +113,7 @@ def _averaged(state: dict[str, Any], name: str, x: torch.Tensor, beta: float) ->
     return average
 
 
-class Lamb(_OneByOne):
+class Lamb(_Update):
     """LAMB (You et al. 2019): Adam's update, scaled for each parameter by its norm.
 
     Args:
@@ -184,7 +161,7 @@ class Lamb(_OneByOne):
         p.sub_(direction * torch.where(scales, of_weight / of_step, torch.ones_like(of_step)) * rate)
 
 
-class Lars(_OneByOne):
+class Lars(_Update):
     """LARS (You et al. 2017): SGD whose rate is scaled for each parameter by its norm and its gradient's.
 
     Args:
@@ -236,7 +213,7 @@ class Lars(_OneByOne):
         p.sub_(grad * rate)
 
 
-class _Factored(_OneByOne):
+class _Factored(_Update):
     """Keeps squares of a matrix by the means of its rows and of its columns (Shazeer & Stern 2018)."""
 
     def _mean_squares(
