@@ -274,7 +274,7 @@ class Accelerator(accelerate.Accelerator):
         """Whether any rank has set the trigger; then it is set no more (a collective)."""
         flag: Any = getattr(self, "flag_tensor", None)
         is_set = flag is not None and bool(flag.item())
-        if not (any_says(is_set, self._mesh) if self._mesh.size() > 1 else is_set):
+        if not any_says(is_set, self._mesh):
             return False
         self.flag_tensor = None
         return True

@@ -130,7 +130,7 @@ class OnMesh:
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any of them, say yes."""
         assert self._mesh is not None
-        said = gather_objects(bool(decision), self._mesh) if self._mesh.size() > 1 else [bool(decision)]
+        said = gather_objects(bool(decision), self._mesh)
         return False not in said if all else True in said
 
 

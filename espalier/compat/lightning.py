@@ -26,7 +26,7 @@ from espalier.parallel import Plan
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.deferred import deferred, make_parameters_real
 from espalier.texts import refuse
-from espalier.trees import tree_map
+from espalier.trees import tensors_in, tree_map
 
 _NOTHING: Final = object()
 
@@ -92,7 +92,7 @@ class EspalierStrategy(OnMesh, Theirs):
         module: Any = self.lightning_module
         if module is not None and module.trainer.predicting and hasattr(dataloader, "__len__"):
             assert self._mesh is not None
-            lengths = gather_objects(len(dataloader), self._mesh) if self._mesh.size() > 1 else [0]
+            lengths = gather_objects(len(dataloader), self._mesh)
             if len({*lengths}) > 1:
                 raise ValueError(
                     f"To predict, the ranks would read {lengths} batches: expected as many on each, as a "
@@ -145,7 +145,7 @@ class EspalierStrategy(OnMesh, Theirs):
 
         def logged(*args: Any, **kwargs: Any) -> Any:
             call = signature.bind(*args, **kwargs)
-            if any(isinstance(x, DTensor) for x in _leaves(call.arguments["value"])):
+            if any(isinstance(x, DTensor) for x in tensors_in(call.arguments["value"])):
                 call.arguments["value"] = _whole(call.arguments["value"])
                 call.arguments["sync_dist"] = False  # of all rows already
             return log(*call.args, **call.kwargs)
@@ -165,8 +165,9 @@ class EspalierStrategy(OnMesh, Theirs):
         """A metric's ``update``, of whole tensors: outside of a step those that each rank has of its rows."""
 
         def updated(*args: Any, **kwargs: Any) -> Any:
-            tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            if not self.is_within and any(type(x) is torch.Tensor and x.ndim for x in tensors):
+            if not self.is_within and any(
+                type(x) is torch.Tensor and x.ndim for x in tensors_in((args, kwargs))
+            ):
                 args, kwargs = self.engine.local_batch((args, kwargs))
             args, kwargs = _whole((args, kwargs))
             return update(*args, **kwargs)
@@ -296,12 +297,6 @@ def _counted() -> Iterator[None]:
     """Without gradients, but with versions of tensors, by which changes of parameters are told."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _leaves(tree: Any) -> list[Any]:
-    leaves: list[Any] = []
-    tree_map(leaves.append, tree)
-    return leaves
 
 
 def _whole(tree: Any) -> Any:

@@ -68,7 +68,7 @@ class Boosted(EngineModule):
         """How many rows the ranks have brought, and which of them are this one's (a collective)."""
         mesh = self.engine.mesh
         count = next((len(x) for x in tensors_in(batch) if x.ndim), 0)
-        counts = gather_objects(count, mesh) if mesh.size() > 1 else [count]
+        counts = gather_objects(count, mesh)
         readers = Readers(mesh, self.engine.plan)
         by_place = [counts[first] for first in readers.firsts]
         before = sum(by_place[: readers.place])
