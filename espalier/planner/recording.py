@@ -222,7 +222,8 @@ class _Recorder(DispatchMode):
         return out
 
     def _op(self, func: Any, packet: Any, name: str, args: Any, kwargs: Any, out: Any) -> Op:
-        tensors = tensors_in([args, kwargs])
+        # what is written into counts once, as what comes out
+        tensors = tensors_in([args, {key: x for key, x in kwargs.items() if key != "out"}])
         outputs = tensors_in([out])
         first = tensors[0] if tensors else outputs[0] if outputs else None
         dtype = "" if first is None else str(first.dtype).removeprefix("torch.")

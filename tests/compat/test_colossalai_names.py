@@ -272,8 +272,8 @@ def test_what_configurations_hold() -> None:
 def test_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Are those that a configuration asks for; without a word they stay."""
     model, cudnn = nn.Linear(2, 2), torch.backends.cudnn
-    # torch.testing, once imported, has flags set by contexts alone
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+    # once torch.testing was imported, flags are set by contexts alone
+    monkeypatch.setattr(vars(torch.backends)["m"], "__allow_nonbracketed_mutation_flag", True)
     for name in ("benchmark", "deterministic"):
         monkeypatch.setattr(cudnn, name, getattr(cudnn, name))
     for config in ({"cudnn_benchmark": True, "cudnn_deterministic": True}, {}, {"cudnn_benchmark": False}):

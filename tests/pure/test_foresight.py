@@ -27,7 +27,7 @@ from espalier.planner.events import drawn, lanes
 from espalier.planner.explain import Checked, gigabytes, report, to_dict, to_toml, why_not, words
 from espalier.planner.prediction import plan_table
 from espalier.planner.prices import Prices
-from espalier.planner.recording import Op, Recording, Sent, added, grown
+from espalier.planner.recording import Op, Recording, Sent, added, grown, noted
 from espalier.planner.whole import check, more_ranks, sensitivity, too_large
 from espalier.train.plan_page import compare_page, front, plan_page
 from tests.asked import left_to_sweeps
@@ -240,6 +240,17 @@ def right_in_both_themes(browser: Any) -> None:
         browser.execute_script(f"document.documentElement.dataset.theme = '{theme}'")
         assert violations(browser) == [], theme
     assert browser.get_log("browser") == []
+
+
+def test_products_into_given_tensors_cost_as_others() -> None:
+    """Tensors that are written into are no factors, and count once."""
+    x, weight = torch.empty(4, 3, 8, device="meta"), torch.empty(4, 8, 5, device="meta")
+    out = torch.empty(4, 3, 5, device="meta")
+    plain = noted(lambda: torch.bmm(x, weight))
+    into = noted(lambda: torch.bmm(x, weight, out=out))
+    assert plain == into
+    assert plain[0].sizes == (4, 3, 5, 8)
+    assert plain[0].moved == 4 * (4 * 3 * 8 + 4 * 8 * 5 + 4 * 3 * 5)
 
 
 def test_messages_under_products_cost_what_products_leave_of_them() -> None:
