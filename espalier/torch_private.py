@@ -238,6 +238,10 @@ DOORS = {
     "functionalize": "torch._functorch.eager_transforms:_wrap_all_tensors_to_functional",
     "norm": "torch.nn.utils.clip_grad:_get_total_norm",
     "clipping": "torch.nn.utils.clip_grad:_clip_grads_with_norm_",
+    "grouping": "torch.nn.utils.clip_grad:_group_tensors_by_device_and_dtype",
+    # by the names that programs use
+    "named norm": "torch.nn.utils:get_total_norm",
+    "named clipping": "torch.nn.utils:clip_grads_with_norm_",
     # torch's helpers for state dicts
     "walk": "torch.distributed._state_dict_utils:_iterate_state_dict",
     "broadcast": "torch.distributed._state_dict_utils:_broadcast_tensors",

@@ -236,6 +236,40 @@ def said_by_some(mesh: Mesh, n: int, message: bytes, about: str) -> list[bytes]:
     return [bytes(store.get(f"{number}/{place}")) for place in range(n)]
 
 
+class Board:
+    """What some have to say, for whoever wants to know later: of each the last before a turn.
+
+    All ranks of a mesh make it, and count turns alike. Nobody waits, and it stands in no ledger.
+    """
+
+    def __init__(self, mesh: Mesh, about: str) -> None:
+        store, number = _talk(mesh, about)
+        self._store = dist.PrefixStore(str(number), store)
+        self._turn, self._count = 0, 0
+        self._known: dict[int, tuple[int, bytes]] = {}
+
+    def say(self, by: int, message: bytes) -> None:
+        """Say something from the next turn on; one rank speaks for each ``by``."""
+        # two places by turns: who reads is at this turn or the one before
+        self._count += 1
+        self._store.set(f"{by}/{self._count % 2}", f"{self._turn + 1} ".encode() + message)  # type: ignore
+
+    def turn(self) -> None:
+        """From now on what was said before it counts."""
+        self._turn += 1
+
+    def said(self, by: int) -> bytes:
+        """What counts now; nothing where nothing was said."""
+        turn, message = self._known.get(by, (-1, b""))
+        if turn != self._turn:
+            places = [key for i in range(2) if self._store.check([key := f"{by}/{i}"])]
+            told = [bytes(self._store.get(key)).partition(b" ")[::2] for key in places]
+            counting = [(int(at), words) for at, words in told if int(at) <= self._turn]
+            message = max(counting, default=(0, b""))[1]
+            self._known[by] = self._turn, message
+        return message
+
+
 def _talk(mesh: Mesh, about: str) -> tuple[dist.Store, int]:
     """Where all ranks of a mesh say what a thing is about, and how often this one has come there."""
     store = dist.PrefixStore(f"espalier.{about}/" + "-".join(map(str, mesh.ranks)), _default_store())

@@ -79,7 +79,7 @@ class Awaited:
     def __init__(self, source: Source, step: _Step | None = None) -> None:
         self._source, self._step = source, step
         self._known: Any = None
-        self._has_gone_back = False
+        self._has_gone_back = self._is_retained = False
         self._shape: Any = None
         self._is_used = self._is_own = False  # something was made of it; it was written to, and may be again
 
@@ -172,10 +172,20 @@ class Awaited:
     def backward(self, gradient: None = None, retain_graph: bool | None = None) -> None:
         """Forward and backward of the step that it is the loss of.
 
+        Args:
+            retain_graph: whether it may go back again.
+
         Raises:
             ValueError: another gradient than that of the loss itself is asked for; or something else in the
                 loss wants one, too.
+            RuntimeError: it went back before, and was not to go back again.
         """
+        if self._has_gone_back and not self._is_retained:
+            raise RuntimeError(
+                "backward() of a loss that went back already. As on one process, write "
+                "loss.backward(retain_graph=True) the first time; or (2 * loss).backward() once, which is "
+                "one pass through the stages in place of two."
+            )
         if gradient is not None:
             raise ValueError("In a pipeline backward() begins with the loss alone: scale the loss itself.")
         held = _captured(self)
@@ -187,7 +197,7 @@ class Awaited:
             )
         captured = [x for x in held if not x.ndim or x.shape[0] == self._source.rows()]
         self._known = self._source.train(captured, partial(_replayed, self, [id(x) for x in captured]))
-        self._has_gone_back, whole = True, self
+        self._has_gone_back, self._is_retained, whole = True, bool(retain_graph), self
         while whole._step is not None and whole._step.func is operator.truediv:
             inner, parts = whole._step.args
             if not isinstance(inner, Awaited) or not isinstance(parts, int | float):

@@ -687,7 +687,7 @@ class Engine(Surface):
             self.grad_norm = norm.wait() if factor is None else norm.wait() * factor
             return self.grad_norm
 
-        self.is_stepping = True
+        self.is_stepping = passes.seen.is_stepping = True
         if guard is not None:
             guard.told = ""
         if self.scaler is not None and not known:
@@ -716,7 +716,7 @@ class Engine(Surface):
                         passes.watch = None
             arrived()
         finally:
-            self.is_stepping = False
+            self.is_stepping = passes.seen.is_stepping = False
             passes.has_gradients = False
             if keep:
                 data.gradients.settle()

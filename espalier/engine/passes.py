@@ -192,6 +192,7 @@ class Passes(ABC):
         readers = math.prod(call.mesh.shape[a] for a in reading)
         self.first_batches = GivenBatches(mesh, place, call.plan.pipe, readers)
         self.pulse = Watchdog(Faults())
+        self.is_syncing = True
         self._trains, self._lay_out = trains, weakref.WeakMethod(lay_out)
 
     # ---- to lay out
@@ -259,9 +260,18 @@ class Passes(ABC):
             rows: as for :meth:`espalier.Engine.outputs`.
         """
 
-    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """See :meth:`espalier.Engine.no_sync`."""
+        return self.syncing(False)
+
+    @contextmanager
+    def syncing(self, sums: bool) -> Iterator[None]:
+        """While open, a backward pass sums gradients over the ranks, or need not."""
+        before, self.is_syncing = self.is_syncing, sums
+        try:
+            yield
+        finally:
+            self.is_syncing = before
 
     @abstractmethod
     def one_by_one(self, what: str) -> Direct:
@@ -279,13 +289,24 @@ class Passes(ABC):
 
     # ---- gradients
 
+    @property
     @abstractmethod
+    def has_new(self) -> bool:
+        """Whether gradients came since they were last finished."""
+
     def check_step(self) -> None:
         """See that gradients may be stepped by.
 
         Raises:
             ValueError: they are not to be summed over the ranks yet.
         """
+        if self.has_new and not self.is_syncing and self.mesh.size() > 1:
+            raise ValueError(
+                "A step within no_sync(): each rank would step by the gradients of its own rows, and their "
+                "parameters would differ from then on. End the block before the step, or leave it out. Steps "
+                "of ranks by themselves (accelerate's LocalSGD) are not here: leave LocalSGD out, and every "
+                "step is of all rows."
+            )
 
     @abstractmethod
     def finish(self) -> None:
@@ -405,7 +426,7 @@ class Direct(Passes):
         self._hooks = BackwardHooks(self._begin_backward, self._end_backward, self._refused, self._have)
         self._last_loss: torch.Tensor | None = None
         self._is_own = False  # each rank makes a loss of its own rows
-        self.is_syncing = self._finishes = True
+        self._finishes = True
         self._are_new = False  # gradients, since they were last finished
         self._is_within = False  # train()
 
@@ -621,27 +642,9 @@ class Direct(Passes):
         with raw():
             return any(_grad.__get__(p) is not None for p in self.call.module.parameters())
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """See :meth:`espalier.Engine.no_sync`."""
-        return self.syncing(False)
-
-    @contextmanager
-    def syncing(self, sums: bool) -> Iterator[None]:
-        """While open, a backward pass sums gradients over the ranks, or does not."""
-        before, self.is_syncing = self.is_syncing, sums
-        try:
-            yield
-        finally:
-            self.is_syncing = before
-
-    def check_step(self) -> None:
-        if self._are_new and not self.is_syncing and self.mesh.size() > 1:
-            raise ValueError(
-                "A step within no_sync(): each rank would step by the gradients of its own rows, and their "
-                "parameters would differ from then on. End the block before the step, or leave it out. Steps "
-                "of ranks by themselves (accelerate's LocalSGD) are not here: leave LocalSGD out, and every "
-                "step is of all rows."
-            )
+    @property
+    def has_new(self) -> bool:
+        return self._are_new
 
     def finish(self) -> None:
         assert self.data is not None

@@ -17,8 +17,9 @@ from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.data.gradients import gradient_of
-from espalier.tensor import DTensor, plain, stamp
-from espalier.tensor.observers import user_frame
+from espalier.tensor import DTensor, layout_of, plain, stamp
+from espalier.tensor.meshes import brought, seen_on
+from espalier.tensor.observers import asks_for_gradients, tell_of_absent_gradient, user_frame
 from espalier.torch_private import foreach_norms, raw, wrap_door
 
 Counted = Mapping[str, torch.Tensor]
@@ -27,9 +28,13 @@ Counted = Mapping[str, torch.Tensor]
 class SeenGradients:
     """Bars ``p.grad`` while it is no gradient of the whole batch; tells of changes to what is another thing.
 
-    Gradients of several micro-batches lack a factor, or are under way, until they are finished. Those of a
-    pipeline are one rank's, those of float16 are scaled: fine to look at, wrong to change by what one rank
-    sees. ``clip_grad_norm_`` is given the norm over all stages, without the scale.
+    Gradients of several micro-batches lack a factor, or are under way, until they are finished. Those of
+    float16 are scaled: fine to look at, wrong to change by what is seen. Of a pipeline the program sees those
+    of all stages: in the place of another one's a tensor that lies there, as its parameter does. What updates
+    is to find this rank's own; so ``clip_grad_norm_`` is given the norm over all stages, without the scale.
+
+    Attributes:
+        is_stepping: whether an optimizer updates: it finds this rank's own gradients alone.
 
     Args:
         mesh: all of it, stages too.
@@ -50,6 +55,12 @@ class SeenGradients:
         self._is_finished = False  # on all ranks alike
         self._reasons: list[str] = []  # to bar them; the parameters hold it
         self._is_partial = scaler is not None or plan.pipe > 1
+        self.is_stepping = False
+        self._places: dict[
+            int, tuple[str, Mesh]
+        ] = {}  # by parameter, its name and where its gradient is seen
+        self._elsewhere: dict[int, DTensor | None] = {}  # by parameter, what stands here for its gradient
+        self._has: weakref.WeakMethod[Callable[[str, bool], bool]] | None = None
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a parameter that is saved goes without
@@ -65,6 +76,68 @@ class SeenGradients:
             for p in self._module.parameters():
                 p._seen = self  # type: ignore[attr-defined]
 
+    def show_all(
+        self, meshes: Mapping[str, Mesh], has_gradient: weakref.WeakMethod[Callable[[str, bool], bool]]
+    ) -> None:
+        """Let the program see gradients of all stages.
+
+        Args:
+            meshes: on which those of parameters are seen, by name.
+            has_gradient: whether a parameter of other ranks, of this name, has one; it is told whether it is
+                trained.
+        """
+        parameters = dict(self._module.named_parameters())
+        self._places = {id(p): (name, meshes[name]) for name, p in parameters.items()}
+        self._has = has_gradient
+
+    def shown(self, p: DTensor, grad: DTensor | None, *, asked: bool = False) -> DTensor | None:
+        """What a program finds in ``p.grad``, where ``grad`` is this rank's own.
+
+        Args:
+            asked: whether the program asks, by a function of ours.
+
+        Raises:
+            RuntimeError: gradients are not finished.
+        """
+        if (place := self._places.get(id(p))) is None:
+            return grad
+        (name, mesh), here = place, p._layout.mesh
+        if (here is mesh and here.is_member) or not (asked or asks_for_gradients()):
+            return grad
+        if here.is_member:
+            if grad is None or self.is_stepping or not self._is_finished:
+                return grad
+            return seen_on(grad, mesh)
+        if self._reasons:
+            raise RuntimeError(self._reasons[0])
+        if self.is_stepping:
+            tell_of_absent_gradient(here, level=3)
+            return None
+        if id(p) not in self._elsewhere and self._is_finished:
+            has = None if self._has is None else self._has()
+            there = has is not None and has(name, p.requires_grad)
+            self._elsewhere[id(p)] = self._stand_in(p, mesh) if there else None
+        return self._elsewhere.get(id(p))
+
+    def given(self, p: DTensor, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """What is to be this rank's own where a program sets ``p.grad``."""
+        if (place := self._places.get(id(p))) is None:
+            return grad
+        here = p._layout.mesh
+        if isinstance(grad, DTensor) and grad._layout.mesh is not here:
+            grad = brought(grad, here)
+        if not here.is_member:
+            self._elsewhere[id(p)] = None if grad is None else self._stand_in(p, place[1])
+        return grad
+
+    @staticmethod
+    def _stand_in(p: DTensor, mesh: Mesh) -> DTensor:
+        """What has the shape of a gradient that lies on other ranks."""
+        layout = Layout.replicated(mesh, p.shape)
+        with raw():
+            dtype = p.grad_dtype or p.dtype
+            return stamp(torch.empty(layout.local_shape, dtype=dtype, device="meta"), layout)
+
     @property
     def is_barred(self) -> bool:
         """Whether reading a gradient is an error."""
@@ -72,10 +145,9 @@ class SeenGradients:
 
     def bar(self) -> None:
         """Gradients are not finished."""
-        here = ", on each rank those of its own stages" if self._plan.pipe > 1 else ""
         self._reasons.append(
             "p.grad between engine.accumulate(parts) and engine.step(): gradients are known after "
-            f"engine.finish_gradients(){here}. To clip by the norm of all, write Plan(clip=1.0), or "
+            "engine.finish_gradients(). To clip by the norm of all, write Plan(clip=1.0), or "
             "initialize(..., max_grad_norm=1.0); to drop them, engine.zero_grad()."
         )
 
@@ -86,6 +158,7 @@ class SeenGradients:
     def forget(self) -> None:
         """There are none."""
         self._reasons.clear()
+        self._elsewhere.clear()
         self._noted, self._is_finished = None, False
 
     def note(self) -> None:
@@ -102,32 +175,47 @@ class SeenGradients:
     def check(self) -> None:
         """Before a step: tell of gradients that were changed since."""
         noted, self._noted = self._noted, None
-        if noted is not None and self._mark() != noted:
-            reason = f"the gradient times engine.scale ({self._plan.precision})"
-            if self._plan.pipe > 1:
-                reason = "that of this rank's stages alone"
+        if self._scaler is not None and noted is not None and self._mark() != noted:
             warnings.warn(
-                f"p.grad was changed before the step. With {self._plan} what is there is {reason}: a norm of "
-                "all of them is another. Plan(clip=1.0), or torch.nn.utils.clip_grad_norm_, clips by the "
-                "right one.",
+                f"p.grad was changed before the step. With {self._plan} what is there is the gradient times "
+                f"engine.scale ({self._plan.precision}): a norm of all of them is another. Plan(clip=1.0), "
+                "or torch.nn.utils.clip_grad_norm_, clips by the right one.",
                 stacklevel=user_frame()[0],
             )
 
     def norm(self, parameters: Iterable[torch.Tensor], order: float) -> torch.Tensor | None:
-        """Of the gradients of these, over all ranks (a collective); None if they are not known yet.
+        """Of the gradients of these, over all ranks (a collective).
+
+        None if they are not known yet, and where an optimizer asks for those of parameters that are all here.
 
         Args:
             parameters: the same on all ranks: those of other stages too.
             order: of the norm, above 0.
         """
+        parameters = list(parameters)
         counted = self._counted()
-        if counted is None or not self._is_finished:
+        if counted is None or not (self._is_finished or self.is_stepping):
             return None
+        if self.is_stepping and all(layout_of(p, self._mesh).mesh.is_member for p in parameters):
+            return None  # other ranks update others, and ask for these
         asked = set(map(id, parameters))
         names = {name for name, p in self._module.named_parameters() if id(p) in asked}
         own = [grad for name, grad in counted().items() if name in names]
         norm = Norm(own, self._mesh).wait() if order == 2 else _norm_of(own, order, self._mesh)
-        return norm if self._scaler is None else norm / self._scaler.scale
+        return norm if self._scaler is None or self.is_stepping else norm / self._scaler.scale
+
+
+def gradients_seen(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients that there are, as a program finds them in ``p.grad``: of all stages."""
+    held = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return [grad for p in held if (grad := gradient_seen(p)) is not None]
+
+
+def gradient_seen(p: torch.Tensor) -> torch.Tensor | None:
+    """``p.grad``, as a program finds it."""
+    seen: SeenGradients | None = p.__dict__.get("_seen")
+    own: Any = p.grad  # this rank's, as we ask
+    return own if seen is None or not isinstance(p, DTensor) else seen.shown(p, own, asked=True)
 
 
 def _norm_of(grads: Sequence[torch.Tensor], order: float, mesh: Mesh) -> torch.Tensor:
@@ -144,8 +232,10 @@ def _norm_of(grads: Sequence[torch.Tensor], order: float, mesh: Mesh) -> torch.T
 
 def install() -> None:
     """Let torch's clipping take the norm over all stages of a pipeline, and without a loss scale."""
-    wrap_door("norm", _saying_its_order)
-    wrap_door("clipping", _clipping)
+    for of in ("", "named "):
+        wrap_door(f"{of}norm", _saying_its_order)
+        wrap_door(f"{of}clipping", _clipping)
+    wrap_door("grouping", _in_one_order)
 
 
 def _saying_its_order(total_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -155,6 +245,20 @@ def _saying_its_order(total_norm: Callable[..., torch.Tensor]) -> Callable[..., 
         return total
 
     return get_total_norm
+
+
+def _in_one_order(grouped: Callable[..., Any]) -> Callable[..., Any]:
+    """Of tensors of several stages all ranks are to ask in one order: torch goes by device."""
+
+    def group(lists: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = lists[0]
+        if not tensors:
+            return {}  # a rank may have none of the gradients that are clipped by value
+        if len(lists) > 1 or len({x._layout.mesh for x in tensors if isinstance(x, DTensor)}) < 2:
+            return grouped(lists, *args, **kwargs)
+        return {(tensors[0].device, tensors[0].dtype): (lists, [*range(len(tensors))])}
+
+    return group
 
 
 def _clipping(clip: Callable[..., None]) -> Callable[..., None]:

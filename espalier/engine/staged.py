@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from espalier.comm.collectives import broadcast, sum_whole, swap_with
-from espalier.comm.control import agree, any_says, gather_objects
+from espalier.comm.control import Board, agree, gather_objects, numbers_of_all
 from espalier.comm.dry import values_of
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Accumulation, Number, averaged
@@ -33,6 +34,7 @@ from espalier.engine.staged_output import ModelRun, cloned
 from espalier.faults.watchdog import Watchdog
 from espalier.layout import Layout, gradient_layout
 from espalier.mesh import Mesh
+from espalier.mesh.parts import among
 from espalier.parallel import Arrangement, arrange, everywhere
 from espalier.parallel.compose import Stages, Undivided, WholeProgram
 from espalier.parallel.data.gradients import Gradients, gradient_of
@@ -56,6 +58,7 @@ from espalier.trees import tree_map
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _grad: Any = torch.Tensor.grad
+_TELLS = 2.0**-20  # beside a number of ranks
 
 
 class Staged(Passes):
@@ -72,6 +75,9 @@ class Staged(Passes):
         self.keeps_outputs: bool | None = None  # of training passes, see ModelRun; None: of the first
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
         self._copies = StagedCopies(self)
+        self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
+        self._unlike: list[str] | None = []  # parameters, see _tells_of_gradients; None: others may not know
+        self._board: Board | None = None  # where stages say so
 
     # ---- to lay out
 
@@ -127,7 +133,17 @@ class Staged(Passes):
         self.seen.watch(m.p for m in data.members)
         self.seen.watch_clipping()
         data.gradients.share({id(p) for p, _ in self._shared(data)})
-        self.mesh.copied = tuple(name for name, users in self.stages.users.items() if len(users) > 1)
+        users = self.stages.users
+        self.mesh.copied = tuple(name for name, of in users.items() if len(of) > 1)
+        places = {}
+        for name, p in self.call.module.named_parameters():
+            lies = layout_of(p).mesh
+            is_part = self.mesh.copied and lies.within is self.mesh
+            places[name] = among(self.mesh, self._axis, users[name]) if is_part else lies
+            if len(users[name]) > 1:
+                p._copies = places[name]  # type: ignore[attr-defined]  # beside its gradient it is there
+        self._board = None if self.mesh.is_dry else Board(self.mesh, "gradients")
+        self.seen.show_all(places, weakref.WeakMethod(self._has_gradient))
         self._share_values(data)
         self._copies.lay_out(self.call.module)
 
@@ -170,9 +186,6 @@ class Staged(Passes):
             "engine.train_step(batch), or engine.accumulate(parts) and engine.step(); to evaluate, "
             "engine.evaluate(parts)."
         )
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def forward(self, batch: Any) -> torch.Tensor:
         """The loss of a batch, under ``torch.no_grad()`` alone: plain, the same on every rank."""
@@ -278,24 +291,32 @@ class Staged(Passes):
         self._see(failed)
         return number.clone()
 
-    def _see(self, failed: torch.Tensor) -> None:
-        """Give up, on all ranks, if so many have failed: what the host knows nobody asks the device for.
+    def _see(self, failed: torch.Tensor, tells: bool = False) -> bool:
+        """Give up, on all ranks, if so many have failed; else whether any rank ``tells`` something.
+
+        Such a rank has added :data:`_TELLS`. What the host knows nobody asks the device for.
 
         Raises:
             Exception: what a rank has met in its stage.
         """
         if self.mesh.is_dry:
-            return
-        on_host = is_accelerator(failed.device)
-        if any_says(self._failure is not None, self.mesh) if on_host else failed.item():
+            return False
+        if is_accelerator(failed.device):
+            codes = numbers_of_all([int(self._failure is not None) + 2 * tells], self.mesh)
+            has_failed, is_told = (any(code & bit for (code,) in codes) for bit in (1, 2))
+        else:
+            number = failed.item()
+            has_failed, is_told = number >= 1, number % 1 > 0
+        if has_failed:
             self._give_up()
+        return is_told
 
     @property
     def _failure(self) -> Exception | None:
         return self.stages.runtime.failure
 
     def _give_up(self) -> NoReturn:
-        failure, self.stages.runtime.failure = self._failure, None
+        failure, self.stages.runtime.failure, self._unlike = self._failure, None, None
         self.zero_grad()
         agree(failure, self.mesh, range(self.mesh.ndim))
         raise AssertionError("a rank has failed")
@@ -313,11 +334,12 @@ class Staged(Passes):
         taken = {p: grad for p, grad in grads.items() if grad is not None}
         if self.evaluation.closed:
             self.zero_grad()
+        self._taken = taken
         return taken
 
     def add_gradients(self, taken: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
         """Add what was taken to the gradients of a pass, as a loop on one process does."""
-        self._is_of_loop = True
+        self._is_of_loop, self._taken = True, {}
         if not taken:
             return
         with raw():
@@ -328,8 +350,10 @@ class Staged(Passes):
                     plain(new).add_(plain(grad))
         self.seen.note()
 
-    def check_step(self) -> None:
-        """They may: each pass sums them."""
+    @property
+    def has_new(self) -> bool:
+        """Each pass sums them; but a step that is not to wait for sums is none of all ranks."""
+        return self.has_gradients
 
     def finish(self) -> None:
         assert self.data is not None
@@ -347,8 +371,42 @@ class Staged(Passes):
         return [] if self._is_known else [Rider(self._shares(), self._hear)]
 
     def agree(self) -> None:
-        for rider in self.riders():
-            rider.hear(sum_whole(torch.stack([*rider.shares]), self.mesh).unbind())
+        if self._is_known:
+            return
+        tells = self._tells_of_gradients()
+        *shares, failed = self._shares()
+        with raw():
+            shares.append(failed + _TELLS if tells else failed)
+        *numbers, failed = sum_whole(torch.stack(shares), self.mesh).unbind()
+        if self._see(failed, tells):
+            assert self._board is not None
+            self._board.turn()
+        self._know(numbers)
+
+    def _tells_of_gradients(self) -> bool:
+        """Whether this rank has to say, and has said, which gradients of its stages are not as expected.
+
+        Expected is one for each parameter that is trained.
+        """
+        if self._board is None or self.call.mesh.rank:
+            return False
+        assert self.data is not None
+        own = [m for m in self.data.members if self.saves(m.name)]
+        with raw():
+            are = [gradient_of(m.p) is not None or m.p in self._taken for m in own]
+            unlike = [m.name for m, is_one in zip(own, are, strict=True) if is_one != m.p.requires_grad]
+        if unlike == self._unlike:
+            return False
+        self._unlike = unlike
+        self._board.say(self._here, "\n".join(unlike).encode())
+        return True
+
+    def _has_gradient(self, name: str, trained: bool) -> bool:
+        """Whether a parameter of other ranks has a gradient."""
+        if self._board is None:
+            return trained
+        unlike = self._board.said(self.stages.homes.get(name, 0)).decode().split("\n")
+        return trained != (name in unlike)
 
     def factor(self) -> torch.Tensor | None:
         factor, self._factor = self._factor, None
@@ -372,14 +430,19 @@ class Staged(Passes):
             ]
 
     def _hear(self, sums: Sequence[torch.Tensor]) -> None:
-        """Know the loss and the factor of gradients, as all ranks do.
+        """Know what ranks told, as all do.
 
         Raises:
             Exception: what a rank has met in its stage, on all ranks.
         """
+        *numbers, failed = sums
+        self._see(failed)
+        self._know(numbers)
+
+    def _know(self, sums: Sequence[torch.Tensor]) -> None:
+        """Know the loss and the factor of gradients, as all ranks do."""
         with raw():
-            loss, code, factor, failed = sums
-            self._see(failed)
+            loss, code, factor = sums
             if self._dtype is None:
                 self._dtype = self.loss.dtype if self.loss is not None and self.stages.has_last else None
                 if self._dtype is None and not self.mesh.is_dry:

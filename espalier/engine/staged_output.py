@@ -8,7 +8,7 @@ numbers and leaves buffers and generators as they were, so that looking at a los
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -185,13 +185,27 @@ class ModelRun:
         return [part for part, _ in of_ranks], [own for _, own in of_ranks]
 
     def train(self, captured: list[torch.Tensor], loss: LossFunction) -> torch.Tensor:
-        """Forward and backward of all micro-batches; gives their loss as one."""
+        """Forward and backward of all micro-batches; gives their loss as one.
+
+        Where they went before, they go as they went then: nothing is drawn, and no buffer is written, anew.
+
+        Raises:
+            RuntimeError: they went before, and parameters were updated since.
+        """
         passes, call = self._passes, self._passes.call
+        if self._drawn_from is not None and passes.updates != self._updates:
+            raise RuntimeError(
+                "backward() through a call of the model that a loss went back through before, and its "
+                "parameters were updated since: call the model again, or make the step after all backward "
+                "passes."
+            )
         if self._is_own:
             passes.first_batches.note(self._inputs, own=True)
         earlier = passes.taken_gradients()
         parts, self._own = self._parts((self._inputs, captured))
-        self._drawn_from = states(passes.mesh.device()), Generators()
+        gone = nullcontext() if self._drawn_from is None else self._untouched()
+        if self._drawn_from is None:
+            self._drawn_from = states(passes.mesh.device()), Generators()
         kept: list[Any] = []
 
         def loss_of_kept(output: Any, more: Any) -> Any:
@@ -202,7 +216,7 @@ class ModelRun:
         before, call.loss_fn = call.loss_fn, loss_of_kept if keeps else loss
         try:
             numbers = leaves((self._inputs, captured), torch.Tensor)
-            with passes.evaluation.of_one_call(numbers), self._as_called():
+            with gone, passes.evaluation.of_one_call(numbers), self._as_called():
                 passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
             passes.finish_gradients()
         finally:

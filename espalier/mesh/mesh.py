@@ -52,6 +52,8 @@ class Mesh:
             gets its first mesh.
         within: the mesh of which it is a coordinate's ranks (see ``espalier.mesh.parts.at``); None of others.
         copied: parameters that several coordinates have a copy of, as the last engine on it laid them out.
+        is_alike: of a part (see ``espalier.mesh.parts.among``), whether what lies on it does so as seen from
+            all ranks, copies too.
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
         kept: what stands for the last gathered tensor that the backward pass wants again, weakly.
         comparing: what compares gradients that nobody spoke of along all its axes (see
@@ -106,6 +108,7 @@ class Mesh:
         self.streams: dict[int, Any] = {}
         self.within: Mesh | None = None
         self.copied: tuple[str, ...] = ()
+        self.is_alike = False
         self.under_way: dict[int, Any] = {}
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)
         self._backends: dict[tuple[int, torch.device], Any] = {}
@@ -301,6 +304,11 @@ class Mesh:
     def rank(self) -> int:
         """This rank's place in the mesh, the last axis counted fastest; -1 outside it."""
         return _place(self.coordinate, self.shape) if self.is_member else -1
+
+    @property
+    def outermost(self) -> Mesh:
+        """The mesh of which it is a part, of stages or branches; itself of others."""
+        return self if self.within is None else self.within.outermost
 
     def axis(self, axis: int | str) -> int:
         """The index of an axis given by name or index."""

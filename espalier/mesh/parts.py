@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 
 from espalier.mesh.mesh import Mesh, _array
@@ -29,6 +30,40 @@ def at(mesh: Mesh, axis: int | str, coordinate: int) -> Mesh:
             world_rank=mesh.world_rank,
         )
         part.ledgers, part.words, part.within = mesh.ledgers, mesh.words, mesh
+        if inside:
+            part._groups = [None if i == a else group for i, group in enumerate(mesh._groups)]
+            part._orders = [None if i == a else order for i, order in enumerate(mesh._orders)]
+        mesh._parts[key] = part
+    return mesh._parts[key]
+
+
+def among(mesh: Mesh, axis: int | str, coordinates: Sequence[int]) -> Mesh:
+    """The ranks at some coordinates of an axis, in their order along it; at all of them, the mesh itself.
+
+    On ranks at others it is dry. Nothing can be sent along the axis among some of its coordinates.
+    """
+    a = mesh.axis(axis)
+    coordinates = sorted(coordinates)
+    if len(coordinates) == mesh.shape[a]:
+        return mesh
+    key = (f"{mesh.names[a]} in {coordinates}",)
+    if key not in mesh._parts:
+        here = mesh.coordinate[a]
+        inside = mesh.is_member and here in coordinates
+        places = _array(mesh.ranks, mesh.shape).index_select(a, torch.tensor(coordinates, device="cpu"))
+        part = Mesh(
+            mesh.names,
+            (*mesh.shape[:a], len(coordinates), *mesh.shape[a + 1 :]),
+            coordinate=tuple(
+                (coordinates.index(c) if i == a else c) if inside else 0
+                for i, c in enumerate(mesh.coordinate)
+            ),
+            device_type=mesh.device_type if inside else "meta",
+            is_dry=mesh.is_dry or not inside,
+            ranks=places.flatten().tolist(),
+            world_rank=mesh.world_rank,
+        )
+        part.ledgers, part.words, part.within, part.is_alike = mesh.ledgers, mesh.words, mesh, True
         if inside:
             part._groups = [None if i == a else group for i, group in enumerate(mesh._groups)]
             part._orders = [None if i == a else order for i, order in enumerate(mesh._orders)]

@@ -188,6 +188,8 @@ class CachedCall:
             # would ask a DTensor for its shape
             plain_ = partial(_plain, mesh=self.placed.mesh)
             args, kwargs = tree_map(plain_, args), tree_map(plain_, kwargs)
+            if not self.placed.mesh.is_member:
+                func, args, kwargs = _staying(func, args, kwargs, self.placed.mesh.outermost.device_type)
         if self.tail is not None:
             return func(args[0], *self.tail)
         if self.run is not None:
@@ -235,6 +237,20 @@ def _plain(x: Any, mesh: Mesh) -> Any:
             go_at_once(out)
         return out
     return on_dry(x, mesh) if isinstance(x, torch.Tensor) else x
+
+
+def _staying(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str
+) -> tuple[Any, Any, Any]:
+    """A call of what has no data here, as that goes to no device."""
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    if getattr(func, "__name__", "") in ("cpu", device_type):
+        return torch.Tensor.view_as, (args[0], args[0]), {}
+    if func is torch.Tensor.to:
+        meta = torch.device("meta")
+        args = (args[0], *[meta if type(a) in (torch.device, str, int) else a for a in args[1:]])
+    return func, args, kwargs
 
 
 def _stamp(x: torch.Tensor, layout: Layout) -> torch.Tensor:

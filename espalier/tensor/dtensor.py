@@ -23,6 +23,7 @@ from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.torch_private import plain_call, raw, torch_functions_on, without_torch_functions
 
 _shape = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_device = torch.Tensor.device.__get__
 # dims from the one whose elements lie next to each other
 _FORMATS = {(torch.channels_last, 4): (1, 3, 2, 0), (torch.channels_last_3d, 5): (1, 4, 3, 2, 0)}
 
@@ -44,6 +45,15 @@ def _getter(name: str) -> property:
     return property(read)
 
 
+def _device_of(x: DTensor) -> torch.device:
+    """Where this rank's part is; of what is on other ranks alone, where this one's tensors are."""
+    here: torch.device = plain_call(_device, (), (x,), {})
+    mesh = x._layout.mesh
+    if here.type == "meta" and not mesh.is_member and torch_functions_on():
+        return mesh.outermost.device()
+    return here
+
+
 DETACHED = "espalier: copies are leaves, without gradients"  # in the memo of ``copy.deepcopy``
 
 
@@ -53,7 +63,9 @@ def absent(layout: Layout) -> ValueError:
     return ValueError(
         f"The values of {layout!r} are on ranks {list(mesh.ranks)}; this is rank {mesh.world_rank}. On all "
         "of them, redistribute it to a mesh with this rank, or ask on a rank of the mesh (mesh.is_member). "
-        "Of the parameters of a pipeline, engine.full_state_dict() gives all values on all ranks."
+        "Of the parameters of a pipeline, engine.full_state_dict() gives all values on all ranks, and "
+        "engine.full_gradients() their gradients. Numbers made of each are known everywhere once all ranks "
+        "have put them together: ask their sum, or torch.stack of them, for values, and not each."
     )
 
 
@@ -146,7 +158,7 @@ class DTensor(torch.Tensor):
     # ---- what is the same for both (the getters are spared the dispatcher)
 
     dtype = _getter("dtype")
-    device = _getter("device")
+    device = property(_device_of)
     is_leaf = _getter("is_leaf")
     grad_fn = _getter("grad_fn")
     layout = _getter("layout")
@@ -169,7 +181,8 @@ class DTensor(torch.Tensor):
     def grad(self) -> torch.Tensor | None:
         """The gradient, a DTensor; Partial along axes on which a reduction is still to come.
 
-        One that was reduced to shards of a replicated parameter (ZeRO-1 and 2) lies otherwise than it.
+        One that was reduced to shards of a replicated parameter (ZeRO-1 and 2) lies otherwise than it. Of a
+        parameter in another stage it has no values here, as that.
 
         Raises:
             RuntimeError: it is not finished, and cannot be known yet.
@@ -178,16 +191,23 @@ class DTensor(torch.Tensor):
         if unfinished:
             raise RuntimeError(unfinished[0])
         grad = plain_call(_grad.__get__, (), (self,), {})
+        attributes = self.__dict__
         if grad is None:
-            if not self._layout.mesh.is_member:
-                DTensor._above.tell_of_absent_gradient(self._layout.mesh)
-            return self.__dict__.get("_reduced")
-        if type(grad) is not DTensor:
+            grad = attributes.get("_reduced")
+        elif type(grad) is not DTensor:
             stamp(grad, _known(gradient_layout(self._layout)))
+        if (seen := attributes.get("_seen")) is not None:
+            return seen.shown(self, grad)
+        if grad is None and not self._layout.mesh.is_member:
+            DTensor._above.tell_of_absent_gradient(self._layout.mesh)
         return grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if (seen := self.__dict__.get("_seen")) is not None:
+            value = seen.given(self, value)
+            if not self._layout.mesh.is_member:
+                return
         reduced = self.__dict__.pop("_reduced", None)
         if value is not None and reduced is not None:
             with raw():
@@ -210,6 +230,8 @@ class DTensor(torch.Tensor):
 
     @grad.deleter
     def grad(self) -> None:
+        if (seen := self.__dict__.get("_seen")) is not None:
+            seen.given(self, None)
         self.__dict__.pop("_reduced", None)
         plain_call(_grad.__set__, (), (self, None), {})
 

@@ -208,7 +208,9 @@ def call(
         if not isinstance(x._source, StandIn):  # type: ignore[attr-defined]
             refresh(x)
         elif not (one and x is args[0]) or x._source.takes(func):
-            stand[id(x)] = x._source.stand_in(func)  # type: ignore[attr-defined]
+            stand[id(x)] = here = x._source.stand_in(func)  # type: ignore[attr-defined]
+            if "_copies" in x.__dict__:  # where its gradient lies: see espalier.tensor.meshes
+                here._copies = x._copies  # type: ignore[attr-defined]
     first = args[0] if args else None
     if stand:
         args, kwargs = tree_map(lambda a: stand.get(id(a), a), (args, kwargs))

@@ -181,15 +181,28 @@ def user_frame() -> tuple[int, FrameType]:
     return level, frame
 
 
-def tell_of_absent_gradient(mesh: Mesh) -> None:
-    """Warn a program that asks for ``p.grad``, whose getter calls this, which is on other ranks."""
-    if not _inside(sys._getframe(2).f_code.co_filename):
+def asks_for_gradients() -> bool:
+    """Whether the program asks for ``p.grad``, whose getter calls what calls this, or has it dropped.
+
+    What else asks, an optimizer or torch's clipping, is to find what this rank updates.
+    """
+    code = sys._getframe(3).f_code
+    return code.co_name == "zero_grad" or not _inside(code.co_filename)
+
+
+def tell_of_absent_gradient(mesh: Mesh, level: int = 2) -> None:
+    """Warn a program that asks for ``p.grad`` where none is shown and other ranks have it.
+
+    Args:
+        level: how far the program is above this call.
+    """
+    if not _inside(sys._getframe(level).f_code.co_filename):
         warnings.warn(
             f"p.grad is None here: the parameter is trained on ranks {list(mesh.ranks)}, in another stage "
             "or branch. What is done to each gradient by itself, in the same way, is right. What is made "
             "of all of them (a norm) is not: torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf) "
             "gives their norm over all stages, engine.full_gradients() all of them, on all ranks.",
-            stacklevel=3,
+            stacklevel=level + 1,
         )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 accelerate = pytest.importorskip("accelerate")
 
-from espalier import Plan  # noqa: E402 - behind the skip
+from espalier import GatherWarning, Plan  # noqa: E402 - behind the skip
 from espalier.compat import accelerate as accelerate_here  # noqa: E402 - behind the skip
 from tests.compat.migrated import PROGRAMS, migrate  # noqa: E402 - behind the skip
 
@@ -208,7 +208,6 @@ def asked(rank: int, world: int) -> None:
 
 def said(rank: int, world: int) -> None:
     """What is said by position, by a launcher or by a handler; what ranks that share rows ask one another."""
-    from accelerate.local_sgd import LocalSGD
     from accelerate.utils import AutocastKwargs, FullyShardedDataParallelPlugin
 
     from espalier.compat.accelerate import Accelerator
@@ -247,12 +246,27 @@ def said(rank: int, world: int) -> None:
             assert accelerator.clip_grad_norm_(model.parameters(), 10.0).item() == pytest.approx(6.0)
         optimizer.step()
         optimizer.zero_grad()
-        with (
-            pytest.raises(ValueError, match=r"within no_sync(.|\n)*LocalSGD"),
-            LocalSGD(accelerator, model, 2),
-        ):
-            accelerator.backward(model(x).sum())
-            optimizer.step()
+        alone(accelerator, model, optimizer, x)
+    with afresh():
+        accelerator = Accelerator(plan={"pipe": 2})
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        alone(accelerator, model, optimizer, torch.ones(2, 4))
+        with pytest.warns(GatherWarning, match="reduce takes tensors"):
+            found = [accelerator.reduce(p.detach(), "mean") for p in model.parameters()]
+        for x, (name, p) in zip(found, accelerator.get_state_dict(model).items(), strict=True):
+            assert torch.allclose(x, p), name
+
+
+def alone(accelerator: Any, model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    from accelerate.local_sgd import LocalSGD
+
+    with (
+        pytest.raises(ValueError, match=r"within no_sync(.|\n)*LocalSGD"),
+        LocalSGD(accelerator, model, 2),
+    ):
+        accelerator.backward(model(x).sum())
+        optimizer.step()
 
 
 def test_a_program_with_another_import(ranks: Any, tmp_path: Path) -> None:

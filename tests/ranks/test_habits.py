@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -184,25 +183,3 @@ def in_float64(rank: int, world: int) -> None:
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
 def test_habits(ranks: Any) -> None:
     ranks(2, in_float64)
-
-
-def gradients_of_other_stages(rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    model = net().double()
-    x, y = batch(0)
-    x = x.double()
-    F.cross_entropy(model(x), y).backward()
-    expected = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
-    model.zero_grad()
-    model, optimizer = espalier.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan={"pipe": world})
-    F.cross_entropy(model(x), y).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)  # torch's own code asks in silence
-    assert abs(espalier.full_tensor(norm) - expected) < TOLERANCE
-    with pytest.warns(UserWarning, match=r"trained on ranks \[\d\], in another stage"):
-        held = [p for p in model.parameters() if p.grad is not None]
-    assert 0 < len(held) < 6
-    optimizer.step()
-
-
-def test_a_pipeline_says_which_gradients_are_elsewhere(ranks: Any) -> None:
-    ranks(2, gradients_of_other_stages)

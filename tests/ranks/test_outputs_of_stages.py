@@ -107,6 +107,33 @@ def on_two(rank: int, world: int) -> None:
                         assert abs(got - expected) < TOLERANCE, (plan, when)
                     same(values, of_one[when][1], (plan, when))
     told(rank)
+    twice()
+
+
+def twice() -> None:
+    """A second backward pass through one call repeats what was drawn in the first."""
+    x, y = batches()[0]
+    for accumulate in (1, 2):
+        model, optimizer, net = model_of(0.5, {"pipe": 2, "accumulate": accumulate})
+        out = model(x)
+        loss = F.cross_entropy(out.logits, y)
+        loss.backward(retain_graph=True)
+        once = {name: grad.clone() for name, grad in model.engine.full_gradients().items()}
+        kept = [b.clone() for b in net.buffers()]
+        loss.backward()
+        for name, grad in model.engine.full_gradients().items():
+            assert (grad - 2 * once[name]).abs().max() < TOLERANCE, (accumulate, name)
+        assert all(map(torch.equal, net.buffers(), kept))
+        with pytest.raises(RuntimeError, match=r"backward\(retain_graph=True\) the first time"):
+            loss.backward()
+        (-2 * F.cross_entropy(out.logits, y)).backward()
+        for name, grad in model.engine.full_gradients().items():
+            assert grad.abs().max() < TOLERANCE, (accumulate, name)
+        loss = F.cross_entropy(model(x).logits, y)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="parameters were updated since"):
+            loss.backward()
 
 
 def summed(rank: int, world: int) -> None:

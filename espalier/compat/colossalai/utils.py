@@ -24,6 +24,7 @@ from espalier.compat.colossalai.config import plan_of
 from espalier.compat.colossalai.context import ParallelMode
 from espalier.compat.colossalai.core import global_context
 from espalier.device import accelerator, current
+from espalier.engine.seen import gradients_seen
 from espalier.mesh.process import running_rank
 from espalier.parallel import Plan
 from espalier.texts import refuse
@@ -183,8 +184,7 @@ def clip_grad_norm_fp32(
 
 def count_zeros_fp32(parameters: Iterable[torch.Tensor] | torch.Tensor) -> int:
     """Elements of gradients that are 0."""
-    held = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return sum(int((p.grad == 0).sum()) for p in held if p.grad is not None)
+    return int(sum((grad == 0).sum() for grad in gradients_seen(parameters)))
 
 
 # ---- memory

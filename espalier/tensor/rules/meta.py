@@ -77,6 +77,8 @@ def set_data(
             f"x.data = y: x is a DTensor whose local shape is {list(x._layout.local_shape)}, y a plain "
             f"tensor of the shape {list(y.shape)}. Assign a DTensor, or this rank's part."
         )
+    if type(x) is DTensor and type(y) is not DTensor and not x._layout.mesh.is_member:
+        return None  # its data is on other ranks
     with raw():
         if type(x) is DTensor and type(y) is DTensor and y._layout is not x._layout:
             if x._layout.shape == y._layout.shape and x._layout.is_firm:

@@ -25,6 +25,7 @@ from espalier.sharding.spec import (
 )
 from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp
 from espalier.tensor.loans import StandIn, await_values, loans_in, refresh
+from espalier.tensor.meshes import brought
 from espalier.torch_private import check_and_unscale_, foreach_norms, plain_call, raw
 from espalier.trees import leaves, tensors_in, tree_map
 
@@ -313,6 +314,9 @@ def foreach(
     await_values(tensors)
     if not written and loans_in(tensors):
         args, kwargs = tree_map(partial(_read, func), (args, kwargs))
+    if len({x._layout.mesh for x in tensors if type(x) is DTensor}) > 1:
+        args = tuple(map(_known_to_all, args))
+        kwargs = {name: _known_to_all(x) for name, x in kwargs.items()}
     layouts = [x._layout if type(x) is DTensor else None for x in args[0]]
     args = tuple(map(_whole_scalar, args))
     kwargs = {name: _whole_scalar(x) for name, x in kwargs.items()}
@@ -371,6 +375,11 @@ def _whole(x: DTensor) -> torch.Tensor:
     return plain(move(x, x._layout, Layout.replicated(x._layout.mesh, x._layout.shape)))
 
 
+def _known_to_all(x: Any) -> Any:
+    """One tensor for all of a list, where they lie in several stages."""
+    return brought(x, x._layout.mesh.outermost) if type(x) is DTensor else x
+
+
 def _whole_scalar(x: Any) -> Any:
     """One tensor for all of a list, a factor say, as a number."""
     if type(x) is not DTensor:
@@ -406,6 +415,8 @@ def _aligned(a: Any, layouts: list[Layout | None], written: bool) -> Any:
         if not isinstance(x, torch.Tensor) or lay is None or (type(x) is not DTensor and x.ndim == 0):
             out.append(x)
             continue
+        if type(x) is DTensor and x._layout.mesh is not lay.mesh and not written:
+            x = brought(x, lay.mesh)
         layout = layout_of(x, lay.mesh)
         if layout is not lay and layout.shape == lay.shape and not same_data(layout, lay):
             if written:

@@ -16,6 +16,7 @@ from torch import nn
 from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed.accelerator import get_accelerator
 from espalier.device import process_memory
+from espalier.engine.seen import gradients_seen
 from espalier.mesh.process import running_rank
 from espalier.trees import tree_map
 
@@ -93,8 +94,7 @@ def get_global_norm(norm_list: Iterable[float]) -> float:
 
 def get_grad_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
     """Of the gradients; -1 if one is not finite."""
-    held = [p.grad for p in _several(parameters) if p.grad is not None]
-    return _told(nn.utils.get_total_norm(held, norm_type))
+    return _told(nn.utils.get_total_norm(gradients_seen(parameters), norm_type))
 
 
 get_flattened_grad_norm = get_grad_norm
@@ -107,8 +107,7 @@ def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> f
 
 def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
     """How many elements of the gradients are zero."""
-    held = [p.grad for p in _several(parameters) if p.grad is not None]
-    return float(sum(float((grad == 0).sum()) for grad in held))
+    return float(sum((grad == 0).sum() for grad in gradients_seen(parameters)))
 
 
 def get_global_norm_of_tensors(

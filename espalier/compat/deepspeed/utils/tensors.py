@@ -20,8 +20,10 @@ from espalier.comm.row_exchange import Spans, exchange, spans_of
 from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed.axes import axes_of
 from espalier.engine import Engine
+from espalier.engine.seen import gradient_seen
 from espalier.layout import Layout, Replicate, Shard
 from espalier.tensor import DTensor, full_tensor, plain, stamp
+from espalier.tensor.meshes import brought
 from espalier.torch_private import raw
 
 _OWNER = "_of_deepspeed"
@@ -41,15 +43,27 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Its gradient over all ranks, between ``backward`` and ``step``, times the loss scale; None if it has
     none."""
-    grad = _gradient_of(param)
+    grad = _gradient_seen(param)
+    if isinstance(grad, DTensor):
+        grad = brought(grad, grad.device_mesh.outermost)
     return None if grad is None else full_tensor(grad).float()
 
 
 def _gradient_of(param: nn.Parameter) -> torch.Tensor | None:
+    _finish(param)
+    return param.grad
+
+
+def _gradient_seen(param: nn.Parameter) -> torch.Tensor | None:
+    """What stands for it on ranks of other stages, too."""
+    _finish(param)
+    return gradient_seen(param)
+
+
+def _finish(param: nn.Parameter) -> None:
     engine = _engine_of(param)
     if engine.passes.may_step and not engine.passes.is_complete:
         engine.finish_gradients()
-    return param.grad
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -58,7 +72,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         ValueError: it has none.
     """
-    grad = _gradient_of(param)
+    grad = _gradient_seen(param)
     if grad is None:
         raise ValueError("safe_set_full_grad: expected a gradient: call it between backward and step.")
     with torch.no_grad():
