@@ -28,18 +28,20 @@ def warn_of_compiled(model: nn.Module) -> None:
 def compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
     """The blocks of a model, each of which becomes one graph.
 
+    Selective recomputation is done by a graph itself, so what is recomputed so as one is one.
+
     Raises:
         ValueError: something in them hangs on values or on hooks, and no graph can have it.
     """
     listed = blocks(model)
+    for outer in (name for name, kind in chosen(model, plan).items() if kind == "selective"):
+        within = [name for name in listed if name.startswith(f"{outer}." if outer else "")]
+        listed = {name: block for name, block in listed.items() if name not in within}
+        listed |= {outer: model.get_submodule(outer)} if within else {}
     experts = stacks(model)
     refused = (
         (not listed, "the model has no list of blocks: espalier.compile(module) compiles what you name"),
         (plan.pipe > 1, "a pipeline's stages run what a trace of the model says: expected pipe = 1"),
-        (
-            "selective" in chosen(model, plan).values(),
-            "what selective recomputation keeps no graph tells: expected recompute = full or none",
-        ),
         (plan.tensor_mode != "1d", "products of 2d, 2.5d and 3d travel in panels: expected tensor_mode = 1d"),
         (bool(experts), "how many rows go to an expert hangs on values: compile attention by itself"),
     )

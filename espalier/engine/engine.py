@@ -42,7 +42,7 @@ from espalier.engine.checkpointing import (
 from espalier.engine.compiling import compilable, warn_of_compiled
 from espalier.engine.norm import Guard, LossScaler, Norm, Rider, clip_of
 from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase, bind
-from espalier.engine.recompute import Policy, chosen, recompute
+from espalier.engine.recompute import Policy, chosen, recompute, recompute_in_graphs
 from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
 from espalier.engine.staged import Staged
 from espalier.engine.surface import Surface, bound, make_dense, refuse_lazy, refuse_sparse
@@ -332,9 +332,16 @@ class Engine(Surface):
     def _compile(self, blocks: Sequence[nn.Module], backend: str | Backend) -> None:
         """Let each of these be one graph, before whose calls all is gathered that they are cut of."""
         by = compile_forward if self.plan.zero == 3 or self._recomputed else compile_region
+        how = {"backend": backend, "async_tensor_parallel": self.plan.async_tensor_parallel}
         self._undo_recompute()  # a graph stands within, and runs again
+        names = {self.module.get_submodule(n): n for n, kind in self._recomputed.items() if kind == "selective"}
+        keeping = [names[block] for block in blocks if block in names]
         for block in blocks:
-            by(block, backend=backend, async_tensor_parallel=self.plan.async_tensor_parallel)
+            if block not in names:
+                by(block, **how)
+        compile = partial(compile_forward, **how)
+        recompute_in_graphs(self.module, keeping, self.plan.recompute_inputs, compile, self._policy)
+        self._recomputed = {n: kind for n, kind in self._recomputed.items() if n not in keeping}
         self._compiled += blocks
         if self._data is not None:
             self._data.gather_before(blocks)

@@ -13,9 +13,10 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
+from functools import partial
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from espalier.blocks import HOOKS, around
-from espalier.comm.custom_ops import observed
+from espalier.comm.custom_ops import observed, tracers
 from espalier.comm.redistribute import redistribute_by
 from espalier.device import autocast_types
 from espalier.layout import Layout
@@ -332,6 +333,7 @@ def _title(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 
 Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
+Tracing = Callable[[], AbstractContextManager[object]]
 
 _stride = method("stride")
 _BUCKET = 25.0  # megabytes of one message
@@ -398,25 +400,51 @@ def compile(  # torch's own name for it
     rewrite = _rewriting(bucket_megabytes, async_tensor_parallel)
     compiler = _backend(backend, mode, options, rewrite)
     if isinstance(model, torch.nn.Module):
-        model._compiled_call_impl = _Region(model._call_impl, model, compiler)
+        model._compiled_call_impl = Region(model._call_impl, model, compiler)
         return model
-    return _Region(model, model, compiler)
+    return Region(model, model, compiler)
 
 
 def compile_forward(
-    module: torch.nn.Module, backend: str | Backend, async_tensor_parallel: bool = False
-) -> None:
+    module: torch.nn.Module,
+    backend: str | Backend,
+    async_tensor_parallel: bool = False,
+    tracing: Tracing | None = None,
+) -> Region:
     """Compile what a module's ``forward`` is now; hooks, and what is put around it later, stay outside.
 
     So its parameters may be gathered before each call, and released after it. A copy runs as it is written.
+
+    Args:
+        tracing: gives what is open while its program is traced.
     """
     rewrite = _rewriting(_BUCKET, async_tensor_parallel)
-    region = _Region(module.forward, module, _backend(backend, None, None, rewrite))
+    compiler = _backend(backend, None, None, rewrite)
+    region = Region(module.forward, module, compiler if tracing is None else _traced(compiler, tracing))
 
     def call(self: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return region(*args, **kwargs) if region.owner is self else own(*args, **kwargs)
 
     around(module, call)
+    return region
+
+
+def _traced(compiler: Backend, tracing: Tracing) -> Backend:
+    """A compiler of programs, which are traced while a context is open."""
+
+    def compile(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        def whole(*tensors: torch.Tensor) -> Any:
+            with tracing() if tracers() else nullcontext():
+                return fx.Interpreter(module).run(*tensors)
+
+        graph = fx.Graph()
+        given = [graph.placeholder(node.name) for node in module.graph.find_nodes(op="placeholder")]
+        outputs = module.graph.output_node().args[0]
+        out = graph.call_function(whole, tuple(given))
+        graph.output(tuple(graph.call_function(operator.getitem, (out, i)) for i in range(len(outputs))))
+        return compiler(fx.GraphModule(torch.nn.Module(), graph), inputs)
+
+    return compile
 
 
 def _rewriting(bucket_megabytes: float, by_ring: bool) -> Callable[[fx.Graph], None] | None:
@@ -467,7 +495,7 @@ class Ways:
             _ways.reset(token)
             self._again = iter(self._went)
 
-    def call(self, region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a region."""
         if self._again is not None:
             way = next(self._again, "written")
@@ -483,7 +511,7 @@ class Ways:
 _ways: ContextVar[Ways | None] = ContextVar("ways", default=None)
 
 
-class _Region:
+class Region:
     """A function with what was compiled of it, by kind of inputs.
 
     Attributes:
@@ -514,32 +542,40 @@ class _Region:
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
         """What it gives, and by which way: see :class:`Ways`."""
+        way, run = self.way(args, kwargs)
+        return run(), way
+
+    def way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Callable[[], Any]]:
+        """By which way a call goes, and what goes it."""
+        written = "written", partial(self.as_written, args, kwargs)
         if observed() or any(watcher.inside for watcher in watchers()):
-            return self.as_written(args, kwargs), "written"
+            return written
         leaves, form = flatten((args, kwargs))
         key = (_state(), *map(_kind, leaves), _repeats(leaves), form)
         for variant in self._variants.get(key, ()):
             if variant.fits():
                 inputs = variant.inputs(leaves)
                 if variant.written and _share_memory(inputs, variant.written):
-                    break  # traced as if each had memory of its own
-                return variant.run(leaves, inputs), "graph"
-        else:
-            if self._count < _LIMIT and all(map(_compilable, leaves)):
-                self._count += 1
-                recorded, out = _record(self._call, self.owner, leaves, form, self._backend)
-                self._variants.setdefault(key, []).append(recorded)
-                return out, "recorded"
-            if self._count == _LIMIT:
-                self._count += 1
-                warnings.warn(_too_many(self.__name__), stacklevel=2)
-        return self.as_written(args, kwargs), "written"
+                    return written  # traced as if each had memory of its own
+                return "graph", partial(variant.run, leaves, inputs)
+        if self._count < _LIMIT and all(map(_compilable, leaves)):
+            return "recorded", partial(self._recorded, key, leaves, form)
+        if self._count == _LIMIT:
+            self._count += 1
+            warnings.warn(_too_many(self.__name__), stacklevel=3)
+        return written
+
+    def _recorded(self, key: Any, leaves: list[Any], form: Any) -> Any:
+        self._count += 1
+        recorded, out = _record(self._call, self.owner, leaves, form, self._backend)
+        self._variants.setdefault(key, []).append(recorded)
+        return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self  # a copy of a module is not its owner
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else _Region(self._call.__get__(instance), instance, self._backend)
+        return self if instance is None else Region(self._call.__get__(instance), instance, self._backend)
 
 
 def _state() -> Any:
