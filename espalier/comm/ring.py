@@ -154,9 +154,7 @@ def operators() -> tuple[Any, Any]:
     return pair[0], pair[1]
 
 
-def _gathered(
-    x: torch.Tensor, mesh: str, axis: int, size: int, weights: Tensors, biases: Biases
-) -> Tensors:
+def _gathered(x: torch.Tensor, mesh: str, axis: int, size: int, weights: Tensors, biases: Biases) -> Tensors:
     return gathered_products(Ring(mesh_of(mesh), axis, size), x, weights, biases)
 
 

@@ -332,14 +332,15 @@ class Engine(Surface):
     def _compile(self, blocks: Sequence[nn.Module], backend: str | Backend) -> None:
         """Let each of these be one graph, before whose calls all is gathered that they are cut of."""
         by = compile_forward if self.plan.zero == 3 or self._recomputed else compile_region
-        how = {"backend": backend, "async_tensor_parallel": self.plan.async_tensor_parallel}
+        by_ring = self.plan.async_tensor_parallel
         self._undo_recompute()  # a graph stands within, and runs again
-        names = {self.module.get_submodule(n): n for n, kind in self._recomputed.items() if kind == "selective"}
-        keeping = [names[block] for block in blocks if block in names]
+        kinds = self._recomputed.items()
+        names = {self.module.get_submodule(name): name for name, kind in kinds if kind == "selective"}
         for block in blocks:
             if block not in names:
-                by(block, **how)
-        compile = partial(compile_forward, **how)
+                by(block, backend=backend, async_tensor_parallel=by_ring)
+        keeping = [names[block] for block in blocks if block in names]
+        compile = partial(compile_forward, backend=backend, async_tensor_parallel=by_ring)
         recompute_in_graphs(self.module, keeping, self.plan.recompute_inputs, compile, self._policy)
         self._recomputed = {n: kind for n, kind in self._recomputed.items() if n not in keeping}
         self._compiled += blocks

@@ -151,8 +151,8 @@ class _Handing(TorchDispatchMode):
 class MarkingKept(TorchDispatchMode):
     """While a block is traced: tells the partitioner of its graph what is kept, and what computed again.
 
-    Marks are those of torch's selective checkpointing in compiled regions. Of collectives, effects in a graph,
-    nothing is said: they are never sent again, so what they give is kept if the backward pass needs it.
+    Marks are those of torch's selective checkpointing in compiled regions. Of collectives, effects in a
+    graph, nothing is said: they are never sent again, so what they give is kept if backward needs it.
     """
 
     def __init__(self, policy: Policy) -> None:

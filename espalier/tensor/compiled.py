@@ -439,7 +439,7 @@ def _traced(compiler: Backend, tracing: Tracing) -> Backend:
 
         graph = fx.Graph()
         given = [graph.placeholder(node.name) for node in module.graph.find_nodes(op="placeholder")]
-        outputs = module.graph.output_node().args[0]
+        outputs: Any = module.graph.output_node().args[0]
         out = graph.call_function(whole, tuple(given))
         graph.output(tuple(graph.call_function(operator.getitem, (out, i)) for i in range(len(outputs))))
         return compiler(fx.GraphModule(torch.nn.Module(), graph), inputs)

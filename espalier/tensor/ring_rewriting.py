@@ -3,8 +3,8 @@
 Products that wait for a gathered sequence, and sums that wait for products, go round a ring of ranks piece by
 piece (``espalier.comm.ring``; Wang et al. 2023, Overlap Communication with Dependent Computation via
 Decomposition). A graph of AOTAutograd multiplies matrices: a sequence that was gathered is seen as rows, and
-multiplied; the sum of some products is seen as a sequence, whose pieces are summed over the ranks. Where autocast
-stands between a product and its message, pieces travel in the message's dtype, as those of layers do.
+multiplied; the sum of some products is seen as a sequence, whose pieces are summed over the ranks. Where a
+cast stands between a product and its message, pieces travel in the message's dtype, as those of layers do.
 """
 
 from __future__ import annotations

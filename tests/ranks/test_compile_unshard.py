@@ -149,9 +149,7 @@ def _recomputes(rank: int, world: int, kind: str, sequence: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_blocks_of_a_tensor_axis_are_recomputed(
-    ranks: Callable[..., Any], kind: str, sequence: bool
-) -> None:
+def test_blocks_of_a_tensor_axis_are_recomputed(ranks: Callable[..., Any], kind: str, sequence: bool) -> None:
     ranks(2, _recomputes, kind, sequence)
 
 
