@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
 from espalier.blocks import blocks
-from espalier.engine.recompute import chosen
+from espalier.engine.recompute import Policy, chosen, recompute_in_graphs
 from espalier.parallel import Plan
 from espalier.parallel.experts import stacks
+from espalier.tensor import compile as compile_region
+from espalier.tensor.compiled import Backend, compile_forward
 from espalier.tensor.observers import user_frame
 from espalier.tensor.traces import run_as_written
 
@@ -49,3 +53,29 @@ def compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
     if wrong:
         raise ValueError("compile: " + "; ".join(wrong) + ". Or leave compile out.")
     return [*listed.values()]
+
+
+def compile_blocks(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    plan: Plan,
+    recomputed: dict[str, str],
+    backend: str | Backend,
+    policy: Policy | None,
+) -> None:
+    """Let each of these be one graph.
+
+    Args:
+        recomputed: how blocks are recomputed, by name; those whose graphs do so themselves are taken out.
+        policy: as for :func:`~espalier.engine.recompute.recompute_in_graphs`.
+    """
+    by = compile_forward if plan.zero == 3 or recomputed else compile_region
+    names = {model.get_submodule(name): name for name, kind in recomputed.items() if kind == "selective"}
+    for block in blocks:
+        if block not in names:
+            by(block, backend=backend, async_tensor_parallel=plan.async_tensor_parallel)
+    keeping = [names[block] for block in blocks if block in names]
+    compile = partial(compile_forward, backend=backend, async_tensor_parallel=plan.async_tensor_parallel)
+    recompute_in_graphs(model, keeping, plan.recompute_inputs, compile, policy)
+    for name in keeping:
+        del recomputed[name]

@@ -39,10 +39,10 @@ from espalier.engine.checkpointing import (
     set_parameter,
     state_of,
 )
-from espalier.engine.compiling import compilable, warn_of_compiled
+from espalier.engine.compiling import compilable, compile_blocks, warn_of_compiled
 from espalier.engine.norm import Guard, LossScaler, Norm, Rider, clip_of
 from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase, bind
-from espalier.engine.recompute import Policy, chosen, recompute, recompute_in_graphs
+from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
 from espalier.engine.staged import Staged
 from espalier.engine.surface import Surface, bound, make_dense, refuse_lazy, refuse_sparse
@@ -72,8 +72,7 @@ from espalier.parallel.pipeline import Timeline
 from espalier.parallel.pipeline.record import mapped
 from espalier.parallel.several import Optimizers, Several, as_one, parts_of
 from espalier.tensor import DTensor, redistribute
-from espalier.tensor import compile as compile_region
-from espalier.tensor.compiled import Backend, compile_forward
+from espalier.tensor.compiled import Backend
 from espalier.tensor.deferred import share_random_state
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.observers import user_frame
@@ -331,18 +330,8 @@ class Engine(Surface):
 
     def _compile(self, blocks: Sequence[nn.Module], backend: str | Backend) -> None:
         """Let each of these be one graph, before whose calls all is gathered that they are cut of."""
-        by = compile_forward if self.plan.zero == 3 or self._recomputed else compile_region
-        by_ring = self.plan.async_tensor_parallel
         self._undo_recompute()  # a graph stands within, and runs again
-        kinds = self._recomputed.items()
-        names = {self.module.get_submodule(name): name for name, kind in kinds if kind == "selective"}
-        for block in blocks:
-            if block not in names:
-                by(block, backend=backend, async_tensor_parallel=by_ring)
-        keeping = [names[block] for block in blocks if block in names]
-        compile = partial(compile_forward, backend=backend, async_tensor_parallel=by_ring)
-        recompute_in_graphs(self.module, keeping, self.plan.recompute_inputs, compile, self._policy)
-        self._recomputed = {n: kind for n, kind in self._recomputed.items() if n not in keeping}
+        compile_blocks(self.module, blocks, self.plan, self._recomputed, backend, self._policy)
         self._compiled += blocks
         if self._data is not None:
             self._data.gather_before(blocks)

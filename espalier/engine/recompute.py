@@ -30,12 +30,13 @@ from espalier.layout.layout import D, R
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
 from espalier.tensor import DTensor, plain
-from espalier.tensor.compiled import Region, Ways
+from espalier.tensor.compiled import Region
 from espalier.tensor.dry_runs import unseen
 from espalier.tensor.fallback import layouts_of, stamped
 from espalier.tensor.loans import await_values, written_mark
 from espalier.tensor.saved import Outer, outer_hooks
 from espalier.tensor.traces import Generators, put_back
+from espalier.tensor.ways import Ways
 from espalier.texts import similar
 from espalier.torch_private import function_mode_stack, raw
 from espalier.trees import tensors_in, tree_map

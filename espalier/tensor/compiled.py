@@ -13,8 +13,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
 from types import CellType, FunctionType
@@ -41,6 +40,7 @@ from espalier.tensor.observers import watchers
 from espalier.tensor.random import draw_key
 from espalier.tensor.ring_rewriting import RingRewriting
 from espalier.tensor.saved import close_saving, gather_before_backward, hold, open_saving, outer_hooks
+from espalier.tensor.ways import Ways
 from espalier.torch_private import (
     aot_eager,
     compiler,
@@ -475,42 +475,6 @@ def _backend(
     return aot_eager(rewrite) if backend == "aot_eager" and rewrite else compiler(backend)
 
 
-class Ways:
-    """How the calls of regions within a block went, which is recomputed: what each keeps is its own.
-
-    By a ``"graph"``, ``"recorded"`` as they ran, or as ``"written"``.
-    """
-
-    def __init__(self) -> None:
-        self._went: list[str] = []
-        self._again: Iterator[str] | None = None
-
-    @contextmanager
-    def followed(self) -> Iterator[None]:
-        """While open, calls are noted, the first time; later they go as then."""
-        token = _ways.set(self)
-        try:
-            yield
-        finally:
-            _ways.reset(token)
-            self._again = iter(self._went)
-
-    def call(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a region."""
-        if self._again is not None:
-            way = next(self._again, "written")
-            if way == "graph":
-                return region.called(args, kwargs)[0]
-            return (region.as_recorded if way == "recorded" else region.as_written)(args, kwargs)
-        place = len(self._went)
-        self._went.append("written")
-        out, self._went[place] = region.called(args, kwargs)
-        return out
-
-
-_ways: ContextVar[Ways | None] = ContextVar("ways", default=None)
-
-
 class Region:
     """A function with what was compiled of it, by kind of inputs.
 
@@ -526,7 +490,7 @@ class Region:
         self.__doc__ = owner.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        ways = _ways.get()
+        ways = Ways.now.get()
         return self.called(args, kwargs)[0] if ways is None else ways.call(self, args, kwargs)
 
     def as_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
