@@ -23,6 +23,7 @@ from espalier.tensor.observers import asks_for_gradients, tell_of_absent_gradien
 from espalier.torch_private import foreach_norms, raw, wrap_door
 
 Counted = Mapping[str, torch.Tensor]
+DtypeOf = Callable[[str, torch.Tensor], torch.dtype | None]
 
 
 class SeenGradients:
@@ -60,7 +61,7 @@ class SeenGradients:
             int, tuple[str, Mesh]
         ] = {}  # by parameter, its name and where its gradient is seen
         self._elsewhere: dict[int, DTensor | None] = {}  # by parameter, what stands here for its gradient
-        self._has: weakref.WeakMethod[Callable[[str, bool], bool]] | None = None
+        self._dtype_of: weakref.WeakMethod[DtypeOf] | None = None
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a parameter that is saved goes without
@@ -76,19 +77,16 @@ class SeenGradients:
             for p in self._module.parameters():
                 p._seen = self  # type: ignore[attr-defined]
 
-    def show_all(
-        self, meshes: Mapping[str, Mesh], has_gradient: weakref.WeakMethod[Callable[[str, bool], bool]]
-    ) -> None:
+    def show_all(self, meshes: Mapping[str, Mesh], dtype_of: weakref.WeakMethod[DtypeOf]) -> None:
         """Let the program see gradients of all stages.
 
         Args:
             meshes: on which those of parameters are seen, by name.
-            has_gradient: whether a parameter of other ranks, of this name, has one; it is told whether it is
-                trained.
+            dtype_of: that of the gradient of a parameter of other ranks, by its name; None: it has none.
         """
         parameters = dict(self._module.named_parameters())
         self._places = {id(p): (name, meshes[name]) for name, p in parameters.items()}
-        self._has = has_gradient
+        self._dtype_of = dtype_of
 
     def shown(self, p: DTensor, grad: DTensor | None, *, asked: bool = False) -> DTensor | None:
         """What a program finds in ``p.grad``, where ``grad`` is this rank's own.
@@ -114,9 +112,9 @@ class SeenGradients:
             tell_of_absent_gradient(here, level=3)
             return None
         if id(p) not in self._elsewhere and self._is_finished:
-            has = None if self._has is None else self._has()
-            there = has is not None and has(name, p.requires_grad)
-            self._elsewhere[id(p)] = self._stand_in(p, mesh) if there else None
+            dtype_of = None if self._dtype_of is None else self._dtype_of()
+            dtype = None if dtype_of is None else dtype_of(name, p)
+            self._elsewhere[id(p)] = None if dtype is None else _stand_in(p, mesh, dtype)
         return self._elsewhere.get(id(p))
 
     def given(self, p: DTensor, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -127,16 +125,8 @@ class SeenGradients:
         if isinstance(grad, DTensor) and grad._layout.mesh is not here:
             grad = brought(grad, here)
         if not here.is_member:
-            self._elsewhere[id(p)] = None if grad is None else self._stand_in(p, place[1])
+            self._elsewhere[id(p)] = None if grad is None else _stand_in(p, place[1], grad.dtype)
         return grad
-
-    @staticmethod
-    def _stand_in(p: DTensor, mesh: Mesh) -> DTensor:
-        """What has the shape of a gradient that lies on other ranks."""
-        layout = Layout.replicated(mesh, p.shape)
-        with raw():
-            dtype = p.grad_dtype or p.dtype
-            return stamp(torch.empty(layout.local_shape, dtype=dtype, device="meta"), layout)
 
     @property
     def is_barred(self) -> bool:
@@ -203,6 +193,13 @@ class SeenGradients:
         own = [grad for name, grad in counted().items() if name in names]
         norm = Norm(own, self._mesh).wait() if order == 2 else _norm_of(own, order, self._mesh)
         return norm if self._scaler is None or self.is_stepping else norm / self._scaler.scale
+
+
+def _stand_in(p: DTensor, mesh: Mesh, dtype: torch.dtype) -> DTensor:
+    """What has the shape of a gradient that lies on other ranks."""
+    layout = Layout.replicated(mesh, p.shape)
+    with raw():
+        return stamp(torch.empty(layout.local_shape, dtype=dtype, device="meta"), layout)
 
 
 def gradients_seen(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

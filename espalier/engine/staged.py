@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -76,7 +77,7 @@ class Staged(Passes):
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
         self._copies = StagedCopies(self)
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
-        self._unlike: list[str] | None = []  # parameters, see _tells_of_gradients; None: others may not know
+        self._unlike: dict[str, str | None] | None = {}  # see _tells_of_gradients; None: others may not know
         self._board: Board | None = None  # where stages say so
 
     # ---- to lay out
@@ -143,7 +144,7 @@ class Staged(Passes):
             if len(users[name]) > 1:
                 p._copies = places[name]  # type: ignore[attr-defined]  # beside its gradient it is there
         self._board = None if self.mesh.is_dry else Board(self.mesh, "gradients")
-        self.seen.show_all(places, weakref.WeakMethod(self._has_gradient))
+        self.seen.show_all(places, weakref.WeakMethod(self._dtype_of_gradient))
         self._share_values(data)
         self._copies.lay_out(self.call.module)
 
@@ -386,27 +387,34 @@ class Staged(Passes):
     def _tells_of_gradients(self) -> bool:
         """Whether this rank has to say, and has said, which gradients of its stages are not as expected.
 
-        Expected is one for each parameter that is trained.
+        Expected is one for each parameter that is trained, of its dtype.
         """
         if self._board is None or self.call.mesh.rank:
             return False
         assert self.data is not None
-        own = [m for m in self.data.members if self.saves(m.name)]
+        unlike: dict[str, str | None] = {}
         with raw():
-            are = [gradient_of(m.p) is not None or m.p in self._taken for m in own]
-            unlike = [m.name for m, is_one in zip(own, are, strict=True) if is_one != m.p.requires_grad]
+            for m in filter(lambda m: self.saves(m.name), self.data.members):
+                grad = gradient_of(m.p)
+                grad = self._taken.get(m.p) if grad is None else grad
+                if grad is None:
+                    unlike |= {m.name: None} if m.p.requires_grad else {}
+                elif grad.dtype is not m.p.dtype or not m.p.requires_grad:
+                    unlike[m.name] = str(grad.dtype).removeprefix("torch.")
         if unlike == self._unlike:
             return False
         self._unlike = unlike
-        self._board.say(self._here, "\n".join(unlike).encode())
+        self._board.say(self._here, json.dumps(unlike).encode())
         return True
 
-    def _has_gradient(self, name: str, trained: bool) -> bool:
-        """Whether a parameter of other ranks has a gradient."""
-        if self._board is None:
-            return trained
-        unlike = self._board.said(self.stages.homes.get(name, 0)).decode().split("\n")
-        return trained != (name in unlike)
+    def _dtype_of_gradient(self, name: str, p: torch.Tensor) -> torch.dtype | None:
+        """Of a parameter of other ranks; None if it has no gradient."""
+        said = b"" if self._board is None else self._board.said(self.stages.homes.get(name, 0))
+        unlike = _unlike(said)
+        if name not in unlike:
+            return p.dtype if p.requires_grad else None
+        dtype = unlike[name]
+        return None if dtype is None else getattr(torch, dtype)
 
     def factor(self) -> torch.Tensor | None:
         factor, self._factor = self._factor, None
@@ -500,6 +508,13 @@ class Staged(Passes):
                 here.copy_(total.view(here.shape))
                 if gradient_of(p) is None:
                     _grad.__set__(p, grad)
+
+
+@lru_cache(maxsize=64)
+def _unlike(said: bytes) -> dict[str, str | None]:
+    """What a stage said of its gradients."""
+    unlike: dict[str, str | None] = json.loads(said or b"{}")
+    return unlike
 
 
 class StageContext(NamedTuple):

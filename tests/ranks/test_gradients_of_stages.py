@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -277,6 +278,29 @@ def asked_by_some(rank: int, world: int) -> None:
     assert net.head.weight.grad is None and net.embed.weight.grad is None
 
 
+def in_low_precision(rank: int, world: int) -> None:
+    """Gradients that are wider or narrower than their parameters, or as these; ranks find them alike."""
+    on_host = {"compute": "float16", "loss_scale": {"init_scale": 16.0}}
+    wide, narrow = {"compute": "bfloat16", "reduce": "float32"}, {"compute": "float32", "reduce": "bfloat16"}
+    loss_fn = nn.functional.cross_entropy
+    for precision in (on_host, wide, narrow):
+        torch.manual_seed(0)
+        net = Net(False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        plan = {"pipe": 2, "data": 2, "zero": 1, "precision": precision}
+        engine = espalier.initialize(net, optimizer, plan, loss_fn=lambda out, y: loss_fn(out.float(), y))
+        # where no device is asked for values, the host's own words tell of missing gradients
+        with patch("espalier.engine.staged.is_accelerator", return_value=precision is on_host):
+            engine.accumulate([batch(0)])
+            engine.finish_gradients()
+        assert net.never.weight.grad is None
+        grads = those_of(net)
+        assert len({g.dtype for g in grads}) == 1 and len(grads) == 8, grads
+        total = espalier.full_tensor(torch.stack([g.norm() for g in grads]).norm()) / engine.scale
+        norm = espalier.full_tensor(nn.utils.clip_grad_norm_(net.parameters(), math.inf))
+        assert abs(total - norm) < 0.01 * norm, precision
+
+
 def on_two(rank: int, world: int) -> None:
     trained({"pipe": 2}, False, True)
     trained({"pipe": 2, "accumulate": 2}, True, False)
@@ -290,6 +314,7 @@ def on_four(rank: int, world: int) -> None:
     trained({"pipe": 2, "data": 2, "zero": 3, "accumulate": 2}, True, False, some)
     trained({"pipe": 2, "tensor": 2}, True, True, some)
     trained({"pipe": 4}, True, False, (*some, by_torch))
+    in_low_precision(rank, world)
 
 
 def test_gradients_of_all_stages_by_hand(ranks: Any) -> None:
