@@ -4,6 +4,7 @@
 
 A block whose first line is ``# examples/NAME.py`` is a file of the repository: it must be the same,
 and is not run here. Lines after ``# prints:`` say what a block prints on rank 0; that is compared.
+A block after the comment ``<!-- one process -->`` sends nothing: rank 0 alone runs it, the others go on.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^(<!-- one process -->\n+)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PRINTS = "# prints:\n"
 
 
-def blocks(page: Path) -> list[tuple[int, str]]:
-    """The page's Python blocks, each with the number of its first line."""
+def blocks(page: Path) -> list[tuple[int, str, bool]]:
+    """The page's Python blocks, each with the number of its first line, and whether it is of one process."""
     text = page.read_text("utf-8")
-    return [(text.count("\n", 0, found.start()) + 2, found[1]) for found in _BLOCK.finditer(text)]
+    return [
+        (text.count("\n", 0, found.start(2)) + 1, found[2], found[1] is not None)
+        for found in _BLOCK.finditer(text)
+    ]
 
 
 def expected(block: str) -> list[str]:
@@ -42,12 +46,14 @@ def run(page: Path) -> None:
     """Run one page; the process ends if it does not do what it says."""
     names = {"__name__": "__page__"}
     count, first = 0, os.environ.get("RANK", "0") == "0"
-    for line, block in blocks(page):
+    for line, block, is_of_one in blocks(page):
         title, _, body = block.partition("\n")
         if title.startswith("# examples/"):
             name = title.removeprefix("# ")
             if (ROOT / name).read_text("utf-8").strip() != body.strip():
                 sys.exit(f"{page}:{line}: this block differs from {name}")
+            continue
+        if is_of_one and not first:
             continue
         written = io.StringIO()
         with contextlib.redirect_stdout(written):
