@@ -4,6 +4,7 @@ from espalier.later import uncollected
 
 with uncollected():
     import torch
-    import torch._dynamo  # noqa: F401 (optimizers import it at their first step)
+    import torch._dynamo  # optimizers import it at their first step
+    import torch.distributed.pipelining  # noqa: F401 (the more modules there are, the longer it takes)
 
     import espalier.api  # noqa: F401
