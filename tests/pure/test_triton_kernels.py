@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from espalier.tensor import fused_kernels
+from tests.asked import left_to_sweeps
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: pip install triton")
 
@@ -48,11 +49,16 @@ def compiled(name: str, args: tuple[Any, ...], constants: dict[str, Any], unit: 
 
 @pytest.mark.parametrize(
     ("dtype", "width", "masked", "unit"),
-    [
-        (torch.bfloat16, 128, True, 90),
-        (torch.bfloat16, 256, False, 80),
-        (torch.float32, 64, True, 80),
-    ],
+    left_to_sweeps(
+        [
+            (torch.bfloat16, 128, True, 90),
+            (torch.bfloat16, 256, False, 80),
+            (torch.float32, 32, True, 80),
+            (torch.float32, 64, True, 80),
+        ],
+        3,
+        why="rows of as many bytes are compiled, and so are such products",
+    ),
 )
 def test_kernels_compile_for_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, dtype: torch.dtype, width: int, masked: bool, unit: int
