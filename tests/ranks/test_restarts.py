@@ -122,22 +122,18 @@ def signalled(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds its ranks by /proc")
-def test_a_killed_rank_is_started_again_from_the_last_checkpoint(tmp_path, alone):
-    result, said = signalled(signal.SIGKILL, tmp_path, saved=True, elastic_restarts=1)
-    assert result.steps == STEPS and len(said) == 1
+def test_a_killed_rank_is_started_again_from_the_last_checkpoint_and_left_out_the_second_time(
+    tmp_path, alone
+):
+    # the second signal comes as soon as there is a process for it, so that nothing was saved between
+    changes = {"elastic_restarts": 2, "elastic_min_data": 1, "checkpoint_every": 20}
+    result, said = signalled(signal.SIGKILL, tmp_path, times=2, saved=True, **changes)
+    assert result.steps == STEPS and result.ranks == 1 and len(said) == 2
     assert "rank 1 of 2 failed: killed by SIGKILL" in said[0]
     assert "rank 1 of 2 is gone" in said[0] and "Noticed" in said[0]
     assert "Starting again on 2 ranks, from step-00000" in said[0]
-    torch.testing.assert_close(losses(tmp_path), alone, rtol=0, atol=1e-9)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="finds its ranks by /proc")
-def test_a_rank_that_is_killed_twice_is_left_out(tmp_path, alone):
-    changes = {"elastic_restarts": 2, "elastic_min_data": 1, "checkpoint_every": 0}
-    result, said = signalled(signal.SIGKILL, tmp_path, times=2, **changes)
-    assert result.steps == STEPS and result.ranks == 1
-    assert ["Starting again on 2 ranks" in told for told in said] == [True, False]
-    assert "Starting again on 1 rank, from the beginning" in said[1]
+    assert "rank 1 of 2 failed: killed by SIGKILL" in said[1]
+    assert "Starting again on 1 rank, from step-00000" in said[1]
     torch.testing.assert_close(losses(tmp_path), alone, rtol=0, atol=1e-9)
 
 
@@ -158,9 +154,9 @@ def test_the_data_axis_shrinks_as_far_as_it_may(tmp_path):
 
 
 def test_after_two_deaths_of_one_rank_with_nothing_saved_between_it_goes_on_without(tmp_path, monkeypatch):
-    asked = job(tmp_path, plan_data=4, elastic_restarts=8, elastic_min_data=2)
+    asked = job(tmp_path, plan_data=4, elastic_restarts=9, elastic_min_data=2)
     # (who dies, what was saved before)
-    deaths = iter([(3, 5), (3, 10), (3, 10), (1, 10), (1, 10), (0, 10), (0, 10), (0, 10)])
+    deaths = iter([(2, 0), (3, 5), (3, 10), (3, 10), (1, 10), (1, 10), (0, 10), (0, 10), (0, 10)])
     sizes: list[tuple[int, int, bool]] = []
 
     def attempt(action: str, job: Job, ranks: int, *given: Any) -> str:
@@ -168,21 +164,23 @@ def test_after_two_deaths_of_one_rank_with_nothing_saved_between_it_goes_on_with
         who, saved = next(deaths, (None, 0))
         if who is None:
             return "done"
-        (tmp_path / f"step-{saved}").mkdir(exist_ok=True)
+        if saved:
+            (tmp_path / f"step-{saved}").mkdir(exist_ok=True)
         raise LaunchError(f"rank {who} died", who, -9)
 
-    def newest(job: Job) -> Path:
-        return max(tmp_path.glob("step-*"), key=lambda path: int(path.name[5:]))
+    def newest(job: Job) -> Path | None:
+        return max(tmp_path.glob("step-*"), key=lambda path: int(path.name[5:]), default=None)
 
     said: list[str] = []
     monkeypatch.setattr("espalier.train.run._attempt", attempt)
     monkeypatch.setattr(RunCheckpoints, "newest", staticmethod(newest))
     assert run("train", asked, report=said.append) == "done"
-    assert [ranks for ranks, *_ in sizes] == [4, 4, 4, 3, 3, 2, 2, 2, 2]
+    assert [ranks for ranks, *_ in sizes] == [4, 4, 4, 4, 3, 3, 2, 2, 2, 2]
     assert all(ranks == data for ranks, data, _ in sizes)
-    assert [resumes for *_, resumes in sizes] == [False] + [True] * 8
-    assert "rank 3 died\nStarting again on 3 ranks, from step-10; 5 more times" in said[2]
-    deaths = iter([(0, 10)] * 9)
+    assert [resumes for *_, resumes in sizes] == [False] + [True] * 9
+    assert "rank 2 died\nStarting again on 4 ranks, from the beginning; 8 more times" in said[0]
+    assert "rank 3 died\nStarting again on 3 ranks, from step-10; 5 more times" in said[3]
+    deaths = iter([(0, 10)] * 10)
     with pytest.raises(LaunchError, match="rank 0 died"):
         run("train", asked, report=said.append)
 
