@@ -337,6 +337,15 @@ def aot_eager(rewrite: Callable[[torch.fx.Graph], None]) -> Any:
     return backend
 
 
+def traced_graph() -> torch.fx.Graph | None:
+    """The graph of ATen's operators that is being written by a tracer, if any is."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    graph: torch.fx.Graph | None = None if mode is None else mode.tracer.graph
+    return graph
+
+
 def with_effects() -> Any:
     """What a traced graph calls, ``(token, operator, *args)``, where an operator's effects are ordered."""
     return torch.ops.higher_order.with_effects

@@ -90,18 +90,25 @@ def summed_products(
     xs: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor] = (),
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """This rank's piece of the sum, over ranks and pairs, of the products of sequences by matrices.
 
     Args:
         xs: whole sequences, ``[batch, sequence, features]``.
         biases: that this rank adds to each row of its products.
+        dtype: that of the sum, to which each product is cast; None: that of the products.
     """
 
     def addend(start: int, length: int) -> torch.Tensor:
         total: torch.Tensor | None = None
         for x, weight in zip(xs, weights, strict=True):
-            total = multiply(x.narrow(SEQUENCE, start, length).to(weight.dtype), weight, total, total)
+            rows = x.narrow(SEQUENCE, start, length).to(weight.dtype)
+            if dtype is None:
+                total = multiply(rows, weight, total, total)
+            else:
+                part = multiply(rows, weight).to(dtype)
+                total = part if total is None else total.add_(part)
         assert total is not None
         for bias in biases:
             total += bias
@@ -126,6 +133,7 @@ def multiply(
 # ---- as operators, which ``espalier.tensor.ring_rewriting`` writes into compiled graphs
 
 Tensors = list[torch.Tensor]
+Biases = list[torch.Tensor | None]
 GATHERED, SUMMED = "gathered_products", "summed_products"
 
 
@@ -133,10 +141,9 @@ GATHERED, SUMMED = "gathered_products", "summed_products"
 def operators() -> tuple[Any, Any]:
     """The two, as effects: ``mesh``, ``axis`` and what the collective in whose place they stand is told."""
     home = library()
-    home.define(f"{GATHERED}(Tensor x, str mesh, int axis, int size, Tensor[] weights) -> Tensor[]")
-    home.define(
-        f"{SUMMED}(Tensor[] xs, str mesh, int axis, int size, Tensor[] weights, Tensor[] biases) -> Tensor"
-    )
+    spot = "str mesh, int axis, int size, Tensor[] weights"
+    home.define(f"{GATHERED}(Tensor x, {spot}, Tensor?[] biases) -> Tensor[]")
+    home.define(f"{SUMMED}(Tensor[] xs, {spot}, Tensor[] biases, ScalarType? dtype) -> Tensor")
     home.impl(GATHERED, _gathered, "CompositeExplicitAutograd")
     home.impl(SUMMED, _summed, "CompositeExplicitAutograd")
     torch.library.register_fake(f"espalier::{GATHERED}", _gathered_shapes, lib=home)
@@ -147,20 +154,37 @@ def operators() -> tuple[Any, Any]:
     return pair[0], pair[1]
 
 
-def _gathered(x: torch.Tensor, mesh: str, axis: int, size: int, weights: Tensors) -> Tensors:
-    return gathered_products(Ring(mesh_of(mesh), axis, size), x, weights)
+def _gathered(x: torch.Tensor, mesh: str, axis: int, size: int, weights: Tensors, biases: Biases) -> Tensors:
+    return gathered_products(Ring(mesh_of(mesh), axis, size), x, weights, biases)
 
 
-def _summed(xs: Tensors, mesh: str, axis: int, size: int, weights: Tensors, biases: Tensors) -> torch.Tensor:
-    return summed_products(Ring(mesh_of(mesh), axis, size), xs, weights, biases)
+def _summed(
+    xs: Tensors,
+    mesh: str,
+    axis: int,
+    size: int,
+    weights: Tensors,
+    biases: Tensors,
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    return summed_products(Ring(mesh_of(mesh), axis, size), xs, weights, biases, dtype)
 
 
-def _gathered_shapes(x: torch.Tensor, mesh: str, axis: int, size: int, weights: Tensors) -> Tensors:
-    return [x.new_empty(len(x), size, width) for width in (x.shape[2], *(w.shape[1] for w in weights))]
+def _gathered_shapes(
+    x: torch.Tensor, mesh: str, axis: int, size: int, weights: Tensors, biases: Biases
+) -> Tensors:
+    outs = [x.new_empty(len(x), size, w.shape[1], dtype=w.dtype) for w in weights]
+    return [x.new_empty(len(x), size, x.shape[2]), *outs]
 
 
 def _summed_shape(
-    xs: Tensors, mesh: str, axis: int, size: int, weights: Tensors, biases: Tensors
+    xs: Tensors,
+    mesh: str,
+    axis: int,
+    size: int,
+    weights: Tensors,
+    biases: Tensors,
+    dtype: torch.dtype | None,
 ) -> torch.Tensor:
     _, length = Ring(mesh_of(mesh), axis, size).piece(0)
-    return xs[0].new_empty(len(xs[0]), length, weights[0].shape[1])
+    return xs[0].new_empty(len(xs[0]), length, weights[0].shape[1], dtype=dtype or weights[0].dtype)

@@ -39,7 +39,7 @@ from espalier.engine.checkpointing import (
     set_parameter,
     state_of,
 )
-from espalier.engine.compiling import compilable, warn_of_compiled
+from espalier.engine.compiling import compilable, compile_blocks, warn_of_compiled
 from espalier.engine.norm import Guard, LossScaler, Norm, Rider, clip_of
 from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase, bind
 from espalier.engine.recompute import Policy, chosen, recompute
@@ -72,8 +72,7 @@ from espalier.parallel.pipeline import Timeline
 from espalier.parallel.pipeline.record import mapped
 from espalier.parallel.several import Optimizers, Several, as_one, parts_of
 from espalier.tensor import DTensor, redistribute
-from espalier.tensor import compile as compile_region
-from espalier.tensor.compiled import Backend, compile_forward
+from espalier.tensor.compiled import Backend
 from espalier.tensor.deferred import share_random_state
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.observers import user_frame
@@ -331,10 +330,8 @@ class Engine(Surface):
 
     def _compile(self, blocks: Sequence[nn.Module], backend: str | Backend) -> None:
         """Let each of these be one graph, before whose calls all is gathered that they are cut of."""
-        by = compile_forward if self.plan.zero == 3 or self._recomputed else compile_region
         self._undo_recompute()  # a graph stands within, and runs again
-        for block in blocks:
-            by(block, backend=backend, async_tensor_parallel=self.plan.async_tensor_parallel)
+        compile_blocks(self.module, blocks, self.plan, self._recomputed, backend, self._policy)
         self._compiled += blocks
         if self._data is not None:
             self._data.gather_before(blocks)

@@ -24,18 +24,19 @@ from espalier.blocks import around, blocks, parts, segments
 from espalier.comm.custom_ops import recorders, recording
 from espalier.comm.redistribute import carry_out
 from espalier.device import copy_by, host_buffer_like, new_stream, pins, wait_for
-from espalier.engine.selective import Policy, keep_products, selective_contexts
+from espalier.engine.selective import MarkingKept, Policy, keep_products, selective_contexts
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
 from espalier.tensor import DTensor, plain
-from espalier.tensor.compiled import Ways
+from espalier.tensor.compiled import Region
 from espalier.tensor.dry_runs import unseen
 from espalier.tensor.fallback import layouts_of, stamped
 from espalier.tensor.loans import await_values, written_mark
 from espalier.tensor.saved import Outer, outer_hooks
 from espalier.tensor.traces import Generators, put_back
+from espalier.tensor.ways import Ways
 from espalier.texts import similar
 from espalier.torch_private import function_mode_stack, raw
 from espalier.trees import tensors_in, tree_map
@@ -104,23 +105,56 @@ def recompute(
     return undone.close
 
 
-def _wrap(block: nn.Module, contexts: Callable[..., Any], inputs: str, hosted: _Hosted) -> Callable[[], None]:
-    written = _Written(contexts)
+def recompute_in_graphs(
+    model: nn.Module,
+    names: Sequence[str],
+    inputs: str,
+    compile: Callable[..., Region],  # as it is called elsewhere
+    policy: Policy | None = None,
+) -> None:
+    """Let blocks be compiled to graphs that keep what is kept of them, and compute the rest again themselves.
+
+    A call that runs as it is written is recomputed as ever; one that is recorded keeps nothing.
+
+    Args:
+        compile: ``compile(block, tracing=context)`` compiles a block, which is traced within a context.
+    """
+    policy, hosted = policy or keep_products, _Hosted()
+    for name in names:
+        block = model.get_submodule(name)
+        region = compile(block, tracing=partial(MarkingKept, policy))
+        _wrap(block, partial(selective_contexts, policy), inputs, hosted, region)
+
+
+def _wrap(
+    block: nn.Module,
+    contexts: Callable[..., Any],
+    inputs: str,
+    hosted: _Hosted,
+    region: Region | None = None,
+) -> Callable[[], None]:
+    """Let a block be recomputed, but where a region of it runs as a graph that does so itself."""
+    written, recorded = _Written(contexts), _Written(noop_context_fn)
 
     def call(self: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return own(*args, **kwargs)
         by_id = {id(x): x for x in tensors_in((args, kwargs))}
+        way = "written"
+        if region is not None and region.owner is self:
+            way, run = region.way(args, kwargs)
+            if way == "graph":
+                with _keeping(inputs, list(by_id.values()), hosted):
+                    return run()
         places = {key: _Placeholder(i) for i, key in enumerate(by_id)}
         tree = tree_map(lambda x: places.get(id(x), _held(x)), (args, kwargs))
         del args, kwargs
         again = _BlockCall(own, tree, list(by_id.values()))
         with raw():
             tensors = [plain(x) for x in by_id.values()]
+        around_it = (recorded if way == "recorded" else written).contexts
         with _keeping(inputs, list(by_id.values()), hosted):
-            return checkpoint(
-                again, *tensors, use_reentrant=False, context_fn=partial(written.contexts, self)
-            )
+            return checkpoint(again, *tensors, use_reentrant=False, context_fn=partial(around_it, self))
 
     return around(block, call)
 

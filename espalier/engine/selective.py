@@ -6,19 +6,23 @@ Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.weak import WeakIdKeyDictionary
 
-from espalier.torch_private import TorchDispatchMode, detached_here
+from espalier.torch_private import TorchDispatchMode, detached_here, traced_graph
 from espalier.trees import tensors_in, tree_map
 
 Policy = Callable[..., Any]
 
+_EFFECTS = "espalier"  # the name space of operators that send
 _aten = torch.ops.aten
 _BATCHED = (_aten.bmm.default, _aten.baddbmm.default)
 _KEPT = frozenset(
@@ -103,10 +107,7 @@ class _Keeping(TorchDispatchMode):
         out = func(*args, **kwargs)
         number = self._calls[func]
         self._calls[func] += 1
-        context: Any = SelectiveCheckpointContext(is_recompute=False)
-        context.op_output = out
-        said = self._policy(context, func, *args, **kwargs)
-        if said is True or said in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+        if _keeps(self._policy, out, func, args, kwargs):
             result = _Result.of(out, args)
             self._kept.setdefault(func, {})[number] = result
             for x in tensors_in(result.out):
@@ -145,6 +146,65 @@ class _Handing(TorchDispatchMode):
                 'recompute, or let it be "full" there.'
             )
         return result.out
+
+
+class MarkingKept(TorchDispatchMode):
+    """While a block is traced: tells the partitioner of its graph what is kept, and what computed again.
+
+    Marks are those of torch's selective checkpointing in compiled regions. Of collectives, effects in a
+    graph, nothing is said: they are never sent again, so what they give is kept if backward needs it.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self._policy = policy
+        self._kept_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # whose memory is that of what is kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """It asks for nothing that a tracer does not do anyway."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, graph = kwargs or {}, traced_graph()
+        if graph is None:  # AOTAutograd looks before it traces
+            return func(*args, **kwargs)
+        before = len(graph.nodes)
+        out = func(*args, **kwargs)
+        made = list(islice(reversed(graph.nodes), len(graph.nodes) - before))
+        if getattr(func, "namespace", "") == _EFFECTS:
+            return out
+        keeps = func not in SAC_IGNORED_OPS and _keeps(self._policy, out, func, args, kwargs)
+        _mark(made, CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE)
+        for x in _written(func, args, kwargs):  # it is no longer what its operation gave
+            _mark(self._kept_of.get(x, []), CheckpointPolicy.PREFER_RECOMPUTE)
+        seen = _seen_again(func, args)
+        for x in tensors_in(out):
+            if keeps:
+                self._kept_of[x] = made
+            elif seen is not None and seen in self._kept_of:
+                self._kept_of[x] = self._kept_of[seen]
+        return out
+
+
+def _mark(nodes: Iterable[fx.Node], how: CheckpointPolicy) -> None:
+    for node in nodes:
+        node.meta["recompute"] = how
+
+
+def _keeps(policy: Policy, out: Any, func: Any, args: Any, kwargs: Any) -> bool:
+    context: Any = SelectiveCheckpointContext(is_recompute=False)
+    context.op_output = out
+    said = policy(context, func, *args, **kwargs)
+    return said is True or said in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+def _seen_again(func: Any, args: Any) -> torch.Tensor | None:
+    """The argument whose memory is that of what an operator gives."""
+    schema = func._schema
+    if func is not _aten._unsafe_view.default and all(r.alias_info is None for r in schema.returns):
+        return None
+    return next((x for x in args if isinstance(x, torch.Tensor)), None)
 
 
 def _storage(x: torch.Tensor) -> int:

@@ -13,9 +13,9 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from functools import partial
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from espalier.blocks import HOOKS, around
-from espalier.comm.custom_ops import observed
+from espalier.comm.custom_ops import observed, tracers
 from espalier.comm.redistribute import redistribute_by
 from espalier.device import autocast_types
 from espalier.layout import Layout
@@ -40,6 +40,7 @@ from espalier.tensor.observers import watchers
 from espalier.tensor.random import draw_key
 from espalier.tensor.ring_rewriting import RingRewriting
 from espalier.tensor.saved import close_saving, gather_before_backward, hold, open_saving, outer_hooks
+from espalier.tensor.ways import Ways
 from espalier.torch_private import (
     aot_eager,
     compiler,
@@ -332,6 +333,7 @@ def _title(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 
 Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
+Tracing = Callable[[], AbstractContextManager[object]]
 
 _stride = method("stride")
 _BUCKET = 25.0  # megabytes of one message
@@ -398,25 +400,51 @@ def compile(  # torch's own name for it
     rewrite = _rewriting(bucket_megabytes, async_tensor_parallel)
     compiler = _backend(backend, mode, options, rewrite)
     if isinstance(model, torch.nn.Module):
-        model._compiled_call_impl = _Region(model._call_impl, model, compiler)
+        model._compiled_call_impl = Region(model._call_impl, model, compiler)
         return model
-    return _Region(model, model, compiler)
+    return Region(model, model, compiler)
 
 
 def compile_forward(
-    module: torch.nn.Module, backend: str | Backend, async_tensor_parallel: bool = False
-) -> None:
+    module: torch.nn.Module,
+    backend: str | Backend,
+    async_tensor_parallel: bool = False,
+    tracing: Tracing | None = None,
+) -> Region:
     """Compile what a module's ``forward`` is now; hooks, and what is put around it later, stay outside.
 
     So its parameters may be gathered before each call, and released after it. A copy runs as it is written.
+
+    Args:
+        tracing: gives what is open while its program is traced.
     """
     rewrite = _rewriting(_BUCKET, async_tensor_parallel)
-    region = _Region(module.forward, module, _backend(backend, None, None, rewrite))
+    compiler = _backend(backend, None, None, rewrite)
+    region = Region(module.forward, module, compiler if tracing is None else _traced(compiler, tracing))
 
     def call(self: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return region(*args, **kwargs) if region.owner is self else own(*args, **kwargs)
 
     around(module, call)
+    return region
+
+
+def _traced(compiler: Backend, tracing: Tracing) -> Backend:
+    """A compiler of programs, which are traced while a context is open."""
+
+    def compile(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        def whole(*tensors: torch.Tensor) -> Any:
+            with tracing() if tracers() else nullcontext():
+                return fx.Interpreter(module).run(*tensors)
+
+        graph = fx.Graph()
+        given = [graph.placeholder(node.name) for node in module.graph.find_nodes(op="placeholder")]
+        outputs: Any = module.graph.output_node().args[0]
+        out = graph.call_function(whole, tuple(given))
+        graph.output(tuple(graph.call_function(operator.getitem, (out, i)) for i in range(len(outputs))))
+        return compiler(fx.GraphModule(torch.nn.Module(), graph), inputs)
+
+    return compile
 
 
 def _rewriting(bucket_megabytes: float, by_ring: bool) -> Callable[[fx.Graph], None] | None:
@@ -447,43 +475,7 @@ def _backend(
     return aot_eager(rewrite) if backend == "aot_eager" and rewrite else compiler(backend)
 
 
-class Ways:
-    """How the calls of regions within a block went, which is recomputed: what each keeps is its own.
-
-    By a ``"graph"``, ``"recorded"`` as they ran, or as ``"written"``.
-    """
-
-    def __init__(self) -> None:
-        self._went: list[str] = []
-        self._again: Iterator[str] | None = None
-
-    @contextmanager
-    def followed(self) -> Iterator[None]:
-        """While open, calls are noted, the first time; later they go as then."""
-        token = _ways.set(self)
-        try:
-            yield
-        finally:
-            _ways.reset(token)
-            self._again = iter(self._went)
-
-    def call(self, region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a region."""
-        if self._again is not None:
-            way = next(self._again, "written")
-            if way == "graph":
-                return region.called(args, kwargs)[0]
-            return (region.as_recorded if way == "recorded" else region.as_written)(args, kwargs)
-        place = len(self._went)
-        self._went.append("written")
-        out, self._went[place] = region.called(args, kwargs)
-        return out
-
-
-_ways: ContextVar[Ways | None] = ContextVar("ways", default=None)
-
-
-class _Region:
+class Region:
     """A function with what was compiled of it, by kind of inputs.
 
     Attributes:
@@ -498,7 +490,7 @@ class _Region:
         self.__doc__ = owner.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        ways = _ways.get()
+        ways = Ways.now.get()
         return self.called(args, kwargs)[0] if ways is None else ways.call(self, args, kwargs)
 
     def as_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -514,32 +506,40 @@ class _Region:
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
         """What it gives, and by which way: see :class:`Ways`."""
+        way, run = self.way(args, kwargs)
+        return run(), way
+
+    def way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Callable[[], Any]]:
+        """By which way a call goes, and what goes it."""
+        written = "written", partial(self.as_written, args, kwargs)
         if observed() or any(watcher.inside for watcher in watchers()):
-            return self.as_written(args, kwargs), "written"
+            return written
         leaves, form = flatten((args, kwargs))
         key = (_state(), *map(_kind, leaves), _repeats(leaves), form)
         for variant in self._variants.get(key, ()):
             if variant.fits():
                 inputs = variant.inputs(leaves)
                 if variant.written and _share_memory(inputs, variant.written):
-                    break  # traced as if each had memory of its own
-                return variant.run(leaves, inputs), "graph"
-        else:
-            if self._count < _LIMIT and all(map(_compilable, leaves)):
-                self._count += 1
-                recorded, out = _record(self._call, self.owner, leaves, form, self._backend)
-                self._variants.setdefault(key, []).append(recorded)
-                return out, "recorded"
-            if self._count == _LIMIT:
-                self._count += 1
-                warnings.warn(_too_many(self.__name__), stacklevel=2)
-        return self.as_written(args, kwargs), "written"
+                    return written  # traced as if each had memory of its own
+                return "graph", partial(variant.run, leaves, inputs)
+        if self._count < _LIMIT and all(map(_compilable, leaves)):
+            return "recorded", partial(self._recorded, key, leaves, form)
+        if self._count == _LIMIT:
+            self._count += 1
+            warnings.warn(_too_many(self.__name__), stacklevel=3)
+        return written
+
+    def _recorded(self, key: Any, leaves: list[Any], form: Any) -> Any:
+        self._count += 1
+        recorded, out = _record(self._call, self.owner, leaves, form, self._backend)
+        self._variants.setdefault(key, []).append(recorded)
+        return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self  # a copy of a module is not its owner
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else _Region(self._call.__get__(instance), instance, self._backend)
+        return self if instance is None else Region(self._call.__get__(instance), instance, self._backend)
 
 
 def _state() -> Any:

@@ -3,7 +3,8 @@
 Products that wait for a gathered sequence, and sums that wait for products, go round a ring of ranks piece by
 piece (``espalier.comm.ring``; Wang et al. 2023, Overlap Communication with Dependent Computation via
 Decomposition). A graph of AOTAutograd multiplies matrices: a sequence that was gathered is seen as rows, and
-multiplied; the sum of some products is seen as a sequence, whose pieces are summed over the ranks.
+multiplied; the sum of some products is seen as a sequence, whose pieces are summed over the ranks. Where a
+cast stands between a product and its message, pieces travel in the message's dtype, as those of layers do.
 """
 
 from __future__ import annotations
@@ -22,16 +23,12 @@ from espalier.torch_private import OpOverload, with_effects
 
 _ATEN = torch.ops.aten
 _ROWS = frozenset([_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default])
+_CASTS = frozenset([_ATEN._to_copy.default, torch.ops.prims.convert_element_type.default])
 _PRODUCT, _WITH_BIAS, _SUM = _ATEN.mm.default, _ATEN.addmm.default, _ATEN.add.Tensor
 _PRODUCTS = (_PRODUCT, _WITH_BIAS)
-_TURNS = _ROWS | {
-    _ATEN.t.default,
-    _ATEN.permute.default,
-    _ATEN.transpose.int,
-    _ATEN.detach.default,
-    _ATEN._to_copy.default,
-    torch.ops.prims.convert_element_type.default,
-}  # by which a matrix comes to be: nothing hangs on when it does
+_TURNS = (
+    _ROWS | _CASTS | {_ATEN.t.default, _ATEN.permute.default, _ATEN.transpose.int, _ATEN.detach.default}
+)  # by which a matrix comes to be: nothing hangs on when it does
 
 
 class _Spot(NamedTuple):
@@ -101,10 +98,21 @@ def _of_gathered(node: fx.Node) -> list[fx.Node]:
     products = []
     for given in (user for user in node.users if user.args[1] == 1):
         width = given.meta["val"].shape[-1]
-        for rows in given.users:
-            if rows.target in _ROWS and rows.meta["val"].ndim == 2 and rows.meta["val"].shape[1] == width:
+        cast = [x for x in given.users if _is_cast(x)]
+        for x in (given, *cast):
+            seen = [r for r in x.users if r.target in _ROWS and len(_shape(r)) == 2 and _shape(r)[1] == width]
+            again = [c for rows in seen if x is given for c in rows.users if _is_cast(c)]
+            for rows in (*seen, *again):
                 products += [user for user in rows.users if _multiplies(user, rows, node)]
     return products
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """Whether it changes a dtype, and nothing else."""
+    if node.target not in _CASTS:
+        return False
+    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return bool(before.is_floating_point() and after.is_floating_point() and before.device == after.device)
 
 
 def _multiplies(node: fx.Node, rows: fx.Node, gathering: fx.Node) -> bool:
@@ -131,23 +139,41 @@ def _of_summed(x: fx.Node) -> list[fx.Node]:
     products, waiting = [], [x]
     while waiting:
         node = waiting.pop()
-        if len(node.users) > 1:
-            return []
         if node.target is _SUM and not node.kwargs:
             a, b = node.args
-            if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)) or _shape(a) != _shape(b):
+            alike = isinstance(a, fx.Node) and isinstance(b, fx.Node) and _shape(a) == _shape(b)
+            if len(node.users) > 1 or not alike:
                 return []
-            waiting += [b, a]
-        elif node.target in _ROWS and isinstance(node.args[0], fx.Node):
-            product = node.args[0]
-            fits = product.target in _PRODUCTS and not product.kwargs and len(product.users) == 1
-            biased = product.target is _WITH_BIAS and len(_shape(product.args[0])) != 1  # type: ignore[arg-type]
-            if not fits or biased or _shape(product)[1] != _shape(x)[2]:
-                return []
+            waiting += [b, a]  # type: ignore[list-item]
+        elif (product := _product_of(node, x)) is not None:
             products.append(product)
         else:
             return []
-    return products
+    # a bias is added before the cast
+    return [] if _are_cast(products, x) and any(p.target is _WITH_BIAS for p in products) else products
+
+
+def _are_cast(products: list[fx.Node], x: fx.Node) -> bool:
+    """Whether a sum has another dtype than some of its products."""
+    return {product.meta["val"].dtype for product in products} != {x.meta["val"].dtype}
+
+
+def _product_of(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    """The product that an addend of a sum ``x`` is, seen as a sequence, and cast to the dtype of the sum."""
+    if node.meta["val"].dtype is not x.meta["val"].dtype:
+        return None
+    casts = 0
+    while node.target in _ROWS or _is_cast(node):
+        source = node.args[0]
+        casts += node.target in _CASTS
+        if len(node.users) > 1 or casts > 1 or not isinstance(source, fx.Node):
+            return None
+        node = source
+    fits = node.target in _PRODUCTS and not node.kwargs and len(node.users) == 1
+    if not fits or _shape(node)[1] != _shape(x)[2]:
+        return None
+    is_biased = node.target is _WITH_BIAS
+    return None if is_biased and len(_shape(node.args[0])) != 1 else node  # type: ignore[arg-type]
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -168,13 +194,16 @@ class _Round:
     def _gather(self) -> None:
         node, products = self._spot.node, self._spot.products
         weights = [product.args[-1] for product in products]
-        for weight in weights:
-            self._bring(weight)
+        biases = [self._bias(product) for product in products]
+        for operand in (*weights, *biases):
+            if operand is not None:
+                self._bring(operand)
         _, size = parsed(self._constants)  # type: ignore[arg-type]
         (given,) = (user for user in node.users if user.args[1] == 1)
         whole = given.meta["val"]
-        outs = [whole.new_empty(*whole.shape[:2], product.meta["val"].shape[1]) for product in products]
-        arguments = (self._x, self._mesh, self._axis, size, weights)
+        values = [product.meta["val"] for product in products]
+        outs = [whole.new_empty(*whole.shape[:2], out.shape[1], dtype=out.dtype) for out in values]
+        arguments = (self._x, self._mesh, self._axis, size, weights, biases)
         everything = self._effect(operators()[0], arguments, [whole, *outs])
         with self._graph.inserting_after(everything):
             first = self._new(operator.getitem, (everything, 0), whole)
@@ -186,18 +215,20 @@ class _Round:
             with self._graph.inserting_after(last):
                 rows = product.meta["val"]
                 last = self._new(_ATEN.reshape.default, (last, list(rows.shape)), rows)
-            if product.target is _WITH_BIAS:
+            if product.target is _WITH_BIAS and biases[i - 1] is None:
                 with self._graph.inserting_before(product):
                     biased = self._new(_SUM, (last, product.args[0]), rows)
                 product.replace_all_uses_with(biased)
             else:
                 product.replace_all_uses_with(last)
-            self._graph.erase_node(product)
+            self._drop(product)
         self._graph.erase_node(given)
         self._graph.erase_node(node)
 
     def _sum(self) -> None:
-        node, sequence = self._spot.node, _shape(self._x)  # type: ignore[arg-type]
+        node, x = self._spot.node, self._x
+        assert isinstance(x, fx.Node)
+        sequence = _shape(x)
         xs, weights, biases = [], [], []
         for product in self._spot.products:
             *bias, rows, weight = product.args
@@ -208,17 +239,28 @@ class _Round:
             with self._graph.inserting_before(node):
                 xs.append(self._new(_ATEN.reshape.default, (rows, shape), value.reshape(shape)))
         (given,) = (user for user in node.users if user.args[1] == 1)
-        arguments = (xs, self._mesh, self._axis, sequence[SEQUENCE], weights, biases)
+        dtype = x.meta["val"].dtype if _are_cast(self._spot.products, x) else None
+        arguments = (xs, self._mesh, self._axis, sequence[SEQUENCE], weights, biases, dtype)
         given.replace_all_uses_with(self._effect(operators()[1], arguments, given.meta["val"]))
         self._graph.erase_node(given)
         self._graph.erase_node(node)
-        waiting = [self._x]
-        while waiting:  # what nobody uses any more
-            gone: fx.Node = waiting.pop()  # type: ignore[assignment]
-            if not gone.users and (gone.target in _ROWS or gone.target in (_SUM, *_PRODUCTS)):
-                sources = gone.all_input_nodes
-                self._graph.erase_node(gone)
-                waiting += sources
+        self._drop(x)
+
+    def _bias(self, product: fx.Node) -> Any:
+        """The vector that a product is added to, if it is there as the sequence is gathered."""
+        bias = product.args[0]
+        fits = product.target is _WITH_BIAS and len(_shape(bias)) == 1  # type: ignore[arg-type]
+        return bias if fits and _is_there(bias, self._spot.node) else None
+
+    def _drop(self, node: fx.Node) -> None:
+        """Erase what nobody uses any more."""
+        waiting = {node: None}
+        while waiting:
+            unused, _ = waiting.popitem()
+            of_ours = unused.target in _ROWS | _CASTS or unused.target in (_SUM, *_PRODUCTS)
+            if of_ours and not unused.users:
+                waiting |= dict.fromkeys(unused.all_input_nodes)
+                self._graph.erase_node(unused)
 
     def _effect(self, operation: Any, arguments: tuple[Any, ...], value: Any) -> fx.Node:
         """The operation in the collective's place of the chain; gives the node of what it gives."""

@@ -27,13 +27,14 @@ def batches(n: int = STEPS) -> list[dict[str, torch.Tensor]]:
 
 
 class Trained(NamedTuple):
-    """What a training gave; of the gradients the last step's."""
+    """What a training gave; of the gradients the last step's, and what its two passes sent."""
 
     losses: list[float]
     grads: dict[str, torch.Tensor]
     state: dict[str, torch.Tensor]
     book: Any
     order: Any
+    last: Any
 
 
 def model(dropout: float = 0.0) -> nn.Module:
@@ -52,7 +53,8 @@ def trained(plan: Mapping[str, Any], compiled: Any, dropout: float, late: bool =
     losses = []
     with espalier.ledger(engine.mesh) as book:
         for batch in batches():
-            engine.accumulate(engine.cut(batch))
+            with espalier.ledger(engine.mesh) as last:
+                engine.accumulate(engine.cut(batch))
             losses.append(float(engine.loss))
             if len(losses) < STEPS:
                 engine.step()
@@ -61,7 +63,7 @@ def trained(plan: Mapping[str, Any], compiled: Any, dropout: float, late: bool =
     engine.step()
     prefetcher = engine._data.prefetcher  # type: ignore[union-attr]
     order = None if prefetcher is None else prefetcher.recorded
-    return Trained(losses, grads, engine.full_state_dict(), book, order)
+    return Trained(losses, grads, engine.full_state_dict(), book, order, last)
 
 
 def plain() -> Trained:
@@ -76,7 +78,7 @@ def plain() -> Trained:
         grads = {n: p.grad.clone() for n, p in net.named_parameters()}
         optimizer.step()
         losses.append(loss.item())
-    return Trained(losses, grads, net.state_dict(), None, None)
+    return Trained(losses, grads, net.state_dict(), None, None, None)
 
 
 def _trains(rank: int, world: int, plan: dict[str, Any], dropout: float, late: bool) -> None:
@@ -103,6 +105,8 @@ def _trains(rank: int, world: int, plan: dict[str, Any], dropout: float, late: b
         (4, {"data": 2, "tensor": 2, "zero": 3}, 0.0, False),
         (2, {"data": 2, "zero": 3, "recompute": "full"}, 0.1, False),
         (2, {"data": 2, "zero": 3, "recompute": "full", "accumulate": 2}, 0.0, True),
+        (2, {"data": 2, "zero": 3, "recompute": "selective", "accumulate": 2}, 0.0, False),
+        (2, {"data": 2, "zero": 3, "recompute": {"*.0": "full", "*": "selective"}}, 0.1, True),
     ],
 )
 def test_trains_as_one_process(
@@ -111,28 +115,42 @@ def test_trains_as_one_process(
     ranks(world, _trains, plan, dropout, late)
 
 
-def _recomputes(rank: int, world: int, sequence: bool) -> None:
-    plan = {"tensor": world, "recompute": "full", "recompute_inputs": "sharded"}
+def _recomputes(rank: int, world: int, kind: str, sequence: bool) -> None:
+    plan = {"tensor": world, "recompute": kind, "recompute_inputs": "sharded"}
     if sequence:
         plan |= {"sequence_parallel": True, "async_tensor_parallel": True}
-    graphs, expected = Graphs(), plain()
-    found, eager = trained(plan, graphs, 0.0, late=True), trained(plan, False, 0.0)
+    expected, backend = plain(), "aot_eager" if kind == "selective" else Graphs()
+    found, eager = trained(plan, backend, 0.0, late=kind == "full"), trained(plan, False, 0.0)
     assert found.losses == pytest.approx(expected.losses, rel=0, abs=1e-12)
     for name, x in expected.state.items():
         assert torch.allclose(found.state[name], x, rtol=0, atol=1e-11), name
-    assert (len(graphs.forward), len(graphs.backward)) == (SIZES["layers"],) * 2
+    if isinstance(backend, Graphs):
+        assert (len(backend.forward), len(backend.backward)) == (SIZES["layers"],) * 2
+    if kind == "selective":  # nothing of a block is sent twice, but for inputs that are kept in slices
+        del plan["recompute"], plan["recompute_inputs"]
+        once = trained(plan, False, 0.0)
+        sent, eager_sent, expected_sent = (
+            {key: size for key, (_, size) in run.last.by_op().items()} for run in (found, eager, once)
+        )
+        assert sum(eager_sent.values()) > sum(sent.values())
+        if not sequence:
+            slices = ("tensor", "all_gather")
+            expected_sent[slices] = eager_sent[slices]
+        assert sent == expected_sent
+        return
     if sequence:
         return
     # an eager block stops when all is there that its backward pass asks for; a graph runs to its end
     (calls, sent), (before, bytes_before) = (
-        book.by_op().pop(("tensor", "all_reduce")) for book in (found.book, eager.book)
+        run.book.by_op().pop(("tensor", "all_reduce")) for run in (found, eager)
     )
     assert calls == before + SIZES["layers"] * (STEPS - 1) and sent > bytes_before
 
 
+@pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_blocks_of_a_tensor_axis_are_recomputed(ranks: Callable[..., Any], sequence: bool) -> None:
-    ranks(2, _recomputes, sequence)
+def test_blocks_of_a_tensor_axis_are_recomputed(ranks: Callable[..., Any], kind: str, sequence: bool) -> None:
+    ranks(2, _recomputes, kind, sequence)
 
 
 def _eight_bits(rank: int, world: int) -> None:

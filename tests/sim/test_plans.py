@@ -30,6 +30,7 @@ from espalier.parallel.data.residency import OffloadStore
 from espalier.parallel.data.unshard import Unsharded
 from espalier.parallel.pipeline.runtime import Runtime
 from espalier.parallel.tensor import ring_products
+from espalier.tensor.ring_rewriting import _Round
 from espalier.torch_private import allocator_settings, set_allocator_settings
 from tests.sim.order import Asked, Entry, Waited, check
 from tests.sim.plans import STEPS, alone, counted, trained
@@ -423,16 +424,25 @@ def test_messages_come_and_go_while_stages_compute(
     assert [early for _, early, _ in found] == [4 * STEPS, 3 * STEPS]
 
 
-def products(shared: Shared, rank: int, world: int, case: dict[str, Any]) -> tuple[int, int]:
-    """Of asynchronous tensor parallelism: receives, and those that come while a product is computed."""
+def products(shared: Shared, rank: int, world: int, case: dict[str, Any]) -> tuple[int, int, int]:
+    """Of asynchronous tensor parallelism: receives, and those that come while a product is computed.
+
+    And how many messages of graphs were written anew.
+    """
     begun: list[int] = []  # so much was asked for when each product began
-    multiply = ring.multiply
+    multiply, write, written = ring.multiply, _Round.write, 0
 
     def watched(*args: Any) -> torch.Tensor:
         begun.append(len(shared.log))
         return multiply(*args)
 
+    def counted_write(spot: _Round) -> None:
+        nonlocal written
+        written += 1
+        write(spot)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Round, "write", counted_write)
         for module in (ring, ring_products):
             patch.setattr(module, "multiply", watched)
         calls = trained(shared, rank, world, {"tensor": world, **ASYNCHRONOUS}, case, "").calls
@@ -440,23 +450,32 @@ def products(shared: Shared, rank: int, world: int, case: dict[str, Any]) -> tup
     receives = [
         (i, call.number) for i, call in enumerate(calls) if isinstance(call, Asked) and call.kind == "recv"
     ]
-    return len(receives), sum(any(i < at <= waited[number] for at in begun) for i, number in receives)
+    under_way = sum(any(i < at <= waited[number] for at in begun) for i, number in receives)
+    return len(receives), under_way, written
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("default", [False, True], ids=["", "made on the device"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"default": True}, {"more": {"compile": "aot_eager"}}],
+    ids=["", "made on the device", "compiled"],
+)
 def test_layers_multiply_while_sequences_travel(
-    on_sim: Callable[..., list[Any]], figures: list[str], default: bool
+    on_sim: Callable[..., list[Any]], figures: list[str], more: dict[str, Any]
 ) -> None:
     """Each piece is on its way while another is multiplied, and each sum while an addend is computed.
 
-    Also where tensors are made on the device by default, which is a mode that records nothing.
+    Also where tensors are made on the device by default, which is a mode that records nothing; and in graphs.
     """
-    layers = 2
-    for receives, under_way in on_sim(2, products, {"changes": {"layers": layers}, "default": default}):
-        figures.append(f"asynchronous                 2 ranks: {under_way} of {receives} receives under way")
+    layers, compiled = 2, "more" in more
+    for receives, under_way, written in on_sim(2, products, {"changes": {"layers": layers}, **more}):
+        figures.append(
+            f"asynchronous{', compiled' * compiled:16} 2 ranks: {under_way} of {receives} receives under way"
+        )
         # a block gathers twice and sums twice, forward and backward; so does, by its gradient, the head
-        assert receives >= layers * 8 * STEPS and under_way == receives
+        # (layers that are recorded, in a first step, don't)
+        assert receives >= layers * 8 * (STEPS - compiled) and under_way == receives
+        assert written == layers * 8 * compiled
 
 
 def carried(shared: Shared, rank: int, world: int) -> dict[tuple[str, int], int]:
