@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from espalier.comm import Collective, ledger
 from espalier.engine.engine import Engine
 from espalier.engine.report import local_bytes
@@ -20,6 +22,8 @@ from espalier.trees import tensors_in
 
 # views by other names
 _VIEWS = ("_unsafe_view", "_reshape_alias")
+# these products add to what they are given first
+_ADDING = ("addmm", "baddbmm")
 # these give memory to what comes after them, and move nothing
 _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
@@ -244,12 +248,32 @@ class _Recorder(DispatchMode):
             if any(x is True for x in (*args, kwargs.get("is_causal"))):
                 flops //= 2
             return Op(name, "attention", tuple(q.shape), dtype, flops, moved)
-        matrices = [x for x in tensors if x.ndim >= 2]
-        if len(matrices) < 2 or not outputs:
+        sizes = _product_sizes(name, args, outputs[0]) if outputs else None
+        if sizes is None:
             return Op(name, "other", (), dtype, flops, moved)
-        a, product = matrices[-2], outputs[0]
-        batches = product.shape[0] if product.ndim > 2 else 1
-        return Op(name, "matmul", (batches, *product.shape[-2:], a.shape[-1]), dtype, flops, moved)
+        return Op(name, "matmul", sizes, dtype, flops, moved)
+
+
+def _product_sizes(name: str, args: Any, product: torch.Tensor) -> tuple[int, int, int, int] | None:
+    """Of the products that an operation is: [batches, m, n, k]; None: of no matrices.
+
+    A convolution is, for each of its groups, the product of all patches by the kernels: so is its backward
+    pass, which has two of them with as many operations each.
+    """
+    if name in ("convolution", "convolution_backward"):
+        # what is patched: the input, or, of a transposed one, what comes out
+        of_output = args[0] if name == "convolution_backward" else product
+        x, weight, *_, is_transposed, _, groups = args[name == "convolution_backward" :][:9]
+        places = x if is_transposed else of_output
+        inner, outer = weight[0].numel(), weight.shape[0] // groups
+        if is_transposed:
+            inner, outer = outer, inner
+        return groups, places.numel() // places.shape[1], outer, inner
+    matrices = [x for x in tensors_in(args)[name in _ADDING :] if x.ndim > 1]
+    if len(matrices) < 2:
+        return None
+    batches = product.shape[0] if product.ndim > 2 else 1
+    return batches, product.shape[-2], product.shape[-1], matrices[0].shape[-1]
 
 
 def noted(run: Callable[[], object]) -> list[Op]:

@@ -148,6 +148,14 @@ def _as_many_heads(q: Sequence[int], x: Sequence[int]) -> tuple[int, ...]:
     return (x[0], q[1], *x[2:])
 
 
+def _convolution_backward_flops(grad: Any, x: Any, weight: Any, *rest: Any, **_: Any) -> int:
+    """Of one with groups torch counts the weights' gradients once for each group."""
+    from torch.utils.flop_counter import conv_flop_count
+
+    is_transposed, asked = rest[4], rest[7]
+    return sum(asked[:2]) * int(conv_flop_count(x, weight, grad, is_transposed))
+
+
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
     """Of products of groups of rows, each with a matrix of its own."""
     rows = a.numel() if len(a) == 2 or len(b) == 3 else a[1:].numel()
@@ -173,8 +181,10 @@ _ATTENTION = [
     f"_scaled_dot_product_{kernel}"
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 ]
-# what torch's counter does not know: the first of these, grouped queries (in torch 2.11), experts' products
+# what torch's counter does not know: the first of these, grouped queries (in torch 2.11), experts' products,
+# gradients of convolutions with groups
 UNCOUNTED: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.convolution_backward: _convolution_backward_flops,
     torch.ops.aten._grouped_mm: _grouped_flops,
     **{getattr(torch.ops.aten, name): _forward_flops for name in _ATTENTION},
     **{getattr(torch.ops.aten, f"{name}_backward"): _backward_flops for name in _ATTENTION},

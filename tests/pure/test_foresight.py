@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from espalier import Plan, dry_run
@@ -251,6 +252,19 @@ def test_products_into_given_tensors_cost_as_others() -> None:
     assert plain == into
     assert plain[0].sizes == (4, 3, 5, 8)
     assert plain[0].moved == 4 * (4 * 3 * 8 + 4 * 8 * 5 + 4 * 3 * 5)
+
+
+def test_convolutions_are_products_of_patches() -> None:
+    """For each group, patches by kernels; a transposed one the other way round."""
+    x = torch.empty(4, 8, 10, 10, device="meta", requires_grad=True)
+    plain = nn.Conv2d(8, 6, 3, groups=2, device="meta")
+    transposed = nn.ConvTranspose2d(6, 4, 3, stride=2, device="meta")
+    found = noted(lambda: transposed(plain(x)).sum().backward())
+    sizes = [op.sizes for op in found if op.kind == "matmul"]
+    there, back = (2, 4 * 8 * 8, 3, 4 * 9), (1, 4 * 8 * 8, 4 * 9, 6)
+    assert sizes == [there, back, back, there]
+    flops = [op.flops for op in found if op.kind == "matmul"]
+    assert flops == [2 * math.prod(there), 2 * math.prod(back), 4 * math.prod(back), 4 * math.prod(there)]
 
 
 def test_messages_under_products_cost_what_products_leave_of_them() -> None:
