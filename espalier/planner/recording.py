@@ -6,6 +6,7 @@ did is noted with its sizes. Two depths tell what a block adds, two sizes of a m
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,12 @@ from espalier.trees import tensors_in
 
 # views by other names
 _VIEWS = ("_unsafe_view", "_reshape_alias")
+# of the rows of a table that are asked for
+_LOOKUPS = ("embedding", "_embedding_bag", "index", "index_select", "gather", "take")
+_STORES = (
+    *("index_put_", "index_add_", "index_copy_", "index_fill_"),
+    *("scatter_", "scatter_add_", "scatter_reduce_"),
+)
 # these products add to what they are given first
 _ADDING = ("addmm", "baddbmm")
 # these give memory to what comes after them, and move nothing
@@ -238,7 +245,7 @@ class _Recorder(DispatchMode):
             )
         if self._views[func]:
             return Op(name, "view", (), dtype, 0, 0)
-        moved = sum(x.nbytes for x in tensors) + sum(x.nbytes for x in outputs)
+        moved = _moved(name, tensors, outputs)
         count = self._count.get(packet)
         if count is None:
             return Op(name, "other", (), dtype, 0, moved)
@@ -252,6 +259,25 @@ class _Recorder(DispatchMode):
         if sizes is None:
             return Op(name, "other", (), dtype, flops, moved)
         return Op(name, "matmul", sizes, dtype, flops, moved)
+
+
+def _moved(name: str, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
+    """Bytes read and written: of a table those of the rows in question, of repeated ones those there are."""
+    reads, writes = sum(map(_bytes, tensors)), sum(map(_bytes, outputs))
+    if name not in _LOOKUPS and name not in _STORES:
+        return reads + writes
+    table, *others = tensors
+    whole, rows = _bytes(table), writes
+    if name == "_embedding_bag":
+        rows = others[0].numel() * _bytes(table[0])
+    elif name in _STORES and others:
+        rows = writes = _bytes(others[-1]) if others[-1].ndim else whole
+    return reads - whole + min(rows, whole) + writes
+
+
+def _bytes(x: torch.Tensor) -> int:
+    there = (n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
+    return math.prod(there) * x.itemsize
 
 
 def _product_sizes(name: str, args: Any, product: torch.Tensor) -> tuple[int, int, int, int] | None:

@@ -254,6 +254,24 @@ def test_products_into_given_tensors_cost_as_others() -> None:
     assert plain[0].moved == 4 * (4 * 3 * 8 + 4 * 8 * 5 + 4 * 3 * 5)
 
 
+def test_of_tables_the_rows_in_question_move() -> None:
+    """Of what is repeated without being there only what is there counts, too."""
+    table = torch.empty(1000, 8, device="meta", requires_grad=True)
+    rows, values = torch.empty(2, 3, dtype=torch.int64, device="meta"), torch.empty(6, 8, device="meta")
+    flat, functional = rows.view(-1), nn.functional
+    row, index = 8 * 4, 6 * 8
+    for name, run, moved in (
+        ("embedding", lambda: functional.embedding(rows, table), 12 * row + index),
+        ("index", lambda: table[flat], 12 * row + index),
+        ("gather", lambda: table.gather(1, rows), 12 * 4 + index),
+        ("index_add_", lambda: table.detach().index_add_(0, flat, values), 18 * row + index),
+        ("clone", lambda: values[:1].expand(50, -1).clone(), 51 * row),
+    ):
+        assert next(op.moved for op in noted(run) if op.name == name) == moved, name
+    bags = noted(lambda: functional.embedding_bag(rows, table))
+    assert next(op.moved for op in bags if op.name == "_embedding_bag") < 12 * row + 2 * index
+
+
 def test_convolutions_are_products_of_patches() -> None:
     """For each group, patches by kernels; a transposed one the other way round."""
     x = torch.empty(4, 8, 10, 10, device="meta", requires_grad=True)
