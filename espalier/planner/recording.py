@@ -252,7 +252,9 @@ class _Recorder(DispatchMode):
         flops = int(count(*args, **kwargs, out_val=out))
         if "attention" in name:
             q = tensors[1] if "backward" in name else tensors[0]
-            if any(x is True for x in (*args, kwargs.get("is_causal"))):
+            names = [argument.name for argument in func._schema.arguments]
+            told = dict(zip(names, args, strict=False)) | kwargs
+            if told.get("is_causal") or told.get("custom_mask_type"):  # 1 and 2: both are causal
                 flops //= 2
             return Op(name, "attention", tuple(q.shape), dtype, flops, moved)
         sizes = _product_sizes(name, args, outputs[0]) if outputs else None

@@ -254,6 +254,15 @@ def test_products_into_given_tensors_cost_as_others() -> None:
     assert plain[0].moved == 4 * (4 * 3 * 8 + 4 * 8 * 5 + 4 * 3 * 5)
 
 
+def test_causal_attention_is_half() -> None:
+    """That a kernel keeps its sums for the backward pass makes it no causal one."""
+    q = torch.empty(2, 4, 64, 16, device="meta")
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    whole, half = (noted(lambda: attend(q, q, q, None, True, 0.0, causal)) for causal in (False, True))  # noqa: B023
+    assert [op.flops for op in whole] == [4 * 2 * 4 * 64 * 64 * 16]
+    assert 2 * half[0].flops == whole[0].flops
+
+
 def test_of_tables_the_rows_in_question_move() -> None:
     """Of what is repeated without being there only what is there counts, too."""
     table = torch.empty(1000, 8, device="meta", requires_grad=True)
