@@ -20,7 +20,7 @@ from espalier.parallel import Plan
 from espalier.parallel.several import Several, as_one
 from espalier.tensor.observers import user_frame
 from espalier.tensor.traces import is_within_compiled
-from espalier.torch_private import as_written
+from espalier.torch_private import as_written, open_transform
 
 
 class EngineModule(nn.Module):
@@ -65,12 +65,38 @@ class EngineModule(nn.Module):
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model gives."""
+        """What the model gives.
+
+        Raises:
+            ValueError: in a transform of torch.func, before the model is laid out.
+            NotImplementedError: in one, in a pipeline.
+        """
         if torch.is_grad_enabled() and self.engine.optimizer is None:
             optimizer = optimizer_of(self.module)
             if optimizer is not None:
                 self.engine.attach(optimizer)
+        if open_transform() is not None:
+            return self._transformed(args, kwargs)
         return self.engine.outputs(bound(self.module, args, kwargs), self.rows)
+
+    def _transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model gives for what torch.vmap or a transform of torch.func makes of its inputs.
+
+        These are no batches that could be cut: the model runs on what it is given, and the transform gathers
+        the parameters.
+        """
+        what = "The model is called inside of torch.vmap or a transform of torch.func"
+        if self.engine.plan.pipe > 1:
+            raise NotImplementedError(
+                f"{what}: in a pipeline ({self.engine.plan}) its parameters are on several ranks. Put the "
+                "transform into the model's forward, or train under a plan without pipe."
+            )
+        if self.engine.arrangement is None:
+            raise ValueError(
+                f"{what}, and how its parameters lie is to be inferred from a batch. Call it on one before, "
+                "outside of the transform, or pass example=batch to espalier.prepare."
+            )
+        return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -142,6 +168,78 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
     return as_one([x for x in owners if id(x) not in inner]) if owners else None
 
 
+class PreparedModule(EngineModule):
+    """In the model's place in a program: what is set, taken away, registered or looked through is the model's.
+
+    Else ``model.temperature = 2.0`` or ``model.head = nn.Linear(...)`` would be this module's own, and the
+    model would go on without it.
+    """
+
+    _is_own = frozenset({"rows", "training", "_is_told"})
+
+    def __new__(cls, engine: Engine, rows: Rows = "all") -> Self:
+        """Of a kind that has the special methods of a container, if the model is one."""
+        model = type(engine.module)
+        special = {name: _of_model(name) for name in _CONTAINERS if hasattr(model, name)}
+        kind = type(cls.__name__, (cls,), special) if special else cls
+        return super().__new__(kind)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._is_own or "module" not in self.__dict__.get("_modules", {}):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def train(self, mode: bool = True) -> Self:
+        """Of the model, as it says."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """A function of the model and all in it."""
+        self.module.apply(fn)
+        return self
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        """The model's."""
+        self.module.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        """The model's."""
+        self.module.register_parameter(*args, **kwargs)
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        """The model's."""
+        self.module.add_module(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The model's."""
+        return self.module.named_children()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The model, and all in it under its own names."""
+        return self.module.named_modules(*args, **kwargs)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Of the model, by its name there."""
+        return self.module.get_submodule(target)
+
+
+# the special methods by which models that are containers are used
+_CONTAINERS = "__getitem__ __setitem__ __delitem__ __len__ __iter__ __reversed__ __contains__".split()
+
+
+def _of_model(name: str) -> Callable[..., Any]:
+    def method(self: PreparedModule, *args: Any) -> Any:
+        return getattr(self.module, name)(*args)
+
+    return method
+
+
 class Prepared:
     """A loader of this rank's rows whose batches are global.
 
@@ -184,11 +282,12 @@ def prepare(
         options: more for :func:`espalier.initialize`.
 
     Returns:
-        an :class:`EngineModule` (whose ``engine`` is the engine), and all ``things`` in their order.
+        an :class:`EngineModule` in the model's place (whose ``engine`` is the engine), and all ``things`` in
+        their order.
     """
     optimizers = [x for x in things if isinstance(x, torch.optim.Optimizer)]
     engine = initialize(model, optimizers or None, plan, **options)
-    module = EngineModule(engine, rows)
+    module = PreparedModule(engine, rows)
     if not things:
         return module
     return module, *(spread(engine, x) if isinstance(x, DataLoader) else x for x in things)

@@ -138,7 +138,81 @@ def averages_of_weights(lay: Lay) -> list[Any]:
     return out
 
 
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.temperature = net(6, 8), nn.Linear(8, 4), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.head(self.body(x)) / self.temperature
+        return h + self.prior if hasattr(self, "prior") else h
+
+
+def changes_of_the_model(lay: Lay) -> list[Any]:
+    """Attributes, modules and buffers that are set on what stands for the model."""
+    model = Tempered()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    out: list[Any] = []
+    for step in range(5):
+        model.temperature = 1.0 + step
+        if step == 2:
+            model.head = nn.Linear(8, 4)
+            model.body[1] = nn.ReLU()
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if step == 3:
+            model.register_buffer("prior", torch.arange(4.0))
+        names = [name for name, _ in model.named_modules()]
+        assert "body.4" in names and [n for n, _ in model.named_children()] == ["body", "head"]
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    del model.prior
+    model.eval()
+    return [*out, model(x), *model.parameters()]
+
+
+def containers(lay: Lay) -> list[Any]:
+    model = net()
+    model = lay(model)
+    out = [F.cross_entropy(model(batch(0)[0]), batch(0)[1]).item(), len(model)]
+    for p in model[:2].parameters():
+        p.requires_grad_(False)
+    out += [p.requires_grad for layer in model for p in layer.parameters()]
+    return out
+
+
+def transforms_of_the_model(lay: Lay) -> list[Any]:
+    """The model as a function that torch.func differentiates, and for each row."""
+    model = net(6, 6)
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    with torch.no_grad():
+        model(batch(0)[0])
+    out: list[Any] = []
+    for step in range(2):
+        x, y = batch(step)
+        score, along = torch.func.jvp(model, (x,), (x.cos(),))
+        (((x.cos() * along).sum(-1) + score.square().sum(-1)).mean()).backward()
+        held = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss_of_row(held: Any, x: torch.Tensor, y: torch.Tensor, model: Any = model) -> torch.Tensor:
+            return F.cross_entropy(torch.func.functional_call(model, held, (x[None],)), y[None])
+
+        rows = torch.func.vmap(torch.func.grad(loss_of_row), (None, 0, 0))(held, x, y)
+        for name, p in model.named_parameters():
+            p.grad.add_(rows[name].clamp(-0.1, 0.1).mean(0))
+        optimizer.step()
+        optimizer.zero_grad()
+        out += [score, along]
+    return [*out, *model.parameters()]
+
+
 PROGRAMS = (
+    transforms_of_the_model,
+    changes_of_the_model,
+    containers,
     hooks_put_on_before,
     optimizers_within_the_backward_pass,
     parts_called_by_themselves,
@@ -181,5 +255,7 @@ def in_float64(rank: int, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func.jvp uses it
+@pytest.mark.filterwarnings("ignore:torch.vmap or a transform of torch.func is given DTensors")
 def test_habits(ranks: Any) -> None:
     ranks(2, in_float64)

@@ -23,7 +23,15 @@ from espalier.parallel.data.stand_ins import ShardedStandIn, refuse_recorded
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.loans import is_handed_out, stamp_alias, written_mark
-from espalier.torch_private import current_graph_task_id, foreach_copy_, getter, method, raw, set_versions
+from espalier.torch_private import (
+    current_graph_task_id,
+    foreach_copy_,
+    getter,
+    method,
+    open_transform,
+    raw,
+    set_versions,
+)
 from espalier.trees import tensors_in, tree_map
 
 _address = method("data_ptr")
@@ -486,7 +494,7 @@ class Prefetcher:
         running: list[_Call] = []
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if module is not watched():
+            if module is not watched() or open_transform() is not None:  # that gathers what it meets
                 return None
             refuse_recorded()
             call = _Call(self._need, used)
@@ -501,7 +509,7 @@ class Prefetcher:
             return marked
 
         def leave(module: nn.Module, args: Any, out: Any) -> Any:
-            if module is not watched() or not running:
+            if module is not watched() or not running or open_transform() is not None:
                 return None
             call = running.pop()
             for g in used:
