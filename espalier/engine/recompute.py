@@ -38,7 +38,7 @@ from espalier.tensor.saved import Outer, outer_hooks
 from espalier.tensor.traces import Generators, put_back
 from espalier.tensor.ways import Ways
 from espalier.texts import similar
-from espalier.torch_private import function_mode_stack, raw
+from espalier.torch_private import function_mode_stack, open_transform, raw
 from espalier.trees import tensors_in, tree_map
 
 Slot = tuple[dict[str, Any], str, Any]
@@ -137,7 +137,7 @@ def _wrap(
     written, recorded = _Written(contexts), _Written(noop_context_fn)
 
     def call(self: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or open_transform() is not None:  # whose tensors no checkpoint knows
             return own(*args, **kwargs)
         by_id = {id(x): x for x in tensors_in((args, kwargs))}
         way = "written"

@@ -90,17 +90,20 @@ class HandedOut:
         self._aliases.append(weakref.ref(alias))
 
     @property
+    def held(self) -> list[torch.Tensor]:
+        """Those that somebody still has."""
+        return [alias for ref in self._aliases if (alias := ref()) is not None]
+
+    @property
     def is_held(self) -> bool:
         """Whether somebody still has one."""
-        return any(ref() is not None for ref in self._aliases)
+        return bool(self.held)
 
 
 def hand_out(x: torch.Tensor, alias: torch.Tensor) -> None:
     """Note that somebody gets an alias of a tensor's data. What was moved of it may be out of date soon."""
-    attributes, mesh = x.__dict__, x._layout.mesh  # type: ignore[attr-defined]
-    attributes.pop("_moved", None)
-    if mesh.lately is not None and mesh.lately[0]() is x:
-        mesh.lately = None
+    attributes = x.__dict__
+    forget_moved(x)
     handed = attributes.get("_handed_out")
     if handed is None:
         handed = attributes["_handed_out"] = HandedOut()
@@ -108,6 +111,25 @@ def hand_out(x: torch.Tensor, alias: torch.Tensor) -> None:
     source = attributes.get("_source")
     if isinstance(source, StandIn):
         source.handed_out()
+
+
+def forget_moved(x: torch.Tensor) -> None:
+    """What was moved of a tensor is out of date, or may be so soon."""
+    mesh = x._layout.mesh  # type: ignore[attr-defined]
+    x.__dict__.pop("_moved", None)
+    if mesh.lately is not None and mesh.lately[0]() is x:
+        mesh.lately = None
+
+
+def keep_apart(x: torch.Tensor, place: torch.Tensor) -> None:
+    """Let aliases of what a tensor held in a place keep its values: others are about to be written there."""
+    handed = x.__dict__.get("_handed_out")
+    if handed is None:
+        return
+    with raw(), torch.no_grad():
+        for alias in handed.held:
+            if _address(alias) == _address(place):
+                alias.data = alias.data.clone()
 
 
 def written_mark(x: torch.Tensor) -> tuple[int, int, int]:

@@ -209,7 +209,29 @@ def transforms_of_the_model(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
+def weights_put_aside(lay: Lay) -> list[Any]:
+    """An average's weights for an evaluation, and the own ones back: by ``p.data``, as many programs do."""
+    model = net()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    out: list[Any] = []
+    for step in range(3):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        aside = [p.data for p in model.parameters()]
+        for p in model.parameters():
+            p.data = 0.5 * p.data
+        with torch.no_grad():
+            out += [loss.item(), F.cross_entropy(model(x), y).item()]
+        for p, own in zip(model.parameters(), aside, strict=True):
+            p.data = own
+    return [*out, *model.parameters()]
+
+
 PROGRAMS = (
+    weights_put_aside,
     transforms_of_the_model,
     changes_of_the_model,
     containers,

@@ -22,7 +22,7 @@ from espalier.parallel.data.residency import MEMORIES, OffloadStore
 from espalier.parallel.data.stand_ins import ShardedStandIn, refuse_recorded
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
-from espalier.tensor.loans import is_handed_out, stamp_alias, written_mark
+from espalier.tensor.loans import is_handed_out, keep_apart, stamp_alias, written_mark
 from espalier.torch_private import (
     current_graph_task_id,
     foreach_copy_,
@@ -324,6 +324,7 @@ class Unsharded:
             for m, piece in zip(self.chunk.members, pieces, strict=True):
                 if m.p.data_ptr() != piece.data_ptr() and piece.numel():
                     new = plain(m.p.data)
+                    keep_apart(m.p, piece)
                     show(m.p, piece, m.rest)
                     self._keep(m, new)
             if self.is_kept:
