@@ -169,7 +169,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
 
 
 class PreparedModule(EngineModule):
-    """In the model's place in a program: what is set, taken away, registered or looked through is the model's.
+    """In the model's place in a program: what is set, taken away, registered or looked for is the model's.
 
     Else ``model.temperature = 2.0`` or ``model.head = nn.Linear(...)`` would be this module's own, and the
     model would go on without it.
