@@ -670,3 +670,56 @@ def _early(rank: int, world: int) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_messages_begin_early_and_in_one_order(ranks: Any) -> None:
     ranks(2, _early, timeout=400)
+
+
+class _Mixing(nn.Module):
+    """Two lists of single layers, which are recomputed, and compiled, as one; a product is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups, self.downs = (
+            nn.ModuleList(nn.Linear(*sizes) for _ in range(2)) for sizes in ((6, 9), (9, 6))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(F.relu_(up(x)).sin()).tanh()
+        return x
+
+
+class _Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Mixing(), _Mixing()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(self.first(x))
+        return y
+
+
+def test_a_graph_keeps_what_the_policy_says() -> None:
+    """And not what was written to since, which runs that are not compiled compute again, too."""
+
+    def kept(compile: Any, policy: Any) -> tuple[list[float], list[str]]:
+        torch.manual_seed(0)
+        model = _Mixed().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = espalier.initialize(
+            model, optimizer, {"recompute": "selective"}, loss_fn=F.mse_loss, layouts={},
+            recompute_policy=policy, compile=compile,
+        )  # fmt: skip
+        rows = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+        losses = [engine.train_step((rows, rows.cos())).item() for _ in range(3)]
+        if not compile:
+            return losses, []
+        assert len(compile.forward) == len(compile.backward) == 2
+        (*_, out) = compile.forward[0].graph.nodes
+        return losses, [x.target._opname for x in out.args[0][1:] if x.op == "call_function"]
+
+    def tanh(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return op is torch.ops.aten.tanh.default
+
+    for policy, expected in ((None, ["addmm"] * 2), (tanh, ["tanh"] * 2)):
+        losses, names = kept(Graphs(), policy)
+        assert losses == kept(None, policy)[0]
+        assert names == expected
