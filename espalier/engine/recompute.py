@@ -24,7 +24,7 @@ from espalier.blocks import around, blocks, parts, segments
 from espalier.comm.custom_ops import recorders, recording
 from espalier.comm.redistribute import carry_out
 from espalier.device import copy_by, host_buffer_like, new_stream, pins, wait_for
-from espalier.engine.selective import MarkingKept, Policy, keep_products, selective_contexts
+from espalier.engine.selective import Policy, Tracing, keep_products, selective_contexts
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.parallel import Plan
@@ -117,12 +117,12 @@ def recompute_in_graphs(
     A call that runs as it is written is recomputed as ever; one that is recorded keeps nothing.
 
     Args:
-        compile: ``compile(block, tracing=context)`` compiles a block, which is traced within a context.
+        compile: ``compile(block, tracing=how)`` compiles a block, which is traced in that way.
     """
     policy, hosted = policy or keep_products, _Hosted()
     for name in names:
         block = model.get_submodule(name)
-        region = compile(block, tracing=partial(MarkingKept, policy))
+        region = compile(block, tracing=Tracing(policy))
         _wrap(block, partial(selective_contexts, policy), inputs, hosted, region)
 
 

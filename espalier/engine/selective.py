@@ -6,7 +6,7 @@ Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -17,12 +17,12 @@ from torch import fx
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 from torch.utils.weak import WeakIdKeyDictionary
 
-from espalier.torch_private import TorchDispatchMode, detached_here, traced_graph
+from espalier.comm.custom_ops import copy_operator
+from espalier.torch_private import TorchDispatchMode, detached_here, traced_graph, with_effects
 from espalier.trees import tensors_in, tree_map
 
 Policy = Callable[..., Any]
 
-_EFFECTS = "espalier"  # the name space of operators that send
 _aten = torch.ops.aten
 _BATCHED = (_aten.bmm.default, _aten.baddbmm.default)
 _KEPT = frozenset(
@@ -148,7 +148,7 @@ class _Handing(TorchDispatchMode):
         return result.out
 
 
-class MarkingKept(TorchDispatchMode):
+class _MarkingKept(TorchDispatchMode):
     """While a block is traced: tells the partitioner of its graph what is kept, and what computed again.
 
     Marks are those of torch's selective checkpointing in compiled regions. Of collectives, effects in a
@@ -167,12 +167,11 @@ class MarkingKept(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, graph = kwargs or {}, traced_graph()
-        if graph is None:  # AOTAutograd looks before it traces
-            return func(*args, **kwargs)
+        assert graph is not None
         before = len(graph.nodes)
         out = func(*args, **kwargs)
         made = list(islice(reversed(graph.nodes), len(graph.nodes) - before))
-        if getattr(func, "namespace", "") == _EFFECTS:
+        if any(node.target is with_effects() for node in made):
             return out
         keeps = func not in SAC_IGNORED_OPS and _keeps(self._policy, out, func, args, kwargs)
         _mark(made, CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE)
@@ -184,6 +183,64 @@ class MarkingKept(TorchDispatchMode):
                 self._kept_of[x] = made
             elif seen is not None and seen in self._kept_of:
                 self._kept_of[x] = self._kept_of[seen]
+        return out
+
+
+class Tracing:
+    """How a block is traced to a graph that computes again what a policy does not keep.
+
+    What is computed again must find what the block found: of what it writes to, that is kept.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._written: set[int] = set()
+
+    def __call__(self, program: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """What a program gives for tensors."""
+        if traced_graph() is None:  # AOTAutograd looks before it traces
+            with _Writing(tensors) as writing:
+                out = program(*tensors)
+            self._written |= writing.to
+            return out
+        changed = [i for i in sorted(self._written) if not tensors[i].requires_grad]
+        own = list(tensors)
+        with _MarkingKept(lambda *_, **__: True):
+            for i in changed:
+                own[i] = copy_operator()(tensors[i])
+        with _MarkingKept(self._policy):
+            out = program(*own)
+        for i in changed:
+            tensors[i].copy_(own[i])
+        return out
+
+
+class _Writing(TorchDispatchMode):
+    """Sees which of some tensors are written to.
+
+    Attributes:
+        to: their numbers.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        for i, x in enumerate(tensors):
+            self._numbers[x] = i
+        self.to: set[int] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """It asks for nothing that a tracer does not do anyway."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.to |= {self._numbers[x] for x in _written(func, args, kwargs) if x in self._numbers}
+        out, seen = func(*args, **kwargs), _seen_again(func, args)
+        if seen is not None and seen in self._numbers:
+            for x in tensors_in(out):
+                self._numbers[x] = self._numbers[seen]
         return out
 
 

@@ -12,8 +12,8 @@ import inspect
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from types import CellType, FunctionType
@@ -114,6 +114,7 @@ class Recorder(TorchFunctionMode):
         self.sources: list[int | HolderSlot | Key] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._places = places
+        self._first_versions = {i: _version(place.get()) for i, place in places.items()}
         self._kept: dict[int, tuple[Any, fx.Node]] = {}
         self._nodes: Any = WeakTensorKeyDictionary()
         self._start = self.graph.call_function(operator.pos, (0,))  # placeholders go before it
@@ -126,7 +127,8 @@ class Recorder(TorchFunctionMode):
             node = self.graph.placeholder(f"x{len(self.sources)}")
         self.sources.append(source)
         self._nodes[x] = node
-        self._versions.append((x, _version(x)))
+        # of what is taken as it is written to the version is another already
+        self._versions.append((x, self._first_versions.get(id(x), _version(x))))
         return node
 
     @property
@@ -333,7 +335,7 @@ def _title(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 
 Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
-Tracing = Callable[[], AbstractContextManager[object]]
+Tracing = Callable[[Callable[..., Any], Sequence[torch.Tensor]], Any]
 
 _stride = method("stride")
 _BUCKET = 25.0  # megabytes of one message
@@ -416,7 +418,7 @@ def compile_forward(
     So its parameters may be gathered before each call, and released after it. A copy runs as it is written.
 
     Args:
-        tracing: gives what is open while its program is traced.
+        tracing: ``tracing(program, tensors)`` gives what a program gives for tensors, as it is traced.
     """
     rewrite = _rewriting(_BUCKET, async_tensor_parallel)
     compiler = _backend(backend, None, None, rewrite)
@@ -430,17 +432,17 @@ def compile_forward(
 
 
 def _traced(compiler: Backend, tracing: Tracing) -> Backend:
-    """A compiler of programs, which are traced while a context is open."""
+    """A compiler of programs, which are traced in a way of their own."""
 
     def compile(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        taken, program = module.graph.find_nodes(op="placeholder"), fx.Interpreter(module).run
+
         def whole(*tensors: torch.Tensor) -> Any:
-            with tracing() if tracers() else nullcontext():
-                return fx.Interpreter(module).run(*tensors)
+            return tracing(program, tensors) if tracers() else program(*tensors)
 
         graph = fx.Graph()
-        given = [graph.placeholder(node.name) for node in module.graph.find_nodes(op="placeholder")]
         outputs: Any = module.graph.output_node().args[0]
-        out = graph.call_function(whole, tuple(given))
+        out = graph.call_function(whole, tuple(graph.placeholder(node.name) for node in taken))
         graph.output(tuple(graph.call_function(operator.getitem, (out, i)) for i in range(len(outputs))))
         return compiler(fx.GraphModule(torch.nn.Module(), graph), inputs)
 
