@@ -23,6 +23,7 @@ from torch.overrides import handle_torch_function
 
 from espalier.comm.control import compared_with_first
 from espalier.comm.custom_ops import recorders
+from espalier.comm.dry import know
 from espalier.layout import Layout, local_box
 from espalier.mesh import Mesh
 from espalier.mesh.process import World
@@ -101,17 +102,22 @@ def uniform_at(index: torch.Tensor, key: Key, dtype: torch.dtype) -> torch.Tenso
     """The :func:`uniform` values of elements of these flat global indices; ``index`` is overwritten."""
     digits = _DIGITS.get(dtype, 24)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    top = _right(bits(index, key), 64 - digits)
+    top = _right(bits(_unfollowed(index), key), 64 - digits)
     return top.to(wide).mul_(2.0**-digits).to(dtype)
 
 
 def normal(layout: Layout, key: Key, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """This rank's part of standard normal values (Box and Muller, 1958)."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    index = element_index(layout, device)
+    index = _unfollowed(element_index(layout, device))
     radius = uniform_open(bits(index.clone(), key), wide).log_().mul_(-2).sqrt_()
     angle = uniform_open(bits(index, key ^ 0x3C6EF372FE94F82B), wide).mul_(2 * math.pi)
     return radius.mul_(angle.cos_()).to(dtype)
+
+
+def _unfollowed(index: torch.Tensor) -> torch.Tensor:
+    """The same; a dry run, which knows whole numbers but no floats, need not compute what these lead to."""
+    return know(index, None) if index.is_meta else index
 
 
 def integers(layout: Layout, key: Key, low: int, high: int, device: torch.device) -> torch.Tensor:
