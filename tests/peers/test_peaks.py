@@ -83,8 +83,12 @@ class Settled(LiveMemory):
         return now
 
 
-def real_and_dry(rank: int, world: int, draw: Draw, folder: str) -> tuple[int, int] | str:
-    """The peaks of a real step and of a dry one of this rank; why the plan is refused, if it is."""
+def real_and_dry(rank: int, world: int, draw: Draw, folder: str) -> tuple[int, int] | str | None:
+    """The peaks of a real step and of a dry one of this rank; why the plan is refused, if it is.
+
+    A dry run takes longer than all else here. So it is made on every rank in sweeps alone, else on the first
+    of the first stage, on the last of the last, and on those of stages between.
+    """
     warnings.filterwarnings("ignore", ".* cannot be met")
     plan, given = draw.plan, {"max_grad_norm": 1.0}
     if "disk" in plan["offload"].values():
@@ -99,6 +103,9 @@ def real_and_dry(rank: int, world: int, draw: Draw, folder: str) -> tuple[int, i
             engine.train_step(data)
         except (ValueError, NotImplementedError) as error:
             return str(error)
+        if not ASKED and plan.get("pipe", 1) <= 2 and 0 < rank < world - 1:
+            engine.train_step(data)
+            return None
         with torch.device("meta"):
             twin = built(draw.kind)
         given |= {"optimizer": torch.optim.AdamW(twin.parameters()), "coordinate": engine.mesh.coordinate}
@@ -122,7 +129,7 @@ def test_a_real_peak_is_a_dry_one(ranks: Callable[..., Any], seed: int, tmp_path
     if refused:
         assert not refused[0].startswith("other"), refused[0]
         pytest.skip(refused[0])
-    errors = [real / dry - 1 for real, dry in peaks]
+    errors = [real / dry - 1 for real, dry in filter(None, peaks)]
     if ASKED:
         print(f"\n{seed} {max(errors, key=abs):+.2%} {peaks} {draw}")
     assert max(map(abs, errors)) < BAR, (peaks, draw)

@@ -14,6 +14,7 @@ from espalier.models import generate
 from espalier.models.sampling import KNOWN, keepers
 from espalier.parallel.pipeline.record import leaves
 from espalier.train.verify import Double
+from tests.asked import left_to_sweeps
 from tests.peers.test_split import made
 
 
@@ -101,26 +102,36 @@ def test_what_is_kept_is_known_of_each() -> None:
 
 @pytest.mark.parametrize(
     ("world", "trials"),
-    [
-        (
-            2,
-            [
-                ("gpt2", {"pipe": 2, "accumulate": 2}),
-                ("bert", {"pipe": 2, "accumulate": 2, "schedule": "gpipe"}),
-                ("t5", {"pipe": 2, "accumulate": 3}),
-            ],
-        ),
-        (
-            4,
-            [
-                ("llama", {"pipe": 2, "tensor": 2, "accumulate": 2}),
-                ("gpt2", {"pipe": 2, "tensor": 2, "accumulate": 2, "schedule": "zb-h1"}),
-                ("t5", {"pipe": 4, "accumulate": 2}),
-                ("vit", {"pipe": 2, "data": 2, "accumulate": 2, "zero": 3}),
-            ],
-        ),
-    ],
-    ids=["2", "4"],
+    left_to_sweeps(
+        [
+            (
+                2,
+                [
+                    ("gpt2", {"pipe": 2, "accumulate": 2}),
+                    ("bert", {"pipe": 2, "accumulate": 2, "schedule": "gpipe"}),
+                    ("t5", {"pipe": 2, "accumulate": 3}),
+                ],
+            ),
+            (
+                4,
+                [
+                    ("llama", {"pipe": 2, "tensor": 2, "accumulate": 2, "schedule": "zb-h1"}),
+                    ("t5", {"pipe": 4, "accumulate": 2}),
+                    ("vit", {"pipe": 2, "data": 2, "accumulate": 2, "zero": 3}),
+                ],
+            ),
+            (
+                4,
+                [
+                    ("llama", {"pipe": 2, "tensor": 2, "accumulate": 2}),
+                    ("gpt2", {"pipe": 2, "tensor": 2, "accumulate": 2, "schedule": "zb-h1"}),
+                ],
+            ),
+        ],
+        2,
+        why="the model, the schedules and the axes are in others",
+    ),
+    ids=["2", "4", "4 more"],
 )
 def test_equals_one_process(ranks: Any, world: int, trials: list[Any]) -> None:
     ranks(world, trains, trials, timeout=300)
