@@ -76,6 +76,8 @@ _UNKNOWN = object()  # in the place of shapes that hang on values
 class Awaited:
     """An output of the model, or what was made of one, before it is there."""
 
+    __array_ufunc__ = None  # a number of NumPy's times this is this, as with tensors
+
     def __init__(self, source: Source, step: _Step | None = None) -> None:
         self._source, self._step = source, step
         self._known: Any = None

@@ -45,7 +45,14 @@ from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passe
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
 from espalier.engine.staged import Staged
-from espalier.engine.surface import Surface, bound, make_dense, refuse_lazy, refuse_sparse
+from espalier.engine.surface import (
+    Surface,
+    bound,
+    make_dense,
+    refuse_lazy,
+    refuse_scripted,
+    refuse_sparse,
+)
 from espalier.engine.update import (
     FlatParams,
     check_closures,
@@ -143,6 +150,7 @@ def initialize(
         )
     on = on.telling(**plan.words)
     refuse_lazy(model)
+    refuse_scripted(model)
     if optimizer is not None:
         optimizer = as_one(optimizer)
         _check(optimizer, model, plan)

@@ -149,6 +149,21 @@ def refuse_lazy(model: nn.Module) -> None:
         )
 
 
+def refuse_scripted(model: nn.Module) -> None:
+    """See that no part of a model that has parameters runs in TorchScript, which keeps its own."""
+    scripted = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters())
+    ]
+    if scripted:
+        raise ValueError(
+            f"{', '.join(scripted[:3])}{', ...' if len(scripted) > 3 else ''}: compiled by torch.jit, which "
+            "keeps parameters of its own: they would be neither laid out nor trained. Give the module itself, "
+            "without torch.jit.script or trace; initialize(..., compile=True) compiles its blocks."
+        )
+
+
 def make_dense(model: nn.Module) -> None:
     """Have the gradients of tables be dense, which are summed in flat buffers: updates are the same."""
     kinds = (nn.Embedding, nn.EmbeddingBag)

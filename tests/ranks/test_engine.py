@@ -321,6 +321,10 @@ def test_no_tensor_outlives_its_step(ranks: Any) -> None:
 
 
 def wrong_uses(rank: int, world: int) -> None:
+    with pytest.warns(DeprecationWarning):
+        scripted = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"^0: compiled by torch.jit(.|\n)*Give the module itself"):
+        espalier.initialize(scripted, None, {"data": world})
     net = model()
     with pytest.raises(ValueError, match="needs 3 rank"):
         espalier.initialize(net, None, {"data": 3})

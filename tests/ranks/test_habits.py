@@ -217,9 +217,10 @@ def weights_put_aside(lay: Lay) -> list[Any]:
     for step in range(3):
         x, y = batch(step)
         loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        for p in model.parameters():  # as zero_grad() was once written
+            p.grad.detach_().zero_()
         aside = [p.data for p in model.parameters()]
         for p in model.parameters():
             p.data = 0.5 * p.data

@@ -23,7 +23,7 @@ from espalier.torch_private import dual_parts, forward_dual, plain_call, raw, te
 # the same for the local and the global tensor, or about storage
 _ASIDE = """
     requires_grad_ is_floating_point is_complex is_signed is_inference element_size get_device retain_grad
-    is_contiguous register_post_accumulate_grad_hook detach_
+    is_contiguous register_post_accumulate_grad_hook
     is_set_to share_memory_ is_shared is_pinned is_conj is_neg is_distributed result_type is_coalesced
     _is_view __hash__ __dlpack_device__ dim_order _has_compatible_shallow_copy_type
 """.split()
@@ -44,6 +44,15 @@ def aside(
 ) -> Any:
     """Answered by the local tensor."""
     return plain_call(func, types, args, kwargs)
+
+
+@special(*spellings("detach_"))
+def detach_in_place(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Nothing, of what has no history: a gradient that is a view of others' memory, which torch refuses."""
+    x = args[0]
+    return plain_call(func, types, args, kwargs) if x.requires_grad else x
 
 
 @special(torch.Tensor.data.__get__)  # type: ignore[attr-defined]
