@@ -159,8 +159,8 @@ def refuse_scripted(model: nn.Module) -> None:
     if scripted:
         raise ValueError(
             f"{', '.join(scripted[:3])}{', ...' if len(scripted) > 3 else ''}: compiled by torch.jit, which "
-            "keeps parameters of its own: they would be neither laid out nor trained. Give the module itself, "
-            "without torch.jit.script or trace; initialize(..., compile=True) compiles its blocks."
+            "keeps parameters of its own: they would be neither laid out nor trained. Give the module "
+            "itself, without torch.jit.script or trace; initialize(..., compile=True) compiles its blocks."
         )
 
 
