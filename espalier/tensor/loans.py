@@ -76,7 +76,7 @@ class HandedOut:
     """What others have of a tensor's data: aliases (``x.data``) through which torch counts no writes.
 
     Attributes:
-        times: how often it was handed out.
+        times: how often it was handed out, or was given other data.
     """
 
     def __init__(self) -> None:
@@ -111,6 +111,12 @@ def hand_out(x: torch.Tensor, alias: torch.Tensor) -> None:
     source = attributes.get("_source")
     if isinstance(source, StandIn):
         source.handed_out()
+
+
+def note_given(x: torch.Tensor) -> None:
+    """Note that a tensor is given other data, whose memory may lie where that before it did."""
+    forget_moved(x)
+    x.__dict__.setdefault("_handed_out", HandedOut()).times += 1
 
 
 def forget_moved(x: torch.Tensor) -> None:

@@ -231,7 +231,24 @@ def weights_put_aside(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
+def weights_as_a_vector(lay: Lay) -> list[Any]:
+    """Evolution's steps: all weights are one vector, which is set anew."""
+    model = net(6, 1)
+    model = lay(model)
+    x, _ = batch(0)
+    weights, out = nn.utils.parameters_to_vector(model.parameters()).detach(), []
+    for _ in range(2):
+        nn.utils.vector_to_parameters(weights + 0.1 * torch.arange(len(weights)).sin(), model.parameters())
+        with torch.no_grad():
+            out.append(model(x).square().mean().item())
+        weights = nn.utils.parameters_to_vector(model.parameters()).detach() * (1.0 + out[-1])
+        nn.utils.vector_to_parameters(weights, model.parameters())
+        out += list(nn.utils.parameters_to_vector(model.parameters()).detach()[-2:])
+    return [*out, *model.parameters()]
+
+
 PROGRAMS = (
+    weights_as_a_vector,
     weights_put_aside,
     transforms_of_the_model,
     changes_of_the_model,

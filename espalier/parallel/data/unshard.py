@@ -346,6 +346,8 @@ class Unsharded:
         if here.is_meta or not torch.equal(here, values):
             here.copy_(values)
             m.is_written = chunk.is_written = True
+            if m.dim is not None:
+                m.p._source.forget()  # type: ignore[attr-defined]
 
     def _count_versions(self, by: int) -> None:
         """Let autograd take a released parameter for one that was written to.

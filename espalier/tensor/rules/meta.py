@@ -16,7 +16,7 @@ from espalier.layout.layout import R, is_partial
 from espalier.sharding.spec import bound_to, special, spellings
 from espalier.tensor import loans
 from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, stamp
-from espalier.tensor.loans import StandIn, forget_moved, hand_out, share
+from espalier.tensor.loans import StandIn, hand_out, note_given, share
 from espalier.tensor.saved import saving_places
 from espalier.torch_private import dual_parts, forward_dual, plain_call, raw, tensor_attributes
 
@@ -90,10 +90,10 @@ def set_data(
         return None  # its data is on other ranks
     with raw():
         if type(x) is DTensor:
-            forget_moved(x)
+            note_given(x)
         if type(x) is DTensor and type(y) is DTensor and y._layout is not x._layout:
-            if x._layout.shape == y._layout.shape and x._layout.is_firm:
-                # autograd may know the local shape already
+            if x._layout.shape == y._layout.shape and (x._layout.is_firm or y._layout.partial):
+                # autograd may know the local shape already, and who holds x takes no addends for it
                 y = move(y.detach(), y._layout.own, x._layout.own)
             else:
                 x._layout = y._layout
