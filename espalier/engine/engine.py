@@ -55,8 +55,10 @@ from espalier.engine.surface import (
 )
 from espalier.engine.update import (
     FlatParams,
+    between_hooks,
     check_closures,
     forget_gradients,
+    has_hooks,
     lay_out_states,
     meet_others_states,
     steps_by_closure,
@@ -714,8 +716,13 @@ class Engine(Surface):
                         data.has_thawed = False
                         for part in parts_of(self.optimizer or optimizer):
                             meet_others_states(part)
-                    step, whole = partial(update, factor=scale, runs=self._runs), self.optimizer or optimizer
-                    data.update(optimizer, step, keep, whole.state)
+                    whole, is_hooked = self.optimizer or optimizer, has_hooks(optimizer)
+                    step = partial(update, factor=None if is_hooked else scale, runs=self._runs)
+                    stepping = partial(data.update, optimizer, step, keep, whole.state)
+                    if is_hooked:
+                        between_hooks(optimizer, scale, passes.seen, stepping)
+                    else:
+                        stepping()
                     passes.updates += 1
                     if passes.watch is not None and passes.watch.fit(data, whole):
                         passes.watch = None

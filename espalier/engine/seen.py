@@ -36,6 +36,7 @@ class SeenGradients:
 
     Attributes:
         is_stepping: whether an optimizer updates: it finds this rank's own gradients alone.
+        is_scaled: whether gradients have the scale that the loss had, where there is any.
 
     Args:
         mesh: all of it, stages too.
@@ -56,7 +57,7 @@ class SeenGradients:
         self._is_finished = False  # on all ranks alike
         self._reasons: list[str] = []  # to bar them; the parameters hold it
         self._is_partial = scaler is not None or plan.pipe > 1
-        self.is_stepping = False
+        self.is_stepping, self.is_scaled = False, True
         self._places: dict[
             int, tuple[str, Mesh]
         ] = {}  # by parameter, its name and where its gradient is seen
@@ -192,7 +193,8 @@ class SeenGradients:
         names = {name for name, p in self._module.named_parameters() if id(p) in asked}
         own = [grad for name, grad in counted().items() if name in names]
         norm = Norm(own, self._mesh).wait() if order == 2 else _norm_of(own, order, self._mesh)
-        return norm if self._scaler is None or self.is_stepping else norm / self._scaler.scale
+        is_scaled = self._scaler is not None and self.is_scaled and not self.is_stepping
+        return norm / self._scaler.scale if is_scaled else norm  # type: ignore[union-attr]
 
 
 def _stand_in(p: DTensor, mesh: Mesh, dtype: torch.dtype) -> DTensor:

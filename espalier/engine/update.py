@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,8 +16,9 @@ from torch.autograd.graph import increment_version
 from torch.optim import optimizer as _base
 
 from espalier.engine.norm import scale_gradients
+from espalier.engine.seen import SeenGradients
 from espalier.layout import Layout
-from espalier.parallel.fused import Substitute, fuse, holding, may_fuse, within_hooks
+from espalier.parallel.fused import Substitute, fuse, holding, may_fuse
 from espalier.parallel.plan import Plan
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor import DTensor, lay_out, plain, redistribute, stamp
@@ -172,17 +174,13 @@ def update(
         with holding(optimizer) as substitutes:
             if runs is not None:
                 runs.join(optimizer, substitutes)
-            if factor is not None and not watched:
+            if factor is not None:
                 scale_gradients([p for p in _held(optimizer) if id(p) not in outside], factor)
             fuse(optimizer, substitutes)
             yield
 
-    with on_locals(parameters):
-        watched = _is_watched(optimizer)
-        if watched and factor is not None:
-            scale_gradients(parameters, factor)
-        with within_hooks(optimizer, prepared()) if watched else prepared():
-            optimizer.step()
+    with on_locals(parameters), prepared():
+        optimizer.step()
     stamp_states(optimizer)
 
 
@@ -202,12 +200,57 @@ def forget_gradients(optimizer: torch.optim.Optimizer) -> None:
                 _set_grad(p, None)
 
 
-def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody looks at its parameters in a step."""
-    if not getattr(optimizer.step, "hooked", True):
-        return False
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks run around its step."""
     of_all = _base._global_optimizer_pre_hooks or _base._global_optimizer_post_hooks
-    return bool(of_all or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    return bool(of_all) or any(
+        part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts_of(optimizer)
+    )
+
+
+def between_hooks(
+    optimizer: torch.optim.Optimizer,
+    factor: torch.Tensor | float | None,
+    seen: SeenGradients,
+    step: Callable[[], None],
+) -> None:
+    """``step()``, which runs no hooks, after the optimizer's hooks before a step, and before those after it.
+
+    So these see what the program sees before and after ``optimizer.step()``: parameters and gradients of the
+    whole model, those times ``factor``.
+    """
+    if factor is not None:
+        scale_gradients([p for part in parts_of(optimizer) for p in _held(part)], factor)
+    parts = parts_of(optimizer)
+    homes: list[tuple[Any, str]] = [
+        *((_base, f"_global_optimizer_{when}_hooks") for when in ("pre", "post")),
+        *((part, f"_optimizer_step_{when}_hooks") for part in parts for when in ("pre", "post")),
+    ]
+
+    def stepped() -> None:
+        hooks = [getattr(home, name) for home, name in homes]
+        for home, name in homes:
+            setattr(home, name, OrderedDict())
+        seen.is_stepping = True
+        try:
+            step()
+        finally:
+            seen.is_stepping = False
+            for (home, name), kept in zip(homes, hooks, strict=True):
+                setattr(home, name, kept)
+
+    for part in reversed(parts):
+        stepped = partial(_hooked, part, stepped)
+    seen.is_stepping = seen.is_scaled = False
+    try:
+        stepped()
+    finally:
+        seen.is_stepping = seen.is_scaled = True
+
+
+def _hooked(optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> None:
+    """``step()`` as torch runs an optimizer's: it calls the hooks."""
+    torch.optim.Optimizer.profile_hook_step(lambda *_: step())(optimizer)
 
 
 # ---- parameters that lie one after the other in memory, updated as one

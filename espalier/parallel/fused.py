@@ -11,7 +11,7 @@ a vector of zeros.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import repeat
 from operator import is_
@@ -86,33 +86,6 @@ def _put_in_order(optimizer: torch.optim.Optimizer) -> None:
     states = sorted(optimizer.state.items(), key=lambda pair: places.get(id(pair[0]), len(places)))
     optimizer.state.clear()
     optimizer.state.update(states)
-
-
-@contextmanager
-def within_hooks(optimizer: torch.optim.Optimizer, around: AbstractContextManager[Any]) -> Iterator[None]:
-    """While open, a step enters ``around`` after all hooks before it, and leaves it before all after it."""
-    entered, depth = ExitStack(), 0
-
-    def enter(*_: Any) -> None:
-        nonlocal depth
-        depth += 1
-        if depth == 1:  # where a class's step calls that of its base, hooks run in both
-            entered.enter_context(around)
-
-    def leave(*_: Any) -> None:
-        nonlocal depth
-        depth -= 1
-        if depth == 0:
-            entered.close()
-
-    before, after = optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)
-    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
-    try:
-        with entered:
-            yield
-    finally:
-        before.remove()
-        after.remove()
 
 
 def fuse(optimizer: torch.optim.Optimizer, substitutes: list[Substitute]) -> None:

@@ -52,6 +52,36 @@ def hooks_put_on_before(lay: Lay) -> list[Any]:
     return [*out, *sorted(norms), *model.parameters()]
 
 
+def hooks_of_an_optimizer(lay: Lay) -> list[Any]:
+    """Before a step they clip gradients, after it they bound weights: by norms of the whole model."""
+    model, out = net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+
+    def clip(of: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        held = [p for group in of.param_groups for p in group["params"]]
+        out.append(float(nn.utils.clip_grad_norm_(held, 0.01)))
+
+    @torch.no_grad()
+    def bound(of: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        held = [p for group in of.param_groups for p in group["params"]]
+        out.append(float(sum(p.square().sum() + p.grad.abs().sum() for p in held)))  # type: ignore[union-attr]
+        for p in held:
+            p.div_(p.norm().clamp(min=1.0))
+
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(bound)
+    model, optimizer = lay(model, optimizer)
+    for step in range(3):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    assert len(out) == 9
+    return [*out, nn.utils.parameters_to_vector(model.parameters())]
+
+
 def optimizers_within_the_backward_pass(lay: Lay) -> list[Any]:
     model = net()
     optimizers = {p: torch.optim.SGD([p], 0.1, momentum=0.9) for p in model.parameters()}
@@ -257,7 +287,9 @@ PROGRAMS = (
     optimizers_within_the_backward_pass,
     parts_called_by_themselves,
     averages_of_weights,
+    hooks_of_an_optimizer,
 )
+STAGED = (averages_of_weights, hooks_of_an_optimizer)
 PLANS: tuple[dict[str, Any], ...] = (
     {"data": 2},
     {"data": 2, "zero": 1},
@@ -276,7 +308,7 @@ def compared(rank: int, world: int) -> None:
     for program in PROGRAMS:
         torch.manual_seed(0)
         expected = numbers(program(lambda model, *more: (model, *more) if more else model))
-        for plan in (*PLANS, {"pipe": 2}) if program is averages_of_weights else PLANS:
+        for plan in (*PLANS, {"pipe": 2}) if program in STAGED else PLANS:
             torch.manual_seed(0)
             given = numbers(
                 program(lambda model, *more, plan=plan: espalier.prepare(model, *more, plan=plan))
@@ -297,5 +329,6 @@ def in_float64(rank: int, world: int) -> None:
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func.jvp uses it
 @pytest.mark.filterwarnings("ignore:torch.vmap or a transform of torch.func is given DTensors")
+@pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
 def test_habits(ranks: Any) -> None:
     ranks(2, in_float64)

@@ -8,8 +8,8 @@ given its own part to do (Ren et al. 2021, ZeRO-Offload; Rajbhandari et al. 2021
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from espalier.parallel.data import masters
 from espalier.parallel.data.chunks import Appearance, Chunk, shown
 from espalier.parallel.data.residency import DiskError, OffloadStore
 from espalier.parallel.data.sharing import UpdateShares
-from espalier.parallel.fused import has_host_kernel, holding, within_hooks
+from espalier.parallel.fused import has_host_kernel, holding
 from espalier.parallel.plan import Place, Updater
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor import plain, stamp
@@ -182,10 +182,10 @@ class OffloadedStep:
         self.agree()
 
     def update(self, optimizer: torch.optim.Optimizer, step: OptimizerStep, states: OptimizerStates) -> None:
-        """One step of the optimizer: it counts once, for its hooks and schedulers too.
+        """One step of the optimizer: it counts once, for schedulers too.
 
-        The optimizer updates what is on the device. Before its last hooks run, what is away is updated by
-        shadows of it that hold a chunk each. What goes wrong is said by :meth:`agree`.
+        The optimizer updates what is on the device; then what is away is updated by shadows of it that hold
+        a chunk each. What goes wrong is said by :meth:`agree`.
 
         Args:
             states: of all parameters, also those that others of several optimizers update.
@@ -195,20 +195,13 @@ class OffloadedStep:
         updated = [a for a in self.away if shadows[id(a.chunk)].param_groups]
         on_host = all(map(has_host_kernel, parts_of(optimizer)))
 
-        @contextmanager
-        def then_the_rest() -> Iterator[None]:
-            yield
-            in_host = [a for a in updated if a.place == "host"] if on_host else []
-            with self.shares.measured(partial(self._nbytes, in_host)) if in_host else nullcontext():
-                self.each(states, lambda chunk: step(shadows[id(chunk)]), on_host, updated)
-
-        # several have no hook before which all of them have stepped, and a chunk may have parts of all
-        several = isinstance(optimizer, Several)
-        around = then_the_rest() if several else within_hooks(optimizer, then_the_rest())
-        with around, holding(optimizer):
+        with holding(optimizer):
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if id(p) not in away]
             step(optimizer)
+        in_host = [a for a in updated if a.place == "host"] if on_host else []
+        with self.shares.measured(partial(self._nbytes, in_host)) if in_host else nullcontext():
+            self.each(states, lambda chunk: step(shadows[id(chunk)]), on_host, updated)
 
     def agree(self) -> None:
         """Raise on all ranks what went wrong with files on one of them (a collective, if any are used).
