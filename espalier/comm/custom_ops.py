@@ -71,8 +71,17 @@ def traced(mesh: Mesh) -> bool:
 
 def recording() -> bool:
     """Whether a program is being recorded, to be compiled."""
+    return _has_mode("records")
+
+
+def dividing() -> bool:
+    """Whether a program is being recorded, to be divided among stages."""
+    return _has_mode("divides")
+
+
+def _has_mode(what: str) -> bool:
     modes = function_mode_stack() if recorders() else ()  # type: ignore[no-untyped-call]
-    return any(getattr(mode, "records", False) for mode in modes)
+    return any(getattr(mode, what, False) for mode in modes)
 
 
 def unrecorded() -> AbstractContextManager[object]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import espalier
 
@@ -79,6 +80,42 @@ def hooks_of_an_optimizer(lay: Lay) -> list[Any]:
         optimizer.step()
         out.append(loss.item())
     assert len(out) == 9
+    return [*out, nn.utils.parameters_to_vector(model.parameters())]
+
+
+class Habitual(nn.Module):
+    """Recomputes by reentrant checkpoints, draws from a generator of its own, averages over all batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+        self.inner = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.norm = nn.BatchNorm1d(6, momentum=None)  # type: ignore[arg-type]
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.inner:
+            again = checkpoint(layer, x, use_reentrant=True) if self.training else layer(x)
+            x = x + again.tanh()
+        noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype) if self.training else 0.0
+        return self.head(self.norm(x + noise))
+
+
+def recomputed_drawn_and_averaged(lay: Lay) -> list[Any]:
+    model, out = Habitual(), []
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model, optimizer = lay(model, optimizer)
+    for step in range(3):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            out += [loss.item(), F.cross_entropy(model(x), y).item()]
+        model.train()
     return [*out, nn.utils.parameters_to_vector(model.parameters())]
 
 
@@ -288,8 +325,9 @@ PROGRAMS = (
     parts_called_by_themselves,
     averages_of_weights,
     hooks_of_an_optimizer,
+    recomputed_drawn_and_averaged,
 )
-STAGED = (averages_of_weights, hooks_of_an_optimizer)
+STAGED = (averages_of_weights, hooks_of_an_optimizer, recomputed_drawn_and_averaged)
 PLANS: tuple[dict[str, Any], ...] = (
     {"data": 2},
     {"data": 2, "zero": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from espalier.parallel.pipeline.record import (
     mapped,
     name_of,
 )
+from espalier.tensor.observers import user_frame
 
 
 class SentValue(NamedTuple):
@@ -126,6 +128,15 @@ class Divided:
                     f"{name!r} is called in the stages {sorted(stages)}, and its forward "
                     f"{', '.join(self.trace.changed[name])}, of which each stage would know its own calls "
                     "alone. Give cuts such that one stage has all of them."
+                )
+        for call in self.trace.calls:
+            lost = [said for said in self.trace.changed.get(call.name, ()) if said.startswith("sets ")]
+            if lost and self.stage(call.start) != self.stage(max(call.start, call.end - 1)):
+                warnings.warn(
+                    f"The forward of {call.name or 'the model'!r} {', '.join(lost)} each time that it is "
+                    "called. It is divided among stages, which don't do that again: who reads it, the next "
+                    "forward too, finds what was there before. Keep it in a module that lies in one stage.",
+                    stacklevel=user_frame()[0],
                 )
         rolling = set().union(*(called.get(name, set()) for name in self.trace.dice))
         if len(rolling) > 1:

@@ -458,6 +458,10 @@ class ProgramStep:
         self.free: tuple[int, ...] = ()
         self.answers: tuple[Answer, ...] = ()
 
+    def generators(self) -> list[torch.Generator]:
+        """Those that it is given."""
+        return leaves((self._args, self._kwargs), torch.Generator)
+
     def by(self, func: Callable[..., Any]) -> ProgramStep:
         """The step that calls something else in place of what this one does."""
         step = ProgramStep(func, self.name, self._args, self._kwargs, self._out, self._state, self.reads)

@@ -26,7 +26,7 @@ from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.tensor import DTensor, stamp
 from espalier.tensor.dry_runs import Draw, Drawing, States, draw_again, equal, restore, states
 from espalier.tensor.dtensor import layout_of
-from espalier.tensor.traces import Apart, Generators, on_meta, untraced
+from espalier.tensor.traces import Apart, Generators, on_meta, put_back, untraced
 from espalier.torch_private import raw
 from espalier.trees import flatten, unflatten
 
@@ -131,6 +131,7 @@ class ShapeInference:
     ) -> InferredShapes:
         device = torch.device("cpu") if self._here.is_dry else self._here.device()
         before, of_python = states(device), Generators()
+        own = [put_back(x) for program in programs for x in program.generators()]
         wires, rebuilds, draws = [], [], []
         alone: dict[int, SingleRank] = {}
         received: Callable[[], Trees] = tuple
@@ -163,6 +164,8 @@ class ShapeInference:
         finally:
             restore(device, before)
             of_python.restore()
+            for back in filter(None, own):
+                back()
         returns = graph.returns()
         return InferredShapes(tuple(wires), returns, not graph.is_sure, tuple(rebuilds), tuple(draws), alone)
 

@@ -106,6 +106,10 @@ class StageProgram:
             return tuple(env[n] for n in self._out)
         return self.rebuilt([env[r.number] for r in leaves(self._result, Ref)])
 
+    def generators(self) -> list[torch.Generator]:
+        """Those of the model's own that it draws from."""
+        return [x for step in self.steps for x in step.generators()]
+
     def do(self, steps: Iterable[ProgramStep], env: Env, here: torch.device) -> None:
         """Do some of the steps."""
         modules, was = self._modules, self._body.device

@@ -142,6 +142,8 @@ class _Hidden(Exception):
 
 
 class _Recorder(TorchFunctionMode):
+    divides = True
+
     def __init__(
         self, twin: Apart, device: torch.device, fake: FakeTensorMode, whole: Collection[str]
     ) -> None:
@@ -159,6 +161,9 @@ class _Recorder(TorchFunctionMode):
         self._path: list[int] = []
         self._quiet = 0
         self._drawn: Generators | None = None
+        self._buffers: set[int] = set()
+        # storages of buffers that were written to, and of what is made of them
+        self._changing: set[int] = set()
 
     # ---- values
 
@@ -170,6 +175,7 @@ class _Recorder(TorchFunctionMode):
             self.trace.sources["parameter", name] = self._add(p, ("parameter", name), False, p.requires_grad)
         for name, b in self.model.named_buffers():
             self.trace.sources["buffer", name] = self._add(b, ("buffer", name), True, False)
+            self._buffers.add(storage_of(b))
 
     def _add(self, x: torch.Tensor, source: tuple[str, Any], local: bool, grad: bool) -> int:
         if id(x) not in self._known:
@@ -365,6 +371,9 @@ class _Recorder(TorchFunctionMode):
             flows = grad and (x.is_floating_point() or x.is_complex())
             self._add(x, ("op", number), local and storage_of(x) not in self.trace.bound, flows)
         makes = range(before, len(self.trace.values))
+        self._changing |= written & self._buffers
+        if any(self.trace.values[n].storage in self._changing for n in numbers):
+            self._changing |= {self.trace.values[n].storage for n in makes}
         out_refs = mapped(self.ref, out)
         self._note(func, reads, out_refs, numbers, makes, written, local=local, work=work)
         return out
@@ -373,6 +382,8 @@ class _Recorder(TorchFunctionMode):
         """A value that Python has seen: a local one, which each later batch must have again."""
         if self._is_certain(numbers):
             return
+        if any(self.trace.values[n].storage in self._changing for n in numbers):
+            raise _Hidden(f"{name_of(func)} reads of a buffer what the forward has written to it")
         if not local or any(isinstance(self.trace.values[n].tensor, FakeTensor) for n in numbers):
             raise _Hidden(f"{name_of(func)} reads what the model computes or draws")
         self._note(func, reads, out, numbers, local=True, read=True)
