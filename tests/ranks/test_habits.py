@@ -28,6 +28,20 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(0, 4, (8,), generator=generator)
 
 
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    x, y = batch(step)
+    return F.cross_entropy(model(x), y)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
+    """The loss before a step."""
+    loss = loss_of(model, step)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def hooks_put_on_before(lay: Lay) -> list[Any]:
     """A hook of each parameter's gradient, as of the whole batch: one that is not linear, too."""
     model, norms = net(), []
@@ -43,11 +57,7 @@ def hooks_put_on_before(lay: Lay) -> list[Any]:
     for step in range(4):
         if step == 3:
             handles[0].remove()
-        x, y = batch(step)
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = trained(model, optimizer, step)
         out.append(loss.item())
     assert len(norms) == 4 * len(handles) - 1
     return [*out, *sorted(norms), *model.parameters()]
@@ -73,11 +83,7 @@ def hooks_of_an_optimizer(lay: Lay) -> list[Any]:
     optimizer.register_step_post_hook(bound)
     model, optimizer = lay(model, optimizer)
     for step in range(3):
-        x, y = batch(step)
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = trained(model, optimizer, step)
         out.append(loss.item())
     assert len(out) == 9
     return [*out, nn.utils.parameters_to_vector(model.parameters())]
@@ -107,14 +113,10 @@ def recomputed_drawn_and_averaged(lay: Lay) -> list[Any]:
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     model, optimizer = lay(model, optimizer)
     for step in range(3):
-        x, y = batch(step)
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = trained(model, optimizer, step)
         model.eval()
         with torch.no_grad():
-            out += [loss.item(), F.cross_entropy(model(x), y).item()]
+            out += [loss.item(), loss_of(model, step).item()]
         model.train()
     return [*out, nn.utils.parameters_to_vector(model.parameters())]
 
@@ -180,11 +182,7 @@ def averages_of_weights(lay: Lay) -> list[Any]:
     first = torch.optim.swa_utils.AveragedModel(model)
     out: list[Any] = []
     for step in range(3):
-        x, y = batch(step)
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = trained(model, optimizer, step)
         if step == 1:
             later = torch.optim.swa_utils.AveragedModel(
                 model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
@@ -197,11 +195,11 @@ def averages_of_weights(lay: Lay) -> list[Any]:
         torch.optim.swa_utils.update_bn([batch(step)[0] for step in range(3)], average)
         average.eval()
         with torch.no_grad():
-            out.append(F.cross_entropy(average(x), y).item())
+            out.append(loss_of(average, step).item())
     for average in (first, copy.deepcopy(later)):
         model.load_state_dict(average.module.state_dict())
         out += [x.clone() for x in model.state_dict().values()]
-        out.append(F.cross_entropy(average(x), y).item())
+        out.append(loss_of(average, step).item())
     return out
 
 
@@ -230,15 +228,11 @@ def changes_of_the_model(lay: Lay) -> list[Any]:
             model.register_buffer("prior", torch.arange(4.0))
         names = [name for name, _ in model.named_modules()]
         assert "body.4" in names and [n for n, _ in model.named_children()] == ["body", "head"]
-        x, y = batch(step)
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = trained(model, optimizer, step)
         out.append(loss.item())
     del model.prior
     model.eval()
-    return [*out, model(x), *model.parameters()]
+    return [*out, model(batch(step)[0]), *model.parameters()]
 
 
 def containers(lay: Lay) -> list[Any]:

@@ -76,6 +76,7 @@ class Divided:
         refuse_lost(trace, self.bounds, self.units, self._modules, stand_ins)
         self._refuse_shared_values()
         self._refuse_shared_state()
+        self._tell_of_lost_state()
 
     # ---- units
 
@@ -129,6 +130,17 @@ class Divided:
                     f"{', '.join(self.trace.changed[name])}, of which each stage would know its own calls "
                     "alone. Give cuts such that one stage has all of them."
                 )
+        rolling = set().union(*(called.get(name, set()) for name in self.trace.dice))
+        if len(rolling) > 1:
+            raise SplitError(
+                f"{', '.join(map(repr, sorted(self.trace.dice)))} draw random numbers from Python's or "
+                f"NumPy's generator in the stages {sorted(rolling)}, of which each would draw the same. Draw "
+                "them with torch (torch.rand), or give cuts such that one stage has all of them."
+            )
+        self.dice = next(iter(rolling), None)
+
+    def _tell_of_lost_state(self) -> None:
+        """What the forward of a module remembers that is divided itself, no stage does."""
         for call in self.trace.calls:
             lost = [said for said in self.trace.changed.get(call.name, ()) if said.startswith("sets ")]
             if lost and self.stage(call.start) != self.stage(max(call.start, call.end - 1)):
@@ -138,14 +150,6 @@ class Divided:
                     "forward too, finds what was there before. Keep it in a module that lies in one stage.",
                     stacklevel=user_frame()[0],
                 )
-        rolling = set().union(*(called.get(name, set()) for name in self.trace.dice))
-        if len(rolling) > 1:
-            raise SplitError(
-                f"{', '.join(map(repr, sorted(self.trace.dice)))} draw random numbers from Python's or "
-                f"NumPy's generator in the stages {sorted(rolling)}, of which each would draw the same. Draw "
-                "them with torch (torch.rand), or give cuts such that one stage has all of them."
-            )
-        self.dice = next(iter(rolling), None)
 
     def _changes(self, unit: CallSpan) -> set[int]:
         return {s for op in self.trace.ops[unit.start : unit.end] for s in op.writes}

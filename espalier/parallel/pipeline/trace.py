@@ -372,17 +372,22 @@ class _Recorder(TorchFunctionMode):
             self._add(x, ("op", number), local and storage_of(x) not in self.trace.bound, flows)
         makes = range(before, len(self.trace.values))
         self._changing |= written & self._buffers
-        if any(self.trace.values[n].storage in self._changing for n in numbers):
+        if self._is_changing(numbers):
             self._changing |= {self.trace.values[n].storage for n in makes}
         out_refs = mapped(self.ref, out)
         self._note(func, reads, out_refs, numbers, makes, written, local=local, work=work)
         return out
 
+    def _is_changing(self, numbers: tuple[int, ...]) -> bool:
+        """Whether values hang on what this forward has written to a buffer."""
+        changing = self._changing
+        return bool(changing) and any(self.trace.values[n].storage in changing for n in numbers)
+
     def _note_read(self, func: Any, reads: Any, numbers: tuple[int, ...], local: bool, out: Any) -> None:
         """A value that Python has seen: a local one, which each later batch must have again."""
         if self._is_certain(numbers):
             return
-        if any(self.trace.values[n].storage in self._changing for n in numbers):
+        if self._is_changing(numbers):
             raise _Hidden(f"{name_of(func)} reads of a buffer what the forward has written to it")
         if not local or any(isinstance(self.trace.values[n].tensor, FakeTensor) for n in numbers):
             raise _Hidden(f"{name_of(func)} reads what the model computes or draws")
