@@ -8,11 +8,11 @@ import os
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -40,12 +40,13 @@ from espalier.engine.checkpointing import (
     state_of,
 )
 from espalier.engine.compiling import compilable, compile_blocks, warn_of_compiled
-from espalier.engine.norm import Guard, LossScaler, Norm, Rider, clip_of
+from espalier.engine.norm import Guard, Judgement, LossScaler, Norm, Rider, clip_of
 from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase, bind
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
 from espalier.engine.staged import Staged
 from espalier.engine.surface import (
+    AsModel,
     Surface,
     bound,
     make_dense,
@@ -55,15 +56,12 @@ from espalier.engine.surface import (
 )
 from espalier.engine.update import (
     FlatParams,
-    between_hooks,
     check_closures,
     forget_gradients,
-    has_hooks,
     lay_out_states,
-    meet_others_states,
     steps_by_closure,
     sum_states,
-    update,
+    update_model,
 )
 from espalier.faults.settings import Faults, Spikes
 from espalier.faults.watchdog import Watchdog, watched
@@ -78,7 +76,6 @@ from espalier.parallel.compose import Stages
 from espalier.parallel.data.residency import Carried
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import Timeline
-from espalier.parallel.pipeline.record import mapped
 from espalier.parallel.several import Optimizers, Several, as_one, parts_of
 from espalier.tensor import DTensor, redistribute
 from espalier.tensor.compiled import Backend
@@ -202,14 +199,6 @@ def _check(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> No
         )
 
 
-class _Verdict(NamedTuple):
-    """What the first of several steps was told of gradients that stay."""
-
-    factor: torch.Tensor | float | None
-    finite: bool
-    stepped: set[torch.optim.Optimizer]
-
-
 class Engine(Surface):
     """Trains one model under one plan. Made by :func:`initialize`.
 
@@ -262,7 +251,7 @@ class Engine(Surface):
         self._undo_recompute: Callable[[], None] = lambda: None
         self._runs: FlatParams | None = None
         self._peaks = weakref.WeakSet[PeakMemory]()
-        self._verdict: _Verdict | None = None
+        self._judgement: Judgement | None = None  # of gradients that stay
         self.passes = kind(self._call, mesh, count, self.scaler, trains, self.lay_out)
         self._saver: Saver | None = None
         self._loaders: tuple[Loader, ...] = ()
@@ -306,7 +295,7 @@ class Engine(Surface):
                 f"engine.attach({type(added).__name__}): states of the optimizers lie off the device already "
                 f"({self.plan}). Attach all optimizers before the first step."
             )
-        self.optimizer, self._verdict = whole, None
+        self.optimizer, self._judgement = whole, None
         self.passes.train_from_now()
         self._bind(added)
         if self._data is not None:
@@ -369,7 +358,7 @@ class Engine(Surface):
 
     def _begin_updates(self, optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
         """The model and its optimizer are there: states lie as the plan says."""
-        _lay_out_states(optimizer, data)
+        lay_out_states(optimizer, data)
         if data.offloaded_step is None:
             self._runs = FlatParams(data.rooms)
         self.passes.watch = None if data.budget is None else self.watch()
@@ -580,7 +569,7 @@ class Engine(Surface):
         may_keep = self.plan.context == 1 and self.passes.calls_whole(keepers(self.module))
         options["cache"] = options.get("cache", True) and may_keep
         # on the host, whose generator of random numbers is in the same state on all ranks
-        model = cast(Any, _AsModel(self))
+        model = cast(Any, AsModel(self.module, self.predict))
         return continued(model, ids.cpu(), max_new_tokens, **options).to(ids.device)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -675,74 +664,85 @@ class Engine(Surface):
 
         Another of several optimizers, which steps after one, finds what that was told of the gradients.
         """
-        passes, data, guard, verdict = self.passes, self._laid_out(), self.guard, self._verdict
-        known = verdict is not None and not passes.has_gradients and optimizer not in verdict.stepped
+        passes, data, known = self.passes, self._laid_out(), self._judgement
+        if known is not None and (passes.has_gradients or optimizer in known.stepped):
+            known = None
         passes.check_step()
         passes.seen.check()
         passes.finish()
         counted = passes.counted()
-        judged: list[torch.Tensor] = []
-        norm = Norm([*counted.values()], self.mesh, self._riders(judged.append))
-        if verdict is not None and known:
-            factor, finite = verdict.factor, verdict.finite
-        else:
-            factor, finite = passes.factor(), True
-            if self.scaler is not None:
-                factor = self.scaler.divided(factor)
+        losses: list[torch.Tensor] = []
+        under_way = Norm([*counted.values()], self.mesh, self._riders(losses.append))
+        judgement = known or Judgement(self._factor())
 
-        def arrived() -> torch.Tensor:
-            self.grad_norm = norm.wait() if factor is None else norm.wait() * factor
+        def norm() -> torch.Tensor:
+            factor = judgement.factor
+            self.grad_norm = under_way.wait() if factor is None else under_way.wait() * factor
             return self.grad_norm
 
-        self.is_stepping = passes.seen.is_stepping = True
-        if guard is not None:
-            guard.told = ""
-        if self.scaler is not None and not known:
-            finite = self.scaler.update(arrived(), counted, self._names, self.mesh)
-        try:
-            if finite and guard is not None and not known and not self.mesh.is_dry:
-                size = float(arrived())
-                loss = float(judged[0] if judged else 0.0 if self.loss is None else self.loss)
-                finite = guard.admits(self.steps + 1, loss, size, counted, self._names, self.mesh)
+        with self._stepping(optimizer, keep):
+            if known is None:
+                judgement.may_update = self._admits(counted, losses, norm)
             del counted
-            scale = factor
+            factor = judgement.factor
             if self.max_grad_norm is not None:
-                clip = (self.max_grad_norm / (arrived() + 1e-6)).clamp(max=1.0)
-                scale = clip if factor is None else clip * factor
+                clip = (self.max_grad_norm / (norm() + 1e-6)).clamp(max=1.0)
+                factor = clip if factor is None else clip * factor
             with passes.watch or nullcontext():
-                if finite:
+                if judgement.may_update:
                     self.wait_staged()
-                    if data.has_thawed:
-                        data.has_thawed = False
-                        for part in parts_of(self.optimizer or optimizer):
-                            meet_others_states(part)
-                    whole, is_hooked = self.optimizer or optimizer, has_hooks(optimizer)
-                    step = partial(update, factor=None if is_hooked else scale, runs=self._runs)
-                    stepping = partial(data.update, optimizer, step, keep, whole.state)
-                    if is_hooked:
-                        between_hooks(optimizer, scale, passes.seen, stepping)
-                    else:
-                        stepping()
+                    whole = self.optimizer or optimizer
+                    update_model(optimizer, whole, data, factor, passes.seen, self._runs, keep=keep)
                     passes.updates += 1
                     if passes.watch is not None and passes.watch.fit(data, whole):
                         passes.watch = None
-            arrived()
+            norm()
+        judgement.stepped.add(optimizer)
+        if known is None:
+            self._judgement = judgement if keep else None
+            self.steps += 1
+            self.pulse.step = self.steps + 1
+        return judgement.may_update
+
+    @contextmanager
+    def _stepping(self, optimizer: torch.optim.Optimizer, keep: bool) -> Iterator[None]:
+        """Inside, the step of an optimizer is its own; then its gradients are forgotten, or kept."""
+        passes = self.passes
+        self.is_stepping = passes.seen.is_stepping = True
+        try:
+            yield
         finally:
             self.is_stepping = passes.seen.is_stepping = False
             passes.has_gradients = False
             if keep:
-                data.gradients.settle()
+                self._laid_out().gradients.settle()
             else:
                 forget_gradients(optimizer)
                 passes.forget()
             passes.traffic.end()
-        if verdict is not None and known:
-            verdict.stepped.add(optimizer)
-            return finite
-        self._verdict = _Verdict(factor, finite, {optimizer}) if keep else None
-        self.steps += 1
-        self.pulse.step = self.steps + 1
-        return finite
+
+    def _factor(self) -> torch.Tensor | float | None:
+        """What makes those of the batch of the gradients as they are."""
+        factor = self.passes.factor()
+        return factor if self.scaler is None else self.scaler.divided(factor)
+
+    def _admits(
+        self,
+        counted: Mapping[str, torch.Tensor],
+        losses: Sequence[torch.Tensor],
+        norm: Callable[[], torch.Tensor],
+    ) -> bool:
+        """Whether the loss scale and the guard let a step be made with its gradients."""
+        guard = self.guard
+        if guard is not None:
+            guard.told = ""
+        if self.scaler is not None and not self.scaler.update(norm(), counted, self._names, self.mesh):
+            return False
+        if guard is None or self.mesh.is_dry:
+            return True
+        size = float(norm())
+        loss = float(losses[0] if losses else 0.0 if self.loss is None else self.loss)
+        return guard.admits(self.steps + 1, loss, size, counted, self._names, self.mesh)
 
     def _riders(self, judge: Judge) -> list[Rider]:
         """What the ranks tell one another with the norm; the guard's ``judge`` is given one loss for all."""
@@ -1077,29 +1077,8 @@ class Engine(Surface):
         return [] if self._data is None else self._data.resized
 
 
-def _lay_out_states(optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
-    """An optimizer's states lie as its parameters do, where the plan says."""
-    with data.updating(exchange=False):
-        lay_out_states(optimizer)
-    data.place(optimizer)
-
-
 def _count(engine: weakref.ref[Engine], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Behind a step that an optimizer made by itself."""
     sum_states(optimizer)
     if (here := engine()) is not None:
         here._count_step()
-
-
-class _AsModel:
-    """An engine as ``espalier.models.generate`` asks a model."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine.module, name)
-
-    def __call__(self, ids: torch.Tensor, **more: torch.Tensor) -> Any:
-        output = self._engine.predict({"input_ids": ids, **more})
-        return mapped(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, output)

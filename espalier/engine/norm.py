@@ -9,6 +9,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -184,6 +185,21 @@ def clip_of(plan: Plan, max_grad_norm: float | None) -> float | None:
 
 
 _NAMED = 5
+
+
+@dataclass
+class Judgement:
+    """What is known of the gradients of a step, or of the steps of several optimizers on the same ones.
+
+    Attributes:
+        factor: by which they are to be multiplied.
+        may_update: whether they are fit to be used.
+        stepped: whose step was made with them.
+    """
+
+    factor: torch.Tensor | float | None
+    may_update: bool = True
+    stepped: set[torch.optim.Optimizer] = field(default_factory=set)
 
 
 class LossScaler:

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from espalier.mesh import Mesh
+from espalier.parallel.pipeline.record import mapped
 from espalier.parallel.several import parts_of
 from espalier.tensor.observers import user_frame
 
@@ -111,6 +112,24 @@ class Surface(ABC):
     @abstractmethod
     def load_weights(self, path: Any) -> None:
         """Take the model's weights."""
+
+
+class AsModel:
+    """An engine as :func:`espalier.models.generate` asks a model, on the host.
+
+    Args:
+        predict: the engine's.
+    """
+
+    def __init__(self, module: nn.Module, predict: Callable[[Any], Any]) -> None:
+        self._module, self._predict = module, predict
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, ids: torch.Tensor, **more: torch.Tensor) -> Any:
+        output = self._predict({"input_ids": ids, **more})
+        return mapped(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, output)
 
 
 def bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from torch.optim import optimizer as _base
 from espalier.engine.norm import scale_gradients
 from espalier.engine.seen import SeenGradients
 from espalier.layout import Layout
+from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.fused import Substitute, fuse, holding, may_fuse
 from espalier.parallel.plan import Plan
 from espalier.parallel.several import Several, parts_of
@@ -77,25 +78,27 @@ def sum_states(optimizer: torch.optim.Optimizer) -> None:
             state[name] = tree_map(summed, x)
 
 
-def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """States that the optimizer held before its parameters were laid out lie as these do.
+def lay_out_states(optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
+    """States that an optimizer held before its parameters were laid out lie as these do, where planned.
 
     So do, at the next update, those that others have made or loaded since.
 
     Raises:
         ValueError: one has no memory, and is on no tape.
     """
-    for p, state in optimizer.state.items():
-        if isinstance(p, DTensor):
-            if not p._layout.mesh.is_dry:
-                make_values_real(state)
-            for name, x in state.items():
-                is_plain = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
-                if is_plain and x.ndim and x.shape == p.shape:
-                    state[name] = lay_out(x, p._layout)
-    for part in parts_of(optimizer):
-        meet_others_states(part)
-        part.register_load_state_dict_post_hook(meet_others_states)
+    with data.updating(exchange=False):
+        for p, state in optimizer.state.items():
+            if isinstance(p, DTensor):
+                if not p._layout.mesh.is_dry:
+                    make_values_real(state)
+                for name, x in state.items():
+                    is_plain = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+                    if is_plain and x.ndim and x.shape == p.shape:
+                        state[name] = lay_out(x, p._layout)
+        for part in parts_of(optimizer):
+            meet_others_states(part)
+            part.register_load_state_dict_post_hook(meet_others_states)
+    data.place(optimizer)
 
 
 def meet_others_states(optimizer: torch.optim.Optimizer) -> None:
@@ -200,7 +203,36 @@ def forget_gradients(optimizer: torch.optim.Optimizer) -> None:
                 _set_grad(p, None)
 
 
-def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+def update_model(
+    optimizer: torch.optim.Optimizer,
+    whole: torch.optim.Optimizer,
+    data: ZeroState,
+    factor: torch.Tensor | float | None,
+    seen: SeenGradients,
+    runs: FlatParams | None,
+    *,
+    keep: bool,
+) -> None:
+    """:func:`update` of parameters wherever they lie, between the optimizer's hooks.
+
+    Args:
+        whole: the optimizer, or all of several of which it is one.
+        keep: gradients stay.
+    """
+    if data.has_thawed:
+        data.has_thawed = False
+        for part in parts_of(whole):
+            meet_others_states(part)
+    hooked = _has_hooks(optimizer)
+    step = partial(update, factor=None if hooked else factor, runs=runs)
+    stepping = partial(data.update, optimizer, step, keep, whole.state)
+    if hooked:
+        _between_hooks(optimizer, factor, seen, stepping)
+    else:
+        stepping()
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks run around its step."""
     of_all = _base._global_optimizer_pre_hooks or _base._global_optimizer_post_hooks
     return bool(of_all) or any(
@@ -208,7 +240,7 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def between_hooks(
+def _between_hooks(
     optimizer: torch.optim.Optimizer,
     factor: torch.Tensor | float | None,
     seen: SeenGradients,

@@ -235,6 +235,10 @@ def scales(rank: int, world: int, plan: dict[str, Any]) -> None:
     assert engine.scale == 64
     with pytest.raises(FloatingPointError, match=r"minimum(.|\n)*Of 4 .*first\.weight \(in the part of rank"):
         engine.train_step(spiky_batch(9, 0))
+    steps = engine.steps  # who caught it goes on
+    engine.backward(engine(spiky_batch(10)))
+    optimizer.step()
+    assert engine.steps == steps + 1
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
