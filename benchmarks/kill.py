@@ -93,7 +93,7 @@ class Chain:
     def __init__(self, folder: Path, seed: int = 0) -> None:
         self.folder, self.at, self.wrong = folder, Counter[str](), list[str]()
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["espalier.api"])
+        self._context.set_forkserver_preload(["espalier.api", "torch._dynamo"])
         self._random, self._digests = random.Random(seed), dict[int, int]()
         self._saved, self._lasts, self._kills = 0, [0.02], 0
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import gc
 import os
 import signal
 import subprocess
@@ -278,6 +279,19 @@ def test_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
         Disk(tmp_path).close()
     assert "bytes), which a process left that was killed" in str(told[0].message)
     assert not list(tmp_path.iterdir())
+
+
+def test_garbage_waits_for_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be collected while a thread starts, which the end of any other waits for."""
+    disk, waits = Disk(tmp_path), []
+    disk.write("x", [torch.ones(10)]).result()
+    disk._thread.submit(int).result()  # its thread has let go of the write
+    folder, circle = disk.folder, [disk]
+    circle.append(circle)
+    monkeypatch.setattr(threading.Thread, "join", lambda thread, timeout=None: waits.append(thread))
+    del disk, circle
+    gc.collect()
+    assert not folder.exists() and not waits
 
 
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:

@@ -310,7 +310,7 @@ def test_a_host_that_is_cut_off_and_comes_back_trains_on():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a terminal of its own, and /proc")
 def test_ctrl_c_and_a_closed_terminal_save_and_leave_no_process(tmp_path):
-    """`espalier train -n 2` in a terminal, both at once: they wait most of the time."""
+    """`espalier train -n 2` in a terminal, both at once."""
     runs = {}
     try:
         for way in ("ctrl-c", "closed"):
@@ -321,25 +321,26 @@ def test_ctrl_c_and_a_closed_terminal_save_and_leave_no_process(tmp_path):
             path.write_text("\n".join(f"[{name}]\n{toml(table)}" for name, table in tables.items()))
             runs[way] = in_a_terminal([sys.executable, "-m", "espalier", "train", str(path)])
         said: dict[str, bytes] = dict.fromkeys(runs, b"")
+        terminals = {way: terminal for way, (_, terminal) in runs.items()}
 
         def seen(done: Callable[[], bool]) -> bool:
             """Whether it is done; what the terminal says meanwhile is read, or its program would wait."""
-            for each, (_, terminal) in runs.items():
+            for each, terminal in terminals.items():
                 with contextlib.suppress(OSError):
                     while data := os.read(terminal, 65536):
                         said[each] += data
             return done()
 
-        for way, (process, terminal) in runs.items():
-            until(partial(seen, lambda way=way: len(losses(tmp_path / way)) >= 3))
-            ranks = children(process.pid)
-            assert len(ranks) >= 2
-            if way == "ctrl-c":
-                os.write(terminal, b"\x03")
-                until(partial(seen, lambda process=process: process.poll() is not None))
-            os.close(terminal)
+        until(partial(seen, lambda: all(len(losses(tmp_path / way)) >= 3 for way in runs)))
+        ranks = {way: children(process.pid) for way, (process, _) in runs.items()}
+        assert all(len(found) >= 2 for found in ranks.values())
+        os.write(terminals["ctrl-c"], b"\x03")
+        os.close(terminals.pop("closed"))
+        until(partial(seen, lambda: runs["ctrl-c"][0].poll() is not None))
+        os.close(terminals.pop("ctrl-c"))
+        for way, (process, _) in runs.items():
             assert process.wait(30) == (130 if way == "ctrl-c" else 75)
-            until(lambda ranks=ranks: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+            until(lambda way=way: not any(Path(f"/proc/{pid}").exists() for pid in ranks[way]))
             (saved,) = (tmp_path / way / "out/checkpoints").glob("step-*")
             assert f"step-{len(losses(tmp_path / way)):08}" == saved.name
         last = said["ctrl-c"].decode()

@@ -112,6 +112,8 @@ class Disk:
 
     def close(self) -> None:
         """Remove all files."""
+        for pool in (self._thread, self._requests):
+            pool.shutdown(wait=True, cancel_futures=True)
         self._end()
 
     def free(self) -> int:
@@ -435,8 +437,10 @@ def _damaged(path: Path, what: str) -> str:
 
 
 def _close(threads: Sequence[ThreadPoolExecutor], folder: Path, lock: int) -> None:
+    # Waits for none: garbage may be collected where a thread starts or ends, which others would wait for.
+    # None is at work either, as what it does keeps the disk.
     for pool in threads:
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
     shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)
 
