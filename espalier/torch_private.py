@@ -11,7 +11,9 @@ module's ``_parameters``, an optimizer's hooks), and operators of ``torch.ops``.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -285,6 +287,52 @@ def as_written(function: Any) -> Any:
     _FRAMES.set_code_exec_strategy(function.__code__, _LEAVE)
     function._torchdynamo_disable = True
     return function
+
+
+def let_calls_be_written(
+    is_so: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], bool],
+) -> None:
+    """Let calls of what ``torch.compile`` gave run uncompiled where this says so.
+
+    It is asked of ``(function, args, kwargs)``. The compiler is not imported for that, which takes seconds,
+    but followed as soon as it is.
+    """
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is None:
+        if not hasattr(torch.compile, "_espalier"):
+            setattr(torch, "compile", _following(torch.compile, is_so))  # noqa: B010 (it is overloaded)
+        return
+    chosen: Any = getattr(compiler, "_callback_from_stance", None)  # who compiles, if anyone does
+    if chosen is None:
+        torch.compiler.set_stance("force_eager")
+        return
+    if hasattr(chosen, "_espalier"):
+        return
+    counted: Any = getattr(_FRAMES, "set_fullgraph_compiled_frame_count", None)
+
+    def compiles(callback: Any) -> Any:
+        if callback not in (None, False):
+            call = sys._getframe(1).f_locals
+            if "fn" in call and is_so(call["fn"], call.get("args", ()), call.get("kwargs", {})):
+                if call.get("fullgraph_count_enabled") and counted is not None:
+                    counted(-1)  # compiled frames are not counted: else none is an error
+                return None
+        return chosen(callback)
+
+    compiles._espalier = True  # type: ignore[attr-defined]
+    compiler._callback_from_stance = compiles
+
+
+def _following(compile: Any, is_so: Any) -> Any:
+    @functools.wraps(compile)
+    def first(*args: Any, **kwargs: Any) -> Any:
+        importlib.import_module("torch._dynamo.eval_frame")
+        setattr(torch, "compile", compile)  # noqa: B010
+        let_calls_be_written(is_so)
+        return compile(*args, **kwargs)
+
+    first._espalier = True  # type: ignore[attr-defined]
+    return first
 
 
 # ---- what is seldom needed, and slow to import

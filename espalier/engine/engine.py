@@ -82,6 +82,7 @@ from espalier.tensor.compiled import Backend
 from espalier.tensor.deferred import share_random_state
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.observers import user_frame
+from espalier.tensor.uncompiled import follow_compiler
 
 Rows = Literal["all", "whole", "own"]
 
@@ -258,6 +259,7 @@ class Engine(Surface):
         if optimizer is not None:
             self._bind(optimizer)
         share_random_state(mesh)
+        follow_compiler(self)
 
     def _bind(self, added: torch.optim.Optimizer) -> None:
         """Let steps of an optimizer, of each of several, and of all that there are, be the engine's."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
@@ -18,8 +17,6 @@ from espalier.engine.engine import Engine, Rows, initialize
 from espalier.engine.surface import bound
 from espalier.parallel import Plan
 from espalier.parallel.several import Several, as_one
-from espalier.tensor.observers import user_frame
-from espalier.tensor.traces import is_within_compiled
 from espalier.torch_private import as_written, open_transform
 
 
@@ -38,7 +35,7 @@ class EngineModule(nn.Module):
         module: the model.
     """
 
-    _is_told = False  # that torch.compile is around it
+    lays_out = True  # what calls it is not compiled
 
     def __init__(self, engine: Engine, rows: Rows = "all") -> None:
         super().__init__()
@@ -54,14 +51,6 @@ class EngineModule(nn.Module):
     @as_written
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As of every module: hooks, and :meth:`forward`."""
-        if not self._is_told and is_within_compiled():
-            self._is_told = True
-            warnings.warn(
-                "torch.compile of a model that is laid out compiles nothing: it cannot follow DTensors, and "
-                "the model runs as it is written. To compile its blocks, collectives included: "
-                "initialize(..., compile=True), or module.engine.compile().",
-                stacklevel=user_frame()[0],
-            )
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +164,7 @@ class PreparedModule(EngineModule):
     model would go on without it.
     """
 
-    _is_own = frozenset({"rows", "training", "_is_told"})
+    _is_own = frozenset({"rows", "training"})
 
     def __new__(cls, engine: Engine, rows: Rows = "all") -> Self:
         """Of a kind that has the special methods of a container, if the model is one."""

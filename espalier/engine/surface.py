@@ -31,6 +31,7 @@ class Surface(ABC):
 
     module: nn.Module
     mesh: Mesh
+    lays_out = True  # what calls it is not compiled
 
     def train(self, mode: bool = True) -> Self:
         """Let the model be in training mode, or not."""

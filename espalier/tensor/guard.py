@@ -45,6 +45,7 @@ from espalier.tensor.observers import user_frame
 from espalier.tensor.random import drawing_alike, true_seeds
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.meta import seeded
+from espalier.tensor.uncompiled import follow_compiler
 from espalier.torch_private import (
     TorchDispatchMode,
     determinism_checks,
@@ -107,6 +108,7 @@ def install() -> None:
     open_transforms()
     install_steps()
     install_attention()
+    follow_compiler()
     TorchDispatchMode.__enter__ = _entering(TorchDispatchMode.__enter__)  # type: ignore[method-assign]
 
 

@@ -136,9 +136,9 @@ class _Traces:
 
     def _noted(self, x: Any) -> list[Any]:
         if isinstance(x, types.FunctionType):
-            return [] if _is_known(x) else self._of_function(x)
+            return [] if is_known(x) else self._of_function(x)
         if isinstance(x, type):
-            return [] if _is_known(x) else self._of_class(x)
+            return [] if is_known(x) else self._of_class(x)
         inner = _inner_functions(x)
         if inner is not None:
             return inner
@@ -150,7 +150,7 @@ class _Traces:
             return list(held)
         if isinstance(x, torch.Tensor):
             self._of_tensor(x)
-        elif hasattr(x, "__dict__") and (isinstance(x, nn.Module) or not _is_known(type(x))):
+        elif hasattr(x, "__dict__") and (isinstance(x, nn.Module) or not is_known(type(x))):
             return [vars(x), type(x)]
         return []
 
@@ -158,10 +158,10 @@ class _Traces:
         values = [f.__defaults__, f.__kwdefaults__]
         for cell in f.__closure__ or ():
             values += self._of_name(_Cell(cell), "cell_contents")
-        names = set(_names(f.__code__))
+        names = set(names_in(f.__code__))
         for name in names:
             values += self._of_name(f.__globals__, name)
-        for module in [x for x in values if isinstance(x, types.ModuleType) and not _is_known(x)]:
+        for module in [x for x in values if isinstance(x, types.ModuleType) and not is_known(x)]:
             for name in names & vars(module).keys():
                 values += self._of_name(vars(module), name)
         return values
@@ -297,14 +297,15 @@ def _inner_functions(x: Any) -> list[Any] | None:
     return None
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """The names that a function's code, and what is written within it, finds by name."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _names(inner)
+            yield from names_in(inner)
 
 
-def _is_known(x: Any) -> bool:
+def is_known(x: Any) -> bool:
     """Whether a function, class or module is of a library whose functions keep nothing that matters."""
     name = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None)
     return (name or "").partition(".")[0] in _LIBRARIES
@@ -428,19 +429,6 @@ def run_as_written(module: nn.Module) -> list[str]:
             vars(part)["_compiled_call_impl"] = None
             names.append(name)
     return names
-
-
-def is_within_compiled() -> bool:
-    """Whether what runs was called by what ``torch.compile`` gave."""
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    frame = None if dynamo is None else sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        # torch's optimizers are kept from being compiled by a call in there, too
-        if code.co_filename == dynamo.__file__ and not code.co_qualname.startswith("Disable"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def on_meta(x: torch.Tensor) -> torch.Tensor:

@@ -211,6 +211,26 @@ def test_a_module_that_torch_compiles_runs_as_it_is_written() -> None:
     assert not made
 
 
+def test_what_torch_compiles_runs_as_it_is_written_where_it_meets_what_is_laid_out() -> None:
+    made = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made.append(graph)
+        return graph
+
+    act = torch.compile(lambda x: x.sin() + x, backend=backend, fullgraph=True)
+    net = nn.Sequential(nn.Linear(8, 4))
+    net.register_forward_hook(lambda module, args, out: act(out))
+    net = espalier.prepare(net, plan={"data": 1})
+    whole = torch.compile(lambda: {"of": net(torch.ones(4, 8))}, backend=backend)
+    with pytest.warns(UserWarning, match=r"<lambda> was compiled by torch.compile.*engine\.compile\(\)"):
+        out = whole()["of"]
+    assert not made
+    plain = out.full_tensor().detach()
+    assert torch.equal(act(plain), plain.sin() + plain)
+    assert made
+
+
 def test_load_before_the_first_batch_says_what_to_pass() -> None:
     """Where there is no memory yet to load into."""
     with torch.device("meta"):

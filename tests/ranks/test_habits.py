@@ -308,7 +308,52 @@ def weights_as_a_vector(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
+def swish(x: torch.Tensor) -> torch.Tensor:
+    return x * (1.1 * x).sigmoid()
+
+
+class Compiled(nn.Module):
+    """Calls functions that are compiled by torch, each in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mid, self.out = nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 4)
+        self.act = torch.compile(swish, backend="eager", fullgraph=True)
+        self.inner = torch.compile(self.between, backend="eager")
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mid(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.inner(self.act(self.up(x))))
+
+
+def functions_that_torch_compiles(lay: Lay) -> list[Any]:
+    """In a model, of its output, and around its call, before it is laid out, too."""
+    model = Compiled()
+    model, optimizer = lay(model, torch.optim.AdamW(model.parameters(), 0.1))
+    turned = torch.compile(lambda x: x.roll(1, 0) * 1.5, backend="eager")
+
+    @torch.compile(backend="eager")
+    def loss_of_output(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out, y)
+
+    @torch.compile(backend="eager")
+    def given(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return loss_of_output(model(turned(x)), y)
+
+    losses = []
+    for step in range(3):
+        loss = given(*batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, *model.parameters()]
+
+
 PROGRAMS = (
+    functions_that_torch_compiles,
     weights_as_a_vector,
     weights_put_aside,
     transforms_of_the_model,
@@ -359,6 +404,7 @@ def in_float64(rank: int, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
+@pytest.mark.filterwarnings("ignore:.*was compiled by torch.compile")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func.jvp uses it
 @pytest.mark.filterwarnings("ignore:torch.vmap or a transform of torch.func is given DTensors")
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
